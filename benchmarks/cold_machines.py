@@ -1,10 +1,11 @@
-"""Machines and drafters for tuners that know nothing yet: seconds by formula, noise by seed, time that is only counted.
+"""Machines and drafters for tuners that know nothing yet: seconds by formula, noise by seed, time that is
+only counted.
 
     tuner ─▶ arm ─▶ Machine: true seconds ─▶ counted             (what a run took, without luck)
                              observed seconds ─▶ the tuner        (with noise, outliers and slow first calls)
 
-A tuner sees what an engine would show it. What it has cost is judged by the true seconds, so that thousands of cold starts
-compare to a tenth of a percent.
+A tuner sees what an engine would show it. What it has cost is judged by the true seconds, so that
+thousands of cold starts compare to a tenth of a percent.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ _OUTLIERS, _OUTLIER = 0.02, (2.0, 10.0)
 
 @dataclass(frozen=True)
 class Drafter:
-    """rates: by kind, the chance of a drafted token if all before it are accepted.  kinds: of strategies that exist.
+    """rates: by kind, the chance of a drafted token if all before it are accepted.
+    kinds: of strategies that exist.
 
-    recorded: the overlap that its folder records, which promises a rate of overlap / (2 - overlap); None: none.
+    recorded: the overlap that its folder records, which promises a rate of overlap / (2 - overlap); None:
+        none.
     """
 
     rates: Mapping[str, float]
@@ -66,9 +69,13 @@ DRAFTERS = {
 class Profile:
     """The seconds of a machine's work.
 
-    forward: (rows, seconds) of the target, between which it is linear, and beyond the last two as between them.
-    level: of a drafting step at one row.  level_per_row: of each further one.  retrieval: of a lookup, per sequence.
-    first_call: what the first step of every new shape takes besides.  read: of a token that a drafter has missed.
+    forward: (rows, seconds) of the target, between which it is linear, and beyond the last two as between
+        them.
+    level: of a drafting step at one row.
+    level_per_row: of each further one.
+    retrieval: of a lookup, per sequence.
+    first_call: what the first step of every new shape takes besides.
+    read: of a token that a drafter has missed.
     """
 
     forward: tuple[tuple[float, float], ...]
@@ -78,7 +85,8 @@ class Profile:
     first_call: float
     read: float
     prior: CostPrior
-    """What the tuner is told of model and drafter; a machine's seconds differ from it. Prompts are read with a head here."""
+    """What the tuner is told of model and drafter; a machine's seconds differ from it. Prompts are read
+    with a head here."""
 
     def forward_seconds(self, rows: float) -> float:
         (r0, s0), (r1, s1) = self.forward[-2:]
@@ -101,10 +109,22 @@ OLD_CPU_ROWS = ((1, 0.13), (4, 0.17), (16, 0.225), (17, 0.233))
 CPU_ROWS = ((1, 0.067), (4, 0.072), (16, 0.105), (17, 0.1103))
 """benchmarks/results/draft-vocabulary-chain.md has the levels of this machine."""
 PROFILES = {
-    "toy": Profile(((1, 1.5e-3), (101, 7.5e-3)), 0.12e-3, 0.003e-3, 0.01e-3, 1e-3, 2e-6, CostPrior(0.062, 0.06, head=0)),
+    "toy": Profile(
+        ((1, 1.5e-3), (101, 7.5e-3)), 0.12e-3, 0.003e-3, 0.01e-3, 1e-3, 2e-6, CostPrior(0.062, 0.06, head=0)
+    ),
     "0.5B": Profile(CPU_ROWS, 4.5e-3, 0.16e-3, 0.05e-3, 0.03, 0.35e-3, CostPrior(0.05, 0.04, head=0)),
-    "0.5B, whole heads": Profile(OLD_CPU_ROWS, 0.055, 0.7e-3, 0.05e-3, 0.08, 0.35e-3, CostPrior(0.31, 0.04, head=0)),
-    "gpu": Profile(((1, 5e-3), (128, 5e-3), (256, 10e-3)), 0.6e-3, 0.0, 0.02e-3, 10e-3, 2e-6, CostPrior(0.11, 0.035, head=0)),
+    "0.5B, whole heads": Profile(
+        OLD_CPU_ROWS, 0.055, 0.7e-3, 0.05e-3, 0.08, 0.35e-3, CostPrior(0.31, 0.04, head=0)
+    ),
+    "gpu": Profile(
+        ((1, 5e-3), (128, 5e-3), (256, 10e-3)),
+        0.6e-3,
+        0.0,
+        0.02e-3,
+        10e-3,
+        2e-6,
+        CostPrior(0.11, 0.035, head=0),
+    ),
 }
 
 
@@ -162,7 +182,8 @@ class Machine:
 
 
 def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_tokens: int) -> float:
-    """Generates `batch_size` responses of `max_tokens` tokens, all from the start; returns the seconds that this took."""
+    """Generates `batch_size` responses of `max_tokens` tokens, all from the start; returns the seconds
+    that this took."""
     started = machine.seconds
     reading: Reading | None = machine.read(batch_size)
     left_B = np.full(batch_size, max_tokens)
@@ -182,11 +203,15 @@ def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_token
     return machine.seconds - started
 
 
-def settled_speed(machine: Machine, tuner: StrategyTuner, batch_size: int, after: float, num_steps: int) -> float:
-    """Returns the speed over the best arm's, by the true means, of `num_steps` steps after so many seconds of a batch that is
-    always full; at the latest after `3 num_steps` steps."""
+def settled_speed(
+    machine: Machine, tuner: StrategyTuner, batch_size: int, after: float, num_steps: int
+) -> float:
+    """Returns the speed over the best arm's, by the true means, of `num_steps` steps after so many seconds
+    of a batch that is always full; at the latest after `3 num_steps` steps."""
     drafter, profile = machine.drafter, machine.profile
-    speeds = {arm: batch_size * drafter.tokens(arm) / profile.seconds(arm, batch_size) for arm in drafter.arms}
+    speeds = {
+        arm: batch_size * drafter.tokens(arm) / profile.seconds(arm, batch_size) for arm in drafter.arms
+    }
     reading: Reading | None = machine.read(batch_size)
     hindsight: tuple[Hindsight, ...] = ()
     chosen: list[Strategy] = []

@@ -12,7 +12,9 @@ from pathlib import Path
 from tlt.types import UserError
 
 
-def make_parser(name: str, doc: str | None, out: str | None = None, needs_out: bool = True) -> argparse.ArgumentParser:
+def make_parser(
+    name: str, doc: str | None, out: str | None = None, needs_out: bool = True
+) -> argparse.ArgumentParser:
     """Returns a parser that knows --out. out: its default; None: it has to be given where it is needed."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",

@@ -1,9 +1,10 @@
-"""Does the wheel work with each extra alone? A fresh environment for each, outside the repository, and its feature used once.
+"""Does the wheel work with each extra alone? A fresh environment for each, outside the repository, and its
+feature used once.
 
     wheel ─▶ venv of its own ─ pip install WHEEL[extra] ─▶ a user's folder ─ commands ─▶ what they wrote
 
-Run by `make extras-check`; about a minute an extra. Exit code 1 when a feature fails. Missing are `vllm`, which
-`make vllm-test` checks with the CPU build, and `dev`, which serves the repository alone.
+Run by `make extras-check`; about a minute an extra. Exit code 1 when a feature fails. Missing are `vllm`,
+which `make vllm-test` checks with the CPU build, and `dev`, which serves the repository alone.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ sys.exit(code)
 
 @dataclass(frozen=True)
 class Use:
-    """How a feature is used: the user's files, the commands, and the files that must be there afterwards (globs)."""
+    """How a feature is used: the user's files, the commands, and the files that must be there afterwards
+    (globs)."""
 
     commands: Sequence[str]
     files: Mapping[str, str]
@@ -86,27 +88,42 @@ class Use:
 
 USES: dict[str, Use] = {
     "": Use(
-        [f"tlt train countdown {STEP}", "tlt drafter export run/drafter --target copy/base --format vllm-eagle --to served"],
+        [
+            f"tlt train countdown {STEP}",
+            "tlt drafter export run/drafter --target copy/base --format vllm-eagle --to served",
+        ],
         {},
         ["served/*"],
     ),
     "math": Use(
-        [f"tlt train math {STEP} --task.name math --task.data sums.jsonl --task.options {{}} --task.chat true"],
+        [
+            f"tlt train math {STEP} --task.name math --task.data sums.jsonl --task.options {{}} --task.chat "
+            "true"
+        ],
         {"sums.jsonl": "".join(GSM8K % (i, 2 + i, 2 + i) for i in range(20))},
     ),
     "reasoning-gym": Use(
-        [f"tlt train math {STEP} --task.name reasoning-gym:chain_sum --task.options {{}} --task.num_problems 20"], {}
+        [
+            f"tlt train math {STEP} --task.name reasoning-gym:chain_sum --task.options {{}} "
+            "--task.num_problems 20"
+        ],
+        {},
     ),
     "verifiers": Use(
         [f"tlt train math {STEP} --task.name verifiers:sums --task.options {{}} --task.num_problems 20"],
         {"sums.py": TASKSET},
     ),
-    "wandb": Use([f"tlt train countdown {STEP} --tracking.use wandb"], {}, ["run/wandb/offline-run-*/run-*.wandb"]),
-    "tensorboard": Use([f"tlt train countdown {STEP} --tracking.use tensorboard"], {}, ["run/tensorboard/events.*"]),
+    "wandb": Use(
+        [f"tlt train countdown {STEP} --tracking.use wandb"], {}, ["run/wandb/offline-run-*/run-*.wandb"]
+    ),
+    "tensorboard": Use(
+        [f"tlt train countdown {STEP} --tracking.use tensorboard"], {}, ["run/tensorboard/events.*"]
+    ),
     "trackio": Use([f"tlt train countdown {STEP} --tracking.use trackio"], {}, ["trackio/*.db"]),
     "data": Use(
         [
-            "python -c \"import datasets; datasets.Dataset.from_list([{'prompt': '[2,9,16:5]'}] * 3).to_parquet('p.parquet')\"",
+            "python -c \"import datasets; datasets.Dataset.from_list([{'prompt': '[2,9,16:5]'}] * "
+            "3).to_parquet('p.parquet')\"",
             "tlt generate copy/base --prompts p.parquet --max-tokens 32 --out responses.jsonl",
         ],
         {},
@@ -116,18 +133,27 @@ USES: dict[str, Use] = {
     "ray": Use([f"python on_ray.py {STEP}"], {"on_ray.py": RAY}),
     "trl": Use(["python with_trl.py"], {"with_trl.py": TRL}, []),
 }
-"""Extra → how it is used; "" is the wheel without any. Every folder also holds `copy`, what `tlt init countdown` gives."""
+"""Extra → how it is used; "" is the wheel without any. Every folder also holds `copy`, what `tlt init
+countdown` gives."""
 
 
 def check(wheel: Path, extra: str, use: Use, folder: Path) -> dict[str, Any]:
-    """Installs and uses one extra; returns what came of it. failure: the command that failed and its last lines, or ""."""
+    """Installs and uses one extra; returns what came of it. failure: the command that failed and its last
+    lines, or ""."""
     bin_, work = folder / "venv" / "bin", folder / "work"
     work.mkdir()
     inherited = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    settings = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(work / "trackio"), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    settings = {
+        "WANDB_MODE": "offline",
+        "TRACKIO_DIR": str(work / "trackio"),
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
     inherited.pop("PYTHONPATH", None)
     wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-    install = [f"{sys.executable} -m venv {folder / 'venv'}", f"python -m pip install -q --no-compile '{wanted}'"]
+    install = [
+        f"{sys.executable} -m venv {folder / 'venv'}",
+        f"python -m pip install -q --no-compile '{wanted}'",
+    ]
     for name, text in use.files.items():
         (work / name).write_text(text, encoding="utf-8")
     start, failure, installed = time.monotonic(), "", 0.0
@@ -135,7 +161,14 @@ def check(wheel: Path, extra: str, use: Use, folder: Path) -> dict[str, Any]:
         if command.startswith("tlt init"):
             installed = time.monotonic() - start
         done = subprocess.run(
-            command, shell=True, cwd=work, env=inherited | settings, capture_output=True, text=True, timeout=900, check=False
+            command,
+            shell=True,
+            cwd=work,
+            env=inherited | settings,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
         )
         if done.returncode:
             failure = f"{command}: exit code {done.returncode}: {(done.stderr or done.stdout)[-600:]}"
@@ -143,7 +176,12 @@ def check(wheel: Path, extra: str, use: Use, folder: Path) -> dict[str, Any]:
     missing = [pattern for pattern in use.writes if not any(work.glob(pattern))]
     failure = failure or (f"not written: {', '.join(missing)}" if missing else "")
     seconds = time.monotonic() - start
-    return {"extra": extra, "install_seconds": installed, "use_seconds": seconds - installed, "failure": failure}
+    return {
+        "extra": extra,
+        "install_seconds": installed,
+        "use_seconds": seconds - installed,
+        "failure": failure,
+    }
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
@@ -164,7 +202,9 @@ def to_markdown(report: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = make_parser("extras", __doc__, "benchmarks/results/extras")
     parser.add_argument(
-        "--extras", default=",".join(USES), help="those to check, comma-separated; the empty name is the wheel alone"
+        "--extras",
+        default=",".join(USES),
+        help="those to check, comma-separated; the empty name is the wheel alone",
     )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -6,8 +6,8 @@
     model.layers.0.input_layernorm.weight  ── vectors stay as exact as they are ──▶ blk.0.attn_norm.weight   F32
     config.json                            ───────────────────────────────────────▶ llama.*, qwen2.*, qwen3.*
 
-Prompts are given as token ids, so the file says "no_vocab" and how many ids there are. tlt/hf/gguf.py goes the
-other way.
+Prompts are given as token ids, so the file says "no_vocab" and how many ids there are. tlt/hf/gguf.py goes
+the other way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tlt.types import UserError, resolve_dtype
 
 
 def export_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
-    """Writes the file, tensor by tensor, whole or not at all. Raises UserError for a model with scaled rotary frequencies."""
+    """Writes the file, tensor by tensor, whole or not at all. Raises UserError for a model with scaled
+    rotary frequencies."""
     gguf, config = require_gguf(), load_model_config(folder)
     if config.rope_scaling is not None:
         raise UserError(f"{folder}: has rope scaling, which is not exported; give a model without")
@@ -46,7 +47,9 @@ def export_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
         assert str(theirs).endswith(ending), name
         raw = gguf.GGMLQuantizationType.BF16 if type_ == torch.bfloat16 else gguf.GGMLQuantizationType.F32
         bytes_ = torch.empty(0, dtype=type_).element_size()
-        writer.add_tensor_info(theirs, _shape_in_bytes(shape, type_), _numpy_type(type_), shape.numel() * bytes_, raw)
+        writer.add_tensor_info(
+            theirs, _shape_in_bytes(shape, type_), _numpy_type(type_), shape.numel() * bytes_, raw
+        )
     with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -100,13 +103,16 @@ def _numpy_type(type_: torch.dtype) -> Any:
 
 
 def pairs_of_heads(weight_OI: Tensor, head_dim: int) -> Tensor:
-    """Returns the rows of a query or key projection as llama.cpp has them: the two rows that a rotation turns, side by side."""
+    """Returns the rows of a query or key projection as llama.cpp has them: the two rows that a rotation
+    turns, side by side."""
     halves = weight_OI.view(-1, 2, head_dim // 2, weight_OI.shape[1])
     return halves.transpose(1, 2).reshape(weight_OI.shape)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

@@ -1,4 +1,5 @@
-"""Does a refactor change a number? Runs the command line of a tree and keeps what must not depend on the clock.
+"""Does a refactor change a number? Runs the command line of a tree and keeps what must not depend on the
+clock.
 
     python benchmarks/golden.py record before.json --tree ../before      # a clone of the commit to compare with
     python benchmarks/golden.py record after.json
@@ -38,7 +39,8 @@ METRICS = {
 """What of a step's record follows from the seed alone, part by part."""
 
 TOO_SHORT = 3
-"""The exit code of an audit that has seen too few tokens for a verdict: its figures are recorded all the same."""
+"""The exit code of an audit that has seen too few tokens for a verdict: its figures are recorded all the
+same."""
 
 STRATEGIES = ("off", "4x1x4", "3x2x5", "ngram:8x1x8", "hybrid:6x1x6")
 BENCH = ("num_tokens", "reward_mean", "num_different", "num_steps_with_same_weights")
@@ -54,7 +56,9 @@ class Tree:
     def tlt(self, *words: str | Path) -> str:
         """Standard output of `tlt WORDS`; an exit code that says failure ends the recording."""
         has_module = (self.root / "tlt" / "__main__.py").is_file()
-        program = ["-m", "tlt"] if has_module else ["-c", "import sys; from tlt.cli import main; sys.exit(main())"]
+        program = (
+            ["-m", "tlt"] if has_module else ["-c", "import sys; from tlt.cli import main; sys.exit(main())"]
+        )
         return self.python(*program, *words)
 
     def summary(self, *words: str | Path) -> dict[str, Any]:
@@ -66,7 +70,9 @@ class Tree:
         """Standard output of `python WORDS` with this tree's packages."""
         environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *map(str, words)]
-        done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=self.root, env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode not in (0, TOO_SHORT):
             sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
         return done.stdout
@@ -92,7 +98,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Returns what `METRICS` names of each step, under the names of trees whose lines had no parts: they are read, too."""
+    """Returns what `METRICS` names of each step, under the names of trees whose lines had no parts: they
+    are read, too."""
 
     def values(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for part, names in METRICS.items():
@@ -113,7 +120,16 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
 
     for strategy in STRATEGIES:
         out = folder / f"{strategy.replace(':', '-')}.jsonl"
-        words: list[str | Path] = ["--prompts", problems, "--out", out, "--samples", "4", "--max-tokens", "512"]
+        words: list[str | Path] = [
+            "--prompts",
+            problems,
+            "--out",
+            out,
+            "--samples",
+            "4",
+            "--max-tokens",
+            "512",
+        ]
         words += ["--speculation", strategy]
         words += [] if strategy == "off" else ["--drafter", drafter]
         summary = tree.summary("generate", base, *words)
@@ -133,7 +149,18 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
             "tensors": sha256(out / "model.safetensors"),
         }
 
-    words = ["--task", "countdown", "--num", "8", "--samples", "2", "--speculation", "off,4x1x4", "--drafter", drafter]
+    words = [
+        "--task",
+        "countdown",
+        "--num",
+        "8",
+        "--samples",
+        "2",
+        "--speculation",
+        "off,4x1x4",
+        "--drafter",
+        drafter,
+    ]
     found["audit"] = tree.summary("audit", base, *words)
 
     run, quickstart = folder / "run", tree.recipe / "quickstart.toml"
@@ -144,7 +171,14 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
         "metrics": read_steps(run / "metrics.jsonl"),
     }
 
-    words = ["--rollout.problems_per_step", "4", "--rollout.samples_per_problem", "4", "--run.out_dir", folder / "bench"]
+    words = [
+        "--rollout.problems_per_step",
+        "4",
+        "--rollout.samples_per_problem",
+        "4",
+        "--run.out_dir",
+        folder / "bench",
+    ]
     variants: list[str | Path] = ["--variants", "tlt", "--steps", "2", "--out", folder / "report"]
     tree.tlt("bench", "train", quickstart, *variants, *exact, *words)
     report = json.loads((folder / "report.json").read_text())
@@ -164,7 +198,16 @@ def record_real(tree: Tree, model: Path, folder: Path) -> dict[str, Any]:
     tree.tlt("task", "arithmetic", "--options", options, "--num", "4", "--seed", "3", "--out", problems)
     for strategy in ("off", "4x1x4", "3x2x5"):
         out = folder / f"real-{strategy}.jsonl"
-        words: list[str | Path] = ["--prompts", problems, "--out", out, "--samples", "2", "--max-tokens", "48"]
+        words: list[str | Path] = [
+            "--prompts",
+            problems,
+            "--out",
+            out,
+            "--samples",
+            "2",
+            "--max-tokens",
+            "48",
+        ]
         words += ["--chat", "true", "--adapter", model / "warm-up", "--speculation", strategy]
         words += [] if strategy == "off" else ["--drafter", model / "drafter"]
         summary = tree.summary("generate", model / "base", *words)
@@ -175,9 +218,23 @@ def record_real(tree: Tree, model: Path, folder: Path) -> dict[str, Any]:
             "accept_length": summary["accept_length"],
         }
     run = folder / "real-run"
-    words = ["--model.path", model / "base", "--model.adapter", model / "warm-up", "--drafter.path", model / "drafter"]
+    words = [
+        "--model.path",
+        model / "base",
+        "--model.adapter",
+        model / "warm-up",
+        "--drafter.path",
+        model / "drafter",
+    ]
     words += ["--drafter.train", "false", "--rollout.speculation", "4x1x4", "--evaluation.num_problems", "0"]
-    words += ["--rollout.problems_per_step", "2", "--rollout.samples_per_problem", "4", "--sampling.max_tokens", "64"]
+    words += [
+        "--rollout.problems_per_step",
+        "2",
+        "--rollout.samples_per_problem",
+        "4",
+        "--sampling.max_tokens",
+        "64",
+    ]
     tree.tlt("train", sums, *words, "--run.num_steps", "2", "--run.out_dir", run)
     found["train"] = {
         "adapter": sha256(run / "adapter" / "adapter_model.safetensors"),
@@ -198,12 +255,16 @@ def differences(before: Any, after: Any, place: str = "") -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="run everything and write the record")
     recording.add_argument("out", type=Path)
     recording.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="the checkout to run")
-    recording.add_argument("--real", type=Path, help="a folder of `tlt init smollm2`, for the part with a real model")
+    recording.add_argument(
+        "--real", type=Path, help="a folder of `tlt init smollm2`, for the part with a real model"
+    )
     comparing = commands.add_parser("compare", help="print what differs")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)

@@ -1,10 +1,13 @@
-"""How do time and memory of a step grow with the length of its responses? Whole runs, with speculation and without.
+"""How do time and memory of a step grow with the length of its responses? Whole runs, with speculation and
+without.
 
     python -m benchmarks.growth recipes/math/math.toml --contexts 1024,4096,16384 --out benchmarks/results/growth
 
-Every run takes the recipe's model, its window widened and its end-of-response token taken away, so that each response fills the
-context: the text means nothing, the work is that of real responses. Seconds are of one step of two ranks; memory is the largest
-resident set of a rank. "off" is the same run without speculation and without handing responses over.
+Every run takes the recipe's model, its window widened and its end-of-response token taken away, so that each
+response fills the
+context: the text means nothing, the work is that of real responses. Seconds are of one step of two ranks;
+    memory is the largest resident set of a rank. "off" is the same run without speculation and without
+    handing responses over.
 """
 
 from __future__ import annotations
@@ -37,15 +40,18 @@ PROMPT_ROOM = 256
 
 
 def endless_copy(model: Path, folder: Path, window: int, num_layers: int | None = None) -> Path:
-    """Copies a checkpoint whose responses end at their limit alone: its stop token is one that it never writes. num_layers: of
-    its first layers that stay; None: all."""
+    """Copies a checkpoint whose responses end at their limit alone: its stop token is one that it never
+    writes. num_layers: of its first layers that stay; None: all."""
     shutil.copytree(model, folder)
     stop = {"eos_token_id": unused_token(folder)}
     change_json(folder / "config.json", lambda values: {"max_position_embeddings": window})
     change_json(folder / "generation_config.json", lambda values: stop)
     if num_layers is not None:
         fewer = {"num_hidden_layers": num_layers}
-        change_json(folder / "config.json", lambda v: fewer | {k: v[k][:num_layers] for k in ("layer_types",) if k in v})
+        change_json(
+            folder / "config.json",
+            lambda v: fewer | {k: v[k][:num_layers] for k in ("layer_types",) if k in v},
+        )
         (weights,) = folder.glob("*.safetensors")
         kept = {name: tensor for name, tensor in load_file(weights).items() if layer_of(name) < num_layers}
         save_file(kept, weights, metadata={"format": "pt"})
@@ -73,7 +79,9 @@ def unused_token(model: Path) -> int:
 def run_step(options: argparse.Namespace, arm: str, context: int, folder: Path) -> dict[str, Any]:
     """Trains for one step in processes of its own and returns what it took."""
     config = options.config
-    model = endless_copy(load_config(str(config), {}).model.path, folder / "model", context + PROMPT_ROOM, options.layers)
+    model = endless_copy(
+        load_config(str(config), {}).model.path, folder / "model", context + PROMPT_ROOM, options.layers
+    )
     amounts = {
         "model.path": model, "run.out_dir": folder / "run", "run.num_steps": 1, "run.checkpoint_every": 0,
         "rollout.problems_per_step": options.problems, "rollout.samples_per_problem": 2, "sampling.max_tokens": context,
@@ -157,7 +165,9 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="the configuration of a run")
     parser.add_argument("--contexts", default="1024,4096,16384", help="tokens of every response")
     parser.add_argument("--problems", type=int, default=2, help="problems of the step, two responses each")
-    parser.add_argument("--layers", type=int, help="take the model's first layers alone: what a layer costs stays the same")
+    parser.add_argument(
+        "--layers", type=int, help="take the model's first layers alone: what a layer costs stays the same"
+    )
     measure(parser.parse_args())
 
 

@@ -1,4 +1,5 @@
-"""Measures what the host does in an engine step: a model so small that it computes hardly anything, at batch 1 to 128.
+"""Measures what the host does in an engine step: a model so small that it computes hardly anything, at batch
+1 to 128.
 
     python -m benchmarks.host_work --out RESULT                      # of this tree
     python -m benchmarks.host_work --before TREE --out RESULT        # beside another checkout, in turns
@@ -7,9 +8,10 @@
     retrieval    µs a row of proposing alone, for responses of that length; bytes of the index a token
     crossings    a step on a pretended GPU (tests/pretend_device.py): times that the host waited, and that it sent something
 
-Every round measures every tree once in a process of its own (host_work_child.py), in an order that turns; medians of rounds are
-reported. Seconds are the thread's own, so a busy machine spoils little, but a core shared with others is still slower.
-Toy attention grows with the batch, too, so a slope is an upper bound of the host's.
+Every round measures every tree once in a process of its own (host_work_child.py), in an order that turns;
+medians of rounds are reported. Seconds are the thread's own, so a busy machine spoils little, but a core
+shared with others is still slower. Toy attention grows with the batch, too, so a slope is an upper bound
+of the host's.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def medians(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def crossings(batches: Sequence[int]) -> dict[str, list[int]]:
-    """Returns, by strategy and batch size, how often a step of this tree waits for the device and sends to it."""
+    """Returns, by strategy and batch size, how often a step of this tree waits for the device and sends to
+    it."""
     found = {}
     for strategy in CROSSING:
         for batch_size in batches:
@@ -70,13 +73,16 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     sides = " → ".join(f"{name} ({tree['commit']})" for name, tree in trees.items())
     rows = []
     for arm in report["arms"]:
-        steps = [" → ".join(f"{tree['cells'][f'{arm} {size}']:.2f}" for tree in trees.values()) for size in batches]
+        steps = [
+            " → ".join(f"{tree['cells'][f'{arm} {size}']:.2f}" for tree in trees.values()) for size in batches
+        ]
         slopes = " → ".join(f"{slope(tree['cells'], arm, batches):.0f}" for tree in trees.values())
         rows.append([arm, *steps, slopes])
     retrieval = [name for name in next(iter(trees.values()))["cells"] if name.startswith("retrieval")]
     units = ("µs a row", "bytes a token")
     found = [
-        [name, *(" → ".join(f"{t['cells'][name][unit]:.0f}" for t in trees.values()) for unit in units)] for name in retrieval
+        [name, *(" → ".join(f"{t['cells'][name][unit]:.0f}" for t in trees.values()) for unit in units)]
+        for name in retrieval
     ]
     counted = [[name, *counts] for name, counts in report["crossings"].items()]
     return markdown(
@@ -93,15 +99,21 @@ def main() -> None:
     parser = make_parser("host_work", __doc__)
     parser.add_argument("--before", type=Path, help="a checkout to measure beside this one")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of every tree")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="off, off+drafter, adaptive, or strategies")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64, 128], help="in rising order, two at least")
+    parser.add_argument(
+        "--arms", nargs="+", default=list(ARMS), help="off, off+drafter, adaptive, or strategies"
+    )
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[1, 4, 16, 64, 128], help="in rising order, two at least"
+    )
     options = parser.parse_args()
     if options.rounds < 1 or len(options.batches) < 2 or options.batches != sorted({*options.batches}):
         parser.error("--rounds must be 1 or more, --batches two or more in rising order")
     before = {} if options.before is None else {"before": Tree(options.before)}
     trees = {**before, "now": Tree(Path(__file__).parent.parent)}
     words = (" ".join(options.arms), " ".join(map(str, options.batches)))
-    measured = in_turns({name: partial(tree.child, CHILD, *words) for name, tree in trees.items()}, options.rounds)
+    measured = in_turns(
+        {name: partial(tree.child, CHILD, *words) for name, tree in trees.items()}, options.rounds
+    )
     report = {
         "command": f"{parser.prog}{' --before BEFORE' if before else ''} --rounds {options.rounds}",
         "environment": environment(),

@@ -2,7 +2,8 @@
 
     PYTHONPATH=TREE python -P benchmarks/host_work_child.py ARMS BATCHES
 
-Seconds are those of the processor that this thread had (`time.thread_time`), so that a busy machine spoils little.
+Seconds are those of the processor that this thread had (`time.thread_time`), so that a busy machine spoils
+little.
 """
 
 import gc
@@ -41,9 +42,12 @@ GROUP = 16
 
 
 def engine_of(arm: str, batch_size: int) -> Any:
-    """Returns an engine whose batch stays full. "off": without a drafter; "off+drafter": decoding plainly beside one."""
+    """Returns an engine whose batch stays full. "off": without a drafter; "off+drafter": decoding plainly
+    beside one."""
     # a threshold that never stops a chain: every arm drafts as deep as it may
-    settings = EngineSettings(arm, max_batch_size=batch_size, drafting=DrafterSection(confidence_threshold=1e-12))
+    settings = EngineSettings(
+        arm, max_batch_size=batch_size, drafting=DrafterSection(confidence_threshold=1e-12)
+    )
     stored, tuner = None, None
     if arm != "off":
         model = DraftModel(drafter_shape(TOY)).initialize(2)
@@ -53,7 +57,9 @@ def engine_of(arm: str, batch_size: int) -> Any:
     policy = dict(Transformer(TOY).initialize(1, 0.3).named_parameters())
     engine = build_engine(TOY, policy, settings, stored, tuner=tuner)
     rng = random.Random(0)
-    prompts = [tuple(rng.randrange(TOY.vocab_size) for _ in range(16)) for _ in range(-(-batch_size // GROUP))]
+    prompts = [
+        tuple(rng.randrange(TOY.vocab_size) for _ in range(16)) for _ in range(-(-batch_size // GROUP))
+    ]
     params = SamplingParams(max_tokens=1024)
     engine.add(Request(f"p{i // GROUP}", i % GROUP, prompts[i // GROUP], params) for i in range(batch_size))
     return engine
@@ -72,7 +78,8 @@ def step_milliseconds(arm: str, batch_size: int) -> float:
 
 
 def text(rng: random.Random, phrases: list[list[int]], length: int) -> list[int]:
-    """Returns a text of phrases that the responses of a problem share, some said far more often than others."""
+    """Returns a text of phrases that the responses of a problem share, some said far more often than
+    others."""
     tokens: list[int] = []
     while len(tokens) < length:
         phrase = phrases[int(len(phrases) * rng.random() ** 3)]
@@ -97,7 +104,8 @@ def silence(num_rows: int, depth: int) -> Any:
 
 
 def retrieval(strategy: Strategy, length: int, num_rows: int = 16, num_steps: int = 30) -> dict[str, float]:
-    """Returns µs a row of proposing and observing, and bytes a token of the index, where the responses have `length` tokens."""
+    """Returns µs a row of proposing and observing, and bytes a token of the index, where the responses
+    have `length` tokens."""
     rng = random.Random(1)
     phrases = [[rng.randrange(VOCAB) for _ in range(rng.randint(4, 30))] for _ in range(300)]
     texts = [text(rng, phrases, length + 10 * num_steps) for _ in range(num_rows)]
@@ -134,7 +142,9 @@ def cells(arms: list[str], batches: list[int]) -> Iterator[tuple[str, Callable[[
 
 def main(arms: str, batches: str) -> None:
     torch.set_num_threads(1)
-    found = {name: measure() for name, measure in cells(arms.split(), [int(size) for size in batches.split()])}
+    found = {
+        name: measure() for name, measure in cells(arms.split(), [int(size) for size in batches.split()])
+    }
     print(json.dumps(found))
 
 

@@ -1,4 +1,5 @@
-"""The law's compiled loops (tlt/speculative/compiled.py) beside the reference in PyTorch, on this machine's CPU.
+"""The law's compiled loops (tlt/speculative/compiled.py) beside the reference in PyTorch, on this machine's
+CPU.
 
     milliseconds   a row of logits: token and log-probability; the noise that drafts are ranked with
     tokens         draws of both, one by one: temperatures, ties and truncations
@@ -37,7 +38,9 @@ def rows(num_rows: int, vocab_size: int, seed: int, laws: tuple[SamplingParams, 
     """Returns logits as a language model's are: a few likely tokens above a broad rest."""
     generator = torch.Generator().manual_seed(seed)
     logits_RV = 2.5 * torch.randn(num_rows, vocab_size, generator=generator)
-    logits_RV.scatter_add_(1, torch.randint(vocab_size, (num_rows, 4), generator=generator), torch.full((num_rows, 4), 9.0))
+    logits_RV.scatter_add_(
+        1, torch.randint(vocab_size, (num_rows, 4), generator=generator), torch.full((num_rows, 4), 9.0)
+    )
     keys_R4 = torch.randint(2**32, (num_rows, 4), generator=generator)
     positions_R = torch.randint(100_000, (num_rows,), generator=generator)
     return logits_RV, keys_R4, positions_R, BatchParams([laws[row % len(laws)] for row in range(num_rows)])
@@ -56,22 +59,33 @@ def measure_times(num_rounds: int) -> list[dict[str, Any]]:
                     "loops": partial(draw, *case),
                     "noise, reference": partial(gumbel_noise, keys_R4, positions_R[:, None], vocab_size),
                     "noise": partial(noise_to_rank_with, keys_R4, positions_R, vocab_size),
-                    f"noise of {DRAFT_VOCAB}": partial(noise_to_rank_with, keys_R4, positions_R, vocab_size, some),
+                    f"noise of {DRAFT_VOCAB}": partial(
+                        noise_to_rank_with, keys_R4, positions_R, vocab_size, some
+                    ),
                 }
                 before = torch.get_num_threads()
                 torch.set_num_threads(num_threads)
                 for way in ways.values():
                     way()
                 seconds = in_turns({name: partial(seconds_of, way) for name, way in ways.items()}, num_rounds)
-                milliseconds = {name: [1e3 * one / num_rows for one in took] for name, took in seconds.items()}
+                milliseconds = {
+                    name: [1e3 * one / num_rows for one in took] for name, took in seconds.items()
+                }
                 torch.set_num_threads(before)
-                found.append({"vocab_size": vocab_size, "threads": num_threads, "rows": num_rows, "ms": milliseconds})
+                found.append(
+                    {"vocab_size": vocab_size, "threads": num_threads, "rows": num_rows, "ms": milliseconds}
+                )
     return found
 
 
 def compare_tokens(num_draws: int) -> dict[str, int]:
     """Returns how many draws of small and large vocabularies were compared, and how many tokens differ."""
-    laws = (*LAWS, SamplingParams(1.0, top_k=20), SamplingParams(0.8, top_p=0.9), SamplingParams(1.2, min_p=0.05))
+    laws = (
+        *LAWS,
+        SamplingParams(1.0, top_k=20),
+        SamplingParams(0.8, top_p=0.9),
+        SamplingParams(1.2, min_p=0.05),
+    )
     compared = different = 0
     seed = 0
     while compared < num_draws:
@@ -110,8 +124,10 @@ def to_markdown(report: dict[str, Any]) -> str:
         report,
         "Milliseconds a row, median (least to most) of rounds in turns.",
         table(["vocabulary", "threads", "rows", *names, "reference / loops"], cells),
-        f"Draws compared one by one: {tokens['compared']:,} of vocabularies of 61 to 4,099 tokens, at temperatures 0 to 2, "
-        f"with many equal logits and with truncations among them, and {tokens['compared_large']:,} of 49,152 and 151,936. "
+        f"Draws compared one by one: {tokens['compared']:,} of vocabularies of 61 to 4,099 tokens, at "
+        "temperatures 0 to 2, "
+        f"with many equal logits and with truncations among them, and {tokens['compared_large']:,} of "
+        "49,152 and 151,936. "
         f"Tokens that differ: {tokens['different']}.",
     )
 

@@ -1,9 +1,11 @@
-"""The engine's frozen matrices (tlt/models/packed.py) beside what else multiplies on a CPU, and beside what the machine can do.
+"""The engine's frozen matrices (tlt/models/packed.py) beside what else multiplies on a CPU, and beside what
+the machine can do.
 
     python -m benchmarks.linears --out benchmarks/results/linears
 
-Matrices of a model's sizes are multiplied with 1 to 64 rows: by the engine, by F.linear, and by oneDNN's kernel as it
-is, without the engine's choice of rows. So many copies of a matrix take turns that none stays in a cache.
+Matrices of a model's sizes are multiplied with 1 to 64 rows: by the engine, by F.linear, and by oneDNN's
+kernel as it is, without the engine's choice of rows. So many copies of a matrix take turns that none stays in
+a cache.
 
     GB/s       bytes of the matrix a second: what bounds few rows, beside the rate at which memory is read at all
     GFLOP/s    what bounds many rows, beside one product of large matrices
@@ -70,7 +72,9 @@ def _kernel(matrix: OneDnnMatrix, x_NI: Tensor) -> Tensor:
     return product
 
 
-def seconds_of_product(ways: Mapping[str, Sequence[Product]], x_NI: Tensor, num_rounds: int) -> dict[str, list[float]]:
+def seconds_of_product(
+    ways: Mapping[str, Sequence[Product]], x_NI: Tensor, num_rounds: int
+) -> dict[str, list[float]]:
     """Returns the seconds of a product that each way takes in each round; the first round is not counted."""
 
     def turn(copies: Sequence[Product]) -> float:
@@ -118,10 +122,19 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         fastest = min(took.values()) / took["engine"]
         rows.append([cell["model"], cell["matrix"], cell["rows"], *speeds, f"{flops:.0f}", f"{fastest:.2f}"])
     names = list(report["cells"][0]["seconds"])
-    columns = ["model", "matrix", "rows", *(f"{name}, GB/s" for name in names), "engine, GFLOP/s", "of the fastest"]
+    columns = [
+        "model",
+        "matrix",
+        "rows",
+        *(f"{name}, GB/s" for name in names),
+        "engine, GFLOP/s",
+        "of the fastest",
+    ]
     bounds = (
-        f"Memory is read at {report['reading']:.1f} GB/s by a sum; two matrices of 2,048 x 2,048 are multiplied at "
-        f"{report['multiplying']:.0f} GFLOP/s. Medians of {report['num_rounds']} rounds in turns, {report['dtype']}, "
+        f"Memory is read at {report['reading']:.1f} GB/s by a sum; two matrices of 2,048 x 2,048 are "
+        "multiplied at "
+        f"{report['multiplying']:.0f} GFLOP/s. Medians of {report['num_rounds']} rounds in turns, "
+        f"{report['dtype']}, "
         f"{report['threads']} threads."
     )
     return markdown("Frozen matrices on a CPU", report, bounds, table(columns, rows))
@@ -131,7 +144,9 @@ def main() -> None:
     parser = make_parser("linears", __doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="qwen2.5-0.5b", help="sizes beside SmolLM2's")
+    parser.add_argument(
+        "--geometry", choices=sorted(GEOMETRIES), default="qwen2.5-0.5b", help="sizes beside SmolLM2's"
+    )
     options = parser.parse_args()
     models = {"smollm2-135m": SMOLLM2, options.geometry: GEOMETRIES[options.geometry]}
     report = {

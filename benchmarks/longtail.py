@@ -2,9 +2,9 @@
 
     p50 : p95 : max  =  1 : 4 : 10        (log-normal up to p95, in log length)
 
-A response's tokens depend on its key and the weights alone, so the lengths are chosen by choosing keys: nothing is cut
-off, and nothing is forced past its end. The workload is a file with the model's content hash, from which the benchmark
-and its peers start alike. This file knows no peer and takes no time.
+A response's tokens depend on its key and the weights alone, so the lengths are chosen by choosing keys:
+nothing is cut off, and nothing is forced past its end. The workload is a file with the model's content hash,
+from which the benchmark and its peers start alike. This file knows no peer and takes no time.
 
     candidates ─ measure_lengths ─▶ {request: length} ─ choose_requests ─▶ Workload ─ write ─▶ longtail.json ─ read ─▶
 """
@@ -74,12 +74,13 @@ def hash_model(path: Path) -> str:
     return content_hash(load_tensors(path, load_model_config(path)))
 
 
-# ── choosing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── choosing ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def target_ratios(num: int) -> list[float]:
-    """The `num` lengths of the shape in ascending order, in units of the median: the quantiles (i + 1/2) / num of a
-    log-normal up to p95; beyond it, log length grows linearly with the normal quantile and ends at the maximum."""
+    """The `num` lengths of the shape in ascending order, in units of the median: the quantiles (i + 1/2) /
+    num of a log-normal up to p95; beyond it, log length grows linearly with the normal quantile and ends
+    at the maximum."""
     if num < 20:
         raise UserError(f"longtail: {num} requests have no 95th percentile of their own; ask for at least 20")
     z95, z_last = (NormalDist().inv_cdf(share) for share in (0.95, 1 - 0.5 / num))
@@ -91,9 +92,10 @@ def target_ratios(num: int) -> list[float]:
 def choose_requests(candidates: Mapping[Request, int], num: int) -> dict[Request, int]:
     """`num` of the candidates with lengths as close to the shape as they allow, in the order of `candidates`.
 
-    candidates: natural response lengths; those that reach their request's max_tokens were cut off and are left out.
-    Among medians from 8 tokens to a tenth of the longest candidate, and among assignments of candidates to the wanted
-    lengths, the least sum of squared differences in log length wins. A pure function of its arguments.
+    candidates: natural response lengths; those that reach their request's max_tokens were cut off and are
+        left out. Among medians from 8 tokens to a tenth of the longest candidate, and among assignments of
+        candidates to the wanted lengths, the least sum of squared differences in log length wins. A pure
+        function of its arguments.
     """
     natural = sorted(
         ((request, length) for request, length in candidates.items() if length < request.params.max_tokens),
@@ -101,7 +103,9 @@ def choose_requests(candidates: Mapping[Request, int], num: int) -> dict[Request
     )
     ratios = np.log(target_ratios(num))
     if len(natural) < num:
-        raise UserError(f"longtail: {len(natural)} candidates ended by themselves but {num} are wanted; measure more")
+        raise UserError(
+            f"longtail: {len(natural)} candidates ended by themselves but {num} are wanted; measure more"
+        )
     logs_M = np.log([length for _, length in natural])
     highest = max(natural[-1][1] / MAX, 8.0)
     medians = np.geomspace(highest, 8.0, num=max(int(math.log(highest / 8.0) / 0.04), 1))
@@ -112,10 +116,11 @@ def choose_requests(candidates: Mapping[Request, int], num: int) -> dict[Request
 
 
 def _assign(targets_N: np.ndarray[Any, Any], logs_M: np.ndarray[Any, Any]) -> tuple[float, list[int]]:
-    """The least squared distance from the targets to distinct candidates, both ascending, and the candidates' columns.
+    """The least squared distance from the targets to distinct candidates, both ascending, and the candidates'
+    columns.
 
-    Sorted values are best matched in order, so D[i, j], the least cost of the first i targets within the first j
-    candidates, is min(D[i, j-1], D[i-1, j-1] + cost[i, j]): a running minimum per target.
+    Sorted values are best matched in order, so D[i, j], the least cost of the first i targets within the
+    first j candidates, is min(D[i, j-1], D[i-1, j-1] + cost[i, j]): a running minimum per target.
     """
     least_M = np.zeros(len(logs_M) + 1)
     taken_NM = []
@@ -137,9 +142,11 @@ def measure_lengths(
     num_candidates: int,
     on_response: Callable[[int], None] | None = None,
 ) -> dict[Request, int]:
-    """Natural lengths of `num_candidates` responses, the first samples of all problems before their second ones.
+    """Natural lengths of `num_candidates` responses, the first samples of all problems before their second
+    ones.
 
-    on_response: receives the number of responses finished. Speculation changes the time this takes, not its result.
+    on_response: receives the number of responses finished. Speculation changes the time this takes, not
+        its result.
     """
     requests = [
         Request(problem.problem_id, index // len(problems), problem.prompt_ids, params, "rollout", 0)
@@ -163,7 +170,7 @@ def make_longtail(lengths: Mapping[Request, int], num: int, model_hash: str) -> 
     return Workload("longtail", model_hash, tuple(chosen), tuple(chosen.values()))
 
 
-# ── the file ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the file ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_workload(path: Path, workload: Workload, made_by: str) -> None:
@@ -181,7 +188,12 @@ def write_workload(path: Path, workload: Workload, made_by: str) -> None:
         "sampling": dataclasses.asdict(params),
     }
     lines = [
-        {"problem_id": r.problem_id, "sample_index": r.sample_index, "length": length, "prompt_ids": list(r.prompt_ids)}
+        {
+            "problem_id": r.problem_id,
+            "sample_index": r.sample_index,
+            "length": length,
+            "prompt_ids": list(r.prompt_ids),
+        }
         for r, length in zip(workload.requests, workload.lengths, strict=True)
     ]
     with write_atomically(path) as file:
@@ -191,31 +203,45 @@ def write_workload(path: Path, workload: Workload, made_by: str) -> None:
 
 
 def read_workload(path: Path, model_hash: str | None = None) -> Workload:
-    """The workload in `path`. Raises UserError unless it was made for the model with this hash (None: whatever model)
-    and under today's sampling law; with other weights or another law the lengths would not be natural."""
+    """The workload in `path`. Raises UserError unless it was made for the model with this hash (None:
+    whatever model) and under today's sampling law; with other weights or another law the lengths would not
+    be natural."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["law_version"] != LAW_VERSION:
             raise UserError(
-                f"{path}: law_version is {raw['law_version']} but the law is now {LAW_VERSION}; make the file again"
+                f"{path}: law_version is {raw['law_version']} but the law is now {LAW_VERSION}; make the "
+                "file again"
             )
         listed = {key: tuple(raw["sampling"].get(key, ())) for key in ("stop_ids", "stop")}
         params = SamplingParams(**{**raw["sampling"], **listed})
         requests = tuple(
-            Request(r["problem_id"], r["sample_index"], tuple(r["prompt_ids"]), params, raw["purpose"], raw["policy_step"])
+            Request(
+                r["problem_id"],
+                r["sample_index"],
+                tuple(r["prompt_ids"]),
+                params,
+                raw["purpose"],
+                raw["policy_step"],
+            )
             for r in raw["requests"]
         )
         lengths = tuple(int(r["length"]) for r in raw["requests"])
         workload = Workload(raw["name"], raw["model_hash"], requests, lengths)
     except FileNotFoundError:
-        raise UserError(f"{path}: does not exist; give a workload file such as recipes/countdown/longtail.json") from None
+        raise UserError(
+            f"{path}: does not exist; give a workload file such as recipes/countdown/longtail.json"
+        ) from None
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: is no workload file ({type(error).__name__}: {error}); make it again") from None
+        raise UserError(
+            f"{path}: is no workload file ({type(error).__name__}: {error}); make it again"
+        ) from None
     if not requests:
         raise UserError(f"{path}: holds no requests; make it again")
     if model_hash is not None and workload.model_hash != model_hash:
         made_for, given = workload.model_hash[:12], model_hash[:12]
         raise UserError(
-            f"{path}: was made for a model with content hash {made_for}…, not {given}…; give that model, or make it again"
+            f"{path}: was made for a model with content hash {made_for}…, not {given}…; give that model, or "
+            "make it again"
         )
     return workload

@@ -12,10 +12,10 @@
 
     round 0: before, after │ round 1: after, before │ …
 
-The ratio is seconds of BEFORE over seconds of AFTER: above 1, AFTER is faster. Every round is one pair; the
-interval is Student's t of the log ratios. Both trees have the same seed, so they write the same tokens; in
-float32 a near-tie may fall the other way, and then the numbers of tokens, which the report gives, differ a
-little.
+The ratio is seconds of BEFORE over seconds of AFTER: above 1, AFTER is faster. Every round is one pair;
+the interval is Student's t of the log ratios. Both trees have the same seed, so they write the same
+tokens; in float32 a near-tie may fall the other way, and then the numbers of tokens, which the report
+gives, differ a little.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def headline(tree: Tree, num_steps: int, *overrides: str) -> Work:
         amounts = ("--run.num_steps", str(num_steps), "--evaluation.num_problems", "0", *overrides)
         tree.tlt("train", tree.recipe / "headline.toml", *amounts, "--run.out_dir", run)
         steps = read_metrics(run / "metrics.jsonl")[1:]
-    return said(tree, Work(sum(step.step_seconds for step in steps), sum(step.rollout.num_tokens for step in steps)))
+    return said(
+        tree, Work(sum(step.step_seconds for step in steps), sum(step.rollout.num_tokens for step in steps))
+    )
 
 
 def longtail(tree: Tree) -> Work:
@@ -68,7 +70,9 @@ def said(tree: Tree, work: Work) -> Work:
     return work
 
 
-def side_by_side(trees: dict[str, Tree], measure: Callable[[Tree], Work], num: int) -> Iterator[dict[str, list[Work]]]:
+def side_by_side(
+    trees: dict[str, Tree], measure: Callable[[Tree], Work], num: int
+) -> Iterator[dict[str, list[Work]]]:
     """Every round measures both trees at once. Yields all that was measured, after each."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < len(trees):
@@ -82,7 +86,9 @@ def side_by_side(trees: dict[str, Tree], measure: Callable[[Tree], Work], num: i
     for index in range(num):
         with ThreadPoolExecutor(len(trees)) as pool:
             rotated = cores[index % 2 :] + cores[: index % 2]
-            begun = [pool.submit(on_core, tree, core) for tree, core in zip(trees.values(), rotated, strict=False)]
+            begun = [
+                pool.submit(on_core, tree, core) for tree, core in zip(trees.values(), rotated, strict=False)
+            ]
             for name, one in zip(trees, begun, strict=True):
                 works[name].append(one.result())
         yield works
@@ -98,11 +104,19 @@ def to_markdown(report: dict[str, Any]) -> str:
     """Returns the report for people."""
     before, after = (report["trees"][name] for name in ("before", "after"))
     rows = [
-        [f"{a['seconds']:.2f}", f"{b['seconds']:.2f}", f"{a['seconds'] / b['seconds']:.3f}", a["num_tokens"], b["num_tokens"]]
+        [
+            f"{a['seconds']:.2f}",
+            f"{b['seconds']:.2f}",
+            f"{a['seconds'] / b['seconds']:.3f}",
+            a["num_tokens"],
+            b["num_tokens"],
+        ]
         for a, b in zip(before["works"], after["works"], strict=True)
     ]
     seconds = [f"before ({before['commit']}), s", f"after ({after['commit']}), s"]
-    figures = f"Seconds before / seconds after: {describe(report['ratio'])}; above 1, the later tree is faster."
+    figures = (
+        f"Seconds before / seconds after: {describe(report['ratio'])}; above 1, the later tree is faster."
+    )
     columns = [*seconds, "ratio", "tokens before", "tokens after"]
     return markdown(f"Two trees in turns: {report['what']}", report, figures, table(columns, rows))
 
@@ -113,16 +127,22 @@ def main() -> None:
     parser.add_argument("after", type=Path, help="the checkout to judge")
     parser.add_argument("--what", choices=["headline", "longtail", "one-rank"], required=True)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements")
-    parser.add_argument("--steps", type=int, default=5, help="of headline and one-rank, per round; the first does not count")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="of headline and one-rank, per round; the first does not count"
+    )
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 2:
         parser.error("--rounds must be 1 or more, --steps 2 or more")
     trees = {name: Tree(path) for name, path in (("before", options.before), ("after", options.after))}
     if options.what == "one-rank":
-        rounds = side_by_side(trees, lambda tree: headline(tree, options.steps, "--run.num_ranks", "1"), options.rounds)
+        rounds = side_by_side(
+            trees, lambda tree: headline(tree, options.steps, "--run.num_ranks", "1"), options.rounds
+        )
     else:
         measure = longtail if options.what == "longtail" else partial(headline, num_steps=options.steps)
-        rounds = rounds_in_turns({name: partial(measure, tree) for name, tree in trees.items()}, options.rounds)
+        rounds = rounds_in_turns(
+            {name: partial(measure, tree) for name, tree in trees.items()}, options.rounds
+        )
     amount = "" if options.what == "longtail" else f" --steps {options.steps}"
     report: dict[str, Any] = {
         "command": f"{parser.prog} BEFORE AFTER --what {options.what} --rounds {options.rounds}{amount}",

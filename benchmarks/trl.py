@@ -4,10 +4,11 @@
 
     round 0: trl-tlt, trl, tlt │ round 1: tlt, trl, trl-tlt │ …          every arm in processes of its own, started by torchrun
 
-A round's arm takes `--steps` steps after one that does not count: generate, score, update. The learning rate is too small to
-change a weight, so that all arms generate from the base model. TRL with TLT and TLT alone draw by the same keys, hence the same
-tokens (near-ties in float32 aside). TRL alone draws its own; its responses are given the lengths of theirs: no end of sequence
-before, one exactly there. Needs TRL (pip install '.[trl]').
+A round's arm takes `--steps` steps after one that does not count: generate, score, update. The learning
+rate is too small to change a weight, so that all arms generate from the base model. TRL with TLT and TLT
+alone draw by the same keys, hence the same tokens (near-ties in float32 aside). TRL alone draws its own;
+its responses are given the lengths of theirs: no end of sequence before, one exactly there. Needs TRL (pip
+install '.[trl]').
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ WORKER = "benchmarks.trl_worker"
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do. arm: one of ARMS.  lengths: file of the responses' lengths, written by trl-tlt, read by trl."""
+    """What a worker is to do. arm: one of ARMS.
+    lengths: file of the responses' lengths, written by trl-tlt, read by trl."""
 
     arm: str
     responses: int
@@ -49,7 +51,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """One arm in one round: seconds of each counted step, of its rollout (the slowest rank's), and its response tokens."""
+    """One arm in one round: seconds of each counted step, of its rollout (the slowest rank's), and its
+    response tokens."""
 
     arm: str
     step_seconds: tuple[float, ...]
@@ -60,18 +63,26 @@ class Measured:
 def run_arm(job: Job, ranks: int) -> Measured:
     """Runs an arm in processes of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--standalone", "--module", WORKER, json.dumps(asdict(job))]  # its folder would hide TRL behind this file
+    command += [
+        "--standalone",
+        "--module",
+        WORKER,
+        json.dumps(asdict(job)),
+    ]  # its folder would hide TRL behind this file
     root = str(Path(__file__).parents[1])
     inherited = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     done = subprocess.run(command, cwd=root, env=inherited, capture_output=True, text=True, check=False)
     if not Path(job.out).exists():
         sys.exit(f"{job.arm}: ended with exit code {done.returncode}\n{done.stderr[-4000:]}")
     measured = json.loads(Path(job.out).read_text())
-    return Measured(job.arm, *(tuple(measured[name][1:]) for name in ("step_seconds", "rollout_seconds", "num_tokens")))
+    return Measured(
+        job.arm, *(tuple(measured[name][1:]) for name in ("step_seconds", "rollout_seconds", "num_tokens"))
+    )
 
 
 def take_turns(options: argparse.Namespace) -> list[list[Measured]]:
-    """Every round measures all arms once. The first one begins with trl-tlt, whose lengths TRL alone takes over."""
+    """Every round measures all arms once. The first one begins with trl-tlt, whose lengths TRL alone takes
+    over."""
     with tempfile.TemporaryDirectory() as folder:
 
         def measure(arm: str) -> Measured:
@@ -87,17 +98,27 @@ def take_turns(options: argparse.Namespace) -> list[list[Measured]]:
 
 
 def summarize(rounds: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
-    """Returns a row for each arm: medians over rounds and steps, and the ratios of TRL alone's seconds to its, by rounds."""
+    """Returns a row for each arm: medians over rounds and steps, and the ratios of TRL alone's seconds to
+    its, by rounds."""
     rows = []
     for arm in ("trl", "trl-tlt", "tlt"):
         own = [m for measured in rounds for m in measured if m.arm == arm]
-        steps, rollouts, tokens = ([value for m in own for value in getattr(m, name)] for name in list(asdict(own[0]))[1:])
+        steps, rollouts, tokens = (
+            [value for m in own for value in getattr(m, name)] for name in list(asdict(own[0]))[1:]
+        )
         ratios = {
             f"{what}_speedup": asdict(Ratio.of([total["trl"] / total[arm] for total in totals]))
             for what in ("step", "rollout")
-            for totals in [[{m.arm: sum(getattr(m, f"{what}_seconds")) for m in measured} for measured in rounds]]
+            for totals in [
+                [{m.arm: sum(getattr(m, f"{what}_seconds")) for m in measured} for measured in rounds]
+            ]
         }
-        row = {"arm": arm, "step_seconds": median(steps), "rollout_seconds": median(rollouts), "num_tokens": median(tokens)}
+        row = {
+            "arm": arm,
+            "step_seconds": median(steps),
+            "rollout_seconds": median(rollouts),
+            "num_tokens": median(tokens),
+        }
         rows.append({**row, "tokens_per_second": sum(tokens) / sum(rollouts), **ratios})
     return rows
 
@@ -125,7 +146,9 @@ def report_text(report: Mapping[str, Any]) -> str:
         for row in report["rows"]
     ]
     about = f"{report['responses']} responses of at most {report['max_tokens']} tokens a step, {report['ranks']} ranks"
-    return markdown("TRL beside TLT", report, f"Countdown base model, {about}; medians.", table(columns, rows))
+    return markdown(
+        "TRL beside TLT", report, f"Countdown base model, {about}; medians.", table(columns, rows)
+    )
 
 
 def main() -> None:
@@ -137,10 +160,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     if options.responses % (8 * options.ranks):
-        parser.error(f"--responses: {options.responses} are not groups of 8 on {options.ranks} ranks; give a multiple")
+        parser.error(
+            f"--responses: {options.responses} are not groups of 8 on {options.ranks} ranks; give a multiple"
+        )
     rounds = take_turns(options)
     described = {**environment(), "trl": version("trl"), "transformers": version("transformers")}
-    report = {"command": command_of(parser), "environment": described, **vars(options), "out": options.out.name}
+    report = {
+        "command": command_of(parser),
+        "environment": described,
+        **vars(options),
+        "out": options.out.name,
+    }
     report |= {"rows": summarize(rounds), "rounds": [[asdict(m) for m in measured] for measured in rounds]}
     write_report(options.out, report, report_text(report))
     print(report_text(report))

@@ -1,4 +1,5 @@
-"""One arm of benchmarks/trl.py, on one rank: `torchrun --module benchmarks.trl_worker JOB`. Writes what it measured as JSON."""
+"""One arm of benchmarks/trl.py, on one rank: `torchrun --module benchmarks.trl_worker JOB`. Writes what it
+measured as JSON."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class Clock:
         return call
 
 
-# ── TRL ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── TRL ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def solves(completions: list[str], numbers: list[Any], target: list[Any], **_: Any) -> list[float]:
@@ -96,12 +97,14 @@ def run_trl(job: Job, clock: Clock) -> None:
         return output
 
     ours = clock.timed(
-        clock.rollout_seconds, TLTRollout(RECIPE / "drafter", drafting={"learning_rate": 1e-4, "carry_longest": 64})
+        clock.rollout_seconds,
+        TLTRollout(RECIPE / "drafter", drafting={"learning_rate": 1e-4, "carry_longest": 64}),
     )
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=GROUP,  # of 32 responses of 1,024 tokens at once, an update takes 12 GB a rank
+            # of 32 responses of 1,024 tokens at once, an update takes 12 GB a rank
+            per_device_train_batch_size=GROUP,
             gradient_accumulation_steps=job.responses // ranks // GROUP,
             num_generations=GROUP,
             max_completion_length=job.max_tokens,
@@ -133,18 +136,26 @@ def run_trl(job: Job, clock: Clock) -> None:
     world = join_process_group(torch.device("cpu"))
     gathered = gather_objects(world, seen)
     if world.is_leader and job.arm == "trl-tlt":
-        Path(job.lengths).write_text(json.dumps({key: value for lengths in gathered for key, value in lengths.items()}))
+        Path(job.lengths).write_text(
+            json.dumps({key: value for lengths in gathered for key, value in lengths.items()})
+        )
 
 
 def force_lengths(trainer: Any, lengths: Lengths) -> Any:
-    """Returns `model.generate` with responses of given lengths: no end of sequence before the last token, which is one. Those
-    of the largest length are cut off there, as they were."""
+    """Returns `model.generate` with responses of given lengths: no end of sequence before the last token,
+    which is one. Those of the largest length are cut off there, as they were."""
     from transformers import StoppingCriteriaList
 
-    generate, stop_id, longest = trainer.model.generate, trainer.eos_token_ids[0], trainer.max_completion_length
+    generate, stop_id, longest = (
+        trainer.model.generate,
+        trainer.eos_token_ids[0],
+        trainer.max_completion_length,
+    )
     pad_id = trainer.processing_class.pad_token_id
 
-    def forced(input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any, **kwargs: Any) -> torch.Tensor:
+    def forced(
+        input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any, **kwargs: Any
+    ) -> torch.Tensor:
         come: Counter[str] = Counter()
         wanted = []
         for row, mask in zip(input_ids, attention_mask, strict=True):
@@ -169,18 +180,24 @@ def force_lengths(trainer: Any, lengths: Lengths) -> Any:
     return forced
 
 
-# ── TLT ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── TLT ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run_tlt(job: Job, clock: Clock) -> None:
-    changes = {"optimizer.learning_rate": NO_LEARNING, "sampling.max_tokens": job.max_tokens, "drafter.check_every": 1}
+    changes = {
+        "optimizer.learning_rate": NO_LEARNING,
+        "sampling.max_tokens": job.max_tokens,
+        "drafter.check_every": 1,
+    }
     config = load_config("countdown", changes)
     world = init_process_group_from_env("cpu")
     model = load_model(config.model.path, torch.float32)
     assert model.tokenizer is not None
     trainer = build_policy_trainer(config, model, world)
     timeline, stored = Timeline(world.rank), load_stored(config.drafter.path, model)
-    engine = build_engine(model.config, model.tensors, EngineSettings.of_run(config, "cpu"), stored, on_span=timeline.add)
+    engine = build_engine(
+        model.config, model.tensors, EngineSettings.of_run(config, "cpu"), stored, on_span=timeline.add
+    )
     side = watch_drafter(config.drafter, stored, engine, world, timeline, seed=0)
     coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
     params = SamplingParams(max_tokens=job.max_tokens, stop_ids=model.stop_ids, seed=42)  # TRL's default seed
@@ -209,7 +226,9 @@ def main() -> None:
     clock = Clock()
     (run_tlt if job.arm == "tlt" else run_trl)(job, clock)
     gathered = gather_objects(world := join_process_group(torch.device("cpu")), clock.rollout_seconds)
-    clock.rollout_seconds = [max(seconds) for seconds in zip(*gathered, strict=True)]  # TRL's ranks end at different times
+    clock.rollout_seconds = [
+        max(seconds) for seconds in zip(*gathered, strict=True)
+    ]  # TRL's ranks end at different times
     if world.is_leader:
         Path(job.out).write_text(json.dumps(vars(clock)))
     if dist.is_initialized():

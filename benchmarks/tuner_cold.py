@@ -1,9 +1,11 @@
-"""How fast a tuner that knows nothing is, beside no speculation: thousands of cold starts on simulated machines.
+"""How fast a tuner that knows nothing is, beside no speculation: thousands of cold starts on simulated
+machines.
 
     python -m benchmarks.tuner_cold --out RESULT [--before RESULT.json]        # writes RESULT.json and RESULT.md
 
-Every cell of the table is a profile of costs, a drafter, a batch size and a length of responses; each of its seeds is a
-cold start with noise of its own. `--before` puts another result's figures beside, such as those of an older commit.
+Every cell of the table is a profile of costs, a drafter, a batch size and a length of responses; each of
+its seeds is a cold start with noise of its own. `--before` puts another result's figures beside, such as
+those of an older commit.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ SETTLED_AFTER, SETTLED_STEPS = 30.0, 400
 
 
 def cold_tuner(machine: Machine) -> StrategyTuner:
-    tuner = make_tuner("adaptive", machine.drafter.kinds, prior=machine.profile.prior, acceptance=machine.drafter.recorded)
+    tuner = make_tuner(
+        "adaptive", machine.drafter.kinds, prior=machine.profile.prior, acceptance=machine.drafter.recorded
+    )
     assert tuner is not None
     return tuner
 
@@ -38,7 +42,9 @@ def cold_tuner(machine: Machine) -> StrategyTuner:
 def cold_starts(profile: str, drafter: str, batch_size: int, max_tokens: int, seeds: range) -> dict[str, Any]:
     """Returns one cell: times off of each cold start, and of the arm that is best on average."""
     machines = [Machine(PROFILES[profile], DRAFTERS[drafter], seed) for seed in seeds]
-    off = run_batch(Machine(PROFILES[profile], DRAFTERS[drafter]), Fixed(Strategy.OFF), batch_size, max_tokens)
+    off = run_batch(
+        Machine(PROFILES[profile], DRAFTERS[drafter]), Fixed(Strategy.OFF), batch_size, max_tokens
+    )
     times = [off / run_batch(machine, cold_tuner(machine), batch_size, max_tokens) for machine in machines]
     arm = best_fixed(PROFILES[profile], DRAFTERS[drafter], batch_size)
     best = off / run_batch(Machine(PROFILES[profile], DRAFTERS[drafter]), Fixed(arm), batch_size, max_tokens)
@@ -55,7 +61,8 @@ def settled(profile: str, drafter: str, batch_size: int, seeds: range) -> list[f
 
 
 def seconds_of_a_choice(batch_size: int, num_steps: int = 300) -> float:
-    """Returns what `choose` and `observe` take together for an engine step that decides anew: the median of many."""
+    """Returns what `choose` and `observe` take together for an engine step that decides anew: the median
+    of many."""
     machine = Machine(PROFILES["0.5B"], DRAFTERS["good"])
     tuner = cold_tuner(machine)
     spent, steps = 0.0, list[float]()
@@ -106,7 +113,8 @@ def render(result: dict[str, Any], before: dict[str, Any] | None) -> str:
     columns = [f"{length} tokens{when}" for length in LENGTHS for when in ("", ", before")[: 1 + bool(known)]]
     columns += ["best arm", "it alone, 100 | 1000", "settled", "settled, before"][: 3 + bool(known)]
     lines = [
-        f"Times off of {result['num_seeds']} cold starts (seeds from {result['first_seed']}): the median, and the lowest in",
+        f"Times off of {result['num_seeds']} cold starts (seeds from {result['first_seed']}): the median, "
+        "and the lowest in",
         "brackets. Settled: speed over the best",
         f"arm's, after {SETTLED_AFTER:g} s or {3 * SETTLED_STEPS:,} steps of a full batch.",
         "",
@@ -129,15 +137,25 @@ def render(result: dict[str, Any], before: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=10, help="cold starts of every cell")
-    parser.add_argument("--first-seed", type=int, default=0, help="seeds from here on: other ones than constants were tuned on")
+    parser.add_argument(
+        "--first-seed",
+        type=int,
+        default=0,
+        help="seeds from here on: other ones than constants were tuned on",
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--before", type=Path, help="a result whose figures stand beside")
     args = parser.parse_args()
     before = None if args.before is None else json.loads(args.before.read_text(encoding="utf-8"))
-    result = {"environment": environment(), **measure(range(args.first_seed, args.first_seed + args.seeds), args.batches)}
+    result = {
+        "environment": environment(),
+        **measure(range(args.first_seed, args.first_seed + args.seeds), args.batches),
+    }
     write_report(args.out, result, render(result, before))
 
 

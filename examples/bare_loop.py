@@ -30,10 +30,14 @@ tokenizer = AutoTokenizer.from_pretrained(args.model)
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 rollouts = tlt.LiveRollouts(model, tlt.LiveSettings(drafter=args.drafter, speculation="adaptive"))
-params = tlt.SamplingParams(temperature=1.0, max_tokens=args.max_tokens, stop_ids=(tokenizer.eos_token_id,), seed=0)
+params = tlt.SamplingParams(
+    temperature=1.0, max_tokens=args.max_tokens, stop_ids=(tokenizer.eos_token_id,), seed=0
+)
 
 for step in range(args.steps):
-    problems = [p for p in TASK.problems(4 * num_ranks, seed=step)[rank::num_ranks] for _ in range(args.group)]
+    problems = [
+        p for p in TASK.problems(4 * num_ranks, seed=step)[rank::num_ranks] for _ in range(args.group)
+    ]
     prompts = [tokenizer(problem["prompt"])["input_ids"] for problem in problems]
     responses = rollouts.generate(prompts, params, step)  # with the model's weights of this moment
     texts = tokenizer.batch_decode([response.token_ids for response in responses], skip_special_tokens=True)
@@ -49,7 +53,10 @@ for step in range(args.steps):
         [dist.all_reduce(parameter.grad) for parameter in model.parameters()]
     optimizer.step()
     optimizer.zero_grad()
-    print(f"step {step} rank {rank}: reward {rewards.mean():.3f}, accept length {rollouts.stats.accept_length}", flush=True)
+    print(
+        f"step {step} rank {rank}: reward {rewards.mean():.3f}, accept length {rollouts.stats.accept_length}",
+        flush=True,
+    )
 
 rollouts.close()
 if num_ranks > 1:

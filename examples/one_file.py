@@ -32,7 +32,7 @@ The parts, in the order of the algorithm, and where the package `tlt` has them:
     2 model and cache    tlt/models/                       6 the rollout         tlt/engine/
     3 the drafter        tlt/drafter/drafting/ngram.py     7 the puzzle          tlt/tasks/countdown.py
     4 verification       tlt/speculative/verify.py         8 the policy update   tlt/rl/
-    9 ranks and loop     tlt/ranks/, tlt/training/  
+    9 ranks and loop     tlt/ranks/, tlt/training/
 
 The package has more: a learned drafter, which idle ranks train; draft trees; running responses that move to
 idle ranks; top-k, top-p and min-p; checkpoints; GPUs.

@@ -19,8 +19,12 @@ def solves(completions, numbers, target, **_):
 
 if __name__ == "__main__":
     parser = HfArgumentParser(GRPOConfig)  # every argument of GRPOConfig, with other defaults
-    parser.set_defaults(output_dir="runs/trl", max_steps=10, learning_rate=1e-4, use_cpu=True, bf16=False, logging_steps=1)
-    parser.set_defaults(per_device_train_batch_size=16, num_generations=8, max_completion_length=512, report_to="none")
+    parser.set_defaults(
+        output_dir="runs/trl", max_steps=10, learning_rate=1e-4, use_cpu=True, bf16=False, logging_steps=1
+    )
+    parser.set_defaults(
+        per_device_train_batch_size=16, num_generations=8, max_completion_length=512, report_to="none"
+    )
     (config,) = parser.parse_args_into_dataclasses()
     trainer = GRPOTrainer(
         model="recipes/countdown/base",

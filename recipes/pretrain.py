@@ -1,17 +1,19 @@
-"""Pretrains a small model on generated documents, from nothing. Knows neither what they say nor reinforcement learning.
+"""Pretrains a small model on generated documents, from nothing. Knows neither what they say nor reinforcement
+learning.
 
 A recipe's own script says what is learned (a `Subject`) and calls `main`:
 
     python -m recipes.countdown.train_base --out DIR --minutes 35
     torchrun --nproc-per-node 2 -m recipes.math.train_base ...         # one process for each core or GPU
 
-Documents are drawn fresh, never repeated. Documents of like length share a batch, one to a row, so that no time goes into
-padding or into attention across documents; positions start at 0 as they do when the model generates. The loss skips the
-prompt, which is random.
+Documents are drawn fresh, never repeated. Documents of like length share a batch, one to a row, so that no
+time goes into padding or into attention across documents; positions start at 0 as they do when the model
+generates. The loss skips the prompt, which is random.
 
-The learning rate follows the share of the wall-clock (or token) budget that is spent, so a run ends on time on any
-machine. On a CPU, single-threaded processes that meet once a step are far faster than threads that meet in every
-operation, above all on a shared machine. Matrices are trained by Muon, the rest by AdamW.
+The learning rate follows the share of the wall-clock (or token) budget that is spent, so a run ends on
+time on any machine. On a CPU, single-threaded processes that meet once a step are far faster than threads
+that meet in every operation, above all on a shared machine. Matrices are trained by Muon, the rest by
+AdamW.
 """
 
 from __future__ import annotations
@@ -55,22 +57,24 @@ class Subject:
     tokenizer: PreTrainedTokenizerFast
     make_config: Callable[[argparse.Namespace], PretrainedConfig]
     make_writer: Callable[[argparse.Namespace, float], Callable[[random.Random], Document]]
-    """Given the options and the share of the budget that is spent (the curriculum), returns what draws a document."""
+    """Given the options and the share of the budget that is spent (the curriculum), returns what draws a
+    document."""
     max_new_tokens: int
     """Longest response, for the checkpoint's generation_config.json."""
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Data
 
 
 def batches(
     subject: Subject, args: argparse.Namespace, progress: Progress, rank: int, num_processes: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and labels, each (rows, length), of about `micro_tokens` tokens; documents of like length together.
+    """Inputs and labels, each (rows, length), of about `micro_tokens` tokens; documents of like length
+    together.
 
-    All processes draw the same documents; each takes its own of every `num_processes` batches of like length, so that
-    none waits long for another.
+    All processes draw the same documents; each takes its own of every `num_processes` batches of like
+    length, so that none waits long for another.
     """
     rng = random.Random(f"{subject.name} base {args.seed}")
     while True:
@@ -98,17 +102,24 @@ def to_tensors(group: list[Document], pad_id: int) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Model and optimizers
 
 
 def blockwise_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention by blocks of queries: on a CPU, in bf16, faster than PyTorch's own kernel at these sizes.
+    """Causal attention by blocks of queries: on a CPU, in bf16, faster than PyTorch's own kernel at these
+    sizes.
 
-    query is (B, H, T, D), key and value are (B, K, T, D); returns (B, T, H, D). Right padding needs no mask: no
-    token looks to its right.
+    query is (B, H, T, D), key and value are (B, K, T, D); returns (B, T, H, D). Right padding needs no
+    mask: no token looks to its right.
     """
     B, H, T, D = query.shape
     K = key.shape[1]
@@ -116,7 +127,9 @@ def blockwise_attention(
     blocks = []
     for start in range(0, T, BLOCK):
         stop = min(start + BLOCK, T)
-        causal = torch.full((stop - start, stop), -math.inf, dtype=query.dtype).triu(start + 1).repeat(H // K, 1)
+        causal = (
+            torch.full((stop - start, stop), -math.inf, dtype=query.dtype).triu(start + 1).repeat(H // K, 1)
+        )
         block = query[:, :, start:stop].reshape(B * K, -1, D)
         scores = torch.baddbmm(causal, block, key[:, :stop].transpose(1, 2), alpha=scaling)
         blocks.append(torch.bmm(scores.softmax(-1), value[:, :stop]).reshape(B, H, stop - start, D))
@@ -129,7 +142,9 @@ def make_model(subject: Subject, args: argparse.Namespace) -> PreTrainedModel:
     config._attn_implementation = "blockwise" if args.device == "cpu" else "sdpa"
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(args.device)
     if args.init is not None:
-        model.load_state_dict(AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
+        model.load_state_dict(
+            AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict()
+        )
     return model
 
 
@@ -139,13 +154,16 @@ def make_optimizers(model: nn.Module, args: argparse.Namespace) -> list[torch.op
     if args.optimizer == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)]
     return [
-        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=args.lr, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
 def save(model: PreTrainedModel, subject: Subject, out: Path) -> None:
-    """A Hugging Face checkpoint in bf16; the weights are replaced last and at once, so a reader never sees half."""
+    """A Hugging Face checkpoint in bf16; the weights are replaced last and at once, so a reader never sees
+    half."""
     out.mkdir(parents=True, exist_ok=True)
     staging = out.with_name(out.name + ".partial")
     copy = AutoModelForCausalLM.from_config(model.config)
@@ -166,7 +184,7 @@ def save(model: PreTrainedModel, subject: Subject, out: Path) -> None:
     staging.rmdir()
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The run
 
 
@@ -213,7 +231,9 @@ def train(subject: Subject, args: argparse.Namespace) -> None:
     progress = Progress(args)
     stream = batches(subject, args, progress, rank, num_processes)
     if rank == 0:
-        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {vars(args)}", flush=True)
+        print(
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {vars(args)}", flush=True
+        )
     step, saved_at, printed_at, loss_at, tokens_at = 0, 0.0, 0.0, 0.0, 0.0
     while progress.share < 1:
         for optimizer in optimizers:
@@ -250,32 +270,45 @@ def train(subject: Subject, args: argparse.Namespace) -> None:
             saved_at = progress.seconds
     if rank == 0:
         save(model, subject, args.out)
-        print(f"done: {step} steps, {progress.num_tokens / 1e6:.2f} M tokens, {progress.seconds / 60:.1f} minutes")
+        print(
+            f"done: {step} steps, {progress.num_tokens / 1e6:.2f} M tokens, {progress.seconds / 60:.1f} "
+            "minutes"
+        )
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Returns the options that all subjects share; a subject adds its own and sets its defaults."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="where the checkpoint goes")
     parser.add_argument("--init", type=Path, help="go on from this checkpoint (of the same shape)")
     parser.add_argument("--minutes", type=float, default=35, help="wall-clock budget")
-    parser.add_argument("--tokens", type=float, default=0, help="token budget; when given it replaces --minutes")
+    parser.add_argument(
+        "--tokens", type=float, default=0, help="token budget; when given it replaces --minutes"
+    )
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--heads", type=int)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--intermediate", type=int)
-    parser.add_argument("--curriculum", type=float, default=0.4, help="share of the budget until the hardest appear")
+    parser.add_argument(
+        "--curriculum", type=float, default=0.4, help="share of the budget until the hardest appear"
+    )
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--micro-tokens", type=int, default=2048, help="padded tokens in a forward pass")
     parser.add_argument("--accumulate", type=int, default=1, help="forward passes of a process in a step")
-    parser.add_argument("--pool", type=int, default=1000, help="documents drawn at a time and sorted by length")
+    parser.add_argument(
+        "--pool", type=int, default=1000, help="documents drawn at a time and sorted by length"
+    )
     parser.add_argument("--print-every", type=int, default=20)
     parser.add_argument("--checkpoint-every", type=float, default=120, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for PyTorch's choice")
-    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="bf16 where it is safe")
+    parser.add_argument(
+        "--autocast", action=argparse.BooleanOptionalAction, default=True, help="bf16 where it is safe"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 

@@ -1,4 +1,5 @@
-"""What all tests share: tiny models on one thread, and imports that the garbage collector does not walk again and again."""
+"""What all tests share: tiny models on one thread, and imports that the garbage collector does not walk
+again and again."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# Under nohup, and in the background of a script, Ctrl-C is ignored, and by every child; the tests send it to theirs.
+# Under nohup, and in the background of a script, Ctrl-C is ignored, and by every child; the tests send it to
+# theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

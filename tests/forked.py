@@ -1,4 +1,5 @@
-"""Ranks of a test as processes, forked from one that has imported what they need: imports are most of what a rank costs."""
+"""Ranks of a test as processes, forked from one that has imported what they need: imports are most of what
+a rank costs."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ RankMain = Callable[[int, int, Path], None]
 
 
 def run_ranks(file: str, folder: Path, *sizes: int, patience: float = 280.0) -> None:
-    """Runs a test's file as a program, whose `fork_ranks` runs as many groups of ranks as there are sizes, at the same time.
-    Each group has the folder named after its size."""
+    """Runs a test's file as a program, whose `fork_ranks` runs as many groups of ranks as there are sizes,
+    at the same time. Each group has the folder named after its size."""
     for size in sizes:
         (folder / str(size)).mkdir()
     words = [sys.executable, file, str(folder), *map(str, sizes)]
@@ -33,7 +34,8 @@ def run_ranks(file: str, folder: Path, *sizes: int, patience: float = 280.0) -> 
 
 
 def fork_ranks(rank_main: RankMain) -> None:
-    """The program's side: forks all ranks, and ends with 1 where any of them fails. A rank that returns has not."""
+    """The program's side: forks all ranks, and ends with 1 where any of them fails. A rank that returns
+    has not."""
     gc.freeze()  # what is imported is no garbage of any rank
     folder, sizes = Path(sys.argv[1]), map(int, sys.argv[2:])
     ranks = [_fork(rank_main, rank, size, folder / str(size)) for size in sizes for rank in range(size)]

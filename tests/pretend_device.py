@@ -1,4 +1,5 @@
-"""A pretended GPU: tensors that say `cuda` while their values lie in host memory. It counts what a real one would wait for.
+"""A pretended GPU: tensors that say `cuda` while their values lie in host memory. It counts what a real one
+would wait for.
 
     with pretended(monkeypatch) as crossings:      # every tensor made on "cuda" in here is one of these
         ...
@@ -7,8 +8,8 @@
     crossings.stalls    those of `up` for which the host waits until the device has done all it was given before: every copy
                         that is not `non_blocking` (PyTorch synchronizes the stream behind it)
 
-What mixes tensors of both devices raises, as it does on a GPU. A copy to the host that it does not wait for (`non_blocking`)
-counts as none. Knows no engine.
+What mixes tensors of both devices raises, as it does on a GPU. A copy to the host that it does not wait
+for (`non_blocking`) counts as none. Knows no engine.
 """
 
 from __future__ import annotations
@@ -110,7 +111,11 @@ class _Mode(TorchDispatchMode):
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     flat, spec = tree_flatten((args, kwargs))
     pretended = [value for value in flat if isinstance(value, PretendTensor)]
-    own = [value for value in flat if isinstance(value, Tensor) and not isinstance(value, PretendTensor) and value.dim()]
+    own = [
+        value
+        for value in flat
+        if isinstance(value, Tensor) and not isinstance(value, PretendTensor) and value.dim()
+    ]
     name, wanted = str(func), kwargs.get("device")
     is_copy = name.startswith(("aten.copy_", "aten._to_copy"))
     if pretended and name.startswith(_WAITS):
@@ -170,12 +175,18 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossings]:
         words = tuple(_values(w) for w in words)
         inner = self.values if isinstance(self, PretendTensor) else self
         moved = plain_to(inner, *(_CPU if isinstance(w, str) else w for w in words), **_on_cpu(options))
-        goes_to_cpu = torch.device(devices[0]).type == "cpu" if devices else not isinstance(self, PretendTensor)
+        goes_to_cpu = (
+            torch.device(devices[0]).type == "cpu" if devices else not isinstance(self, PretendTensor)
+        )
         if goes_to_cpu:
             if isinstance(self, PretendTensor) and not options.get("non_blocking"):
                 _crossings.down[_place()] += 1
             return moved
-        return PretendTensor(moved) if isinstance(self, PretendTensor) else _up(moved, waits=not options.get("non_blocking"))
+        return (
+            PretendTensor(moved)
+            if isinstance(self, PretendTensor)
+            else _up(moved, waits=not options.get("non_blocking"))
+        )
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch, "tensor", tensor)

@@ -1,5 +1,6 @@
-"""A stand-in for the Hugging Face hub on loopback: the part of its HTTP interface that huggingface_hub and datasets ask for. It
-remembers what was asked, and can be told to cut a download off, to be slow or to refuse."""
+"""A stand-in for the Hugging Face hub on loopback: the part of its HTTP interface that huggingface_hub and
+datasets ask for. It remembers what was asked, and can be told to cut a download off, to be slow or to
+refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Repo:
-    """Files by path, at one commit. revisions: names of it.  refusal: (status, X-Error-Code) where `token` is not given."""
+    """Files by path, at one commit. revisions: names of it.
+    refusal: (status, X-Error-Code) where `token` is not given."""
 
     files: dict[str, bytes]
     revisions: tuple[str, ...] = ("main",)
@@ -37,7 +39,8 @@ class Repo:
 class Hub:
     """Repositories by (kind, name), kind being models or datasets.
 
-    requests: (method, path, range) of all that was asked.  cuts: how many of the next downloads of a file stop half way.
+    requests: (method, path, range) of all that was asked.
+    cuts: how many of the next downloads of a file stop half way.
     seconds_per_kib: of every download.
     """
 
@@ -56,7 +59,11 @@ class Hub:
     @property
     def downloads(self) -> list[str]:
         """Names of the files whose bytes were asked for."""
-        return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
+        return [
+            path.rpartition("/")[2]
+            for method, path, _ in self.requests
+            if method == "GET" and "/resolve/" in path
+        ]
 
 
 @contextmanager
@@ -115,7 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(404, "RepoNotFound")
 
     def is_refused(self, repo: Repo) -> bool:
-        if repo.refusal is None or (repo.token and self.headers.get("Authorization") == f"Bearer {repo.token}"):
+        if repo.refusal is None or (
+            repo.token and self.headers.get("Authorization") == f"Bearer {repo.token}"
+        ):
             return False
         self.refuse(*repo.refusal)
         return True
@@ -128,10 +137,27 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(404, "RevisionNotFound")
         elif action == "revision":
             siblings = [{"rfilename": path} for path in repo.files]
-            info = {"id": name, "sha": repo.commit, "siblings": siblings, "private": False, "gated": False, "tags": []}
-            self.send_json({**info, "disabled": False, "downloads": 0, "likes": 0, "lastModified": "2026-01-01T00:00:00.000Z"})
+            info = {
+                "id": name,
+                "sha": repo.commit,
+                "siblings": siblings,
+                "private": False,
+                "gated": False,
+                "tags": [],
+            }
+            self.send_json(
+                {
+                    **info,
+                    "disabled": False,
+                    "downloads": 0,
+                    "likes": 0,
+                    "lastModified": "2026-01-01T00:00:00.000Z",
+                }
+            )
         elif action == "tree":
-            is_recursive = "recursive=True" in urlsplit(self.path).query or "recursive=true" in urlsplit(self.path).query
+            is_recursive = (
+                "recursive=True" in urlsplit(self.path).query or "recursive=true" in urlsplit(self.path).query
+            )
             self.send_json(_tree(repo.files, "/".join(rest[2:]), is_recursive))
         elif action == "paths-info":
             wanted = json.loads(self.body)["paths"]
@@ -156,7 +182,11 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range")
         start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
         self.send_response(206 if wanted else 200)
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Repo-Commit": repo.commit,
+            "Accept-Ranges": "bytes",
+        }
         headers |= {"X-Linked-Size": str(len(data)), "Content-Length": str(len(data) - start)}
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
@@ -196,15 +226,26 @@ def _tree(files: Mapping[str, bytes], folder: str, is_recursive: bool) -> list[d
     inside = {path: data for path, data in files.items() if path.startswith(prefix)}
     if is_recursive:
         return [_entry(path, data) for path, data in inside.items()]
-    folders = {prefix + path.removeprefix(prefix).split("/")[0] for path in inside if "/" in path.removeprefix(prefix)}
+    folders = {
+        prefix + path.removeprefix(prefix).split("/")[0]
+        for path in inside
+        if "/" in path.removeprefix(prefix)
+    }
     directories: list[dict[str, object]] = [
         {"type": "directory", "path": p, "size": 0, "oid": "0" * 40} for p in sorted(folders)
     ]
-    return directories + [_entry(path, data) for path, data in inside.items() if "/" not in path.removeprefix(prefix)]
+    return directories + [
+        _entry(path, data) for path, data in inside.items() if "/" not in path.removeprefix(prefix)
+    ]
 
 
 def _entry(path: str, data: bytes) -> dict[str, object]:
-    entry: dict[str, object] = {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+    entry: dict[str, object] = {
+        "type": "file",
+        "path": path,
+        "size": len(data),
+        "oid": hashlib.sha1(data).hexdigest(),
+    }
     if path.endswith((".safetensors", ".parquet")):
         entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
     return entry

@@ -1,5 +1,6 @@
-"""What ranks give account of: their engine steps and idle time; and the five records of a step, each written where
-it is measured: rollout and idle time by the phase (rollout/result.py), rewards, the update, the drafter.
+"""What ranks give account of: their engine steps and idle time; and the five records of a step, each written
+where it is measured: rollout and idle time by the phase (rollout/result.py), rewards, the update, the
+drafter.
 
 A quantity that does not exist, such as the accept length of a step without verification, is NaN.
 """
@@ -17,7 +18,8 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class TimedStep:
-    """An engine step without admissions, on the host's monotonic clock. strategy: its name.  num_running: sequences in it."""
+    """An engine step without admissions, on the host's monotonic clock. strategy: its name.
+    num_running: sequences in it."""
 
     strategy: str
     num_running: int
@@ -30,7 +32,8 @@ class TimedStep:
 
 
 class IdleUse(StrEnum):
-    """Names what a rank without work does: it generates later steps' responses, trains the drafter, or rests."""
+    """Names what a rank without work does: it generates later steps' responses, trains the drafter, or
+    rests."""
 
     AHEAD = "ahead"
     TRAIN = "train"
@@ -50,12 +53,15 @@ class IdleStretch:
 class DrafterReport:
     """The account of drafter training: of one micro-step, one session or several.
 
-    num_tokens: tokens trained on.  captured_tokens: those of them whose features the engine had captured.
+    num_tokens: tokens trained on.
+    captured_tokens: those of them whose features the engine had captured.
     recomputed_tokens: tokens that went through the target again for their features.
     loss: mean over the tokens trained on.
     max_micro_step_seconds: bounds how long a preemption can take.
-    preempted_at: when the latest session returned because it was asked to (the host's monotonic clock); None: it was not.
-    is_limited: a session ended because its data had been gone through drafter.max_passes times; idle time was left.
+    preempted_at: when the latest session returned because it was asked to (the host's monotonic clock); None:
+        it was not.
+    is_limited: a session ended because its data had been gone through drafter.max_passes times; idle time
+        was left.
     """
 
     num_micro_steps: int = 0
@@ -104,7 +110,8 @@ class AheadReport:
 
 @dataclass(frozen=True)
 class LengthStats:
-    """The lengths of a step's responses, in tokens (of 128, say, p95 lies between the 121st and the 122nd)."""
+    """The lengths of a step's responses, in tokens (of 128, say, p95 lies between the 121st and the
+    122nd)."""
 
     mean: float
     p50: float
@@ -115,7 +122,9 @@ class LengthStats:
     def of(lengths: Sequence[int]) -> LengthStats:
         if not lengths:
             return LengthStats(NAN, NAN, NAN, 0)
-        return LengthStats(float(np.mean(lengths)), percentile(lengths, 50), percentile(lengths, 95), max(lengths))
+        return LengthStats(
+            float(np.mean(lengths)), percentile(lengths, 50), percentile(lengths, 95), max(lengths)
+        )
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -232,18 +241,21 @@ class DrafterCheck:
     """The learned drafter at the end of a step, and its training in it; with the defaults, of a run that has
     none.
 
-    version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that
-        one draft can be accepted with; NaN: not measured (drafter.check_every).  retrieval: share of the same
+    version: counts its publications.
+    acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be accepted with;
+        NaN: not measured (drafter.check_every).
+        retrieval: share of the same
         tokens that retrieval would have drafted.
     training: "trained", "trained; max_passes reached" (idle time was left), "no idle time", "off", or
         "undone: …" with the reason.
     before: the acceptance of the drafter that was in service before this step's training; NaN: not measured.
     publish_seconds: in which what was trained was averaged over the ranks, given to the engines, and seen to
         have arrived; of the slowest rank.
-    vocabulary: tokens that it could propose in the step; 0: there is no drafter, or its head is its
-        own.  coverage: the part of the step's tokens among them; the others could be sampled, but not drafted.
-    tokens: trained on, by all ranks.  loss: their mean.  captured_tokens: those of them whose features the
-        engine had captured.
+    vocabulary: tokens that it could propose in the step; 0: there is no drafter, or its head is its own.
+        coverage: the part of the step's tokens among them; the others could be sampled, but not drafted.
+    tokens: trained on, by all ranks.
+    loss: their mean.
+    captured_tokens: those of them whose features the engine had captured.
     recomputed_tokens: tokens that went through the target again for their features.
     train_seconds: of training within idle time, summed over ranks.
     """
@@ -271,8 +283,8 @@ class DrafterCheck:
 class IdleRecord:
     """How ranks without work spent their time; seconds are summed over ranks.
 
-    seconds: without work, up to the last token of all.  harvested_share: the part of them in which the drafter
-        was trained.
+    seconds: without work, up to the last token of all.
+    harvested_share: the part of them in which the drafter was trained.
     seconds_by_use: without work until the phase's end: ahead, train, rest.
     gain, cost: by use, seconds by which a step becomes shorter, and longer, for every second that a rank
         spends on it, as measured so far (docs/ahead.md).

@@ -15,7 +15,8 @@ _BOOT_ID, _TIME_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self
 class Moment:
     """When something began. The seconds since do not change with the time of day, which may be set meanwhile.
 
-    machine: whose clock was read (`machine_name`).  reading: of the monotonic clock, which all processes of a machine share.
+    machine: whose clock was read (`machine_name`).
+    reading: of the monotonic clock, which all processes of a machine share.
     told_after: seconds that had passed when it was told to others.
     """
 
@@ -37,13 +38,14 @@ class Moment:
         return replace(self, told_after=self.seconds)
 
     def here(self) -> Moment:
-        """Returns it on this machine's clock. Told by another machine, it counts from now on what had passed by then: what it
-        took to come here is lost."""
+        """Returns it on this machine's clock. Told by another machine, it counts from now on what had
+        passed by then: what it took to come here is lost."""
         return self if self.machine == _machine() else Moment(_machine(), time.monotonic() - self.told_after)
 
 
 def machine_name() -> str:
-    """Names what the monotonic clock belongs to: a start of a machine, and in it a namespace; empty where it is unknown."""
+    """Names what the monotonic clock belongs to: a start of a machine, and in it a namespace; empty where
+    it is unknown."""
     if not _BOOT_ID.exists():
         return ""
     namespace = os.readlink(_TIME_NAMESPACE) if os.path.lexists(_TIME_NAMESPACE) else ""

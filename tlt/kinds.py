@@ -1,11 +1,13 @@
-"""Kinds of values that users give, each declared once with its bounds: a configuration, a command and a Python call check by
-the same declaration and say the same of a wrong one. Knows no place where a value stands.
+"""Kinds of values that users give, each declared once with its bounds: a configuration, a command and a
+Python call check by the same declaration and say the same of a wrong one. Knows no place where a value
+stands.
 
     MaxTokens ─┬─ pydantic ──▶ [sampling] of a file: sampling.max_tokens is 2.5; it must be a valid integer
                ├─ pydantic ──▶ tlt generate:          --max-tokens: is 2.5; it must be a valid integer
                └─ convert ───▶ engine.generate:       max_tokens: is 2.5; it must be a valid integer
 
-Every number has an upper bound: beyond all sense, but below what torch, the system or the memory plan would break at.
+Every number has an upper bound: beyond all sense, but below what torch, the system or the memory plan
+would break at.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 LONGEST_SHOWN = 80
 """Characters of a value that an error repeats."""
 
-# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 PositiveInt = Annotated[int, Ge(1), Le(2**31 - 1)]
 NonNegativeInt = Annotated[int, Ge(0), Le(2**31 - 1)]
@@ -51,14 +53,15 @@ Rank = Annotated[int, Ge(0), Le(2**16)]
 LearningRate = Annotated[float, Gt(0), Le(1e3)]
 WeightDecay = Annotated[float, Ge(0), Le(1e3)]
 Epsilon = Annotated[float, Ge(1e-20), Le(1)]
-"""What Adam adds to a divisor; below it, in float32, a gradient that is all but 0 divided by it would be infinite."""
+"""What Adam adds to a divisor; below it, in float32, a gradient that is all but 0 divided by it would be
+infinite."""
 CouplingTemperature = Annotated[float, Ge(1e-6), Le(1e6)]
 """Of a draft's ranking: its inverse is a factor of logits in float32."""
 MOST_DRAFTED = 2**31 - 1
 DraftVocab = Literal["auto", "full"] | Annotated[int, Ge(2), Le(MOST_DRAFTED)]
 """Tokens that a drafter proposes: a number of them, all, or as many as pay (drafter/vocabulary.py)."""
 
-# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────
 
 Temperature = Annotated[float, Ge(0), Le(1e6)]
 TopK = Annotated[int, Ge(0), Le(2**31 - 1)]
@@ -71,19 +74,23 @@ StopText = Annotated[str, MinLen(1)]
 StopTexts = tuple[StopText, ...]
 StopIds = tuple[NonNegativeInt, ...]
 
-# ── checked outside of a configuration ───────────────────────────────────────────────────────────────────────────────
+# ── checked outside of a configuration ──────────────────────────────────────────────────────────────────────
 
 
 def convert(value: object, kind: Any) -> Any:
-    """Returns the value as one of a kind, made of Python's own numbers, texts and tuples (`plain`). Raises ValueError,
-    "is VALUE; REMEDY", for what is none: True is no number, and neither is "1"."""
-    from pydantic_core import ValidationError  # here alone: reward workers, which import the nouns, start without it
+    """Returns the value as one of a kind, made of Python's own numbers, texts and tuples (`plain`). Raises
+    ValueError, "is VALUE; REMEDY", for what is none: True is no number, and neither is "1"."""
+    from pydantic_core import (
+        ValidationError,
+    )  # here alone: reward workers, which import the nouns, start without it
 
     try:
         return _adapter(kind).validate_python(plain(value))
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
-        raise ValueError(f"is {shorten(detail['input'] if detail['loc'] else value)}; {remedy(detail)}") from None
+        raise ValueError(
+            f"is {shorten(detail['input'] if detail['loc'] else value)}; {remedy(detail)}"
+        ) from None
 
 
 @cache
@@ -100,11 +107,16 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns NumPy's and torch's numbers and arrays as Python's, and collections as tuples; anything else as it is."""
+    """Returns NumPy's and torch's numbers and arrays as Python's, and collections as tuples; anything else
+    as it is."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         return value
     value = value.tolist() if hasattr(value, "tolist") else value
-    return tuple(plain(item) for item in value) if isinstance(value, Collection) and not isinstance(value, str) else value
+    return (
+        tuple(plain(item) for item in value)
+        if isinstance(value, Collection) and not isinstance(value, str)
+        else value
+    )
 
 
 def remedy(detail: ErrorDetails) -> str:
@@ -115,7 +127,9 @@ def remedy(detail: ErrorDetails) -> str:
     message = message.replace("Input should be", "it must be", 1).replace("Value should", "it must", 1)
     message = message.replace("String should", "it must", 1)
     message = message.replace("Input is not a valid path for <class 'pathlib.Path'>", "it must be a path")
-    message = message.partition(", unable to parse")[0].replace("a valid dictionary", "a table such as '{key = 1}'")
+    message = message.partition(", unable to parse")[0].replace(
+        "a valid dictionary", "a table such as '{key = 1}'"
+    )
     message = message.replace("a valid tuple", "a list")
     return message[:1].lower() + message[1:]
 
@@ -124,6 +138,8 @@ def shorten(value: Any, limit: int = LONGEST_SHOWN) -> str:
     """Returns the value on one line of bounded length."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # whole numbers of thousands of digits have no text, and an object's own may fail in any way
+    except (
+        Exception
+    ):  # whole numbers of thousands of digits have no text, and an object's own may fail in any way
         text = f"a {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,11 +1,11 @@
 """What loops that Numba compiles have in common: they run on the threads that PyTorch computes with.
 
-A second pool of threads would contend for the cores with PyTorch's own, which go on spinning for a while after every
-operation. So a loop is handed to the OpenMP library that PyTorch has loaded (GCC's, on Linux); where there is none,
-Python's threads run it.
+A second pool of threads would contend for the cores with PyTorch's own, which go on spinning for a while
+after every operation. So a loop is handed to the OpenMP library that PyTorch has loaded (GCC's, on Linux);
+where there is none, Python's threads run it.
 
-A loop is a C function of the address of a record. The record begins with `HEAD`: the next item, from which every thread takes
-items until none is left, and the number of items. This file imports Numba.
+A loop is a C function of the address of a record. The record begins with `HEAD`: the next item, from which
+every thread takes items until none is left, and the number of items. This file imports Numba.
 """
 
 from __future__ import annotations
@@ -60,13 +60,17 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """Returns GOMP_parallel (function, its argument, threads, flags) of the library that is loaded; None: there is none."""
+    """Returns GOMP_parallel (function, its argument, threads, flags) of the library that is loaded; None:
+    there is none."""
     try:
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except (OSError, AttributeError):  # other systems have no such library, or no such flag
         return None
     parallel: Any = library.GOMP_parallel
-    parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    parallel.argtypes, parallel.restype = (
+        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint],
+        None,
+    )
     found: Callable[[int, int, int, int], None] = parallel
     return found
 
@@ -76,7 +80,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), "loops")
 
 
-# ── within a loop ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── within a loop ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _pointer(typing_context, address):  # type: ignore
@@ -117,15 +121,16 @@ def uint16_at(address):  # type: ignore
 
 
 REORDERED = {"nsz", "reassoc", "contract", "arcp"}
-"""What LLVM may do with floating-point numbers in a loop: its sums are split among the lanes of the processor's vectors."""
+"""What LLVM may do with floating-point numbers in a loop: its sums are split among the lanes of the
+processor's vectors."""
 
 _LN2, _LOG2E = np.float32(math.log(2)), np.float32(1 / math.log(2))
 
 
 @njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def exp_of(x):  # type: ignore
-    """Returns exp(x) of a float32 that is at most 0, within 2⁻²⁴; 2⁻¹²⁶ below that. It is a power of two, and Taylor's seventh
-    degree of the rest."""
+    """Returns exp(x) of a float32 that is at most 0, within 2⁻²⁴; 2⁻¹²⁶ below that. It is a power of two,
+    and Taylor's seventh degree of the rest."""
     power = x * _LOG2E
     power = np.float32(-126) if power < np.float32(-126) else power
     whole = np.int32(power - np.float32(0.5))

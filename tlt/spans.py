@@ -7,8 +7,8 @@ from enum import StrEnum
 
 
 class SpanName(StrEnum):
-    """Names what a rank's time is recorded under, in the order in which a table shows it. Steps and evaluations hold others;
-    `preempt` says how late drafter training ended, which lies within it."""
+    """Names what a rank's time is recorded under, in the order in which a table shows it. Steps and
+    evaluations hold others; `preempt` says how late drafter training ended, which lies within it."""
 
     STEP = "step"
     PREFILL = "prefill"

@@ -1,6 +1,7 @@
 """The nouns that cross a boundary: frozen values, no behaviour beyond what follows from their fields.
 
-This file knows neither models nor engines; torch appears only as the type of a tensor, and is not imported for it.
+This file knows neither models nor engines; torch appears only as the type of a tensor, and is not imported
+for it.
 
 Axes used throughout the package:
     N tokens of a flat batch · B sequences · T tokens per sequence · V vocabulary · E hidden size
@@ -32,7 +33,8 @@ LAW_VERSION = 1
 
 
 class UserError(ValueError):
-    """A mistake of the user's. Its message is one line that names the place, the value and the remedy (exit code 2)."""
+    """A mistake of the user's. Its message is one line that names the place, the value and the remedy
+    (exit code 2)."""
 
 
 def checked(place: str, value: object, kind: Any) -> Any:
@@ -45,8 +47,9 @@ def checked(place: str, value: object, kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling of one sequence. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off; `max_tokens` are fewer where
-    the model's window ends; `stop` are texts that end a response at the first token after which it holds one of them."""
+    """The sampling of one sequence. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off;
+    `max_tokens` are fewer where the model's window ends; `stop` are texts that end a response at the first
+    token after which it holds one of them."""
 
     temperature: Temperature = 1.0
     top_k: TopK = 0
@@ -71,8 +74,8 @@ class SamplingParams:
 class Request:
     """Asks for one response: sample `sample_index` of a problem, with everything its tokens depend on.
 
-    token_ids, logprobs: the response so far, where another engine with the same policy has begun it. It goes on as it would
-    have there: its tokens depend on nothing but the other fields.
+    token_ids, logprobs: the response so far, where another engine with the same policy has begun it. It
+        goes on as it would have there: its tokens depend on nothing but the other fields.
     """
 
     problem_id: str
@@ -86,9 +89,9 @@ class Request:
 
     @property
     def key(self) -> NoiseKey:
-        """The noise key: 128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem id,
-        sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. Numbers and strings of other
-        types (NumPy's) count as the Python ones that they equal."""
+        """The noise key: 128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem
+        id, sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does.
+        Numbers and strings of other types (NumPy's) count as the Python ones that they equal."""
         numbers = (int(self.params.seed), int(self.policy_step), int(self.sample_index))
         fields = (LAW_VERSION, numbers[0], str(self.purpose), numbers[1], str(self.problem_id), numbers[2])
         digest = hashlib.blake2b(repr(fields).encode(), digest_size=16).digest()
@@ -98,8 +101,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response. `logprobs` are log-softmax(logits / temperature) before truncation, one per token;
-    at temperature 0 they are those of temperature 1."""
+    """One finished response. `logprobs` are log-softmax(logits / temperature) before truncation, one per
+    token; at temperature 0 they are those of temperature 1."""
 
     problem_id: str
     sample_index: int
@@ -116,8 +119,8 @@ def key_of(response: Request | Rollout) -> Key:
 
 @dataclass(frozen=True)
 class Finished:
-    """A response that an engine step ended. captured_TF: what the target was asked to capture, at all of its tokens but the
-    last; None where nobody asked for it, or where the engine no longer holds it."""
+    """A response that an engine step ended. captured_TF: what the target was asked to capture, at all of
+    its tokens but the last; None where nobody asked for it, or where the engine no longer holds it."""
 
     rollout: Rollout
     captured_TF: Tensor | None = None
@@ -128,11 +131,12 @@ class DraftTree:
     """Drafted tokens of B sequences as trees of one common shape bound.
 
     tokens_BN:  int64. Column 0 is the root: the last committed token, whose successor is sought.
-    parents_BN: int64. Column of each node's parent; always smaller than the node's own column. Column 0 holds -1.
-    A node that is padding (a sequence with fewer nodes than others) has parent -1 and is never visited.
-    Siblings carry distinct tokens.
+    parents_BN: int64. Column of each node's parent; always smaller than the node's own column. Column 0 holds
+        -1. A node that is padding (a sequence with fewer nodes than others) has parent -1 and is never
+        visited. Siblings carry distinct tokens.
     is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
-    lengths: of chains that end in different columns: the nodes of each, the root included. None: all are as long.
+    lengths: of chains that end in different columns: the nodes of each, the root included. None: all are
+        as long.
     """
 
     tokens_BN: Tensor
@@ -177,11 +181,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reward:
-    """The judgement of one response. `error` is empty, or says why no score could be had (time-out, exception): then `value`
-    means nothing.
+    """The judgement of one response. `error` is empty, or says why no score could be had (time-out,
+    exception): then `value` means nothing.
 
-    parts: what each reward function said, before its weight, of those that apply; empty where the task alone scores.
-    metrics: what reward functions logged.  task: the problem's column `task`, by which means are taken; empty: none.
+    parts: what each reward function said, before its weight, of those that apply; empty where the task alone
+        scores.
+    metrics: what reward functions logged.
+    task: the problem's column `task`, by which means are taken; empty: none.
     """
 
     value: float

@@ -1,4 +1,5 @@
-"""Checkpoints that were damaged, exchanged or edited, at random but seeded: each is found out, in one line, or does no harm.
+"""Checkpoints that were damaged, exchanged or edited, at random but seeded: each is found out, in one line,
+or does no harm.
 
     two checkpoints, steps 10 and 20, written by two ranks ─▶ one mutation ─▶ does a run of 1, 2 or 3 ranks go on from step 20?
                                                                                ├ one line with file and remedy     detected
@@ -8,8 +9,9 @@
 
     python -m benchmarks.faults.checkpoint_mutations --out benchmarks/results/checkpoint-mutations --num 2000
 
-A forged manifest is one whose digest was brought up to date with the edit. What the manifest alone says, the counters, the
-run's id and the package's version, is left out of that: only a secret key could protect it.
+A forged manifest is one whose digest was brought up to date with the edit. What the manifest alone says,
+the counters, the run's id and the package's version, is left out of that: only a secret key could protect
+it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def make_tensors() -> dict[str, Tensor]:
     """All that trains in a small run: policy and drafter with their moments."""
     tensors: dict[str, Tensor] = {}
     for kind, model in (("policy", Transformer(SHAPE)), ("drafter", DraftModel(drafter_shape(SHAPE)))):
-        tensors |= trained_tensors(kind, torch.optim.AdamW(model.parameters()), dict(model.named_parameters()))
+        tensors |= trained_tensors(
+            kind, torch.optim.AdamW(model.parameters()), dict(model.named_parameters())
+        )
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -71,9 +75,17 @@ def save_run(folder: Path, seed: int = 0) -> dict[int, Saved]:
     generator, saved = torch.Generator().manual_seed(seed), {}
     writers = [CheckpointWriter(folder, world) for world in make_worlds(NUM_RANKS)]
     for step in STEPS:
-        tensors = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in make_tensors().items()}
-        counters = {"policy": {"next_step": step}, "drafter": {"version": step // 2, "watch": {"level": step / 7}}}
-        own = [{"tuner": {"cells": [[rank, 0.1 / step]]}, "texts": list(range(rank, 50 + step))} for rank in range(NUM_RANKS)]
+        tensors = {
+            name: torch.randn(tensor.shape, generator=generator) for name, tensor in make_tensors().items()
+        }
+        counters = {
+            "policy": {"next_step": step},
+            "drafter": {"version": step // 2, "watch": {"level": step / 7}},
+        }
+        own = [
+            {"tuner": {"cells": [[rank, 0.1 / step]]}, "texts": list(range(rank, 50 + step))}
+            for rank in range(NUM_RANKS)
+        ]
         for rank, writer in enumerate(writers):
             writer.save(Checkpoint(step, "run", tensors, counters, own[rank]))
         for writer in writers:
@@ -82,7 +94,7 @@ def save_run(folder: Path, seed: int = 0) -> dict[int, Saved]:
     return saved
 
 
-# ── mutations ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── mutations ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _folders(folder: Path) -> tuple[Path, Path]:
@@ -111,7 +123,9 @@ def make_folder(folder: Path, rng: random.Random) -> None:
 
 def add_stray_file(folder: Path, rng: random.Random) -> None:
     place = rng.choice((folder, _folders(folder)[1]))
-    (place / rng.choice(("rank-00007.safetensors", "notes.txt", ".nfs0001", "training.pt"))).write_bytes(rng.randbytes(9))
+    (place / rng.choice(("rank-00007.safetensors", "notes.txt", ".nfs0001", "training.pt"))).write_bytes(
+        rng.randbytes(9)
+    )
 
 
 def exchange_between_steps(folder: Path, rng: random.Random) -> None:
@@ -177,11 +191,12 @@ KINDS: dict[str, Mutation] = {
 }
 
 
-# ── what becomes of them ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── what becomes of them ────────────────────────────────────────────────────────────────────────────────────
 
 
 def judge(folder: Path, saved: Saved, num_ranks: int) -> str:
-    """Returns "detected", "harmless", or what went wrong when a run of so many ranks goes on from the newest checkpoint."""
+    """Returns "detected", "harmless", or what went wrong when a run of so many ranks goes on from the
+    newest checkpoint."""
     try:
         found = find_checkpoint(folder, make_worlds(1)[0])
         assert found is not None
@@ -208,8 +223,8 @@ def _judge_message(message: str, folder: Path) -> str:
 
 
 def try_one(folder: Path, saved: dict[int, Saved], kind: str, rng: random.Random) -> tuple[str, str]:
-    """Mutates a copy of the run's checkpoints. Returns what became of the newest, and of the older one that the user chooses
-    then ("": there was no need)."""
+    """Mutates a copy of the run's checkpoints. Returns what became of the newest, and of the older one
+    that the user chooses then ("": there was no need)."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         copy = Path(place) / "checkpoints"
         shutil.copytree(folder, copy)

@@ -1,5 +1,6 @@
-"""Runs a command as somebody types it, in a session of its own, and says how it ended: exit code, what it said, what it left
-running. A fork of this process has imported everything already; a new Python begins as a user's does.
+"""Runs a command as somebody types it, in a session of its own, and says how it ended: exit code, what it
+said, what it left running. A fork of this process has imported everything already; a new Python begins as a
+user's does.
 
     adopt_orphans()     once, before the first
     run(command, 120)   a command that takes longer is killed, with all it has started
@@ -24,15 +25,18 @@ from benchmarks.faults.left import adopt_orphans, children, kill, left_behind
 
 __all__ = ["Command", "Ending", "adopt_orphans", "run"]
 MOST_BYTES = 12 * 2**30
-"""Address space of a process: one that reads without end is a fault of its own, not the end of its neighbours."""
+"""Address space of a process: one that reads without end is a fault of its own, not the end of its
+neighbours."""
 STREAMS = ("pipe", "closed", "full", "gone")
 """What standard output can be: read to its end; no open file; a full disk; a pipe that nobody reads."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What is run. call: a function in a fork of this process, which returns the exit code; or words: those of a new process.
-    environ: changes of the environment; None: not set.  stdin, stdout, stderr: `STREAMS`; a pipe as input is at its end."""
+    """What is run. call: a function in a fork of this process, which returns the exit code; or words: those
+    of a new process.
+    environ: changes of the environment; None: not set.
+    stdin, stdout, stderr: `STREAMS`; a pipe as input is at its end."""
 
     folder: Path
     call: Callable[[], int] | None = None
@@ -45,7 +49,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Ending:
-    """code: as a shell shows it, 128 + n after signal n; None: it took too long.  left: what it left running."""
+    """code: as a shell shows it, 128 + n after signal n; None: it took too long.
+    left: what it left running."""
 
     code: int | None
     out: str
@@ -54,9 +59,11 @@ class Ending:
     seconds: float
 
 
-def run(command: Command, limit: float, patience: float = 5.0, meanwhile: Callable[[int], None] | None = None) -> Ending:
-    """Runs a command to its end. patience: seconds that its processes have to follow it.  meanwhile: called with the number of
-    its process again and again while it runs."""
+def run(
+    command: Command, limit: float, patience: float = 5.0, meanwhile: Callable[[int], None] | None = None
+) -> Ending:
+    """Runs a command to its end. patience: seconds that its processes have to follow it.
+    meanwhile: called with the number of its process again and again while it runs."""
     files = [command.folder / name for name in (".said-out", ".said-err")]
     for file in files:
         file.unlink(missing_ok=True)
@@ -77,7 +84,9 @@ def run(command: Command, limit: float, patience: float = 5.0, meanwhile: Callab
         left_behind(0.0, known)
         return Ending(None, *_said(files), (), seconds)
     code = os.waitstatus_to_exitcode(status)
-    return Ending(code if code >= 0 else 128 - code, *_said(files), tuple(left_behind(patience, known)), seconds)
+    return Ending(
+        code if code >= 0 else 128 - code, *_said(files), tuple(left_behind(patience, known)), seconds
+    )
 
 
 def _said(files: list[Path]) -> tuple[str, str]:
@@ -90,7 +99,9 @@ def _start(command: Command, files: list[Path]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which do nothing here that the child needs
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of other threads, which do nothing here that the child needs
         process = os.fork()
     if process:
         return process
@@ -111,7 +122,11 @@ def _start(command: Command, files: list[Path]) -> int:
 
 
 def _connect(command: Command, files: list[Path]) -> None:
-    for number, kind, file in ((0, command.stdin, None), (1, command.stdout, files[0]), (2, command.stderr, files[1])):
+    for number, kind, file in (
+        (0, command.stdin, None),
+        (1, command.stdout, files[0]),
+        (2, command.stderr, files[1]),
+    ):
         if kind == "closed":
             os.close(number)
             continue
@@ -137,8 +152,8 @@ def _set_environment(changes: Mapping[str, str | None]) -> None:
 
 
 def _call(call: Callable[[], int]) -> int:
-    """Calls it as Python runs a program: finding modules here and on PYTHONPATH, with streams of its own, its threads awaited,
-    what is to be done at exit done."""
+    """Calls it as Python runs a program: finding modules here and on PYTHONPATH, with streams of its own,
+    its threads awaited, what is to be done at exit done."""
     atexit._clear()  # what is to be done when this process's parent ends, such as removing the folder of all
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

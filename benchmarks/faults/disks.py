@@ -1,6 +1,7 @@
-"""Real disks that fail under a run: a tmpfs that is full, without inodes or read-only from a kind of write on, a folder that is
-removed, and a sweep of sizes. Each run has to end by itself in one line, and what follows with room again has to end with the
-policy, the metrics and the evaluations of the run that had room all along, to the last bit.
+"""Real disks that fail under a run: a tmpfs that is full, without inodes or read-only from a kind of write
+on, a folder that is removed, and a sweep of sizes. Each run has to end by itself in one line, and what
+follows with room again has to end with the policy, the metrics and the evaluations of the run that had room
+all along, to the last bit.
 
     run that nobody disturbs ─▶ what is right
     fault by fault: a fresh tmpfs ─▶ run; at its moment the disk fails ─▶ exit code, line ─▶ the disk is well again
@@ -8,8 +9,8 @@ policy, the metrics and the evaluations of the run that had room all along, to t
 
     python -m benchmarks.faults.disks --out benchmarks/results/faults/disks
 
-Nothing is patched to raise: the kernel refuses. Mounts live in a namespace of the process and end with it. The exit code is 3
-where mounting is not allowed, 1 where a case is not as promised.
+Nothing is patched to raise: the kernel refuses. Mounts live in a namespace of the process and end with it.
+The exit code is 3 where mounting is not allowed, 1 where a case is not as promised.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ SIZE, INODES = "64m", 2000
 SMALL = "small"
 BALLAST = "ballast"
 FEW = (
-    *("--run.num_ranks", "1", "--run.num_steps", "4", "--evaluation.every", "2", "--run.keep_responses", "true"),
+    *(
+        "--run.num_ranks",
+        "1",
+        "--run.num_steps",
+        "4",
+        "--evaluation.every",
+        "2",
+        "--run.keep_responses",
+        "true",
+    ),
     *("--sampling.max_tokens", "16", "--rollout.samples_per_problem", "2", "--rewards.num_workers", "0"),
 )
 SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
@@ -51,9 +61,12 @@ SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 
 @dataclass(frozen=True)
 class Fault:
-    """how: full, no inodes, read-only, removed.  function: at whose call it comes about, "module:name"; empty: at once.
-    number: at which of its calls.  of: counts calls with this text in their arguments alone.  code: of a run that ends as
-    promised; 0 where only a picture is lost.  words: further ones for the command."""
+    """how: full, no inodes, read-only, removed.
+    function: at whose call it comes about, "module:name"; empty: at once.
+    number: at which of its calls.
+    of: counts calls with this text in their arguments alone.
+    code: of a run that ends as promised; 0 where only a picture is lost.
+    words: further ones for the command."""
 
     name: str
     how: str
@@ -110,7 +123,7 @@ def refusal(words: Sequence[str]) -> str:
     return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else ""
 
 
-# ── the disk ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the disk ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def mount(*words: str) -> None:
@@ -133,7 +146,8 @@ def fill_inodes(disk: Path) -> None:
 
 
 def make_read_only(disk: Path) -> None:
-    """Lays the same disk over itself, read-only: files that are open stay writable, as where a network mount is changed."""
+    """Lays the same disk over itself, read-only: files that are open stay writable, as where a network
+    mount is changed."""
     mount("--bind", str(disk), str(disk))
     mount("-o", "remount,bind,ro", str(disk))
 
@@ -162,7 +176,7 @@ def grow(disk: Path) -> None:
     mount("-o", f"remount,size={SIZE}", str(disk))
 
 
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fail_at(fault: Fault, disk: Path) -> None:
@@ -185,8 +199,11 @@ def fail_at(fault: Fault, disk: Path) -> None:
     replace(fault.function, make)
 
 
-def play(folder: Path, words: Sequence[str], prepare: Callable[[], None] = lambda: None) -> tuple[int | None, str]:
-    """Plays `tlt train WORDS` in a fork of this process, which has imported all; returns exit code and what it said."""
+def play(
+    folder: Path, words: Sequence[str], prepare: Callable[[], None] = lambda: None
+) -> tuple[int | None, str]:
+    """Plays `tlt train WORDS` in a fork of this process, which has imported all; returns exit code and
+    what it said."""
 
     def call() -> int:
         prepare()
@@ -215,18 +232,30 @@ def play_case(workspace: Path, fault: Fault, fails: Step, heals: Step, size: str
         differs = said_then if again else difference(folder, workspace / "whole")
         lines = [line.strip() for line in said.splitlines() if "tlt: error: " in line or "cannot be" in line]
         told = [line.replace(str(disk), "DISK").replace(str(workspace), "WORK") for line in lines]
-        facts = {"name": fault.name, "how": fault.how, "expected": fault.code, "code": code, "said": told, "kept": kept}
+        facts = {
+            "name": fault.name,
+            "how": fault.how,
+            "expected": fault.code,
+            "code": code,
+            "said": told,
+            "kept": kept,
+        }
         return {**facts, "resumed": again, "differs": differs, "traceback": "Traceback" in said + said_then}
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
 def is_as_promised(case: Mapping[str, Any]) -> bool:
-    """One line, or none where only a picture was lost, and the run that goes on is the one that was never disturbed."""
+    """One line, or none where only a picture was lost, and the run that goes on is the one that was never
+    disturbed."""
     errors = [line for line in case["said"] if line.startswith("tlt: error: ")]
     ended = case["code"] == case["expected"] or (case["how"] == SMALL and case["code"] == 0)
     return (
-        ended and len(errors) == bool(case["code"]) and not case["traceback"] and case["resumed"] == 0 and not case["differs"]
+        ended
+        and len(errors) == bool(case["code"])
+        and not case["traceback"]
+        and case["resumed"] == 0
+        and not case["differs"]
     )
 
 
@@ -247,7 +276,15 @@ def measure(workspace: Path, faults: Sequence[Fault], shares: Sequence[float]) -
     most = sum(path.stat().st_size for path in whole.rglob("*") if path.is_file())
     for share in shares:
         size = f"{max(int(share * most) // 1024, 4)}k"
-        cases.append(play_case(workspace, Fault(f"{share:.0%} of what a run leaves", SMALL, ""), lambda disk: None, grow, size))
+        cases.append(
+            play_case(
+                workspace,
+                Fault(f"{share:.0%} of what a run leaves", SMALL, ""),
+                lambda disk: None,
+                grow,
+                size,
+            )
+        )
         print(json.dumps(cases[-1]), flush=True)
     return cases
 
@@ -257,9 +294,12 @@ def text_of(cases: Sequence[Mapping[str, Any]]) -> report.Text:
     for case in cases:
         printed = "<br>".join(line.replace("|", "\\|") for line in case["said"]) or "nothing of it"
         then = "same policy, metrics, evaluations" if not case["differs"] else "**differs**"
-        rows.append([case["how"], case["name"], case["code"], printed, ", ".join(case["kept"]) or "none", then])
+        rows.append(
+            [case["how"], case["name"], case["code"], printed, ", ".join(case["kept"]) or "none", then]
+        )
     text = (
-        f"{sum(map(is_as_promised, cases))} of {len(cases)} cases as promised: one line, or a note where a picture alone was "
+        f"{sum(map(is_as_promised, cases))} of {len(cases)} cases as promised: one line, or a note where a "
+        "picture alone was "
         "lost, no traceback, and the run that goes on ends as if nothing was."
     )
     columns = ["disk", "from this write on", "exit code", "printed", "checkpoints left", "with room again"]

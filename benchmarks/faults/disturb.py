@@ -1,6 +1,6 @@
-"""Disturbs a small run of two ranks at its reward workers, its signals, its screen and its clock, each kind in a run by itself:
-it ends, resumed where it was stopped, with the policy, the metrics, the evaluations and the best policy of the run that
-nobody disturbed, in float64 to the last bit, and leaves no process behind.
+"""Disturbs a small run of two ranks at its reward workers, its signals, its screen and its clock, each kind
+in a run by itself: it ends, resumed where it was stopped, with the policy, the metrics, the evaluations and
+the best policy of the run that nobody disturbed, in float64 to the last bit, and leaves no process behind.
 
     one run that nobody disturbs
     kind by kind: tlt train … --resume auto ─▶ once.py, in a reward worker or a rank, does one thing once
@@ -8,7 +8,8 @@ nobody disturbed, in float64 to the last bit, and leaves no process behind.
 
     python -m benchmarks.faults.disturb --out benchmarks/results/faults/disturb
 
-Ranks are forked from a process that has imported all, but where their import or their clock is what is disturbed.
+Ranks are forked from a process that has imported all, but where their import or their clock is what is
+disturbed.
 """
 
 from __future__ import annotations
@@ -46,17 +47,33 @@ PATIENCE = 60.0
 AN_HOUR = 3600
 STEPS = 3
 RUN = (
-    *("--run.out_dir", "run", "--resume", "auto", "--run.timeout_seconds", "60", "--run.time_limit_minutes", "60"),
+    *(
+        "--run.out_dir",
+        "run",
+        "--resume",
+        "auto",
+        "--run.timeout_seconds",
+        "60",
+        "--run.time_limit_minutes",
+        "60",
+    ),
     *("--sampling.max_tokens", "32", "--drafter.tokens_per_micro_step", "128", "--evaluation.every", "1"),
-    *("--evaluation.samples_per_problem", "4", "--rewards.num_workers", "2", "--rewards.timeout_seconds", "3"),
+    *(
+        "--evaluation.samples_per_problem",
+        "4",
+        "--rewards.num_workers",
+        "2",
+        "--rewards.timeout_seconds",
+        "3",
+    ),
 )
 """Where the run is another than that of kills.py."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A disturbance, and the exit codes of the attempts it takes. place, call, does, whom: as in once.py; "": it comes from
-    outside, by `how`."""
+    """A disturbance, and the exit codes of the attempts it takes. place, call, does, whom: as in once.py;
+    "": it comes from outside, by `how`."""
 
     name: str
     codes: tuple[int, ...]
@@ -77,7 +94,9 @@ KINDS = (
     Kind("a reward worker is killed in an evaluation", (0,), AN_EVALUATION, 20, "SIGKILL"),
     Kind("a reward worker is asked to end, by SIGTERM", (0,), A_STEP, 20, "SIGTERM"),
     Kind("a reward worker is stopped beyond the time-out", (0,), A_STEP, 5, "SIGSTOP"),
-    Kind("a reward worker is stopped beyond the time-out in an evaluation", (0,), AN_EVALUATION, 36, "SIGSTOP"),
+    Kind(
+        "a reward worker is stopped beyond the time-out in an evaluation", (0,), AN_EVALUATION, 36, "SIGSTOP"
+    ),
     Kind("a forked child of the reward function answers", (0,), A_STEP, 4, "fork"),
     Kind("a forked child of the reward function answers in an evaluation", (0,), AN_EVALUATION, 18, "fork"),
     Kind("a reward function leaves by os._exit", (0,), A_STEP, 6, "exit"),
@@ -89,8 +108,17 @@ KINDS = (
     Kind("SIGTERM of one rank in a step", (STOPPED, 0), A_STEP, 18, "SIGTERM", "rank"),
     Kind("SIGTERM of one rank in an evaluation", (STOPPED, 0), AN_EVALUATION, 20, "SIGTERM", "rank"),
     Kind("SIGTERM between a step and its evaluation", (STOPPED, 0), "record", 1, "SIGTERM", "launcher"),
-    Kind("SIGTERM between an evaluation and the checkpoint", (STOPPED, 0), "evaluation", 5, "SIGTERM", "launcher"),
-    Kind("SIGTERM between a checkpoint and the next step", (STOPPED, 0), "manifest", 1, "SIGTERM", "launcher"),
+    Kind(
+        "SIGTERM between an evaluation and the checkpoint",
+        (STOPPED, 0),
+        "evaluation",
+        5,
+        "SIGTERM",
+        "launcher",
+    ),
+    Kind(
+        "SIGTERM between a checkpoint and the next step", (STOPPED, 0), "manifest", 1, "SIGTERM", "launcher"
+    ),
     Kind("SIGTERM while best/ is saved", (STOPPED, 0), "products", 1, "SIGTERM", "launcher"),
     Kind("a rank is killed while best/ is saved", (0,), "products", 1, "SIGKILL", "rank"),
     Kind("a rank is paused while it generates", (0,), "decode", 30, "pause", "rank"),
@@ -121,7 +149,8 @@ def train(run_toml: Path, place: str) -> int:
 
 
 def play(workspace: Path, number: int, kind: Kind | None) -> str:
-    """Runs a kind to the end of its last attempt, in a folder of its own. Returns what was wrong; empty: nothing."""
+    """Runs a kind to the end of its last attempt, in a folder of its own. Returns what was wrong; empty:
+    nothing."""
     folder = workspace / f"run-{number}"
     marks = folder / "marks"
     marks.mkdir(parents=True)
@@ -148,13 +177,17 @@ def play(workspace: Path, number: int, kind: Kind | None) -> str:
 def attempt_by(how: str, folder: Path, environ: Mapping[str, str], place: str) -> Ending:
     """Runs the command once, disturbed from outside where that is how."""
     run_toml = folder.parent / "run.toml"
-    fresh = functools.partial(Command, folder, words=(sys.executable, "-m", "tlt", "train", str(run_toml), *RUN))
+    fresh = functools.partial(
+        Command, folder, words=(sys.executable, "-m", "tlt", "train", str(run_toml), *RUN)
+    )
     if how.startswith("clock"):
         shift = folder / "shift"
         shift.write_bytes(struct.pack("q", 0))
         seconds = 2 * AN_HOUR if how == "clock forward" else -2 * AN_HOUR
         given = {**environ, "LD_PRELOAD": str(make_clock(folder.parent)), "CLOCK_SHIFT": str(shift)}
-        return run(fresh(environ=given), LIMIT_SECONDS, PATIENCE, functools.partial(set_clock, folder, seconds))
+        return run(
+            fresh(environ=given), LIMIT_SECONDS, PATIENCE, functools.partial(set_clock, folder, seconds)
+        )
     if how.endswith("at import"):
         number = signal.SIGKILL if how.startswith("killed") else signal.SIGTERM
         return run(fresh(environ=environ), LIMIT_SECONDS, PATIENCE, SignalAtImport(number))
@@ -177,7 +210,9 @@ def set_clock(folder: Path, seconds: int, process: int) -> None:
     """Sets the clock once a step has been done."""
     metrics = folder / "run" / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        with (folder / "shift").open("r+b") as file:  # which the run has in its memory: not to be cut off first
+        with (folder / "shift").open(
+            "r+b"
+        ) as file:  # which the run has in its memory: not to be cut off first
             file.write(struct.pack("q", seconds))
 
 
@@ -191,7 +226,9 @@ class StopWithStoppedRank:
         if self._is_done or not (self._metrics.exists() and self._metrics.stat().st_size):
             return
         self._is_done = True
-        *_, rank = [child for child in sorted(children(launcher)) if command_line(child) == command_line(launcher)]
+        *_, rank = [
+            child for child in sorted(children(launcher)) if command_line(child) == command_line(launcher)
+        ]
         os.kill(rank, signal.SIGSTOP)
         os.kill(launcher, signal.SIGTERM)
 
@@ -244,7 +281,9 @@ def measure(options: argparse.Namespace) -> int:
         for number, kind in kinds:
             began = time.monotonic()
             outcome = play(workspace, number, kind) or "same"
-            report["kinds"].append({"kind": kind.name, "outcome": outcome, "seconds": round(time.monotonic() - began, 1)})
+            report["kinds"].append(
+                {"kind": kind.name, "outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
+            )
             print(number, json.dumps(report["kinds"][-1]), flush=True)
             shutil.rmtree(workspace / f"run-{number}")
             write(options.out, report, text_of(report["kinds"]))
@@ -254,9 +293,12 @@ def measure(options: argparse.Namespace) -> int:
 def text_of(kinds: Sequence[Mapping[str, Any]]) -> Text:
     same = sum(one["outcome"] == "same" for one in kinds)
     text = (
-        f"{len(kinds)} disturbances, each of a run of its own, of {STEPS} steps on two ranks, evaluated before them and after "
-        f"each. {same} runs ended, resumed where they were stopped, with the exit code that says so, no process left, and the "
-        "policy, the metrics, the evaluations and the best policy of the run that nobody disturbed, to the last bit."
+        f"{len(kinds)} disturbances, each of a run of its own, of {STEPS} steps on two ranks, evaluated "
+        "before them and after "
+        f"each. {same} runs ended, resumed where they were stopped, with the exit code that says so, no "
+        "process left, and the "
+        "policy, the metrics, the evaluations and the best policy of the run that nobody disturbed, to the "
+        "last bit."
     )
     rows = [[one["kind"], one["outcome"].partition(":")[0], one["seconds"]] for one in kinds]
     return "Disturbances", text, ["what", "the run", "s"], rows

@@ -1,4 +1,5 @@
-"""Journals that were damaged at random, but seeded: a run that goes on takes from them what was written, or nothing.
+"""Journals that were damaged at random, but seeded: a run that goes on takes from them what was written, or
+nothing.
 
     three phases written by two replicas in two attempts ─▶ one mutation of one file ─▶ what comes back of each phase
         ├ all of it                                                  harmless
@@ -44,7 +45,10 @@ def open_journal(folder: Path, replica: int = 0) -> FileJournal:
 
 def requests_of(phase: int) -> list[list[Request]]:
     params = SamplingParams(max_tokens=4000)
-    return [[Request(f"{phase}-{i}", j, (3, 4, 5 + i), params) for j in range(NUM_SAMPLES)] for i in range(NUM_PROBLEMS)]
+    return [
+        [Request(f"{phase}-{i}", j, (3, 4, 5 + i), params) for j in range(NUM_SAMPLES)]
+        for i in range(NUM_PROBLEMS)
+    ]
 
 
 class Running:
@@ -54,7 +58,9 @@ class Running:
 
     def __init__(self, request: Request, whole: Rollout, num_tokens: int) -> None:
         self.request, self.num_tokens = request, num_tokens
-        self._so_far = replace(request, token_ids=whole.token_ids[:num_tokens], logprobs=whole.logprobs[:num_tokens])
+        self._so_far = replace(
+            request, token_ids=whole.token_ids[:num_tokens], logprobs=whole.logprobs[:num_tokens]
+        )
 
     def to_request(self) -> Request:
         return self._so_far
@@ -67,7 +73,8 @@ def write(folder: Path, rng: random.Random) -> Known:
         for attempt in range(2):
             for replica in range(2):
                 journal = open_journal(folder, replica)
-                journal._index.clear()  # so that every attempt writes all that it has, as one on another machine would
+                # so that every attempt writes all that it has, as one on another machine would
+                journal._index.clear()
                 journal.begin(phase, requests_of(number))
                 for request in (request for unit in requests_of(number) for request in unit):
                     place = (phase, *key_of(request))
@@ -81,7 +88,9 @@ def write(folder: Path, rng: random.Random) -> Known:
     return known
 
 
-def append(journal: FileJournal, request: Request, rollout: Rollout, reward: Reward, rng: random.Random, attempt: int) -> None:
+def append(
+    journal: FileJournal, request: Request, rollout: Rollout, reward: Reward, rng: random.Random, attempt: int
+) -> None:
     """Writes some of what happens to a response, more of it in a later attempt."""
     fate = rng.random() + 0.3 * attempt
     for num_tokens in range(RUNNING_TOKENS, len(rollout.token_ids) if fate > 0.3 else 0, RUNNING_TOKENS):

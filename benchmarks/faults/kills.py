@@ -1,6 +1,6 @@
-"""Seeded kills of ranks and launchers at all moments of a run: each run ends by itself, with the policy, the metrics, the
-evaluations and the best policy of the run never killed, in float64 to the last bit, and generates no response twice that stands
-in a journal.
+"""Seeded kills of ranks and launchers at all moments of a run: each run ends by itself, with the policy, the
+metrics, the evaluations and the best policy of the run never killed, in float64 to the last bit, and
+generates no response twice that stands in a journal.
 
     one run that nobody disturbs ─▶ how often each function is called
     run by run: some kills, one an attempt ─▶ the launcher starts all ranks again; where it was killed itself, this script does
@@ -8,8 +8,9 @@ in a journal.
 
     python -m benchmarks.faults.kills --kills 200 --seed 11 --out benchmarks/results/faults/kills
 
-Recovery is the time from a kill to when the next attempt goes on to train: meeting, loading, reading the journal. Ranks are
-forked here from a launcher that has imported all; in `tlt train`, which spawns them, importing comes on top of it.
+Recovery is the time from a kill to when the next attempt goes on to train: meeting, loading, reading the
+journal. Ranks are forked here from a launcher that has imported all; in `tlt train`, which spawns them,
+importing comes on top of it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ LEADERS = {"record", "manifest", "removing older", "products", "evaluation"}
 """Moments that rank 0 alone comes to, or does something in."""
 LAUNCHER_SHARE, ANYWHERE_SHARE = 0.1, 0.2
 EARLY = 0.1
-"""Share of a run in which an attempt is killed: with eight kills most of them come about before the run ends."""
+"""Share of a run in which an attempt is killed: with eight kills most of them come about before the run
+ends."""
 RUN = """
 [run]
 num_steps = {num_steps}
@@ -90,7 +92,8 @@ def generate_ahead(folder: Path, num_steps: int, migrates: bool = True) -> None:
 
 
 def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]:
-    """Runs to the end, whatever is killed, and returns what happened. A launcher that was killed is started again."""
+    """Runs to the end, whatever is killed, and returns what happened. A launcher that was killed is
+    started again."""
     folder = workspace / name
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps([asdict(kill) for kill in plan]))
@@ -106,21 +109,26 @@ def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]
     while True:
         try:
             left = deadline - time.monotonic()
-            done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=left)
+            done = subprocess.run(
+                words, env=environ, capture_output=True, text=True, check=False, timeout=left
+            )
         except subprocess.TimeoutExpired as late:
             return {"outcome": f"hangs: {late.stdout!r}"}
         said += done.stdout + done.stderr
         if done.returncode == 0:
             return {"outcome": "ended", "events": read_events(folder), "said": said}
-        is_busy = "another process is running in" in done.stderr  # a rank of the launcher that was killed is still leaving
+        is_busy = (
+            "another process is running in" in done.stderr
+        )  # a rank of the launcher that was killed is still leaving
         if not is_busy and done.returncode != -9:
             return {"outcome": f"exit code {done.returncode}: {said}"}
         time.sleep(0.5)
 
 
 def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float) -> Kill:
-    """Returns a kill at random, the same chance for every moment, early in an attempt, which may have little left to do. calls:
-    by rank, how often each moment comes in a whole run.  seconds: of training in a whole run."""
+    """Returns a kill at random, the same chance for every moment, early in an attempt, which may have little
+    left to do. calls: by rank, how often each moment comes in a whole run.
+    seconds: of training in a whole run."""
     chance = rng.random()
     if chance < LAUNCHER_SHARE:
         return Kill(ANYWHERE, LAUNCHER, seconds=rng.uniform(0, EARLY * seconds))
@@ -152,7 +160,9 @@ def measure(options: argparse.Namespace) -> int:
             whole = run_with(workspace, name_of_counted, [])
         seconds = time.time() - whole["events"][0]["ready"]
         report["undisturbed_seconds"] = time.time() - began
-        calls = [json.loads((workspace / name_of_counted / f"calls-{rank}.json").read_text()) for rank in range(2)]
+        calls = [
+            json.loads((workspace / name_of_counted / f"calls-{rank}.json").read_text()) for rank in range(2)
+        ]
         number_of_run = 0
         while len(report["kills"]) < options.kills:
             num = min(KILLS_OF_A_RUN, options.kills - len(report["kills"]))
@@ -162,12 +172,19 @@ def measure(options: argparse.Namespace) -> int:
             began = time.time()
             result = run_with(workspace, folder, plan)
             if result["outcome"] == "ended":
-                result["outcome"] = difference(workspace / folder / "run", workspace / "whole" / "run") or "same"
+                result["outcome"] = (
+                    difference(workspace / folder / "run", workspace / "whole" / "run") or "same"
+                )
             events = result.get("events", [])
             killed, twice = recoveries(plan, events), [event["twice"] for event in events if "twice" in event]
             report["kills"] += killed
             said = result.get("said", "") if result["outcome"] != "same" or twice else ""
-            outcome = {"kills": len(killed), "seconds": time.time() - began, "outcome": result["outcome"], "twice": twice}
+            outcome = {
+                "kills": len(killed),
+                "seconds": time.time() - began,
+                "outcome": result["outcome"],
+                "twice": twice,
+            }
             report["runs"].append({**outcome, "said": said})
             print(json.dumps(report["runs"][-1]), flush=True)
             write(options.out, report, text_of(report))
@@ -177,7 +194,8 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def recoveries(plan: Sequence[Kill], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the kills that were carried out, each with the seconds until training went on; None: another one came before."""
+    """Returns the kills that were carried out, each with the seconds until training went on; None: another
+    one came before."""
     found = []
     for place, event in enumerate(events):
         if "kill" in event:
@@ -195,14 +213,22 @@ def text_of(report: Mapping[str, Any]) -> Text:
     rows = []
     for moment, seconds in sorted(by_moment.items()):
         known = [value for value in seconds if value is not None]
-        rows.append([moment, len(seconds), *(number(f(known), ".1f") if known else "–" for f in (statistics.median, max))])
+        rows.append(
+            [
+                moment,
+                len(seconds),
+                *(number(f(known), ".1f") if known else "–" for f in (statistics.median, max)),
+            ]
+        )
     runs = report["runs"]
     same = sum(run["outcome"] == "same" for run in runs)
     twice = sum(len(run["twice"]) for run in runs)
     never = "that was never killed, and generated nothing ahead" if report["ahead"] else "never killed"
     text = (
-        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the policy, the metrics, the "
-        f"evaluations and the best policy of the run {never}, to the last bit. Responses of a journal that were generated "
+        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the "
+        "policy, the metrics, the "
+        f"evaluations and the best policy of the run {never}, to the last bit. Responses of a journal that "
+        "were generated "
         f"again: {twice}."
     )
     columns = ["killed in", "kills", "recovery, s (median)", "(most)"]

@@ -1,5 +1,6 @@
-"""Finds the processes that a command has left behind: its descendants, whatever sessions they have begun and whoever of their
-parents is gone. Knows nothing of what they are; imports nothing heavy, as reward workers import it.
+"""Finds the processes that a command has left behind: its descendants, whatever sessions they have begun and
+whoever of their parents is gone. Knows nothing of what they are; imports nothing heavy, as reward workers
+import it.
 
     adopt_orphans()           once, in the process that starts commands: whose parent ends is its child from then on
     left_behind(5, known)     after a command has ended: what lives still of all but those known before, after so many seconds
@@ -25,7 +26,8 @@ def adopt_orphans() -> None:
 
 
 def processes() -> dict[int, tuple[int, bool]]:
-    """Returns all processes of the machine: number → (parent, whether it lives; else it waits to be waited for)."""
+    """Returns all processes of the machine: number → (parent, whether it lives; else it waits to be waited
+    for)."""
     found: dict[int, tuple[int, bool]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
@@ -35,7 +37,8 @@ def processes() -> dict[int, tuple[int, bool]]:
 
 
 def descendants(parent: int) -> list[int]:
-    """Returns the living processes that descend from this one, which is left out; a parent comes before its children."""
+    """Returns the living processes that descend from this one, which is left out; a parent comes before
+    its children."""
     all_of_them, found = processes(), [parent]
     for process in found:
         found += sorted(child for child, (of, lives) in all_of_them.items() if of == process and lives)
@@ -53,8 +56,8 @@ def parent(process: int) -> int:
 
 
 def left_behind(patience: float, known: Collection[int] = ()) -> list[str]:
-    """Returns the command lines of this process's descendants, but for the children `known` and theirs, that still live after
-    so many seconds; kills them. New children that have ended are waited for."""
+    """Returns the command lines of this process's descendants, but for the children `known` and theirs,
+    that still live after so many seconds; kills them. New children that have ended are waited for."""
     deadline = time.monotonic() + patience
     while True:
         reap(known)

@@ -1,5 +1,5 @@
-"""Changes values, bytes and files at random, into what no program expects: inputs of the fuzz, checkpoints, journals. Knows
-no command."""
+"""Changes values, bytes and files at random, into what no program expects: inputs of the fuzz,
+checkpoints, journals. Knows no command."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ def choices(text: str) -> tuple[str, ...]:
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
-    """Returns nested lists and dicts with something replaced, removed, doubled, renamed or put in elsewhere."""
+    """Returns nested lists and dicts with something replaced, removed, doubled, renamed or put in
+    elsewhere."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        value = _mutated_once(json.loads(json.dumps(value)), rng)  # a copy: what was put in twice, or is of ODD, stays as it is
+        value = _mutated_once(
+            json.loads(json.dumps(value)), rng
+        )  # a copy: what was put in twice, or is of ODD, stays as it is
     return value
 
 
@@ -83,7 +86,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _flip(data: bytearray, at: slice, rng: random.Random) -> None:
@@ -139,7 +142,7 @@ def exchange(one: Path, other: Path) -> None:
     between.rename(other)
 
 
-# ── TOML ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── TOML ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def to_toml(values: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""Does one thing to one process of a run, once in the life of the run: when a place in the code is passed for the so-many-th
-time by any of its processes. A reward worker imports this, so it imports nothing heavy.
+"""Does one thing to one process of a run, once in the life of the run: when a place in the code is passed for
+the so-many-th time by any of its processes. A reward worker imports this, so it imports nothing heavy.
 
     DISTURB={"place": "score test", "call": 3, "does": "SIGKILL", "whom": "worker", "marks": FOLDER}
 
@@ -53,8 +53,8 @@ def disturb(does: str, whom: str) -> None:
 
 
 def find(whom: str) -> list[int]:
-    """Returns the processes meant, as this one sees them, a rank or one of its workers. A worker's keeper is the process
-    between it and its rank."""
+    """Returns the processes meant, as this one sees them, a rank or one of its workers. A worker's keeper
+    is the process between it and its rank."""
     lineage = [os.getpid()]
     while WORKER in command_line(lineage[-1]):
         lineage.append(parent(lineage[-1]))
@@ -73,4 +73,7 @@ def find(whom: str) -> list[int]:
         case "launcher":
             return [launcher]
         case _:  # whom a terminal's Ctrl-C reaches
-            return [launcher, *(child for child in children(launcher) if command_line(child) == command_line(launcher))]
+            return [
+                launcher,
+                *(child for child in children(launcher) if command_line(child) == command_line(launcher)),
+            ]

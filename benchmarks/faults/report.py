@@ -1,4 +1,5 @@
-"""Reads the options and writes the report of a proof of this folder: a text, and a table of what was played."""
+"""Reads the options and writes the report of a proof of this folder: a text, and a table of what was
+played."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def write(out: Path | None, report: Mapping[str, Any], text: Text) -> None:
 def tally(name: str, doc: str | None, play: Play, good: Sequence[str]) -> int:
     """Plays seeded mutations, writes what became of each kind into OUT.json, and returns the exit code.
 
-    play: given the number of mutations and a seed, yields (kind, outcome).  good: the outcomes that are no failure.
+    play: given the number of mutations and a seed, yields (kind, outcome).
+    good: the outcomes that are no failure.
     """
     parser = make_parser(name, doc)
     parser.add_argument("--num", type=int, default=1000)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.faults.victim FOLDER      FOLDER/plan.json: the kills, each in an attempt of its own
 
-A kill is a SIGKILL that a rank sends itself, or its launcher, when it calls a function for the so-many-th time in an attempt,
-or so many seconds after it has begun to train. In the journal it comes in the middle of a record, which is torn then.
+A kill is a SIGKILL that a rank sends itself, or its launcher, when it calls a function for the so-many-th
+time in an attempt, or so many seconds after it has begun to train. In the journal it comes in the middle of a
+record, which is torn then.
 
 FOLDER/events.jsonl   {"kill": number, "at": Unix time} · {"ready": Unix time} when an attempt begins to train
                       {"twice": …} for a response that stands in a journal and is to be generated nevertheless
@@ -76,8 +77,9 @@ RUNNING_TOKENS, STEPS = 12, 4
 
 @dataclass(frozen=True)
 class Kill:
-    """rank: who dies; LAUNCHER: the process that has started the ranks, killed by rank 0.  call: of the moment's function, from
-    1 on.  seconds: after the attempt has begun to train, for ANYWHERE."""
+    """rank: who dies; LAUNCHER: the process that has started the ranks, killed by rank 0.
+    call: of the moment's function, from 1 on.
+    seconds: after the attempt has begun to train, for ANYWHERE."""
 
     moment: str
     rank: int
@@ -97,8 +99,8 @@ def run(folder: Path) -> int:
 
 
 def fork_ranks() -> None:
-    """Lets the launcher fork ranks, which have imported all then, where it spawns them else: most of what an attempt takes is
-    importing. All that follows is as in `tlt train`."""
+    """Lets the launcher fork ranks, which have imported all then, where it spawns them else: most of what
+    an attempt takes is importing. All that follows is as in `tlt train`."""
     make = launcher.LaunchConfig
     launcher.LaunchConfig = lambda **given: make(**{**given, "start_method": "fork"})  # type: ignore[assignment, misc]
 
@@ -194,7 +196,8 @@ def _announce(folder: Path, rank: int, kill: Kill | None, die: Callable[[], None
 
 
 def _check_journal(folder: Path) -> None:
-    """Compares what is left to do of a phase with what the journals of earlier attempts hold of it, read here anew."""
+    """Compares what is left to do of a phase with what the journals of earlier attempts hold of it, read
+    here anew."""
     known: Counter[tuple[str, str, int]] = Counter()
     finished = set()
     for path in sorted((folder / "run" / "journal").glob("step-*/*")):

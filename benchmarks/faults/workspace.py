@@ -51,7 +51,9 @@ TASK = Passing()
 """Its workers pass the places of once.py."""
 
 
-def make_models(folder: Path, sizes: Sizes = (32, 64, 2, 4, 2, 8), max_positions: int = 256, std: float = 0.15) -> None:
+def make_models(
+    folder: Path, sizes: Sizes = (32, 64, 2, 4, 2, 8), max_positions: int = 256, std: float = 0.15
+) -> None:
     """Writes a random policy with Countdown's tokenizer, its random drafter, and a task.
 
     sizes: hidden, MLP, layers, heads, heads of keys and values, of a head.

@@ -1,7 +1,8 @@
-"""`make gpu-carry`: gathers in .gpu what a GPU machine without a network lacks: packages for PYTHONPATH, and the commit.
+"""`make gpu-carry`: gathers in .gpu what a GPU machine without a network lacks: packages for PYTHONPATH, and
+the commit.
 
-The machine has PyTorch, Triton, transformers, numba and their like in Python 3.12 for x86-64 (docs/gpu.md); the packages
-below it has not. They come in the versions that are installed here.
+The machine has PyTorch, Triton, transformers, numba and their like in Python 3.12 for x86-64
+(docs/gpu.md); the packages below it has not. They come in the versions that are installed here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ MOST_BYTES = 32 * 2**20
 
 def pip_command(site: Path) -> list[str]:
     """Returns the command that installs the packages there, whatever runs here."""
-    words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--only-binary=:all:"]
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
     words += ["--implementation", "cp", "--python-version", PYTHON_VERSION, "--target", str(site)]
     words += [word for platform in PLATFORMS for word in ("--platform", platform)]
     return [*words, *(f"{name}=={version(name)}" for name in PACKAGES)]

@@ -1,4 +1,5 @@
-"""Part `environment`: the machine, its driver, and which of the packages that the other parts use are there."""
+"""Part `environment`: the machine, its driver, and which of the packages that the other parts use are
+there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ import torch
 from benchmarks.gpu.harness import Record, seconds_of
 from tlt.bench.report import environment
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "pydantic", "vllm", "huggingface_hub", "safetensors")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "numba",
+    "pydantic",
+    "vllm",
+    "huggingface_hub",
+    "safetensors",
+)
 COMMIT_FILE = Path(".gpu/commit")
 """Written by `make gpu-carry`: where the working tree travels without its history."""
 
@@ -49,13 +60,18 @@ def driver() -> str | None:
     """Returns what nvidia-smi says of each GPU; None: there is no such command."""
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,clocks.max.sm",
+        "--format=csv,noheader",
+    ]
     done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     return (done.stdout + done.stderr).strip()
 
 
 def copy_gbps(device: torch.device, num_bytes: int) -> float:
-    """Returns how fast the device copies within its memory, in GB a second, read and written bytes counted."""
+    """Returns how fast the device copies within its memory, in GB a second, read and written bytes
+    counted."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device) / 1e9

@@ -49,7 +49,11 @@ def measure(record: Record, dtype: str) -> None:
         judged = judge(subject, config, off, responses_of(subject, variant, settings), variant)
         record.append("compared", {"dtype": dtype, **judged})
     if dtype == "float64":
-        on_cpu = Subject(recipe({**settings, "device": "cpu"}, run__dtype=dtype, sampling__max_tokens=settings["max_tokens"]))
+        on_cpu = Subject(
+            recipe(
+                {**settings, "device": "cpu"}, run__dtype=dtype, sampling__max_tokens=settings["max_tokens"]
+            )
+        )
         num = {**settings, "num_requests": settings["num_on_cpu"]}
         theirs = responses_of(on_cpu, "off", num)
         mine = {key: off[key] for key in theirs}

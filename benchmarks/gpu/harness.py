@@ -1,4 +1,5 @@
-"""Runs the parts of a measurement one after the other, each in a process of its own with a time limit of its own.
+"""Runs the parts of a measurement one after the other, each in a process of its own with a time limit of its
+own.
 
     part ─▶ python -m benchmarks.gpu.MODULE '{"out": …, …}' ─▶ ok │ failed │ timed out │ skipped: a line of the report
               └─ writes its record whenever it has something new: what was measured before a time-out stays
@@ -32,7 +33,9 @@ LAST_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class Part:
-    """One part. module: run by `python -m`.  seconds: its share of the time.  settings: what it is given, as JSON.
+    """One part. module: run by `python -m`.
+    seconds: its share of the time.
+    settings: what it is given, as JSON.
     variables: of its environment, beside those that are there."""
 
     name: str
@@ -44,8 +47,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part. status: ok, failed, timed out, skipped (it said why itself), or no time left.  seconds: it took.
-    record: what it wrote, perhaps not to the end; None: nothing.  output: the last that it printed."""
+    """What became of a part. status: ok, failed, timed out, skipped (it said why itself), or no time left.
+    seconds: it took.
+    record: what it wrote, perhaps not to the end; None: nothing.
+    output: the last that it printed."""
 
     name: str
     status: str
@@ -55,7 +60,9 @@ class Outcome:
     output: str
 
 
-def run_parts(parts: Sequence[Part], seconds: float, note: Callable[[Sequence[Outcome]], None]) -> list[Outcome]:
+def run_parts(
+    parts: Sequence[Part], seconds: float, note: Callable[[Sequence[Outcome]], None]
+) -> list[Outcome]:
     """Runs all parts within so many seconds. note: is told all outcomes so far, after each part."""
     began, granted = time.monotonic(), 0.0
     outcomes: list[Outcome] = []
@@ -63,7 +70,9 @@ def run_parts(parts: Sequence[Part], seconds: float, note: Callable[[Sequence[Ou
         passed = time.monotonic() - began
         granted += part.seconds
         limit = min(max(granted - passed, 0.0), seconds - passed)
-        outcomes.append(run_part(part, limit) if limit > 0 else Outcome(part.name, "no time left", 0.0, 0.0, None, ""))
+        outcomes.append(
+            run_part(part, limit) if limit > 0 else Outcome(part.name, "no time left", 0.0, 0.0, None, "")
+        )
         note(outcomes)
     return outcomes
 
@@ -138,7 +147,7 @@ class Record:
         raise SystemExit(0)
 
 
-# ── seconds on a device ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── seconds on a device ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def wait_for(device: torch.device) -> None:
@@ -147,7 +156,9 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, num_calls: int = 10, num_rounds: int = 3) -> float:
+def seconds_of(
+    call: Callable[[], object], device: torch.device, num_calls: int = 10, num_rounds: int = 3
+) -> float:
     """Returns the seconds of one call: the median of rounds of `num_calls`, after two that warm up."""
     call()
     call()

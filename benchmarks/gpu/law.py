@@ -24,7 +24,9 @@ KINDS = {
     "T = 1": SamplingParams(),
     "T = 0.7": SamplingParams(temperature=0.7),
     "T = 0": SamplingParams(temperature=0),
-    "T = 0.7, top-k 50, top-p 0.95, min-p 0.01": SamplingParams(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01),
+    "T = 0.7, top-k 50, top-p 0.95, min-p 0.01": SamplingParams(
+        temperature=0.7, top_k=50, top_p=0.95, min_p=0.01
+    ),
     "T = 1.3": SamplingParams(temperature=1.3),
     "T = 1e-35": SamplingParams(temperature=1e-35),
     "min-p 0.1": SamplingParams(min_p=0.1),
@@ -52,7 +54,9 @@ def compare(num_rows: int, vocab_size: int, seed: int, device: torch.device) -> 
         logits, keys, positions = rows_of(num_rows, vocab_size, seed + index, dtype)
         params = [one] * num_rows
         tokens_R, logprobs_R = reference(logits, keys, positions, BatchParams(params))
-        drawn = fused.draw(logits.to(device), keys.to(device), positions.to(device), BatchParams(params, device))
+        drawn = fused.draw(
+            logits.to(device), keys.to(device), positions.to(device), BatchParams(params, device)
+        )
         others_R, their_logprobs_R = drawn[0].cpu(), drawn[1].cpu()
         found["draws"] += num_rows
         found["other_tokens"] += int((tokens_R != others_R).sum())
@@ -74,7 +78,11 @@ def compare_noise(vocab_size: int, device: torch.device) -> dict[str, Any]:
     plain = gumbel_noise(keys, positions[:, None], vocab_size)
     here = fused.gumbel_noise(keys.to(device), positions[:, None].to(device), vocab_size).cpu()
     units = (here.view(torch.int32).long() - plain.view(torch.int32).long()).abs()
-    return {"values": units.numel(), "other_noise": int(units.count_nonzero()), "most_units": int(units.max())}
+    return {
+        "values": units.numel(),
+        "other_noise": int(units.count_nonzero()),
+        "most_units": int(units.max()),
+    }
 
 
 def time_rows(num_rows: int, vocab_size: int, device: torch.device, num_calls: int) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def parts_of_gpu() -> list[Part]:
 
 
 def parts_of_rehearsal() -> list[Part]:
-    """Returns the same parts in small, on a CPU: Triton interprets, the GPU of `steps` is the tests' pretended one."""
+    """Returns the same parts in small, on a CPU: Triton interprets, the GPU of `steps` is the tests'
+    pretended one."""
     part = partial(_part, device="cpu", threads=1)
     step = partial(part, "training", geometry="tiny", dtype="float32", steps=2, problems=2, samples=2, max_tokens=32,
                    tokens_per_micro_batch=2048)  # fmt: skip
@@ -64,5 +65,7 @@ def parts_of_rehearsal() -> list[Part]:
     ]  # fmt: skip
 
 
-def _part(module: str, name: str, seconds: float, variables: Mapping[str, str] | None = None, **settings: Any) -> Part:
+def _part(
+    module: str, name: str, seconds: float, variables: Mapping[str, str] | None = None, **settings: Any
+) -> Part:
     return Part(name, f"benchmarks.gpu.{module}", seconds, settings, variables or {})

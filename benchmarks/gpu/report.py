@@ -25,7 +25,10 @@ def to_markdown(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
             blocks += [f"## {outcome.name}", *_figures(outcome.record)]
     for outcome in outcomes:
         if outcome.status in ("failed", "timed out"):
-            blocks += [f"## Output of {outcome.name}, {outcome.status}", f"```\n{outcome.output[-2500:]}\n```"]
+            blocks += [
+                f"## Output of {outcome.name}, {outcome.status}",
+                f"```\n{outcome.output[-2500:]}\n```",
+            ]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -51,14 +54,18 @@ def _machine(record: Mapping[str, Any]) -> list[str]:
 def _figures(record: Mapping[str, Any]) -> list[str]:
     """Returns what a part has measured: a table of each list, a line of everything else."""
     tables = {
-        key: value for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)
+        key: value
+        for key, value in record.items()
+        if isinstance(value, list) and value and isinstance(value[0], Mapping)
     }
     said = [". ".join(record["lines"]) + "."] if record.get("lines") else []
     others = {key: value for key, value in record.items() if key not in {"lines", *tables}}
     said += [f"{_words(key)}: {_cell(value)}" for key, value in others.items()]
     for rows in tables.values():
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        said.append(table([*map(_words, columns)], [[_cell(row.get(key)) for key in columns] for row in rows]))
+        said.append(
+            table([*map(_words, columns)], [[_cell(row.get(key)) for key in columns] for row in rows])
+        )
     return said
 
 

@@ -1,4 +1,5 @@
-"""Part `steps`: what passes between host and GPU in an engine step: waits, copies, launches, and the host's share of the time.
+"""Part `steps`: what passes between host and GPU in an engine step: waits, copies, launches, and the host's
+share of the time.
 
 waits       by the line that waits (torch.cuda.set_sync_debug_mode); a step needs one, for its tokens
 launches    kernels and copies of a step, and the seconds that they run, by the profiler

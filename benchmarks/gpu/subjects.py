@@ -1,5 +1,5 @@
-"""What the parts measure: the configuration of the Countdown recipe on a device, as it is or in a large geometry, which grows
-in the device's memory and is written nowhere."""
+"""What the parts measure: the configuration of the Countdown recipe on a device, as it is or in a large
+geometry, which grows in the device's memory and is written nowhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ TINY = {
 
 def recipe(settings: Mapping[str, Any], **overrides: object) -> Config:
     """Returns the recipe's configuration on the part's device. overrides: section__key = value."""
-    words = {"run__device": settings["device"], "run__num_ranks": 1, "run__threads_per_rank": settings["threads"], **overrides}
+    words = {
+        "run__device": settings["device"],
+        "run__num_ranks": 1,
+        "run__threads_per_rank": settings["threads"],
+        **overrides,
+    }
     return pin(load_config(RECIPE, [f"--{key.replace('__', '.')}={value}" for key, value in words.items()]))
 
 
@@ -66,4 +71,6 @@ def grown_subject(config: Config, geometry: str, device: torch.device) -> GrownS
 def grown_model(growth: Growth, dtype: torch.dtype, device: torch.device) -> Model:
     """Returns the grown model, whose tensors are made on the device, each when it is read."""
     small, grown = growth.small, growth.grown.config
-    return replace(small, config=grown, tensors=GrownTensors(small.config, small.tensors, grown, dtype, device=device))
+    return replace(
+        small, config=grown, tensors=GrownTensors(small.config, small.tensors, grown, dtype, device=device)
+    )

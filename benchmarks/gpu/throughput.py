@@ -1,6 +1,8 @@
-"""Part `throughput`: tokens a second of our engine at constant batches, in the sizes of a large model: off and with drafts.
+"""Part `throughput`: tokens a second of our engine at constant batches, in the sizes of a large model: off
+and with drafts.
 
-The grown model is made on the device. Where vLLM is installed, it generates from the same prompts (part `vllm`).
+The grown model is made on the device. Where vLLM is installed, it generates from the same prompts (part
+`vllm`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def measure(record: Record, folder: Path) -> None:
     made = grown_subject(config, geometry_of(settings["geometry"], folder), device)
     record.add(lines=made.lines, growing_seconds=time.perf_counter() - began)
     for batch in settings["batches"]:
-        measured = constant(made.subject, settings["variants"], batch, settings["rounds"], settings["seconds_a_round"])
+        measured = constant(
+            made.subject, settings["variants"], batch, settings["rounds"], settings["seconds_a_round"]
+        )
         record.append("constant", measured)
         gc.collect()
         if device.type == "cuda":

@@ -1,7 +1,8 @@
-"""Part `training`: RL steps of the recipe in the sizes of a large model, and the memory that they take beside what
-`tlt plan memory` says.
+"""Part `training`: RL steps of the recipe in the sizes of a large model, and the memory that they take beside
+what `tlt plan memory` says.
 
-The first step warms up, the last one is reported: seconds by phase. Learning rates are almost 0 (bench/geometry.py).
+The first step warms up, the last one is reported: seconds by phase. Learning rates are almost 0
+(bench/geometry.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ def configuration(settings: dict[str, Any], folder: Path) -> Config:
         "evaluation__num_problems": 0,
         "parallel__checkpoint_activations": "true",
     }
-    return recipe(settings, **sizes, **held, **{key.replace(".", "__"): value for key, value in settings["keys"].items()})
+    return recipe(
+        settings,
+        **sizes,
+        **held,
+        **{key.replace(".", "__"): value for key, value in settings["keys"].items()},
+    )
 
 
 def planned(plan: MemoryPlan) -> dict[str, Any]:
@@ -71,14 +77,21 @@ def measured_memory() -> dict[str, float]:
 def take_steps(record: Record, config: Config) -> None:
     stop = StopRequest()
     world = join_ranks(config)
-    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
+    coordinator = connect_coordinator(
+        world.store, world.rank, world.world_size, timeout=world.timeout_seconds
+    )
     run = Run(config, world, stop, coordinator, prints=False)
     try:
         for step in range(config.run.num_steps):
             began = time.perf_counter()
             phase = advance(run)
             lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
-            done = {"step": step, "seconds": time.perf_counter() - began, "tokens": sum(lengths), "longest": max(lengths)}
+            done = {
+                "step": step,
+                "seconds": time.perf_counter() - began,
+                "tokens": sum(lengths),
+                "longest": max(lengths),
+            }
             memory = measured_memory() if world.device.type == "cuda" else None
             record.append("steps", {**done, "accept_length": phase.stats.accept_length, "memory": memory})
         run.timeline.flush()

@@ -1,4 +1,5 @@
-"""Part `vllm`: vLLM, where it is installed, by itself: its own sampling, no drafts, at the batches of `throughput`.
+"""Part `vllm`: vLLM, where it is installed, by itself: its own sampling, no drafts, at the batches of
+`throughput`.
 
 The grown model is written to disk for it, in bfloat16.
 """
@@ -26,16 +27,25 @@ def measure(record: Record, folder: Path) -> None:
         from vllm import LLM, SamplingParams
 
         engine: Any = LLM(
-            model=str(grown.model.path), dtype=settings["dtype"], max_model_len=2048, max_num_seqs=max(settings["batches"])
+            model=str(grown.model.path),
+            dtype=settings["dtype"],
+            max_model_len=2048,
+            max_num_seqs=max(settings["batches"]),
         )
-        prompts = [{"prompt_token_ids": list(problem.prompt_ids)} for problem in load_problems(config, "train")]
+        prompts = [
+            {"prompt_token_ids": list(problem.prompt_ids)} for problem in load_problems(config, "train")
+        ]
         params = SamplingParams(temperature=1.0, max_tokens=settings["tokens"], ignore_eos=True)
         for batch in settings["batches"]:
             engine.generate(prompts[:batch], params, use_tqdm=False)
             began = time.perf_counter()
             engine.generate(prompts[:batch], params, use_tqdm=False)
             record.append(
-                "vllm", {"batch": batch, "tokens_per_second": batch * settings["tokens"] / (time.perf_counter() - began)}
+                "vllm",
+                {
+                    "batch": batch,
+                    "tokens_per_second": batch * settings["tokens"] / (time.perf_counter() - began),
+                },
             )
 
 

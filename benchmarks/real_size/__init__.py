@@ -1,1 +1,2 @@
-"""Our engine beside vLLM and llama.cpp at real sizes: the same prompts, lengths, types and threads, in turns (__main__.py)."""
+"""Our engine beside vLLM and llama.cpp at real sizes: the same prompts, lengths, types and threads, in
+turns (__main__.py)."""

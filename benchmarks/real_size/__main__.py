@@ -7,10 +7,10 @@
                                      ├─ export (vllm-eagle) ────────▶ vllm
                                      └─ export (GGUF) ──────────────▶ llama
 
-Every response gets exactly --tokens tokens: nothing ends one. Every round has prompts of its own, the same for all. --alive
-says how many processes live at a time; where there are more, they are measured group by group, our engine off in every one.
-PYTHON: interpreters with vLLM (`make vllm-test` sets one up) and with llama-cpp-python; without one its competitors are left
-out. A cold tuner starts with every batch.
+Every response gets exactly --tokens tokens: nothing ends one. Every round has prompts of its own, the same
+for all. --alive says how many processes live at a time; where there are more, they are measured group by
+group, our engine off in every one. PYTHON: interpreters with vLLM (`make vllm-test` sets one up) and with
+llama-cpp-python; without one its competitors are left out. A cold tuner starts with every batch.
 """
 
 from __future__ import annotations
@@ -50,27 +50,41 @@ WARM_UP = 8
 """Tokens of the batch that nobody times, before every cell; those who are to be warm get all of them."""
 
 CAVEATS = (
-    "Prompts are read within the time; every round has others, the same for all. vLLM keeps what prompts begin with, as it does"
+    "Prompts are read within the time; every round has others, the same for all. vLLM keeps what prompts "
+    "begin with, as it does"
     " by default.",
-    "vLLM's own drafts: with its faulty kernel for CPUs repaired (vllm#55005), without which they are judged at random.",
-    "llama.cpp: keys, values and attention in float16, as it does by default, whatever the type of the weights.",
+    "vLLM's own drafts: with its faulty kernel for CPUs repaired (vllm#55005), without which they are "
+    "judged at random.",
+    "llama.cpp: keys, values and attention in float16, as it does by default, whatever the type of the "
+    "weights.",
 )
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Returns options and configuration. Raises UserError now rather than after an hour."""
     parser = make_parser("real_size", __doc__)
-    parser.add_argument("config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it")
+    parser.add_argument(
+        "config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it"
+    )
     parser.add_argument("--geometry", help="grow model and drafter, as for tlt bench rollout")
-    parser.add_argument("--keep", type=Path, help="folder for what is grown and exported; default: a temporary one")
-    parser.add_argument("--competitors", type=words_of(str), default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for what is grown and exported; default: a temporary one"
+    )
+    parser.add_argument(
+        "--competitors", type=words_of(str), default=DEFAULT, help=f"default: {','.join(DEFAULT)}"
+    )
     parser.add_argument("--batches", type=words_of(int), default=(1, 4, 16, 64))
     parser.add_argument("--temperatures", type=words_of(float), help="default: the configuration's")
     parser.add_argument("--tokens", type=int, default=96, help="of every response")
-    parser.add_argument("--rounds", type=int, default=3, help="batches of every competitor at each batch size")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="batches of every competitor at each batch size"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--pinned", type=words_of(str), default=("vllm",), help="engines whose OpenMP threads are bound to cores"
+        "--pinned",
+        type=words_of(str),
+        default=("vllm",),
+        help="engines whose OpenMP threads are bound to cores",
     )
     parser.add_argument("--alive", type=int, default=4, help="processes that live at a time, ours included")
     parser.add_argument("--vllm", type=Path, help="interpreter of an environment with vLLM")
@@ -94,7 +108,12 @@ def words_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 def choose(options: argparse.Namespace, has_drafter: bool) -> tuple[list[Competitor], list[str]]:
     """Returns who competes, the base first, and a note on who is left out for what they lack."""
     asked = [Competitor.parse(name) for name in dict.fromkeys((BASE, *options.competitors))]
-    lacks = {"law": options.vllm is None, "vllm": options.vllm is None, "llama": options.llama is None, "tlt": False}
+    lacks = {
+        "law": options.vllm is None,
+        "vllm": options.vllm is None,
+        "llama": options.llama is None,
+        "tlt": False,
+    }
     left = [one for one in asked if lacks[one.engine] or (one.needs_drafter() and not has_drafter)]
     names = ", ".join(one.name for one in left)
     notes = [f"Left out, for want of an interpreter (--vllm, --llama) or a drafter: {names}."] if left else []
@@ -102,7 +121,8 @@ def choose(options: argparse.Namespace, has_drafter: bool) -> tuple[list[Competi
 
 
 def groups(competitors: Sequence[Competitor], alive: int) -> Iterator[list[Competitor]]:
-    """Yields those whose processes live at the same time: the base is in every group, our others in the first."""
+    """Yields those whose processes live at the same time: the base is in every group, our others in the
+    first."""
     ours = [one for one in competitors if one.engine == "tlt"]
     processes = list(dict.fromkeys(one.process for one in competitors if one.engine != "tlt"))
     for start in range(0, max(len(processes), 1), alive - 1):
@@ -111,10 +131,15 @@ def groups(competitors: Sequence[Competitor], alive: int) -> Iterator[list[Compe
 
 
 def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_prompt: int) -> Plan:
-    """Exports what others read, unless `keep` has it already. UserError for an adapter, which they would not see."""
+    """Exports what others read, unless `keep` has it already. UserError for an adapter, which they would
+    not see."""
     if config.model.adapter is not None:
-        remedy = "give a folder with it merged, such as a run's policy, as --model.path, and --model.adapter none"
-        raise UserError(f"model.adapter: {config.model.adapter} lies beside the model that all read; {remedy}")
+        remedy = (
+            "give a folder with it merged, such as a run's policy, as --model.path, and --model.adapter none"
+        )
+        raise UserError(
+            f"model.adapter: {config.model.adapter} lies beside the model that all read; {remedy}"
+        )
     folder, own = model_folder(config), drafter_folder(config)
     dtype = config.run.dtype
     model = open_model(folder)
@@ -127,7 +152,10 @@ def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_pro
         stored = load_stored(own, model)
         assert stored is not None
         method = stored.config.method
-        exported = {"method": method, "model": str((keep / f"{mark}-{content_hash(stored.tensors)[:8]}").absolute())}
+        exported = {
+            "method": method,
+            "model": str((keep / f"{mark}-{content_hash(stored.tensors)[:8]}").absolute()),
+        }
         if not Path(exported["model"]).exists():
             name = next(n for n, form in FORMATS.items() if form.method == method and form.engine == "vLLM")
             (architecture,) = config_to_hf(model.config, resolve_dtype(dtype))["architectures"]
@@ -137,7 +165,10 @@ def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_pro
     token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * resolve_dtype(dtype).itemsize
     kv_gib = 0.5 + 1.25 * max(options.batches) * window * token_bytes / 2**30
     others = {"law": options.vllm, "vllm": options.vllm, "llama": options.llama}
-    pythons = {"tlt": Path(sys.executable), **{name: path and path.absolute() for name, path in others.items()}}
+    pythons = {
+        "tlt": Path(sys.executable),
+        **{name: path and path.absolute() for name, path in others.items()},
+    }
     return Plan(
         folder.absolute(), gguf, own and own.absolute(), exported, dtype, options.threads, max(options.batches),
         window=window, kv_gib=round(kv_gib, 2), pythons=pythons, pinned=options.pinned,
@@ -166,7 +197,9 @@ def measure_cell(
 
     takers = [one for one in competitors if one.takes(batch_size)]
     for one in takers:
-        processes[one.process].ask(work(one, 0, options.tokens if one.way == "warm" else min(WARM_UP, options.tokens)))
+        processes[one.process].ask(
+            work(one, 0, options.tokens if one.way == "warm" else min(WARM_UP, options.tokens))
+        )
     found = in_turns({one.name: partial(run, one, count(1)) for one in takers}, options.rounds)
     return [Runs(name, took, found[BASE]) for name, took in found.items()]
 
@@ -212,7 +245,11 @@ def run_benchmark(options: argparse.Namespace, config: Config, command: str) -> 
         setup |= {"rounds": options.rounds, "pinned": options.pinned}
         subject = options.geometry or plan.model.name
         described = {**header(config, command), **grown, "subject": subject, "setup": setup}
-        described["notes"] = [*notes, *CAVEATS, f"Threads bound to cores: those of {', '.join(options.pinned) or 'nobody'}."]
+        described["notes"] = [
+            *notes,
+            *CAVEATS,
+            f"Threads bound to cores: those of {', '.join(options.pinned) or 'nobody'}.",
+        ]
         for versions, cells in measure(options, plan, competitors, problems):
             report = {**described, "versions": versions, "cells": cells}
             write_report(options.out, report, to_markdown(report))
@@ -224,7 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, config = parse(words)
     for option, path, package in (("--vllm", options.vllm, "vllm"), ("--llama", options.llama, "llama_cpp")):
         python_of(option, path, package) if path is not None else None
-    said = (Path(word).name if Path(word).is_absolute() else word for word in words)  # no folders of this machine
+    said = (
+        Path(word).name if Path(word).is_absolute() else word for word in words
+    )  # no folders of this machine
     run_benchmark(options, config, " ".join(["python -m benchmarks.real_size", *said]))
 
 

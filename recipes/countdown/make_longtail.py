@@ -39,12 +39,17 @@ def main() -> None:
     settings = EngineSettings("adaptive", max_batch_size=BATCH_SIZE)
     engine = build_engine(model.config, model.tensors, settings, drafter)
     records = get_task("countdown").problems(options.candidates, 1, split="train", **OPTIONS)
-    problems = [Problem(record["problem_id"], model.tokenizer.encode_text(record["prompt"])) for record in records]
+    problems = [
+        Problem(record["problem_id"], model.tokenizer.encode_text(record["prompt"])) for record in records
+    ]
     params = SamplingParams(max_tokens=options.max_tokens, stop_ids=model.stop_ids)
 
     def show(num_finished: int) -> None:
         if num_finished % 64 == 0:
-            print(f"{num_finished} of {options.candidates} responses, {time.perf_counter() - begin:.0f} s", flush=True)
+            print(
+                f"{num_finished} of {options.candidates} responses, {time.perf_counter() - begin:.0f} s",
+                flush=True,
+            )
 
     begin = time.perf_counter()
     lengths = measure_lengths(engine, problems, params, options.candidates, show)
@@ -52,7 +57,10 @@ def main() -> None:
     command = f"make_longtail.py --candidates {options.candidates} --num {options.num} --max-tokens {options.max_tokens}"
     write_workload(options.out, workload, command)
     num_cut = sum(length == options.max_tokens for length in lengths.values())
-    print(f"{sum(lengths.values())} tokens, {num_cut} responses cut off; chosen {workload.shape}, {workload.num_tokens} tokens")
+    print(
+        f"{sum(lengths.values())} tokens, {num_cut} responses cut off; chosen {workload.shape}, "
+        f"{workload.num_tokens} tokens"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Pretrains the small Countdown model on searches written by the solver, from nothing (`recipes/pretrain.py`).
+"""Pretrains the small Countdown model on searches written by the solver, from nothing
+(`recipes/pretrain.py`).
 
     python -m recipes.countdown.train_base --out recipes/countdown/base --minutes 35
 
@@ -22,7 +23,8 @@ IDS = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
 
 
 def document(rng: random.Random, mix: dict[int, float], skip: float, max_chars: int) -> Document:
-    """Token ids of one document and the number of prompt tokens; searches beyond `max_chars` are drawn again."""
+    """Token ids of one document and the number of prompt tokens; searches beyond `max_chars` are drawn
+    again."""
     while True:
         puzzle = draw_puzzle(rng, "train", mix, max_number=10, max_target=60)
         response = write_search(puzzle, rng, skip=skip, max_chars=max_chars)
@@ -65,7 +67,12 @@ def make_config(args: argparse.Namespace) -> LlamaConfig:
 if __name__ == "__main__":
     parser = make_parser(__doc__)
     parser.add_argument("--mix", type=weights, default={2: 0.05, 3: 0.5, 4: 0.45}, help="2:0.05,3:0.5,4:0.45")
-    parser.add_argument("--skip", type=float, default=0.2, help="probability that the solver leaves a move out")
+    parser.add_argument(
+        "--skip", type=float, default=0.2, help="probability that the solver leaves a move out"
+    )
     parser.add_argument("--max-chars", type=int, default=1900, help="longer searches are dropped")
     parser.set_defaults(layers=20, width=128, heads=4, intermediate=384)
-    main(Subject("countdown", make_tokenizer(), make_config, make_writer, max_new_tokens=2048), parser.parse_args())
+    main(
+        Subject("countdown", make_tokenizer(), make_config, make_writer, max_new_tokens=2048),
+        parser.parse_args(),
+    )

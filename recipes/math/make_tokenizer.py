@@ -2,7 +2,8 @@
 
 python -m recipes.math.make_tokenizer --out recipes/math/base
 
-Its merges are learned from problems of the train split and their solutions. All 256 bytes are tokens, so any text can be read.
+Its merges are learned from problems of the train split and their solutions. All 256 bytes are tokens, so
+any text can be read.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(SPECIAL), initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts(), trainer)
     return PreTrainedTokenizerFast(

@@ -4,10 +4,11 @@ r"""Pretrains the small model for word problems on their solutions, from nothing
     python -m recipes.math.train_base --init words --out some --sums 0.5 --lr 1e-3 --minutes 12 --threads 1
     python -m recipes.math.train_base --init some --out recipes/math/base --sums 0.6 --lr 2e-3 --minutes 14 --threads 1
 
-Documents `<|user|>Mia has 12 apples. …<|assistant|>12+7=19. 19-4=15. The answer is \boxed{15}.<|end|>` are drawn from the train
-split. A share of the solutions is terse: the answer alone, which the model gets wrong more often than after working it out. So
-there is something that reinforcement learning can find out by itself. The others mix in sums of reasoning-gym's
-chain_sum, in its words, solved likewise (pip install '.[reasoning-gym]').
+Documents `<|user|>Mia has 12 apples. …<|assistant|>12+7=19. 19-4=15. The answer is \boxed{15}.<|end|>` are
+drawn from the train split. A share of the solutions is terse: the answer alone, which the model gets wrong
+more often than after working it out. So there is something that reinforcement learning can find out by
+itself. The others mix in sums of reasoning-gym's chain_sum, in its words, solved likewise (pip install
+'.[reasoning-gym]').
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from tlt.tasks.reasoning_gym import draw
 from tlt.tasks.wordproblems import Difficulty, draw_chain, solve, tell
 
 
-def difficulty_at(progress: float, steps: Mapping[int, float], max_number: int, max_result: int) -> Difficulty:
-    """The curriculum: one operation on small numbers first; more operations and larger numbers as `progress` goes to 1."""
+def difficulty_at(
+    progress: float, steps: Mapping[int, float], max_number: int, max_result: int
+) -> Difficulty:
+    """The curriculum: one operation on small numbers first; more operations and larger numbers as
+    `progress` goes to 1."""
     count = 1 + int(progress * (max(steps) - 1))
     number = round(9 + (max_number - 9) * progress)
     return Difficulty(
-        {c: w for c, w in steps.items() if c <= count}, number, max(number, round(max_result * (1 + progress) / 2))
+        {c: w for c, w in steps.items() if c <= count},
+        number,
+        max(number, round(max_result * (1 + progress) / 2)),
     )
 
 
@@ -97,13 +103,24 @@ def make_subject(tokenizer: PreTrainedTokenizerFast) -> Subject:
 
 def run() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=weights, default={1: 0.3, 2: 0.4, 3: 0.3}, help="1:0.3,2:0.4,3:0.3 operations")
+    parser.add_argument(
+        "--steps", type=weights, default={1: 0.3, 2: 0.4, 3: 0.3}, help="1:0.3,2:0.4,3:0.3 operations"
+    )
     parser.add_argument("--max-number", type=int, default=30, help="largest given number")
     parser.add_argument("--max-result", type=int, default=99)
-    parser.add_argument("--terse", type=float, default=0.5, help="share of solutions that are the answer alone")
-    parser.add_argument("--sums", type=float, default=0.0, help="share of documents that are sums of reasoning-gym's chain_sum")
+    parser.add_argument(
+        "--terse", type=float, default=0.5, help="share of solutions that are the answer alone"
+    )
+    parser.add_argument(
+        "--sums",
+        type=float,
+        default=0.0,
+        help="share of documents that are sums of reasoning-gym's chain_sum",
+    )
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer; made anew where none is given")
-    parser.set_defaults(layers=8, width=192, heads=6, kv_heads=2, intermediate=512, curriculum=0.3, autocast=False)
+    parser.set_defaults(
+        layers=8, width=192, heads=6, kv_heads=2, intermediate=512, curriculum=0.3, autocast=False
+    )
     args = parser.parse_args()
     given = args.tokenizer and PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
     main(make_subject(given or make_tokenizer()), args)

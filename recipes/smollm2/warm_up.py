@@ -1,4 +1,5 @@
-"""Trains the warm-up adapter of the recipe smollm2: LoRA on written-out arithmetic, before RL. Knows nothing of rewards.
+"""Trains the warm-up adapter of the recipe smollm2: LoRA on written-out arithmetic, before RL. Knows nothing
+of rewards.
 
     tlt init smollm2 mine --from-pypi
     python -m recipes.smollm2.warm_up --base mine/base --out recipes/smollm2/warm-up
@@ -42,7 +43,8 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Document:
-    """token_ids: of prompt and solution.  labels: the ids again, or IGNORED for the prompt and for mistakes."""
+    """token_ids: of prompt and solution.
+    labels: the ids again, or IGNORED for the prompt and for mistakes."""
 
     token_ids: list[int]
     labels: list[int]
@@ -81,14 +83,17 @@ def batch_loss(policy: Transformer, batch: list[Document]) -> tuple[Tensor, int]
 
 
 def adapted_policy(model: Model, lora: LoraSection, seed: int) -> Transformer:
-    """Returns the model with weights frozen in bfloat16, whose products are twice as fast, and adapters in float32."""
+    """Returns the model with weights frozen in bfloat16, whose products are twice as fast, and adapters in
+    float32."""
     with torch.device("meta"):
         policy = Transformer(model.config).bfloat16()
     add_adapters(policy, lora, torch.float32)
     return build_policy(policy, model, torch.device("cpu"), seed)
 
 
-def train(policy: Transformer, stream: Iterator[Document], args: argparse.Namespace, say: Callable[[str], None]) -> None:
+def train(
+    policy: Transformer, stream: Iterator[Document], args: argparse.Namespace, say: Callable[[str], None]
+) -> None:
     """Trains the adapters; the learning rate rises for a twentieth of the steps, then falls to 0."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.0)
@@ -104,18 +109,26 @@ def train(policy: Transformer, stream: Iterator[Document], args: argparse.Namesp
         num_tokens += count
         if step % 10 == 0 or step == num_steps:
             minutes = (time.perf_counter() - start) / 60
-            say(f"{step} of {num_steps} steps, {num_tokens} tokens learned, loss {loss.item() / count:.4f}, {minutes:.1f} min")
+            say(
+                f"{step} of {num_steps} steps, {num_tokens} tokens learned, loss {loss.item() / count:.4f}, "
+                f"{minutes:.1f} min"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", type=Path, required=True, help="the model's folder")
     parser.add_argument("--out", type=Path, required=True, help="where the adapter goes")
     parser.add_argument("--documents", type=int, default=180)
     parser.add_argument("--batch", type=int, default=4, help="documents a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument(
-        "--mistakes", type=float, default=0.08, help="share of the results that are wrong, in all attempts but the last two"
+        "--mistakes",
+        type=float,
+        default=0.08,
+        help="share of the results that are wrong, in all attempts but the last two",
     )
     parser.add_argument("--rank", type=int, default=8, help="of the adapters; alpha is twice as much")
     parser.add_argument("--threads", type=int, default=1)
@@ -126,7 +139,12 @@ def main() -> None:
     model = open_model(args.base, torch.float32)
     assert model.tokenizer is not None, "the recipe's model has one"
     policy = adapted_policy(model, lora, args.seed)
-    train(policy, documents(model.tokenizer, args.seed, args.mistakes), args, lambda line: print(line, flush=True))
+    train(
+        policy,
+        documents(model.tokenizer, args.seed, args.mistakes),
+        args,
+        lambda line: print(line, flush=True),
+    )
     tensors = {name: p.detach().bfloat16() for name, p in policy.named_parameters() if p.requires_grad}
     save_adapter(args.out, lora, tensors, REPOSITORY, None)
 

@@ -1,9 +1,11 @@
-"""`python -m MODULE …` as a process forked from one that has imported what a run needs: of a small run most is importing.
+"""`python -m MODULE …` as a process forked from one that has imported what a run needs: of a small run most
+is importing.
 
     a test ── words, environment, stdout and stderr ─▶ the server, which imports once
            ◀─ process id, and in the end the status ──   └─ fork ─▶ a session of its own, which runs the module as __main__
 
-A program ends as Python does, with all that is done at its exit. What its start does is looked at where it is not forked.
+A program ends as Python does, with all that is done at its exit. What its start does is looked at where it
+is not forked.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from tlt.hf.tokenizer import load_tokenizer
 from tlt.speculative import compiled
 
 ROOT = Path(__file__).parents[2]
-IMPORTED = ("torch._dynamo", "torch.distributed.launcher.api", "tlt.cli.commands", "tlt.ranks.world", "tlt.training.run")
+IMPORTED = (
+    "torch._dynamo",
+    "torch.distributed.launcher.api",
+    "tlt.cli.commands",
+    "tlt.ranks.world",
+    "tlt.training.run",
+)
 """Whatever else a run imports comes with these."""
 LONGEST = 1 << 20
 """Bytes of a message: words and an environment."""
@@ -40,16 +48,21 @@ class Programs:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         with theirs:
             words = [sys.executable, "-m", "tests.integration.programs", str(theirs.fileno())]
-            self._server = subprocess.Popen(words, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+            self._server = subprocess.Popen(
+                words, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
+            )
 
     def close(self) -> None:
         """Ends the server, which ends where nobody is left to ask it."""
         self._control.close()
         assert self._server.wait(timeout=60) == 0
 
-    def begin(self, words: Sequence[str], env: Mapping[str, str], output: Sequence[int], forks: bool = True) -> int:
-        """Starts `python -m MODULE …`; returns its process id, which is its group's, too. output: files, or pipes, for stdout
-        and stderr.  forks: a launcher's ranks are forked from it; a user's import what they need."""
+    def begin(
+        self, words: Sequence[str], env: Mapping[str, str], output: Sequence[int], forks: bool = True
+    ) -> int:
+        """Starts `python -m MODULE …`; returns its process id, which is its group's, too. output: files, or
+        pipes, for stdout and stderr.
+        forks: a launcher's ranks are forked from it; a user's import what they need."""
         assert list(words[:2]) == [sys.executable, "-m"], words
         about = {"words": list(words[2:]), "environment": dict(env), "folder": os.getcwd(), "forks": forks}
         socket.send_fds(self._control, [json.dumps(about).encode()], output)
@@ -63,7 +76,8 @@ class Programs:
     def run(
         self, words: Sequence[str], *, env: Mapping[str, str], timeout: float, forks: bool = True, **_: Any
     ) -> subprocess.CompletedProcess[str]:
-        """As subprocess.run(capture_output=True, text=True, check=False) does; what is late is killed, with its group."""
+        """As subprocess.run(capture_output=True, text=True, check=False) does; what is late is killed,
+        with its group."""
         (stdout, *theirs), (stderr, *others) = os.pipe(), os.pipe()
         process = self.begin(words, env, (*theirs, *others), forks)
         for end in (*theirs, *others):
@@ -93,7 +107,7 @@ def _read(pipe: int) -> str:
         return text.read()
 
 
-# ── the server's side ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the server's side ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def serve(control: socket.socket) -> None:
@@ -112,7 +126,8 @@ def serve(control: socket.socket) -> None:
 
 
 def _import_what_runs_need() -> None:
-    """Without starting a thread, which no fork would have. What is imported is no garbage: no program looks for any in it."""
+    """Without starting a thread, which no fork would have. What is imported is no garbage: no program
+    looks for any in it."""
     for name in IMPORTED:
         importlib.import_module(name)
     load_tokenizer(ROOT / "recipes" / "countdown" / "base")
@@ -121,7 +136,9 @@ def _import_what_runs_need() -> None:
     gc.freeze()
 
 
-def _become(files: Sequence[int], words: Sequence[str], environment: Mapping[str, str], folder: str, forks: bool) -> None:
+def _become(
+    files: Sequence[int], words: Sequence[str], environment: Mapping[str, str], folder: str, forks: bool
+) -> None:
     """Runs the module in this process, which ends with it."""
     os.setsid()
     for file, number in zip(files, (1, 2), strict=True):

@@ -1,5 +1,5 @@
-"""Runs in turns: with TLT and without they are the same run, and one that parts is counted and brought back. On two ranks in
-proofs/."""
+"""Runs in turns: with TLT and without they are the same run, and one that parts is counted and brought
+back. On two ranks in proofs/."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def config(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     path = latest_checkpoint(run / "checkpoints")
     assert path is not None
-    stored = {name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith("policy.")}
+    stored = {
+        name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith("policy.")
+    }
     tensors = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in stored.items()}
     read_into(tensors, stored, path)
     return tensors
@@ -55,7 +57,9 @@ def check_comparison(folder: Path, said: str) -> None:
         assert (run["num_different"], run["num_steps_with_same_weights"]) == (0, 2)
         assert (run["accept_length"] is None) == (name == "off")
         assert {"prefill", "update", "publish", "record"} <= run["phase_seconds"].keys()
-        assert [step["digest"] for step in run["steps"]] == [step["digest"] for step in report["runs"]["off"]["steps"]]
+        assert [step["digest"] for step in run["steps"]] == [
+            step["digest"] for step in report["runs"]["off"]["steps"]
+        ]
     assert report["runs"]["off"]["steps"][0]["digest"] != report["runs"]["off"]["steps"][1]["digest"]
     moved = [weights(folder / "runs" / name) for name in report["runs"]]
     assert all(torch.equal(moved[0][name], run[name]) for run in moved[1:] for name in run)
@@ -72,10 +76,15 @@ def test_the_command_compares_whole_runs(
 
 
 def test_a_run_that_parts_is_counted_and_given_the_references_weights(config: Config, tmp_path: Path) -> None:
-    """Another seed writes other tokens, which teach the policy otherwise; the reference notices nothing of it."""
-    plan = dataclasses.replace(PLAN, runs={"off": OFF, "same": {}, "other": {"run": {"seed": 1}}}, num_steps=3)
+    """Another seed writes other tokens, which teach the policy otherwise; the reference notices nothing of
+    it."""
+    plan = dataclasses.replace(
+        PLAN, runs={"off": OFF, "same": {}, "other": {"run": {"seed": 1}}}, num_steps=3
+    )
     assert launch_runs(config, plan) == 0
-    for off, same, other in zip(*read_turns(tmp_path / "runs" / "turns.jsonl", plan.runs).values(), strict=True):
+    for off, same, other in zip(
+        *read_turns(tmp_path / "runs" / "turns.jsonl", plan.runs).values(), strict=True
+    ):
         assert same.digest == off.digest != other.digest
         assert (same.num_different, other.num_different) == (0, 16)
         assert (same.same_weights, other.same_weights) == (True, False)
@@ -83,7 +92,9 @@ def test_a_run_that_parts_is_counted_and_given_the_references_weights(config: Co
     assert all(torch.equal(reference[name], brought_back[name]) for name in reference)
 
 
-def test_runs_go_on_where_they_ended(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_go_on_where_they_ended(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     longer = dataclasses.replace(PLAN, num_steps=2)
     assert launch_runs(config, PLAN) == 0
     assert launch_runs(config, longer) == 0
@@ -92,7 +103,9 @@ def test_runs_go_on_where_they_ended(config: Config, tmp_path: Path, capsys: pyt
     assert [turn.step for turn in off] == [turn.step for turn in tlt] == [0, 1]
     assert [turn.digest for turn in off] == [turn.digest for turn in tlt]
 
-    path.write_text(path.read_text() + json.dumps(dataclasses.asdict(off[1])) + "\n")  # as a killed session leaves it
+    path.write_text(
+        path.read_text() + json.dumps(dataclasses.asdict(off[1])) + "\n"
+    )  # as a killed session leaves it
     assert launch_runs(config, longer) == 2
     assert "did not end together; give another --run.out_dir" in capsys.readouterr().err
     changed = with_changes(config, {"optimizer": {"learning_rate": 1.0}})

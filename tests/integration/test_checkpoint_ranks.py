@@ -1,4 +1,5 @@
-"""Shards on real ranks: three processes over gloo save and load as one, two and three ranks, replicated and sharded in turn."""
+"""Shards on real ranks: three processes over gloo save and load as one, two and three ranks, replicated
+and sharded in turn."""
 
 from __future__ import annotations
 
@@ -22,8 +23,15 @@ from tlt.types import UserError
 
 
 def make_tensors(value: float) -> dict[str, Tensor]:
-    """Rows that no number of ranks divides evenly, fewer rows than ranks, a column to shard along, and a scalar."""
-    shapes = {"policy.embed": (11, 4), "policy.short": (2, 3), "policy.wide": (3, 10), "policy.norm": (7,), "policy.step": ()}
+    """Rows that no number of ranks divides evenly, fewer rows than ranks, a column to shard along, and a
+    scalar."""
+    shapes = {
+        "policy.embed": (11, 4),
+        "policy.short": (2, 3),
+        "policy.wide": (3, 10),
+        "policy.norm": (7,),
+        "policy.step": (),
+    }
     return {
         name: value + torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) / 7
         for name, shape in shapes.items()
@@ -31,7 +39,8 @@ def make_tensors(value: float) -> dict[str, Tensor]:
 
 
 def shard(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Shards all but the scalar, as FSDP2 does, one of them along its columns; one is replicated over the mesh."""
+    """Shards all but the scalar, as FSDP2 does, one of them along its columns; one is replicated over the
+    mesh."""
     mesh = DeviceMesh.from_group(world.group, "cpu")
     placements: dict[str, Any] = {"policy.wide": Shard(1), "policy.norm": Replicate()}
     return {
@@ -44,7 +53,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def save_and_load(folder: Path, world: World, again: World, is_sharded: tuple[bool, bool], value: float) -> None:
+def save_and_load(
+    folder: Path, world: World, again: World, is_sharded: tuple[bool, bool], value: float
+) -> None:
     """Saves as the ranks of one world and loads as those of another; all processes call it."""
     given, empty = make_tensors(value), make_tensors(-1e9)
     if world.rank >= 0:
@@ -123,13 +134,17 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     for size in range(1, num_ranks + 1):
         group = dist.new_group(list(range(size)))
         mine = rank if rank < size else -1  # outside of it
-        worlds.append(World(mine, size, rank, torch.device("cpu"), dist.PrefixStore(f"of {size}", store), group))
+        worlds.append(
+            World(mine, size, rank, torch.device("cpu"), dist.PrefixStore(f"of {size}", store), group)
+        )
     for check in (check_shards, check_damage, check_waiting):
         check(rank, worlds, folder / check.__name__)
         dist.barrier()
 
 
-def test_shards_are_saved_and_loaded_by_any_number_of_ranks_and_damage_stops_all_of_them(tmp_path: Path) -> None:
+def test_shards_are_saved_and_loaded_by_any_number_of_ranks_and_damage_stops_all_of_them(
+    tmp_path: Path,
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))

@@ -1,4 +1,5 @@
-"""A run that goes on computes from what it began with: configuration, data and base model. Changed reward code is said."""
+"""A run that goes on computes from what it began with: configuration, data and base model. Changed reward
+code is said."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from safetensors.torch import load_file, save_file
 from tests.integration.conftest import Tlt
 from tlt.types import UserError
 
-FEW = ("--run.num_ranks", "1", "--run.num_steps", "1", "--evaluation.num_problems", "2", "--rewards.num_workers", "0")
+FEW = (
+    "--run.num_ranks",
+    "1",
+    "--run.num_steps",
+    "1",
+    "--evaluation.num_problems",
+    "2",
+    "--rewards.num_workers",
+    "0",
+)
 ROWS = [{"prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i + 1}]", "answer": i} for i in range(12)]
 TASK = """
 class Share:
@@ -69,7 +79,10 @@ def change_the_shape() -> None:
 
 
 OTHER_INPUTS: dict[str, tuple[str, Callable[[], None]]] = {
-    "sampling.temperature is 0.5, and was 1.0": ("out/config.json", lambda: set_key("sampling", "temperature", 0.5)),
+    "sampling.temperature is 0.5, and was 1.0": (
+        "out/config.json",
+        lambda: set_key("sampling", "temperature", 0.5),
+    ),
     "run.seed is 5, and was 0": ("out/config.json", lambda: set_key("run", "seed", 5)),
     "the training problems are not those of the run": ("rows.jsonl", change_a_row),
     "has other weights than the base model": ("model/model.safetensors", change_a_weight),
@@ -77,9 +90,15 @@ OTHER_INPUTS: dict[str, tuple[str, Callable[[], None]]] = {
 }
 
 
-def test_a_run_does_not_go_on_from_other_inputs(place: Path, tlt_here: Tlt, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_does_not_go_on_from_other_inputs(
+    place: Path, tlt_here: Tlt, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert begin(tlt_here) == 0
-    kept = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file() and path.name != "config.json"}
+    kept = {
+        path: path.read_bytes()
+        for path in Path("out").rglob("*")
+        if path.is_file() and path.name != "config.json"
+    }
     for said, (name, change) in OTHER_INPUTS.items():
         before = Path(name).read_bytes()
         change()
@@ -123,11 +142,15 @@ def test_reward_code_that_was_mended_is_said_and_the_run_goes_on(
     (place / "share.py").write_text(TASK.replace("/ 99", "/ 98"))
     for is_first in (True, False):
         assert tlt_here("train", "--resume", "out", "--run.num_steps", "2") == 0
-        lines = [line for line in capsys.readouterr().out.splitlines() if "share.py: is not as it was" in line]
+        lines = [
+            line for line in capsys.readouterr().out.splitlines() if "share.py: is not as it was" in line
+        ]
         assert len(lines) == is_first, "what the next checkpoint was scored by is what counts from then on"
 
 
-def test_what_says_how_long_and_on_what_a_run_runs_may_change_and_its_folder_may_move(place: Path, tlt_here: Tlt) -> None:
+def test_what_says_how_long_and_on_what_a_run_runs_may_change_and_its_folder_may_move(
+    place: Path, tlt_here: Tlt
+) -> None:
     assert begin(tlt_here) == 0
     Path("out").rename("moved")
     assert tlt_here("train", "--resume", "moved", "--run.num_steps", "2", "--run.keep_checkpoints", "1") == 0

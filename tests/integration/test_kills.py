@@ -1,5 +1,5 @@
-"""A run whose ranks and launcher are killed again and again. proofs/test_killed_runs.py does it at more moments, and
-`python -m benchmarks.faults.kills` 200 times."""
+"""A run whose ranks and launcher are killed again and again. proofs/test_killed_runs.py does it at more
+moments, and `python -m benchmarks.faults.kills` 200 times."""
 
 from __future__ import annotations
 
@@ -33,8 +33,15 @@ def assert_killed_run_equals_whole_one(folder: Path, num_steps: int, plan: Seque
 def test_after_kills_the_run_is_the_one_never_killed_and_nothing_of_a_journal_was_generated_twice(
     tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.faults.kills.subprocess.run", partial(programs.run, forks=False))  # the victim forks them
-    plan = [Kill("decode", 1), Kill("journal", 1, 3), Kill(ANYWHERE, LAUNCHER, seconds=0.5), Kill("checkpoint", 1)]
+    monkeypatch.setattr(
+        "benchmarks.faults.kills.subprocess.run", partial(programs.run, forks=False)
+    )  # the victim forks them
+    plan = [
+        Kill("decode", 1),
+        Kill("journal", 1, 3),
+        Kill(ANYWHERE, LAUNCHER, seconds=0.5),
+        Kill("checkpoint", 1),
+    ]
     said = assert_killed_run_equals_whole_one(tmp_path, 3, plan)
     line = next(line for line in said if "(restart 1 of " in line)
     died = "tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?)"

@@ -1,8 +1,9 @@
-"""Starting and ending ranks for real: processes, signals to the group and to the parent, failures, collectives.
+"""Starting and ending ranks for real: processes, signals to the group and to the parent, failures,
+collectives.
 
-Each scenario is one `launch` in a session of its own, as a terminal would have it. What takes the time is importing torch:
-so the launching processes are forked from one that has done it, several run at once, and ranks are forked as well where
-their own start is not what is looked at.
+Each scenario is one `launch` in a session of its own, as a terminal would have it. What takes the time is
+importing torch: so the launching processes are forked from one that has done it, several run at once, and
+ranks are forked as well where their own start is not what is looked at.
 """
 
 import json
@@ -195,7 +196,8 @@ if __name__ == "__main__":
 
 @dataclass
 class Outcome:
-    """What a scenario left: its exit code, what the ranks said, stderr, and seconds from the last signal to the end."""
+    """What a scenario left: its exit code, what the ranks said, stderr, and seconds from the last signal
+    to the end."""
 
     code: int = 0
     said: list[dict] = field(default_factory=list)
@@ -258,9 +260,9 @@ def spawned_by(parent: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`signals`: (what to wait for, seconds to wait then, how to send) in turn; `ready` comes once per rank. Whoever
-    sends is told the launcher's process id and those of the ranks that have said theirs. `is_spawned`: the ranks start as a
-    user's do, and import torch; else they are forked."""
+    """`signals`: (what to wait for, seconds to wait then, how to send) in turn; `ready` comes once per
+    rank. Whoever sends is told the launcher's process id and those of the ranks that have said theirs.
+    `is_spawned`: the ranks start as a user's do, and import torch; else they are forked."""
 
     name: str
     signals: tuple[tuple[str, float, Send], ...] = ()
@@ -277,19 +279,27 @@ SCENARIOS = {
     "mistake": Scenario("mistake"),
     "fault": Scenario("fault"),
     "killed": Scenario("killed"),
-    "killed beside two that compute": Scenario("deaf", (("ready", 0.2, to_rank(1, signal.SIGKILL)),), num_ranks=3),
+    "killed beside two that compute": Scenario(
+        "deaf", (("ready", 0.2, to_rank(1, signal.SIGKILL)),), num_ranks=3
+    ),
     "killed beside one that polls": Scenario("loop", (("ready", 0.2, to_rank(0, signal.SIGKILL)),)),
-    "killed while the ranks import": Scenario("loop", (("started", 0.0, kill_while_it_imports(1)),), is_spawned=True),
+    "killed while the ranks import": Scenario(
+        "loop", (("started", 0.0, kill_while_it_imports(1)),), is_spawned=True
+    ),
     "a rank exits": Scenario("exit"),
     "killed once, and started again": Scenario("killed once", num_restarts=3, is_spawned=True),
     "mistake, with restarts": Scenario("mistake", num_restarts=3),
     "sigterm, and then a death": Scenario(
-        "deaf", (("ready", 0.0, to_parent(signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))), num_restarts=3
+        "deaf",
+        (("ready", 0.0, to_parent(signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))),
+        num_restarts=3,
     ),
     "sigterm to one rank": Scenario("agree", (("ready", 0.0, to_rank(1, signal.SIGTERM)),)),
     "sigint to one rank": Scenario("loop", (("ready", 0.0, to_rank(0, signal.SIGINT)),)),
     "sigterm to a rank, and then a death": Scenario(
-        "deaf", (("ready", 0.0, to_rank(0, signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))), num_restarts=3
+        "deaf",
+        (("ready", 0.0, to_rank(0, signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))),
+        num_restarts=3,
     ),
     "a rank stands still, and then sigterm": Scenario(
         "agree", (("ready", 0.0, to_rank(1, signal.SIGSTOP)), ("ready", 0.3, to_parent(signal.SIGTERM)))
@@ -326,7 +336,14 @@ def play(server: subprocess.Popen[str], folder: Path, name: str, scenario: Scena
         return [json.loads(line) for line in read("out").split("\n")[:-1]]
 
     assert server.stdin is not None
-    order = [name, scenario.name, scenario.num_ranks, scenario.grace, dict(scenario.environ), scenario.num_restarts]
+    order = [
+        name,
+        scenario.name,
+        scenario.num_ranks,
+        scenario.grace,
+        dict(scenario.environ),
+        scenario.num_restarts,
+    ]
     order.append(scenario.is_spawned)
     server.stdin.write(json.dumps(order) + "\n")
     server.stdin.flush()
@@ -456,10 +473,15 @@ def test_a_fault_of_ours_shows_that_ranks_own_traceback_once(outcomes: dict[str,
         ("killed while the ranks import", 1),
     ],
 )
-def test_the_rank_that_was_killed_is_named_and_no_other(outcomes: dict[str, Outcome], name: str, rank: int) -> None:
+def test_the_rank_that_was_killed_is_named_and_no_other(
+    outcomes: dict[str, Outcome], name: str, rank: int
+) -> None:
     outcome = outcomes[name]
     assert outcome.code == 1
-    assert outcome.stderr == f"tlt: error: rank {rank} ended without a word: killed by SIGKILL (out of memory?)\n"
+    assert (
+        outcome.stderr
+        == f"tlt: error: rank {rank} ended without a word: killed by SIGKILL (out of memory?)\n"
+    )
     assert not outcome.survivors
 
 
@@ -477,7 +499,8 @@ def test_all_ranks_are_started_again_after_a_death_and_one_line_says_so(outcomes
     outcome = outcomes["killed once, and started again"]
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr == (
-        "tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?); starting again from the beginning"
+        "tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?); starting again from the "
+        "beginning"
         " (restart 1 of 3)\n"
     )
     assert len(outcome.of("ready")) == 4
@@ -491,7 +514,9 @@ def test_a_users_mistake_is_not_tried_again(outcomes: dict[str, Outcome]) -> Non
 
 
 @pytest.mark.parametrize("name", ["sigterm, and then a death", "sigterm to a rank, and then a death"])
-def test_nothing_is_started_again_once_the_run_was_asked_to_stop(outcomes: dict[str, Outcome], name: str) -> None:
+def test_nothing_is_started_again_once_the_run_was_asked_to_stop(
+    outcomes: dict[str, Outcome], name: str
+) -> None:
     outcome = outcomes[name]
     assert outcome.code == 1
     assert "restart" not in outcome.stderr
@@ -516,7 +541,9 @@ def test_a_rank_that_stands_still_is_woken_to_finish_its_work(outcomes: dict[str
     assert outcome.of("finished") == [[0, 1], [0, 1]]
 
 
-def test_a_rank_that_is_awaited_in_vain_after_a_signal_does_not_change_how_the_run_ends(outcomes: dict[str, Outcome]) -> None:
+def test_a_rank_that_is_awaited_in_vain_after_a_signal_does_not_change_how_the_run_ends(
+    outcomes: dict[str, Outcome],
+) -> None:
     outcome = outcomes["sigterm, and then a rank is awaited"]
     assert outcome.code == 143
     said = "RankAwaited: rank 0 has waited 60 s (run.timeout_seconds) in a collective for rank 1; the step under way is lost\n"
@@ -530,16 +557,20 @@ def test_a_strangers_hello_to_the_store_ends_no_attempt(outcomes: dict[str, Outc
     assert (outcome.code, outcome.stderr) == (0, "")
 
 
-def test_a_rank_that_leaves_on_anothers_account_is_reported_with_its_reason(outcomes: dict[str, Outcome]) -> None:
+def test_a_rank_that_leaves_on_anothers_account_is_reported_with_its_reason(
+    outcomes: dict[str, Outcome],
+) -> None:
     outcome = outcomes["a rank leaves a silent store"]
-    said = (
-        "tlt: error: rank 1 has left: the store of rank 0 at 127.0.0.1:29500 has not answered for 1 s (run.timeout_seconds)\n"
-    )
+    said = "tlt: error: rank 1 has left: the store of rank 0 at 127.0.0.1:29500 has not answered for 1 s (run.timeout_seconds)\n"
     assert (outcome.code, outcome.stderr) == (1, said)
 
 
-@pytest.mark.parametrize(("name", "code"), [("ctrl-c while the ranks import", 130), ("sigterm to the parent", 143)])
-def test_the_first_signal_lets_all_ranks_finish_their_work(outcomes: dict[str, Outcome], name: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "code"), [("ctrl-c while the ranks import", 130), ("sigterm to the parent", 143)]
+)
+def test_the_first_signal_lets_all_ranks_finish_their_work(
+    outcomes: dict[str, Outcome], name: str, code: int
+) -> None:
     outcome = outcomes[name]
     assert outcome.code == code, outcome.stderr
     assert outcome.of("finished") == [[0, 1], [0, 1]]
@@ -547,7 +578,9 @@ def test_the_first_signal_lets_all_ranks_finish_their_work(outcomes: dict[str, O
     assert not outcome.survivors
 
 
-@pytest.mark.parametrize(("name", "said"), [("ctrl-c twice", "stopped at once"), ("grace is over", "not finished after 1 s")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("ctrl-c twice", "stopped at once"), ("grace is over", "not finished after 1 s")]
+)
 def test_ranks_that_do_not_finish_are_killed(outcomes: dict[str, Outcome], name: str, said: str) -> None:
     outcome = outcomes[name]
     assert outcome.code == 130
@@ -577,16 +610,22 @@ def test_when_the_parent_is_killed_the_ranks_finish_and_leave(outcomes: dict[str
     assert not outcome.survivors
 
 
-def test_when_the_parent_is_killed_while_the_ranks_import_they_begin_nothing_and_leave(outcomes: dict[str, Outcome]) -> None:
+def test_when_the_parent_is_killed_while_the_ranks_import_they_begin_nothing_and_leave(
+    outcomes: dict[str, Outcome],
+) -> None:
     outcome = outcomes["parent killed while the ranks import"]
     assert outcome.code == -signal.SIGKILL
     assert not outcome.of("ready")
     assert not outcome.survivors
 
 
-def test_the_ranks_of_one_machine_and_their_launcher_listen_on_its_loopback_alone(outcomes: dict[str, Outcome]) -> None:
+def test_the_ranks_of_one_machine_and_their_launcher_listen_on_its_loopback_alone(
+    outcomes: dict[str, Outcome],
+) -> None:
     """Whoever reaches their ports is taken for a rank."""
     outcome = outcomes["collectives"]
     loopback = {"0100007F", "00000000000000000000000001000000"}
     assert all(outcome.of("listens")), "the store of rank 0, and gloo"
-    assert {address for found in outcome.of("listens") + outcome.of("launcher") for address in found} <= loopback
+    assert {
+        address for found in outcome.of("listens") + outcome.of("launcher") for address in found
+    } <= loopback

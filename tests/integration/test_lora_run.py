@@ -37,7 +37,9 @@ WORDS = {
 def train(workspace: Path, name: str, num_steps: int, **changes: str) -> Path:
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     words = {**WORDS, "run.out_dir": str(workspace / name), "run.num_steps": str(num_steps), **changes}
-    config = load_config(workspace / "run.toml", [word for key, value in words.items() for word in (f"--{key}", value)])
+    config = load_config(
+        workspace / "run.toml", [word for key, value in words.items() for word in (f"--{key}", value)]
+    )
     loop.main(loop.describe_run(config, Moment.now()), StopRequest())
     return workspace / name
 
@@ -70,12 +72,17 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(run: Path) -> None:
     names = list(checkpoint(run))
     assert {name.split(".")[-2] for name in names} == {"lora_A", "lora_B"}
     kinds = {name.partition("model.")[0] for name in names}
-    assert kinds == {"policy.", *(f"policy_optimizer.{moment}." for moment in ("exp_avg", "exp_avg_sq", "step"))}
+    assert kinds == {
+        "policy.",
+        *(f"policy_optimizer.{moment}." for moment in ("exp_avg", "exp_avg_sq", "step")),
+    }
     assert len(names) == 4 * 2 * 3 * 2, "weights and three of Adam's × A and B × targets × layers"
 
 
 def test_the_policy_is_its_base_with_the_adapter_merged(workspace: Path, run: Path) -> None:
-    base, policy = (load_file(folder / "model.safetensors") for folder in (workspace / "model", run / "policy"))
+    base, policy = (
+        load_file(folder / "model.safetensors") for folder in (workspace / "model", run / "policy")
+    )
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
     said = json.loads((run / "adapter" / "adapter_config.json").read_text())
     scale = said["lora_alpha"] / said["r"]
@@ -90,7 +97,12 @@ def test_the_policy_is_its_base_with_the_adapter_merged(workspace: Path, run: Pa
 
 
 def policy(out_dir: Path) -> Tensor:
-    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(out_dir / "policy" / "model.safetensors").items())])
+    return torch.cat(
+        [
+            tensor.flatten()
+            for _, tensor in sorted(load_file(out_dir / "policy" / "model.safetensors").items())
+        ]
+    )
 
 
 @pytest.mark.parametrize("rank", ["4", "0"])
@@ -98,9 +110,13 @@ def test_a_run_starts_from_the_adapter_of_another_whether_it_trains_that_or_all_
     rank: str, workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(workspace)
-    lora = {"lora__rank": rank} if rank != "0" else {"lora__rank": rank, "lora__targets": ",".join(ALL_TARGETS)}
+    lora = (
+        {"lora__rank": rank} if rank != "0" else {"lora__rank": rank, "lora__targets": ",".join(ALL_TARGETS)}
+    )
     changes = {"model__adapter": str(run / "adapter"), "optimizer__learning_rate": "1e-9", **lora}
-    near, far = (train(workspace, f"{name}-{rank}", 1, **{**changes, **change}) for name, change in CHANGES.items())
+    near, far = (
+        train(workspace, f"{name}-{rank}", 1, **{**changes, **change}) for name, change in CHANGES.items()
+    )
     assert torch.allclose(policy(near), policy(run), atol=1e-6)
     assert not torch.allclose(policy(far), policy(run), atol=1e-6)
 
@@ -108,7 +124,9 @@ def test_a_run_starts_from_the_adapter_of_another_whether_it_trains_that_or_all_
 CHANGES = {"on": {}, "on and further": {"optimizer__learning_rate": "3e-2"}}
 
 
-def test_a_run_does_not_go_on_with_another_adapter(workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_go_on_with_another_adapter(
+    workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(workspace)
     shutil.copytree(run / "adapter", workspace / "start")
     train(workspace, "changed", 1, model__adapter=str(workspace / "start"))

@@ -25,7 +25,9 @@ def test_a_run_of_two_steps_is_enough_to_tell_its_steps_on_one_replica_and_on_mo
     kept = ("--run.out_dir", str(folder), "--run.keep_responses", "true")
     assert tlt_here("train", recipe, *kept, *SHORT) == 0
     run = run_in(folder)
-    assert [sum(map(sum, groups)) for groups in run.lengths] == [step.rollout.num_tokens for step in run.steps]
+    assert [sum(map(sum, groups)) for groups in run.lengths] == [
+        step.rollout.num_tokens for step in run.steps
+    ]
     assumed = assume_recorded(run, run.config)
     of_second = replace(assumed, steps=run.lengths[1:])
     *_, tlt = expect(of_second, 1, run.config.rollout.problems_per_step, 1).variants

@@ -1,4 +1,5 @@
-"""Runs that keep their responses, and runs that draft from those of another: the result is that of the run without."""
+"""Runs that keep their responses, and runs that draft from those of another: the result is that of the run
+without."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from tlt.engine.stats import EngineStats
 from tlt.saved.responses import kept_by
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
-FOLLOWS = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--drafter.train", "false", "--evaluation.every", "2")
+FOLLOWS = (
+    "--rollout.speculation",
+    "ahead+hybrid:64x1x64",
+    "--drafter.train",
+    "false",
+    "--evaluation.every",
+    "2",
+)
 STEPS = ("--run.num_steps", "4", *FOLLOWS)
 SLOWER = ("--optimizer.learning_rate", "1e-3")
 
@@ -40,7 +48,11 @@ def first(workspace: Path, tlt_here: Tlt) -> Path:
 @pytest.fixture
 def alone(workspace: Path, tlt_here: Tlt) -> Path:
     """Another learning rate, and a step more, without references of another run; made once."""
-    return workspace / "alone" if (workspace / "alone").exists() else begin(tlt_here, workspace, "alone", *SLOWER)
+    return (
+        workspace / "alone"
+        if (workspace / "alone").exists()
+        else begin(tlt_here, workspace, "alone", *SLOWER)
+    )
 
 
 def replayed(out_dir: Path) -> list[int]:
@@ -50,7 +62,9 @@ def replayed(out_dir: Path) -> list[int]:
 def assert_same(out_dir: Path, alone: Path) -> None:
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(alone)
     assert same_weights(out_dir, alone)
-    one, other = ([*map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())] for run in (out_dir, alone))
+    one, other = (
+        [*map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())] for run in (out_dir, alone)
+    )
     assert [line["by_problem"] for line in one] == [line["by_problem"] for line in other]
 
 
@@ -59,16 +73,23 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_keeps_each_steps_responses_with_their_rewards(first: Path) -> None:
-    assert [path.name for path in kept_by(first, "rollout")] == [f"rollout-0000000{step}.jsonl" for step in range(3)]
-    assert [path.name for path in kept_by(first, "evaluation")] == [f"evaluation-0000000{step}.jsonl" for step in (0, 2, 3)]
+    assert [path.name for path in kept_by(first, "rollout")] == [
+        f"rollout-0000000{step}.jsonl" for step in range(3)
+    ]
+    assert [path.name for path in kept_by(first, "evaluation")] == [
+        f"evaluation-0000000{step}.jsonl" for step in (0, 2, 3)
+    ]
     for step, record in enumerate(records(first)):
         kept = lines(first / "responses" / f"rollout-0000000{step}.jsonl")
         assert len(kept) == record.rollout.num_responses == 16
         assert sum(len(one["token_ids"]) for one in kept) == record.rollout.num_tokens
         assert sum(one["reward"] for one in kept) / 16 == pytest.approx(record.rewards.mean)
-        assert {(one["purpose"], one["policy_step"], one["policy_version"]) for one in kept} == {("rollout", step, step)}
+        assert {(one["purpose"], one["policy_step"], one["policy_version"]) for one in kept} == {
+            ("rollout", step, step)
+        }
         assert all(
-            isinstance(one["text"], str) and one["prompt_ids"] and one["finish_reason"] in ("stop", "length") for one in kept
+            isinstance(one["text"], str) and one["prompt_ids"] and one["finish_reason"] in ("stop", "length")
+            for one in kept
         )
     assert {one["policy_version"] for one in lines(first / "responses" / "evaluation-00000002.jsonl")} == {2}
 
@@ -79,7 +100,9 @@ def test_a_replay_with_another_learning_rate_is_the_run_without_it(
     replay = begin(tlt_here, workspace, "replay", *SLOWER, "--replay", str(first))
     assert_same(replay, alone)
     followed = replayed(replay)
-    assert followed[0] >= 0.9 * (records(replay)[0].rollout.num_tokens - 32), "the first policy is the same: all is kept"
+    assert followed[0] >= 0.9 * (records(replay)[0].rollout.num_tokens - 32), (
+        "the first policy is the same: all is kept"
+    )
     assert followed[1] > 0
     assert followed[3] == 0
     assert capsys.readouterr().out.count("has kept nothing of step 4; it goes on without") == 1
@@ -92,9 +115,13 @@ def test_what_of_a_replayed_run_cannot_be_read_is_said_and_left_out(
     shutil.copytree(first, damaged)
     torn, foreign, strange = (damaged / "responses" / f"rollout-0000000{step}.jsonl" for step in (1, 2, 0))
     torn.write_text(torn.read_text()[:-40])
-    foreign.write_text(json.dumps({"problem_id": "of another task", "prompt_ids": [1], "token_ids": [1]}) + "\n")
+    foreign.write_text(
+        json.dumps({"problem_id": "of another task", "prompt_ids": [1], "token_ids": [1]}) + "\n"
+    )
     some = lines(strange)
-    strange.write_text("".join(json.dumps({**one, "token_ids": one["token_ids"][::-1]}) + "\n" for one in some[1:]))
+    strange.write_text(
+        "".join(json.dumps({**one, "token_ids": one["token_ids"][::-1]}) + "\n" for one in some[1:])
+    )
     (damaged / "responses" / "evaluation-00000000.jsonl").write_bytes(b"\xff\xfe\x00")
     replay = begin(tlt_here, workspace, "careless", *SLOWER, "--replay", str(damaged))
     assert_same(replay, alone)
@@ -114,21 +141,34 @@ def test_two_ranks_replay_what_one_has_kept(workspace: Path, first: Path, progra
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_resumed_run_keeps_what_counts_and_drafts_from_what_was_before(
-    is_damaged: bool, workspace: Path, first: Path, tlt_here: Tlt, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    is_damaged: bool,
+    workspace: Path,
+    first: Path,
+    tlt_here: Tlt,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     again = workspace / f"again-{is_damaged}"
     shutil.copytree(first, again)
     expected = {path.name: lines(path) for path in (again / "responses").iterdir()}
-    (again / "responses" / "rollout-00000007.jsonl").write_text("{}\n")  # of an attempt that is gone back behind
+    (again / "responses" / "rollout-00000007.jsonl").write_text(
+        "{}\n"
+    )  # of an attempt that is gone back behind
     shutil.rmtree(again / "checkpoints" / "step-00000003")
     if is_damaged:
         (again / "references.safetensors").write_bytes(b"no tensors at all")
     followed, record = [], EngineStats.record_reference
-    monkeypatch.setattr(EngineStats, "record_reference", lambda *given: (followed.append(given[-1]), record(*given)))
+    monkeypatch.setattr(
+        EngineStats, "record_reference", lambda *given: (followed.append(given[-1]), record(*given))
+    )
     assert tlt_here("train", "--resume", str(again)) == 0
     assert {path.name: lines(path) for path in (again / "responses").iterdir()} == expected
-    assert (sum(followed) > 0) != is_damaged, "one rank generates nothing ahead: these are the last evaluation's"
-    assert ("is left out, for it is not as it was written" in " ".join(capsys.readouterr().out.split())) == is_damaged
+    assert (sum(followed) > 0) != is_damaged, (
+        "one rank generates nothing ahead: these are the last evaluation's"
+    )
+    assert (
+        "is left out, for it is not as it was written" in " ".join(capsys.readouterr().out.split())
+    ) == is_damaged
 
 
 @pytest.mark.parametrize(
@@ -140,15 +180,31 @@ def test_a_resumed_run_keeps_what_counts_and_drafts_from_what_was_before(
         (("--replay", "first", "--run.seed", "4"), "has run.seed 0, this run 4"),
         (("--replay", "first", "--task.num_problems", "13"), "has task.num_problems 12, this run 13"),
         (("--replay", "first", "--task.options.first", "2"), "has task.options {}, this run {'first': 2}"),
-        (("--replay", "first", "--rollout.problems_per_step", "2"), "has rollout.problems_per_step 4, this run 2"),
+        (
+            ("--replay", "first", "--rollout.problems_per_step", "2"),
+            "has rollout.problems_per_step 4, this run 2",
+        ),
         (("--replay", "large"), "token id 99999 is outside the vocabulary of 24"),
         (("--replay", "other"), "answers none of this run's prompts"),
-        (("--replay", "first", "--rollout.speculation", "off"), "nothing would draft from that run's responses"),
-        (("--replay", "first", "--rollout.references_mib", "0"), "nothing would draft from that run's responses"),
+        (
+            ("--replay", "first", "--rollout.speculation", "off"),
+            "nothing would draft from that run's responses",
+        ),
+        (
+            ("--replay", "first", "--rollout.references_mib", "0"),
+            "nothing would draft from that run's responses",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_one_line(
-    words: tuple[str, ...], said: str, workspace: Path, first: Path, alone: Path, tlt_here: Tlt, capsys: Any, monkeypatch: Any
+    words: tuple[str, ...],
+    said: str,
+    workspace: Path,
+    first: Path,
+    alone: Path,
+    tlt_here: Tlt,
+    capsys: Any,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.chdir(workspace)
     for name, change in (("large", {"token_ids": [3, 99999]}), ("other", {"prompt_ids": [3, 4]})):

@@ -34,9 +34,12 @@ def command(workspace: Path, *arguments: str) -> tuple[list[str], dict[str, str]
 
 
 def train(workspace: Path, name: str, *overrides: str, programs: Programs | None = None) -> Path:
-    """programs: where launcher and ranks are forked, with what is imported there; None: they start as a user's do."""
+    """programs: where launcher and ranks are forked, with what is imported there; None: they start as a
+    user's do."""
     out_dir = workspace / name
-    words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides)
+    words, environment = command(
+        workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides
+    )
     run = programs.run if programs else subprocess.run
     done = run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -55,8 +58,8 @@ def what_the_law_fixes(out_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def speculating_run(workspace: Path) -> Path:
-    """A fixed strategy: whether an adaptive run speculates in a given step is decided by its clock. Responses may change ranks.
-    Every step is evaluated."""
+    """A fixed strategy: whether an adaptive run speculates in a given step is decided by its clock.
+    Responses may change ranks. Every step is evaluated."""
     return train(workspace, "speculating", "--rollout.speculation", "4x1x4", "--evaluation.every", "1")
 
 
@@ -64,7 +67,9 @@ def same_weights(a: Path, b: Path) -> bool:
     return not different_weights(a / "policy", b / "policy")
 
 
-def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, speculating_run: Path, programs: Programs) -> None:
+def test_speculation_on_and_off_are_the_same_run_in_float64(
+    workspace: Path, speculating_run: Path, programs: Programs
+) -> None:
     nothing = ("--rollout.speculation", "off", "--rollout.migrate", "false", "--drafter.train", "false")
     plain = train(workspace, "plain", *nothing, programs=programs)
     assert what_the_law_fixes(plain) == what_the_law_fixes(speculating_run)
@@ -78,7 +83,14 @@ def test_generating_two_steps_ahead_changes_no_token_and_no_weight(
     workspace: Path, speculating_run: Path, programs: Programs
 ) -> None:
     """One step: proofs/test_killed_runs.py."""
-    follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", "2", "--rollout.migrate", "false")
+    follows = (
+        "--rollout.speculation",
+        "ahead+hybrid:64x1x64",
+        "--rollout.ahead",
+        "2",
+        "--rollout.migrate",
+        "false",
+    )
     ahead = train(workspace, "ahead", *follows, programs=programs)
     assert what_the_law_fixes(ahead) == what_the_law_fixes(speculating_run)
     assert same_weights(ahead, speculating_run)
@@ -87,7 +99,9 @@ def test_generating_two_steps_ahead_changes_no_token_and_no_weight(
     assert not any(record.idle.ahead_tokens for record in records(speculating_run))
 
 
-def test_whatever_idle_time_is_spent_on_the_run_is_the_same(workspace: Path, speculating_run: Path, programs: Programs) -> None:
+def test_whatever_idle_time_is_spent_on_the_run_is_the_same(
+    workspace: Path, speculating_run: Path, programs: Programs
+) -> None:
     follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", "adaptive")
     adaptive = train(workspace, "ahead-adaptive", *follows, programs=programs)
     assert what_the_law_fixes(adaptive) == what_the_law_fixes(speculating_run)
@@ -98,8 +112,11 @@ def test_whatever_idle_time_is_spent_on_the_run_is_the_same(workspace: Path, spe
     assert used & {"ahead", "train"}
 
 
-def test_one_rank_generates_the_same_responses_as_two(workspace: Path, speculating_run: Path, tlt_here: Tlt) -> None:
-    """Tokens of the first step do not depend on the number of ranks; later ones only through the rounding of sums."""
+def test_one_rank_generates_the_same_responses_as_two(
+    workspace: Path, speculating_run: Path, tlt_here: Tlt
+) -> None:
+    """Tokens of the first step do not depend on the number of ranks; later ones only through the rounding
+    of sums."""
     alone = workspace / "alone"
     few = ("--run.num_ranks", "1", "--run.num_steps", "1")
     assert tlt_here("train", str(workspace / "run.toml"), "--run.out_dir", str(alone), *few) == 0
@@ -145,19 +162,39 @@ def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> N
     assert [record.policy_version for record in records(speculating_run)] == [0, 1, 2, 3, 4]
 
 
-def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_and_what_to_try(speculating_run: Path) -> None:
+def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_and_what_to_try(
+    speculating_run: Path,
+) -> None:
     lines = speculating_run.with_suffix(".txt").read_text().splitlines()
     rows = {line.split()[0]: line for line in lines if line.strip()}
-    assert [line.split()[0] for line in lines[:7]] == ["model", "task", "algorithm", "ranks", "update", "speculation", "folder"]
+    assert [line.split()[0] for line in lines[:7]] == [
+        "model",
+        "task",
+        "algorithm",
+        "ranks",
+        "update",
+        "speculation",
+        "folder",
+    ]
     assert "2 on cpu (" in rows["ranks"]
     said = [line.strip() for line in lines if line.strip()]
-    assert said[7].startswith("evaluation: 6 of 6 held-out problems are trained on, too ('test-0' is"), "this test's own task"
+    assert said[7].startswith("evaluation: 6 of 6 held-out problems are trained on, too ('test-0' is"), (
+        "this test's own task"
+    )
     assert said[8:10] == ["starting 2 ranks …", "loading model and problems …"]
     for product in ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl"):
         assert rows[product].endswith(str(speculating_run / product))
         assert (speculating_run / product).exists()
-    assert rows["tlt"].split()[1:3] == ["generate", str(speculating_run / "policy")], "the last line is a command to try"
-    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0].isdigit()] == ["1", "2", "3", "4", "5"]
+    assert rows["tlt"].split()[1:3] == ["generate", str(speculating_run / "policy")], (
+        "the last line is a command to try"
+    )
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0].isdigit()] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
 
 
 def test_the_drafter_is_trained_in_idle_time_and_its_version_counts_it(speculating_run: Path) -> None:

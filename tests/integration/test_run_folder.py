@@ -1,4 +1,5 @@
-"""A run's folder that others have changed: what is in the way, or gone, is one line; what is only a picture ends nothing."""
+"""A run's folder that others have changed: what is in the way, or gone, is one line; what is only a
+picture ends nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +12,27 @@ import pytest
 from tests.integration.conftest import Tlt
 from tlt.saved import checkpoint
 
-FEW = ("--run.num_ranks", "1", "--evaluation.num_problems", "0", "--rollout.speculation", "off", "--drafter.train", "false")
+FEW = (
+    "--run.num_ranks",
+    "1",
+    "--evaluation.num_problems",
+    "0",
+    "--rollout.speculation",
+    "off",
+    "--drafter.train",
+    "false",
+)
 
 
 def begin(tlt_here: Tlt, workspace: Path, out_dir: Path, num_steps: int = 1) -> int:
     return tlt_here(
-        "train", str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *FEW, "--run.num_steps", str(num_steps)
+        "train",
+        str(workspace / "run.toml"),
+        "--run.out_dir",
+        str(out_dir),
+        *FEW,
+        "--run.num_steps",
+        str(num_steps),
     )
 
 
@@ -33,7 +49,9 @@ def test_a_file_where_the_journal_goes_is_one_line(
     assert begin(tlt_here, workspace, out_dir) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tlt: error: {out_dir / 'journal'}")
-    assert "cannot be written (File exists); move away what lies in its place, then tlt train --resume" in line
+    assert (
+        "cannot be written (File exists); move away what lies in its place, then tlt train --resume" in line
+    )
     assert (out_dir / "journal").read_text() == "mine"
 
 
@@ -57,7 +75,11 @@ def test_a_journal_with_folders_and_a_damaged_timeline_and_tracking_file_end_no_
 
 
 def test_a_folder_that_is_removed_under_a_run_is_said_and_does_not_come_back(
-    workspace: Path, tmp_path: Path, tlt_here: Tlt, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    tmp_path: Path,
+    tlt_here: Tlt,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out_dir, save = tmp_path / "run", checkpoint.CheckpointWriter.save
 
@@ -70,5 +92,7 @@ def test_a_folder_that_is_removed_under_a_run_is_said_and_does_not_come_back(
     words = ("--run.checkpoint_every", "1", "--run.num_steps", "3")
     assert tlt_here("train", str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *FEW, *words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"tlt: error: run.out_dir: {out_dir} has been removed, or moved, under the run; bring it back")
+    assert line.startswith(
+        f"tlt: error: run.out_dir: {out_dir} has been removed, or moved, under the run; bring it back"
+    )
     assert not out_dir.exists()

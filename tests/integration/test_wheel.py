@@ -1,6 +1,7 @@
 """A user who has the wheel alone: built here, installed into a fresh environment elsewhere, and used there.
 
-Building fetches hatchling from the package index, so without a network this is skipped; it is the only such test.
+Building fetches hatchling from the package index, so without a network this is skipped; it is the only
+such test.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ TINY = """--run.num_steps 2 --run.num_ranks 1 --run.checkpoint_every 0 --task.nu
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
     built = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
     if built.returncode and re.search(
         "No matching distribution|NewConnectionError|ConnectTimeout", built.stdout + built.stderr
@@ -37,12 +48,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel, which borrows what it depends on from the one that runs the tests."""
+    """A virtual environment with the wheel, which borrows what it depends on from the one that runs the
+    tests."""
     path = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
     (site_packages,) = path.glob("lib/python*/site-packages")
-    (site_packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # whose own .pth files are not read
-    pip = [sys.executable, "-m", "pip", "--python", str(path / "bin" / "python"), "--disable-pip-version-check", "-q"]
+    (site_packages / "borrowed.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # whose own .pth files are not read
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(path / "bin" / "python"),
+        "--disable-pip-version-check",
+        "-q",
+    ]
     subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True)
     return path
 
@@ -51,7 +73,9 @@ def run(environment: Path, folder: Path, program: str, *words: str) -> str:
     """What the program prints in an environment that knows nothing of the repository."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(environment / "bin" / program), *words]
-    done = subprocess.run(command, cwd=folder, env=variables, check=False, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        command, cwd=folder, env=variables, check=False, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -62,8 +86,12 @@ def test_the_wheel_carries_the_recipes_and_a_description_without_broken_links(wh
         names = archive.namelist()
         (metadata,) = [archive.read(name).decode() for name in names if name.endswith("METADATA")]
     parts = ("quickstart.toml", "base/model.safetensors", "base/tokenizer.json")
-    assert {f"tlt/_recipes/{recipe}/{part}" for recipe in ("countdown", "math") for part in parts} <= set(names)
-    assert {f"tlt/_recipes/countdown/{part}" for part in ("headline.toml", "drafter/model.safetensors")} <= set(names)
+    assert {f"tlt/_recipes/{recipe}/{part}" for recipe in ("countdown", "math") for part in parts} <= set(
+        names
+    )
+    assert {
+        f"tlt/_recipes/countdown/{part}" for part in ("headline.toml", "drafter/model.safetensors")
+    } <= set(names)
     assert "tlt/_recipes/math/base/chat_template.jinja" in names
     assert not [name for name in names if name.startswith("tlt/_recipes/") and name.endswith((".py", ".md"))]
     assert "# TLT" in metadata

@@ -1,4 +1,5 @@
-"""Tiny engines, adversarial drafters, and an independent referee: full forwards of transformers' own model and the law."""
+"""Tiny engines, adversarial drafters, and an independent referee: full forwards of transformers' own model
+and the law."""
 
 from __future__ import annotations
 
@@ -51,15 +52,19 @@ def law_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def fit(tokens: Tensor, expected: np.ndarray) -> float:
-    """Returns the p-value of a chi-square test; 0 when a token appears that cannot. Tokens that are expected fewer than 5 times
-    share a bin."""
+    """Returns the p-value of a chi-square test; 0 when a token appears that cannot. Tokens that are
+    expected fewer than 5 times share a bin."""
     counts = np.bincount(tokens.numpy(), minlength=len(expected))
     if counts[expected == 0].any():
         return 0.0
     often = expected * len(tokens) >= 5
     observed = np.append(counts[often], counts[~often].sum())
     wanted = np.append(expected[often], expected[~often].sum()) * len(tokens)
-    return float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue) if (wanted > 0).sum() > 1 else 1.0
+    return (
+        float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue)
+        if (wanted > 0).sum() > 1
+        else 1.0
+    )
 
 
 def make_engine(
@@ -72,15 +77,21 @@ def make_engine(
     window: int = 4096,
     confidence_threshold: float = 0.0,
 ) -> RolloutEngine:
-    engine = RolloutEngine(PackedTransformer(policy.config, dtype), max_batch_size=max_batch_size, tuner=tuner)
+    engine = RolloutEngine(
+        PackedTransformer(policy.config, dtype), max_batch_size=max_batch_size, tuner=tuner
+    )
     engine.load_policy(dict(policy.named_parameters()))
     if tuner is not None:
         if drafter == "learned":
             model = DraftModel(drafter_shape(policy.config)).initialize(2)
             packed = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
-            settings = LearnedSettings(ranking=ranking, window=window, confidence_threshold=confidence_threshold)
+            settings = LearnedSettings(
+                ranking=ranking, window=window, confidence_threshold=confidence_threshold
+            )
             learned = LearnedDrafter(packed, engine.model, max_batch_size, settings)
-            engine.load_drafter(make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold))
+            engine.load_drafter(
+                make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold)
+            )
         elif drafter == "ngram":
             engine.load_drafter(make_drafter(None, max_batch_size, confidence_threshold=confidence_threshold))
         else:
@@ -90,7 +101,8 @@ def make_engine(
 
 @dataclass(frozen=True)
 class Given:
-    """Stands for the law's noise while drafts are made (`DraftNoise`): noise_BDV[b, d] is row b's at depth d."""
+    """Stands for the law's noise while drafts are made (`DraftNoise`): noise_BDV[b, d] is row b's at depth
+    d."""
 
     noise_BDV: Tensor
 
@@ -108,7 +120,9 @@ class ArtificialDrafter(Drafter[Proposal]):
 
     kinds = ("artificial",)
 
-    def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None
+    ) -> None:
         self.kind, self.random, self.answers = kind, random.Random(seed), answers or {}
 
     def propose(
@@ -163,7 +177,9 @@ PARAMS = (
 )
 
 
-def make_requests(num_problems: int, num_samples: int, seed: int, params: Sequence[SamplingParams] = PARAMS) -> list[Request]:
+def make_requests(
+    num_problems: int, num_samples: int, seed: int, params: Sequence[SamplingParams] = PARAMS
+) -> list[Request]:
     """Prompts of 1 to 12 tokens, every sampling setting in turn, responses of 1 to 60 tokens."""
     rng = random.Random(seed)
     requests = []
@@ -171,7 +187,9 @@ def make_requests(num_problems: int, num_samples: int, seed: int, params: Sequen
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
         for index in range(num_samples):
             base = params[(problem * num_samples + index) % len(params)]
-            one = SamplingParams(base.temperature, base.top_k, base.top_p, base.min_p, rng.randint(1, 60), (STOP,), seed)
+            one = SamplingParams(
+                base.temperature, base.top_k, base.top_p, base.min_p, rng.randint(1, 60), (STOP,), seed
+            )
             requests.append(Request(f"p{problem}", index, prompt, one))
     return requests
 

@@ -1,7 +1,8 @@
-"""The audit on our own engine: it passes whatever the speculation, and each fault planted in it by hand is found.
+"""The audit on our own engine: it passes whatever the speculation, and each fault planted in it by hand is
+found.
 
-The referee is transformers' own model, read from a checkpoint folder. Verdicts have a false-positive rate of 1e-4 each;
-the seeds are fixed, so a verdict here never changes by chance.
+The referee is transformers' own model, read from a checkpoint folder. Verdicts have a false-positive rate
+of 1e-4 each; the seeds are fixed, so a verdict here never changes by chance.
 """
 
 from __future__ import annotations
@@ -57,9 +58,13 @@ def audit(
     return auditor.judge("engine", rollouts, referee)
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"T{p.temperature:g}-k{p.top_k}-p{p.top_p:g}-m{p.min_p:g}")
+@pytest.mark.parametrize(
+    "params", PARAMS, ids=lambda p: f"T{p.temperature:g}-k{p.top_k}-p{p.top_p:g}-m{p.min_p:g}"
+)
 @pytest.mark.parametrize("mode", TUNERS)
-def test_our_engine_passes_in_every_mode_under_every_setting(mode: str, params: SamplingParams, referee: Referee) -> None:
+def test_our_engine_passes_in_every_mode_under_every_setting(
+    mode: str, params: SamplingParams, referee: Referee
+) -> None:
     engine = make_engine(make_policy(), TUNERS[mode](), dtype=torch.float32)
     report = audit(referee, engine, params, num_responses=30)
     assert report.reasons == ()
@@ -67,8 +72,12 @@ def test_our_engine_passes_in_every_mode_under_every_setting(mode: str, params: 
     assert report.logprob_gap < 1e-3  # what the default tolerance supposes of a float32 engine
 
 
-def with_fault(fault: Verify, drafter: str = "random", strategies: Sequence[Strategy] = (TREE,)) -> RolloutEngine:
-    engine = make_engine(make_policy(), Switching(strategies, 0), drafter, dtype=torch.float32, max_batch_size=64)
+def with_fault(
+    fault: Verify, drafter: str = "random", strategies: Sequence[Strategy] = (TREE,)
+) -> RolloutEngine:
+    engine = make_engine(
+        make_policy(), Switching(strategies, 0), drafter, dtype=torch.float32, max_batch_size=64
+    )
     engine.verify = fault
     return engine
 
@@ -81,7 +90,9 @@ def with_fault(fault: Verify, drafter: str = "random", strategies: Sequence[Stra
         pytest.param(PARAMS[0], id="greedy"),
     ],
 )
-def test_a_rejected_draft_accepted_with_probability_001_is_found(params: SamplingParams, referee: Referee) -> None:
+def test_a_rejected_draft_accepted_with_probability_001_is_found(
+    params: SamplingParams, referee: Referee
+) -> None:
     """A random drafter's guesses are nearly always rejected, so about 1 token in 100 is any token at all."""
     fault = PlantedFault(0.01)
     is_plain = params.temperature > 0 and not params.truncates
@@ -99,7 +110,9 @@ def test_the_fault_at_probability_0_changes_nothing(referee: Referee) -> None:
 
 def test_another_temperature_than_told_is_found(referee: Referee) -> None:
     engine = make_engine(make_policy(), Switching([CHAIN], 0), dtype=torch.float32)
-    report = audit(referee, engine, SamplingParams(temperature=0.9), 200, told=SamplingParams(temperature=1.0))
+    report = audit(
+        referee, engine, SamplingParams(temperature=0.9), 200, told=SamplingParams(temperature=1.0)
+    )
     assert report.is_convicted
     assert report.surprise is not None
     assert report.surprise.low > 0  # too sharp
@@ -113,7 +126,9 @@ def test_truncation_forgotten_is_found(referee: Referee) -> None:
 
 
 def test_a_stop_token_suppressed_by_the_engine_is_found(referee: Referee) -> None:
-    def suppressing(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
+    def suppressing(
+        tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams
+    ) -> list[Verdict]:
         logits_BNV = logits_BNV.clone()
         logits_BNV[..., STOP] -= 1.0
         return verify(tree, logits_BNV, noise_BNV, params)

@@ -1,4 +1,5 @@
-"""The law's compiled loops draw what the reference draws: every token, and its log-probability to some units of float32.
+"""The law's compiled loops draw what the reference draws: every token, and its log-probability to some units
+of float32.
 
 Error rate: none. Draws are compared one by one, with the noise that the reference makes whole.
 """
@@ -23,7 +24,9 @@ from tlt.speculative.verify import NoiseAt
 from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import SamplingParams
 
-compiled = pytest.importorskip("tlt.speculative.compiled", reason="Numba is not installed: the reference draws")
+compiled = pytest.importorskip(
+    "tlt.speculative.compiled", reason="Numba is not installed: the reference draws"
+)
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=4, num_samples=2, seed=5)
@@ -36,7 +39,12 @@ LAWS = (
     SamplingParams(1e-30),
     SamplingParams(25.0),
 )
-TRUNCATING = (*LAWS, SamplingParams(1.0, top_k=5), SamplingParams(0.8, top_p=0.9), SamplingParams(1.3, min_p=0.02))
+TRUNCATING = (
+    *LAWS,
+    SamplingParams(1.0, top_k=5),
+    SamplingParams(0.8, top_p=0.9),
+    SamplingParams(1.3, min_p=0.02),
+)
 
 Logits = Callable[[int, int, torch.Generator], Tensor]
 
@@ -59,17 +67,24 @@ SHAPES: dict[str, Logits] = {
 }
 
 
-def cases(num_rows: int, vocab_size: int, seed: int, laws: tuple[SamplingParams, ...]) -> tuple[Tensor, Tensor, BatchParams]:
+def cases(
+    num_rows: int, vocab_size: int, seed: int, laws: tuple[SamplingParams, ...]
+) -> tuple[Tensor, Tensor, BatchParams]:
     generator = torch.Generator().manual_seed(seed)
     keys_R4 = torch.randint(2**32, (num_rows, 4), generator=generator)
     positions_R = torch.randint(2**32, (num_rows,), generator=generator)
     return keys_R4, positions_R, BatchParams([laws[row % len(laws)] for row in range(num_rows)])
 
 
-def disagreement(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[int, float]:
-    """Returns how many tokens are not the reference's, and the largest difference of log-probabilities over its bound."""
+def disagreement(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[int, float]:
+    """Returns how many tokens are not the reference's, and the largest difference of log-probabilities
+    over its bound."""
     noise_R1V = gumbel_noise(keys_R4, positions_R[:, None], logits_RV.shape[1])
-    expected, expected_logprobs = (drawn_R1[:, 0] for drawn_R1 in sample(logits_RV[:, None], noise_R1V, params))
+    expected, expected_logprobs = (
+        drawn_R1[:, 0] for drawn_R1 in sample(logits_RV[:, None], noise_R1V, params)
+    )
     found, logprobs = draw(logits_RV, keys_R4, positions_R, params)
     scaled_RV = params.scale(logits_RV[:, None])[:, 0].float()
     size_R = scaled_RV.gather(1, expected[:, None])[:, 0].abs() + scaled_RV.logsumexp(-1).abs()
@@ -117,11 +132,12 @@ def test_rows_are_shared_by_threads(num_threads: int, monkeypatch: pytest.Monkey
     assert disagreement(logits_RV, *cases(37, 203, 2, TRUNCATING))[0] == 0
 
 
-# ── where two tokens are as good as each other ───────────────────────────────────────────────────────────────────────
+# ── where two tokens are as good as each other ──────────────────────────────────────────────────────────────
 
 
 def tied(position: int, vocab_size: int = 300) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Returns logits whose two best scores are equal bit for bit, their key and position, and the two tokens."""
+    """Returns logits whose two best scores are equal bit for bit, their key and position, and the two
+    tokens."""
     keys_14, positions_1 = torch.tensor([[1, 2, 3, 4]]), torch.tensor([position])
     noise_V = gumbel_noise(keys_14, positions_1[:, None], vocab_size)[0, 0]
     logits_1V = torch.zeros(1, vocab_size)
@@ -150,7 +166,9 @@ def test_what_is_left_to_the_reference_is_its_own(monkeypatch: pytest.MonkeyPatc
     keys_R4, positions_R = keys_14.expand(6, -1).contiguous(), torch.cat([torch.arange(5), positions_1])
     asked: list[int] = []
     plain = rows.reference
-    monkeypatch.setattr(rows, "reference", lambda logits, *args: asked.append(len(logits)) or plain(logits, *args))
+    monkeypatch.setattr(
+        rows, "reference", lambda logits, *args: asked.append(len(logits)) or plain(logits, *args)
+    )
     found = draw(logits_RV, keys_R4, positions_R, BatchParams([SamplingParams()] * 6))[0]
     assert asked == [1]
     assert found[5] == lowest
@@ -167,18 +185,22 @@ def test_a_logit_that_is_no_number_leaves_the_row_to_the_reference(broken: float
     logits_RV = SHAPES["normal"](4, 1500, torch.Generator().manual_seed(6))
     logits_RV[2, 1200] = broken
     found = draw(logits_RV, *cases(4, 1500, 6, LAWS))
-    noise_R1V = gumbel_noise(*(part if part.dim() > 1 else part[:, None] for part in cases(4, 1500, 6, LAWS)[:2]), 1500)
+    noise_R1V = gumbel_noise(
+        *(part if part.dim() > 1 else part[:, None] for part in cases(4, 1500, 6, LAWS)[:2]), 1500
+    )
     expected = sample(logits_RV[:, None], noise_R1V, cases(4, 1500, 6, LAWS)[2])
     assert found[0].tolist() == expected[0][:, 0].tolist()
     assert not found[1][2].isfinite()
     assert found[1][[0, 1, 3]].isfinite().all()
 
 
-# ── in the engine ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def engine_tokens(strategy: Strategy, max_batch_size: int) -> Any:
-    return tokens_of(make_engine(POLICY, Fixed(strategy), dtype=torch.float32, max_batch_size=max_batch_size), REQUESTS)
+    return tokens_of(
+        make_engine(POLICY, Fixed(strategy), dtype=torch.float32, max_batch_size=max_batch_size), REQUESTS
+    )
 
 
 @pytest.mark.parametrize("strategy", [Strategy.OFF, CHAIN, TREE, Strategy("ngram", 3, 2, 6)], ids=str)
@@ -192,12 +214,16 @@ def test_an_engine_draws_the_same_without_numba(
 
 
 def test_strategies_that_change_every_step_change_no_token() -> None:
-    engine = make_engine(POLICY, Switching(default_arms(("learned",)), seed=2), dtype=torch.float32, max_batch_size=5)
+    engine = make_engine(
+        POLICY, Switching(default_arms(("learned",)), seed=2), dtype=torch.float32, max_batch_size=5
+    )
     assert tokens_of(engine, REQUESTS) == engine_tokens(Strategy.OFF, 5)
 
 
 @pytest.mark.parametrize("strategy", [Strategy.OFF, TREE], ids=str)
-def test_noise_of_a_position_beside_it_is_noticed(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_of_a_position_beside_it_is_noticed(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, of_nodes = engine_tokens(strategy, 5), BatchLaw.of_nodes
 
     def shifted(self: BatchLaw, *args: Any) -> NoiseAt:

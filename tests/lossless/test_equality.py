@@ -1,4 +1,5 @@
-"""The promise: speculation changes nothing but the time. Token for token, against a referee that knows no engine."""
+"""The promise: speculation changes nothing but the time. Token for token, against a referee that knows no
+engine."""
 
 from __future__ import annotations
 
@@ -38,9 +39,14 @@ POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
 OFF = tokens_of(make_engine(POLICY), REQUESTS)
 STRATEGIES = [
-    Strategy("learned", *shape) for shape in [(1, 1, 1), (4, 1, 4), (7, 1, 7), (1, 4, 4), (3, 2, 6), (4, 4, 16), (5, 3, 40)]
+    Strategy("learned", *shape)
+    for shape in [(1, 1, 1), (4, 1, 4), (7, 1, 7), (1, 4, 4), (3, 2, 6), (4, 4, 16), (5, 3, 40)]
 ]
-RETRIEVING = [Strategy(kind, *shape) for kind in ("ngram", "hybrid") for shape in [(1, 1, 1), (6, 1, 6), (3, 2, 6), (5, 3, 12)]]
+RETRIEVING = [
+    Strategy(kind, *shape)
+    for kind in ("ngram", "hybrid")
+    for shape in [(1, 1, 1), (6, 1, 6), (3, 2, 6), (5, 3, 12)]
+]
 ARMS = default_arms(HybridDrafter.kinds)
 
 
@@ -57,14 +63,18 @@ def test_chains_and_trees_of_every_drafter_change_no_token(strategy: Strategy, m
     assert engine.stats.num_verifications > 0
 
 
-@pytest.mark.parametrize("arm", [arm for arm in ARMS if not arm.is_off and arm not in STRATEGIES + RETRIEVING], ids=str)
+@pytest.mark.parametrize(
+    "arm", [arm for arm in ARMS if not arm.is_off and arm not in STRATEGIES + RETRIEVING], ids=str
+)
 def test_every_arm_of_the_tuners_changes_no_token(arm: Strategy) -> None:
     assert tokens_of(make_engine(POLICY, Fixed(arm), max_batch_size=7), REQUESTS) == OFF
 
 
 @pytest.mark.parametrize("strategy", [STRATEGIES[1], STRATEGIES[4], RETRIEVING[5]], ids=str)
 @pytest.mark.parametrize(("ranking", "window"), [("top-k", 4096), ("coupled", 6), ("top-k", 6)])
-def test_neither_plain_ranking_nor_a_short_memory_changes_a_token(strategy: Strategy, ranking: str, window: int) -> None:
+def test_neither_plain_ranking_nor_a_short_memory_changes_a_token(
+    strategy: Strategy, ranking: str, window: int
+) -> None:
     """A window of 6 positions is left behind by every stretch without speculation."""
     tuner = Switching([Strategy.OFF, Strategy.OFF, strategy], seed=3)
     engine = make_engine(POLICY, tuner, max_batch_size=5, ranking=ranking, window=window)
@@ -75,10 +85,14 @@ def test_neither_plain_ranking_nor_a_short_memory_changes_a_token(strategy: Stra
 @pytest.mark.parametrize("kind", ["learned", "ngram", "hybrid"])
 @pytest.mark.parametrize("threshold", [0.03, 0.2])
 @pytest.mark.parametrize("max_batch_size", [1, 6])
-def test_chains_that_stop_when_they_become_unlikely_change_no_token(kind: str, threshold: float, max_batch_size: int) -> None:
+def test_chains_that_stop_when_they_become_unlikely_change_no_token(
+    kind: str, threshold: float, max_batch_size: int
+) -> None:
     """How far they go depends on what was learned so far, so every sequence stops elsewhere."""
     widths, is_ragged = set(), False
-    engine = make_engine(POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size, confidence_threshold=threshold)
+    engine = make_engine(
+        POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size, confidence_threshold=threshold
+    )
     verify = engine.verify
 
     def watched(tree: DraftTree, *args: Any) -> list[Verdict]:
@@ -95,7 +109,8 @@ def test_chains_that_stop_when_they_become_unlikely_change_no_token(kind: str, t
 
 @pytest.mark.parametrize("drafter", ["learned", "ngram"])
 def test_the_tuners_own_choices_change_no_token(drafter: str) -> None:
-    """They depend on clocks, here on one that says anything: the tuner switches often, and the tokens stay the same."""
+    """They depend on clocks, here on one that says anything: the tuner switches often, and the tokens stay
+    the same."""
     kinds = HybridDrafter.kinds if drafter == "learned" else NgramDrafter.kinds
     tuner = make_tuner("adaptive", kinds)
     assert tuner is not None
@@ -105,7 +120,9 @@ def test_the_tuners_own_choices_change_no_token(drafter: str) -> None:
         observe(strategy, batch, replace(outcome, seconds=rng.lognormvariate(-5 + strategy.is_off, 1)))
 
     tuner.observe = observe_by_a_wild_clock  # type: ignore[method-assign]  # a clock that says anything
-    engine = make_engine(POLICY, tuner, drafter=drafter, max_batch_size=5, confidence_threshold=DEFAULT_CONFIDENCE_THRESHOLD)
+    engine = make_engine(
+        POLICY, tuner, drafter=drafter, max_batch_size=5, confidence_threshold=DEFAULT_CONFIDENCE_THRESHOLD
+    )
     for _ in range(2):
         assert tokens_of(engine, REQUESTS) == OFF
     assert len(engine.stats.by_strategy) > 2
@@ -136,21 +153,29 @@ def test_any_batch_composition_order_and_strategy_gives_the_same_tokens(data: st
     seed = data.draw(st.integers(0, 1 << 16))
     use_tuner = data.draw(st.booleans())
     arms = data.draw(st.lists(st.sampled_from([*ARMS, *RETRIEVING]), min_size=1, max_size=6))
-    window, ranking = data.draw(st.sampled_from([5, 40, 4096])), data.draw(st.sampled_from(["coupled", "top-k"]))
+    window, ranking = (
+        data.draw(st.sampled_from([5, 40, 4096])),
+        data.draw(st.sampled_from(["coupled", "top-k"])),
+    )
     tuner = Switching(arms, seed) if use_tuner else None
     engine = make_engine(POLICY, tuner, max_batch_size=slots, window=window, ranking=ranking)
     pending, found, rng = list(chosen), {}, random.Random(seed)
     while pending or not engine.is_idle:  # requests arrive while others run
         for _ in range(rng.randint(0, len(pending))):
             engine.add([pending.pop()])
-        found.update({(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()})
+        found.update(
+            {(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()}
+        )
     assert found == {(r.problem_id, r.sample_index): OFF[r.problem_id, r.sample_index] for r in chosen}
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("slots", [3, 28])
-def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_features(seed: int, slots: int) -> None:
-    """Each is read again where it goes on, beside others, under another strategy, in a slot that others have used."""
+def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_features(
+    seed: int, slots: int
+) -> None:
+    """Each is read again where it goes on, beside others, under another strategy, in a slot that others
+    have used."""
     features: dict[str, dict[tuple[str, int], torch.Tensor]] = {"staying": {}, "moving": {}}
     logprobs: dict[tuple[str, int], tuple[float, ...]] = {}
 
@@ -176,7 +201,9 @@ def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_featu
                 found[key] = rollout.token_ids
                 assert rollout.logprobs == pytest.approx(logprobs[key], abs=1e-9)
             if rng.random() < 0.3:
-                partials = engine.withdraw(rng.sample(range(len(engine.running)), rng.randint(0, len(engine.running))))
+                partials = engine.withdraw(
+                    rng.sample(range(len(engine.running)), rng.randint(0, len(engine.running)))
+                )
                 other.add(partials)
                 num_moved += sum(bool(partial.token_ids) for partial in partials)
     assert found == OFF
@@ -197,22 +224,32 @@ def test_an_aborted_rollout_is_generated_again_token_for_token() -> None:
 def test_logprobs_are_those_of_the_trainers_forward() -> None:
     engine = make_engine(POLICY, Fixed(STRATEGIES[4]))
     for rollout in engine.generate(REQUESTS):
-        request = next(r for r in REQUESTS if (r.problem_id, r.sample_index) == (rollout.problem_id, rollout.sample_index))
+        request = next(
+            r
+            for r in REQUESTS
+            if (r.problem_id, r.sample_index) == (rollout.problem_id, rollout.sample_index)
+        )
         tokens = torch.tensor(rollout.prompt_ids + rollout.token_ids)
         attend = PackedCausal(CONFIG, [len(tokens) - 1])
-        logits = POLICY.logits(POLICY(tokens[:-1], attend.positions(), attend)) / (request.params.temperature or 1.0)
+        logits = POLICY.logits(POLICY(tokens[:-1], attend.positions(), attend)) / (
+            request.params.temperature or 1.0
+        )
         expected = logits.log_softmax(-1).gather(-1, tokens[1:, None])[-len(rollout.token_ids) :, 0]
-        torch.testing.assert_close(torch.tensor(rollout.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            torch.tensor(rollout.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-9
+        )
 
 
 def test_in_float32_almost_all_sequences_agree_and_every_difference_begins_at_a_near_tie() -> None:
-    """DESIGN §2: fewer than 1 sequence in 1,000 may differ, and only from a token on whose margin in float64 is below
-    1e-3. 1,200 sequences: at most 1 may."""
+    """DESIGN §2: fewer than 1 sequence in 1,000 may differ, and only from a token on whose margin in
+    float64 is below 1e-3. 1,200 sequences: at most 1 may."""
     requests = make_requests(num_problems=150, num_samples=8, seed=5, params=PARAMS)
     plain = tokens_of(make_engine(POLICY, dtype=torch.float32, max_batch_size=64), requests)
     tuner = Switching(STRATEGIES, seed=0)
     speculated = tokens_of(make_engine(POLICY, tuner, dtype=torch.float32, max_batch_size=64), requests)
-    different = [r for r in requests if plain[r.problem_id, r.sample_index] != speculated[r.problem_id, r.sample_index]]
+    different = [
+        r for r in requests if plain[r.problem_id, r.sample_index] != speculated[r.problem_id, r.sample_index]
+    ]
     for request in different:
         key = (request.problem_id, request.sample_index)
         assert _margin_of_first_difference(request, plain[key], speculated[key]) < 1e-3
@@ -224,7 +261,9 @@ def _margin_of_first_difference(request: Request, a: tuple[int, ...], b: tuple[i
     first = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     tokens = torch.tensor(request.prompt_ids + a[:first])
     attend = PackedCausal(CONFIG, [len(tokens)])
-    logits = POLICY.logits(POLICY(tokens, attend.positions(), attend))[-1] / (request.params.temperature or 1.0)
+    logits = POLICY.logits(POLICY(tokens, attend.positions(), attend))[-1] / (
+        request.params.temperature or 1.0
+    )
     noise = gumbel_noise(keys_tensor([request.key]), torch.tensor([[len(tokens)]]), CONFIG.vocab_size)[0, 0]
     scores = logits + (noise if request.params.temperature > 0 else 0.0)
     return abs(float(scores[a[first]] - scores[b[first]]))

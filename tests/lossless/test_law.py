@@ -1,7 +1,8 @@
 """The law draws the truncated softmax and nothing else, and verification walks the tree exactly as it says.
 
-References here are brute force in plain Python, written from DESIGN §2; test_warpers.py holds the law to transformers'.
-Error rate: 10 chi-square tests with fixed seeds, each failing a correct law with probability ALPHA = 1e-6; together 1e-5.
+References here are brute force in plain Python, written from DESIGN §2; test_warpers.py holds the law to
+transformers'. Error rate: 10 chi-square tests with fixed seeds, each failing a correct law with
+probability ALPHA = 1e-6; together 1e-5.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PARAMS = [
 ]
 
 
-# ── references ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── references ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def probabilities(logits: list[float], params: SamplingParams) -> np.ndarray:
@@ -65,7 +66,9 @@ def probabilities(logits: list[float], params: SamplingParams) -> np.ndarray:
     return found
 
 
-def brute_force_walk(tokens: list[int], parents: list[int], chosen: list[int], node: int = 0) -> tuple[list[int], list[int]]:
+def brute_force_walk(
+    tokens: list[int], parents: list[int], chosen: list[int], node: int = 0
+) -> tuple[list[int], list[int]]:
     """(columns visited, tokens committed) by recursion from the root."""
     for child, parent in enumerate(parents):
         if child > 0 and parent == node and tokens[child] == chosen[node]:
@@ -82,7 +85,7 @@ def brute_force_ancestors(parents: list[int], node: int) -> list[int]:
     return line
 
 
-# ── the draw ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the draw ────────────────────────────────────────────────────────────────────────────────────────────────
 
 NUM_DRAWS = 1 << 15
 
@@ -91,13 +94,17 @@ def draw(params: list[SamplingParams], dtype: torch.dtype = torch.float64) -> Te
     """[B, draws] tokens: one position each, every row with a key of its own, as one mixed batch."""
     keys = keys_tensor([Request("law", i, (0,), p).key for i, p in enumerate(params)])
     noise = gumbel_noise(keys, torch.arange(NUM_DRAWS).expand(len(params), -1), VOCAB)
-    return sample(torch.tensor(LOGITS, dtype=dtype).expand(len(params), NUM_DRAWS, -1), noise, BatchParams(params))[0]
+    return sample(
+        torch.tensor(LOGITS, dtype=dtype).expand(len(params), NUM_DRAWS, -1), noise, BatchParams(params)
+    )[0]
 
 
 def test_tokens_of_a_mixed_batch_have_each_rows_exact_probabilities() -> None:
     """False-positive rate 1e-5: ten chi-square tests at 1e-6."""
     tokens = draw(PARAMS)
-    assert [fit(row, probabilities(LOGITS, p)) > ALPHA for row, p in zip(tokens, PARAMS, strict=True)] == [True] * len(PARAMS)
+    assert [fit(row, probabilities(LOGITS, p)) > ALPHA for row, p in zip(tokens, PARAMS, strict=True)] == [
+        True
+    ] * len(PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +119,22 @@ def test_tokens_of_a_mixed_batch_have_each_rows_exact_probabilities() -> None:
         (SamplingParams(min_p=0.2), SamplingParams(min_p=0.4)),
     ],
 )
-def test_the_chi_square_sees_a_law_that_is_slightly_another(actual: SamplingParams, claimed: SamplingParams) -> None:
+def test_the_chi_square_sees_a_law_that_is_slightly_another(
+    actual: SamplingParams, claimed: SamplingParams
+) -> None:
     assert fit(draw([actual])[0], probabilities(LOGITS, claimed)) < ALPHA
 
 
 def test_the_chi_square_sees_noise_that_is_not_gumbel() -> None:
     uniform = torch.rand(1, NUM_DRAWS, VOCAB, generator=torch.Generator().manual_seed(0))
-    for wrong in (uniform, uniform.log(), torch.randn(uniform.shape, generator=torch.Generator().manual_seed(0))):
-        tokens = sample(torch.tensor(LOGITS).expand(1, NUM_DRAWS, -1), wrong, BatchParams([SamplingParams()]))[0][0]
+    for wrong in (
+        uniform,
+        uniform.log(),
+        torch.randn(uniform.shape, generator=torch.Generator().manual_seed(0)),
+    ):
+        tokens = sample(
+            torch.tensor(LOGITS).expand(1, NUM_DRAWS, -1), wrong, BatchParams([SamplingParams()])
+        )[0][0]
         assert fit(tokens, probabilities(LOGITS, SamplingParams())) < ALPHA
 
 
@@ -181,19 +196,28 @@ def test_a_tiny_temperature_draws_the_largest_logit_with_certainty(
 ) -> None:
     logits = torch.tensor([-30.0, 12.0, 0.0, 13.0, -1e4, 12.5], dtype=dtype)[None, None]
     noise = torch.tensor([22.9, 5.0, 0.0, -3.0, 22.9, 0.0])[None, None]
-    tokens, logprobs = sample(logits, noise, BatchParams([SamplingParams(temperature=temperature, **truncation)]))
+    tokens, logprobs = sample(
+        logits, noise, BatchParams([SamplingParams(temperature=temperature, **truncation)])
+    )
     assert (tokens.item(), logprobs.item()) == (3, 0.0)
 
 
 def test_equal_scores_go_to_the_lowest_id_at_every_temperature() -> None:
     logits = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5]).expand(len(PARAMS), 1, -1)
-    assert sample(logits, torch.zeros(logits.shape), BatchParams(PARAMS))[0].flatten().tolist() == [1] * len(PARAMS)
+    assert sample(logits, torch.zeros(logits.shape), BatchParams(PARAMS))[0].flatten().tolist() == [1] * len(
+        PARAMS
+    )
 
 
 def test_logprobs_are_those_of_the_scaled_logits_before_truncation() -> None:
-    logits = torch.randn(len(PARAMS), 50, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 2
+    logits = (
+        torch.randn(len(PARAMS), 50, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        * 2
+    )
     keys = keys_tensor([(i, 0, 0, 0) for i in range(len(PARAMS))])
-    tokens, logprobs = sample(logits, gumbel_noise(keys, torch.arange(50).expand(len(PARAMS), -1), VOCAB), BatchParams(PARAMS))
+    tokens, logprobs = sample(
+        logits, gumbel_noise(keys, torch.arange(50).expand(len(PARAMS), -1), VOCAB), BatchParams(PARAMS)
+    )
     for row, params in enumerate(PARAMS):
         scaled = logits[row].numpy() / (params.temperature or 1.0)
         shifted = np.exp(scaled - scaled.max(-1, keepdims=True))
@@ -214,7 +238,9 @@ def test_a_mixed_batch_draws_what_each_row_draws_alone_bit_for_bit(dtype: torch.
 
 
 @pytest.mark.parametrize("sequences_at_a_time", [1, 3, 100])
-def test_many_logits_are_drawn_from_part_by_part_bit_for_bit(sequences_at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_logits_are_drawn_from_part_by_part_bit_for_bit(
+    sequences_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = torch.randn(len(PARAMS), 6, VOCAB, generator=torch.Generator().manual_seed(5)) * 2
     keys = keys_tensor([(i, 1, 2, 3) for i in range(len(PARAMS))])
     noise = gumbel_noise(keys, torch.arange(6).expand(len(PARAMS), -1), VOCAB)
@@ -226,12 +252,17 @@ def test_many_logits_are_drawn_from_part_by_part_bit_for_bit(sequences_at_a_time
 
 def test_logits_in_bf16_are_drawn_from_in_float32() -> None:
     logits = torch.randn(2, 30, VOCAB, generator=torch.Generator().manual_seed(5)).bfloat16()
-    noise, params = torch.zeros(logits.shape), BatchParams([SamplingParams(temperature=0.3), SamplingParams(top_p=0.5)])
-    for in_bf16, in_float32 in zip(sample(logits, noise, params), sample(logits.float(), noise, params), strict=True):
+    noise, params = (
+        torch.zeros(logits.shape),
+        BatchParams([SamplingParams(temperature=0.3), SamplingParams(top_p=0.5)]),
+    )
+    for in_bf16, in_float32 in zip(
+        sample(logits, noise, params), sample(logits.float(), noise, params), strict=True
+    ):
         assert torch.equal(in_bf16, in_float32)
 
 
-# ── trees ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── trees ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @st.composite
@@ -257,7 +288,9 @@ def test_ancestors_depths_and_masks_are_those_of_brute_force(data: st.DataObject
             assert set(seen[row, node].nonzero().flatten().tolist()) == set(line)
             assert positions_BN[row, node] == prefixes[row] + len(line) - 1
             visible = {*range(prefixes[row]), *(prefixes[row] + ancestor for ancestor in line)}
-            assert mask[row, node].tolist() == [0.0 if column in visible else -math.inf for column in range(length)]
+            assert mask[row, node].tolist() == [
+                0.0 if column in visible else -math.inf for column in range(length)
+            ]
 
 
 def test_a_deep_tree_knows_all_its_ancestors() -> None:
@@ -272,10 +305,12 @@ def test_a_chains_mask_is_that_of_its_tree(num_nodes: int, prefixes: list[int], 
     length, prefix_B = max(prefixes) + num_nodes + spare, torch.tensor(prefixes)
     tree = chain(torch.zeros(len(prefixes), num_nodes, dtype=torch.int64))
     expected = tree_mask(ancestors(tree.parents_BN), prefix_B, length, torch.float32)
-    assert torch.equal(chain_mask(prefix_B[:, None] + torch.arange(num_nodes), length, torch.float32), expected)
+    assert torch.equal(
+        chain_mask(prefix_B[:, None] + torch.arange(num_nodes), length, torch.float32), expected
+    )
 
 
-# ── verification ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── verification ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def logits_that_choose(chosen: list[int], vocab: int = 10) -> Tensor:
@@ -284,13 +319,19 @@ def logits_that_choose(chosen: list[int], vocab: int = 10) -> Tensor:
     return logits
 
 
-def verdict_on(tokens: list[int], parents: list[int], chosen: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def verdict_on(
+    tokens: list[int], parents: list[int], chosen: list[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(tokens, path) of a greedy verification in which the target chooses `chosen` at the nodes."""
     logits = logits_that_choose(chosen)
     tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]))
-    (verdict,) = verify(tree, logits, torch.zeros(logits.shape), BatchParams([SamplingParams(temperature=0.0)]))
+    (verdict,) = verify(
+        tree, logits, torch.zeros(logits.shape), BatchParams([SamplingParams(temperature=0.0)])
+    )
     assert verdict.num_accepted == len(verdict.tokens) - 1 == len(verdict.path) - 1
-    assert verdict.logprobs == pytest.approx([logits[0, i].log_softmax(-1).max().item() for i in verdict.path], abs=1e-12)
+    assert verdict.logprobs == pytest.approx(
+        [logits[0, i].log_softmax(-1).max().item() for i in verdict.path], abs=1e-12
+    )
     return verdict.tokens, verdict.path
 
 
@@ -301,15 +342,28 @@ def verdict_on(tokens: list[int], parents: list[int], chosen: list[int]) -> tupl
         ([1, 4, 5], [-1, 0, 1], [4, 5, 6], ((4, 5, 6), (0, 1, 2))),  # a chain, all accepted
         ([1, 4, 5], [-1, 0, 1], [4, 9, 6], ((4, 9), (0, 1))),  # rejected in the middle
         ([1, 4, 5], [-1, 0, 1], [5, 9, 6], ((5,), (0,))),  # the second node's token is no child of the root
-        ([1, 4, 5, 6], [-1, 0, 0, 2], [5, 0, 6, 7], ((5, 6, 7), (0, 2, 3))),  # the second sibling, then its child
-        ([1, 4, 5, 6], [-1, 0, 0, 1], [5, 6, 8, 7], ((5, 8), (0, 2))),  # a child of the other sibling does not count
+        (
+            [1, 4, 5, 6],
+            [-1, 0, 0, 2],
+            [5, 0, 6, 7],
+            ((5, 6, 7), (0, 2, 3)),
+        ),  # the second sibling, then its child
+        (
+            [1, 4, 5, 6],
+            [-1, 0, 0, 1],
+            [5, 6, 8, 7],
+            ((5, 8), (0, 2)),
+        ),  # a child of the other sibling does not count
         ([1, 4, 5], [-1, -1, 0], [4, 4, 4], ((4,), (0,))),  # padding is never visited
         ([1, 0, 0, 5], [-1, -1, 1, 0], [0, 0, 0, 3], ((0,), (0,))),  # nor are padding's children
         ([4, 4, 4], [-1, 0, 1], [4, 4, 4], ((4, 4, 4), (0, 1, 2))),  # repeated tokens
     ],
 )
 def test_the_walk_follows_the_drafts_that_the_target_says(
-    tokens: list[int], parents: list[int], chosen: list[int], expected: tuple[tuple[int, ...], tuple[int, ...]]
+    tokens: list[int],
+    parents: list[int],
+    chosen: list[int],
+    expected: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> None:
     assert verdict_on(tokens, parents, chosen) == expected
 
@@ -333,14 +387,21 @@ def test_verification_is_the_brute_force_walk_over_the_laws_own_tokens(data: st.
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
     logits = torch.randn(batch, num_nodes, vocab, dtype=torch.float64, generator=generator) * 3
     noise = gumbel_noise(
-        torch.randint(0, 1 << 32, (batch, 4), generator=generator), torch.arange(num_nodes).expand(batch, -1), vocab
+        torch.randint(0, 1 << 32, (batch, 4), generator=generator),
+        torch.arange(num_nodes).expand(batch, -1),
+        vocab,
     )
-    verdicts = verify(DraftTree(torch.tensor(tokens), torch.tensor(parents)), logits, noise, BatchParams(params))
+    verdicts = verify(
+        DraftTree(torch.tensor(tokens), torch.tensor(parents)), logits, noise, BatchParams(params)
+    )
     for row in range(batch):
         chosen = []
         for node in range(num_nodes):
             with np.errstate(divide="ignore"):
-                score = np.log(probabilities(logits[row, node].tolist(), params[row])) + noise[row, node].double().numpy()
+                score = (
+                    np.log(probabilities(logits[row, node].tolist(), params[row]))
+                    + noise[row, node].double().numpy()
+                )
             chosen.append(int(score.argmax()))
         path, committed = brute_force_walk(tokens[row], parents[row], chosen)
         assert (list(verdicts[row].path), list(verdicts[row].tokens)) == (path, committed)

@@ -1,7 +1,9 @@
-"""The law's noise is Gumbel, independent in everything the key holds, and a pure function of (key, position, token).
+"""The law's noise is Gumbel, independent in everything the key holds, and a pure function of (key, position,
+token).
 
-Error rate: 25 statistics with fixed seeds, each failing a perfect generator with probability ALPHA = 1e-6; together 2.5e-5.
-A statistic that cannot fail proves nothing: each has a planted fault, below, that makes it fall under ALPHA.
+Error rate: 25 statistics with fixed seeds, each failing a perfect generator with probability ALPHA = 1e-6;
+together 2.5e-5. A statistic that cannot fail proves nothing: each has a planted fault, below, that makes
+it fall under ALPHA.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Noise = Callable[[Tensor, Tensor, int], Tensor]
 REQUEST = Request("problem", 3, (1, 2), SamplingParams(seed=17), "rollout", 5)
 
 
-# ── the generator ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the generator ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,9 @@ def test_a_word_becomes_noise_by_the_formula_up_to_both_ends_of_the_range() -> N
     words = [0, 1, 2, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 2, (1 << 32) - 1]
     planted = tuple(torch.tensor(words, dtype=torch.int64) for _ in range(4))
     with patch.object(sampling, "philox", lambda counter, key: planted):
-        found = gumbel_noise(keys_tensor([(0, 0, 0, 0)]), torch.zeros(1, 1, dtype=torch.int64), 4 * len(words))
+        found = gumbel_noise(
+            keys_tensor([(0, 0, 0, 0)]), torch.zeros(1, 1, dtype=torch.int64), 4 * len(words)
+        )
     w = (np.array(words, dtype=np.longdouble) + np.longdouble(0.5)) / np.longdouble(2) ** 32
     expected = (-np.log(-np.log1p(-w))).astype(np.float32)
     torch.testing.assert_close(found.view(-1, 4)[:, 0], torch.from_numpy(expected), rtol=1e-7, atol=0)
@@ -81,19 +85,23 @@ def test_requests_that_differ_in_any_field_have_different_keys() -> None:
 
 def test_numbers_of_numpy_have_the_key_of_the_same_python_numbers() -> None:
     plain = Request("p", 3, (1,), SamplingParams(seed=5), "rollout", 2)
-    of_numpy = Request(np.str_("p"), np.int64(3), (1,), SamplingParams(seed=np.int32(5)), "rollout", np.uint8(2))
+    of_numpy = Request(
+        np.str_("p"), np.int64(3), (1,), SamplingParams(seed=np.int32(5)), "rollout", np.uint8(2)
+    )
     assert of_numpy.key == plain.key
     assert plain.key == (4150161731, 1033059850, 3521089466, 362085091)
 
 
 def test_what_is_no_part_of_the_key_does_not_change_it() -> None:
     other = replace(
-        REQUEST, prompt_ids=(9,), params=SamplingParams(temperature=0.3, top_k=4, max_tokens=9, stop_ids=(1,), seed=17)
+        REQUEST,
+        prompt_ids=(9,),
+        params=SamplingParams(temperature=0.3, top_k=4, max_tokens=9, stop_ids=(1,), seed=17),
     )
     assert other.key == REQUEST.key
 
 
-# ── the distribution ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ────────────────────────────────────────────────────────────────────────────────────────
 
 NUM_TAIL = 1 << 21
 
@@ -102,7 +110,10 @@ NUM_TAIL = 1 << 21
 def values(noise: Noise) -> np.ndarray:
     """2 million values of one key, as float64."""
     keys = keys_tensor([REQUEST.key])
-    chunks = [noise(keys, torch.arange(start, start + 4096)[None], 256).flatten() for start in range(0, NUM_TAIL // 256, 4096)]
+    chunks = [
+        noise(keys, torch.arange(start, start + 4096)[None], 256).flatten()
+        for start in range(0, NUM_TAIL // 256, 4096)
+    ]
     return torch.cat(chunks).double().numpy()
 
 
@@ -125,9 +136,12 @@ def tail(upper: bool, probability: float) -> Callable[[Noise], float]:
 
 
 def independence(first: Tensor, second: Tensor) -> float:
-    """Chi-square of pairs of uniforms in 16 x 16 bins, and their correlation; the smaller p-value, doubled."""
+    """Chi-square of pairs of uniforms in 16 x 16 bins, and their correlation; the smaller p-value,
+    doubled."""
     a, b = (torch.exp(-torch.exp(-x.flatten().double())).numpy() for x in (first, second))
-    cells = np.bincount((a * 16).astype(int).clip(0, 15) * 16 + (b * 16).astype(int).clip(0, 15), minlength=256)
+    cells = np.bincount(
+        (a * 16).astype(int).clip(0, 15) * 16 + (b * 16).astype(int).clip(0, 15), minlength=256
+    )
     by_cells = stats.chisquare(cells).pvalue
     correlation = 12 * ((a - 0.5) * (b - 0.5)).mean()
     by_correlation = 2 * stats.norm.sf(abs(correlation) * np.sqrt(len(a)))
@@ -209,7 +223,7 @@ def test_the_noise_is_gumbel_and_independent(name: str) -> None:
     assert STATISTICS[name](gumbel_noise) > ALPHA
 
 
-# ── the statistics can fail ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the statistics can fail ─────────────────────────────────────────────────────────────────────────────────
 
 
 def eight_bits(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -283,7 +297,7 @@ def test_the_statistic_sees_a_planted_fault(fault: Noise, name: str) -> None:
     assert STATISTICS[name](fault) < ALPHA
 
 
-# ── a pure function ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a pure function ─────────────────────────────────────────────────────────────────────────────────────────
 
 WORD = st.integers(0, (1 << 32) - 1)
 
@@ -291,8 +305,14 @@ WORD = st.integers(0, (1 << 32) - 1)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_noise_of_a_part_is_that_part_of_the_noise_bit_for_bit(data: st.DataObject) -> None:
-    batch, width, vocab = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6)), data.draw(st.integers(1, 70))
-    keys = torch.tensor(data.draw(st.lists(st.lists(WORD, min_size=4, max_size=4), min_size=batch, max_size=batch)))
+    batch, width, vocab = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 6)),
+        data.draw(st.integers(1, 70)),
+    )
+    keys = torch.tensor(
+        data.draw(st.lists(st.lists(WORD, min_size=4, max_size=4), min_size=batch, max_size=batch))
+    )
     starts = torch.tensor(data.draw(st.lists(st.integers(0, 1 << 20), min_size=batch, max_size=batch)))
     positions = starts[:, None] + torch.arange(width)
     whole = gumbel_noise(keys, positions, vocab)
@@ -318,15 +338,27 @@ def test_the_default_dtype_does_not_change_the_noise(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("vocab", [1, 4, 61, 4099])
 def test_the_noise_of_single_tokens_is_that_of_the_vocabulary(vocab: int) -> None:
-    keys, positions = keys_tensor([(2**32 - 1, 7, 0, 5), (1, 2, 3, 4)]), torch.tensor([[0, 9], [2**31 + 5, 2**32 - 1]])
+    keys, positions = (
+        keys_tensor([(2**32 - 1, 7, 0, 5), (1, 2, 3, 4)]),
+        torch.tensor([[0, 9], [2**31 + 5, 2**32 - 1]]),
+    )
     whole = gumbel_noise(keys, positions, vocab)
-    places = [(row, column, token) for row in range(2) for column in range(2) for token in {0, vocab // 2, vocab - 1}]
+    places = [
+        (row, column, token)
+        for row in range(2)
+        for column in range(2)
+        for token in {0, vocab // 2, vocab - 1}
+    ]
     rows, columns, tokens = (torch.tensor(part) for part in zip(*places, strict=True))
     for noise_of in (noise_of_tokens, rows_module.noise_of_tokens):
-        assert torch.equal(noise_of(keys[rows], positions[rows, columns], tokens), whole[rows, columns, tokens])
+        assert torch.equal(
+            noise_of(keys[rows], positions[rows, columns], tokens), whole[rows, columns, tokens]
+        )
 
 
-@pytest.mark.parametrize("token_ids", [None, [60, 3, 3, 0, 41], list(range(61))], ids=["all", "some", "as many as there are"])
+@pytest.mark.parametrize(
+    "token_ids", [None, [60, 3, 3, 0, 41], list(range(61))], ids=["all", "some", "as many as there are"]
+)
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_drafts_are_ranked_with_the_laws_noise_of_their_position(
     token_ids: list[int] | None, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
@@ -337,10 +369,14 @@ def test_drafts_are_ranked_with_the_laws_noise_of_their_position(
     requests = [replace(REQUEST, sample_index=i, params=p) for i, p in enumerate(params)]
     starts, ids = [7, 0, 4000], None if token_ids is None else torch.tensor(token_ids)
     noise = StepNoise(BatchLaw.of(requests, torch.device("cpu")), starts, 61)
-    expected = gumbel_noise(keys_tensor([r.key for r in requests]), torch.tensor(starts)[:, None] + torch.arange(5), 61)
+    expected = gumbel_noise(
+        keys_tensor([r.key for r in requests]), torch.tensor(starts)[:, None] + torch.arange(5), 61
+    )
     expected[1] = 0.0  # a greedy sequence has none
     for depth in range(5):
         found = noise.of_depth(depth, ids)
-        assert torch.allclose(found, expected[:, depth] if ids is None else expected[:, depth][:, ids], rtol=0, atol=2.0**-19)
+        assert torch.allclose(
+            found, expected[:, depth] if ids is None else expected[:, depth][:, ids], rtol=0, atol=2.0**-19
+        )
     places = [(2, 4, 60), (0, 0, 5), (1, 1, 3), (0, 3, 5)]
     assert noise.of_tokens(places) == [expected[place].item() for place in places]

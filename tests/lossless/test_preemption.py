@@ -1,4 +1,5 @@
-"""A memory that is too small for the batch changes the time alone: sequences leave, come back, and go on as they would have."""
+"""A memory that is too small for the batch changes the time alone: sequences leave, come back, and go on
+as they would have."""
 
 from __future__ import annotations
 
@@ -33,13 +34,16 @@ BLOCK = 8
 
 
 def requests(num_problems: int = 5, num_samples: int = 4, seed: int = 3) -> list[Request]:
-    """Prompts short and long (up to 60 tokens), every sampling setting in turn, responses of up to 90 tokens."""
+    """Prompts short and long (up to 60 tokens), every sampling setting in turn, responses of up to 90
+    tokens."""
     rng, found = random.Random(seed), []
     for problem in range(num_problems):
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.choice([2, 7, 60])))
         for index in range(num_samples):
             base = PARAMS[(problem * num_samples + index) % len(PARAMS)]
-            law = SamplingParams(base.temperature, base.top_k, base.top_p, base.min_p, rng.randint(20, 90), (), seed)
+            law = SamplingParams(
+                base.temperature, base.top_k, base.top_p, base.min_p, rng.randint(20, 90), (), seed
+            )
             found.append(Request(f"p{problem}", index, prompt, law))
     return found
 
@@ -84,17 +88,24 @@ def test_a_budget_that_forces_preemption_changes_no_token(strategy: Strategy, nu
     found, limit = {}, engine.memory.budget.max_bytes
     assert limit is not None
     while not engine.is_idle:
-        found.update({(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()})
+        found.update(
+            {(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()}
+        )
         assert bytes_held(engine) <= limit
     assert found == AMPLE
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_reread_tokens >= engine.stats.num_preemptions
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_any_budget_any_drafts_and_any_hand_over_give_the_same_tokens(data: st.DataObject) -> None:
-    """Responses go back and forth between two engines, each with a memory of its own, while requests still arrive."""
+    """Responses go back and forth between two engines, each with a memory of its own, while requests still
+    arrive."""
     rng = random.Random(data.draw(st.integers(0, 1 << 16)))
     arms = [Strategy.OFF, *default_arms(("learned", "ngram", "hybrid"))]
     sizes = [data.draw(st.floats(1.0, 8.0)) for _ in range(2)]
@@ -104,7 +115,9 @@ def test_any_budget_any_drafts_and_any_hand_over_give_the_same_tokens(data: st.D
         for engine, other in (engines, reversed(engines)):
             for _ in range(rng.randint(0, len(pending))):
                 engine.add([pending.pop()])
-            found.update({(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()})
+            found.update(
+                {(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()}
+            )
             if rng.random() < 0.1:
                 other.add(engine.withdraw(rng.sample(range(len(engine.running)), len(engine.running) // 2)))
                 other.add(engine.withdraw_waiting(engine.num_waiting // 2))
@@ -131,7 +144,9 @@ def test_what_was_captured_of_a_preempted_response_is_whole() -> None:
 def test_the_shortest_leaves_first_and_comes_back_before_what_has_not_begun() -> None:
     engine = limited(None, 1.6)
     engine.scheduler.max_slots, law = 2, SamplingParams(max_tokens=130)
-    long, short, fresh = (Request(name, 0, (5,) * length, law) for name, length in (("long", 30), ("short", 3), ("fresh", 3)))
+    long, short, fresh = (
+        Request(name, 0, (5,) * length, law) for name, length in (("long", 30), ("short", 3), ("fresh", 3))
+    )
     engine.add([long, short, fresh])
     engine.step()
     assert len(engine.running) == 2
@@ -146,7 +161,8 @@ def test_the_shortest_leaves_first_and_comes_back_before_what_has_not_begun() ->
 
 
 def test_what_comes_back_has_room_to_go_on_for_a_while() -> None:
-    """Every time a response is read again, it goes on for at least a block: the memory is not spent on reading."""
+    """Every time a response is read again, it goes on for at least a block: the memory is not spent on
+    reading."""
     engine = limited(None, 4.0)
     engine.add(REQUESTS)
     while not engine.is_idle:
@@ -170,7 +186,9 @@ def test_a_sequence_that_does_not_fit_alone_is_refused_with_the_key_and_its_numb
 def test_caches_grow_within_their_budget_and_ahead_where_it_allows() -> None:
     def cache(max_tokens: int | None) -> tuple[Cache, Budget]:
         storage = Cache(CONFIG, CONFIG.num_layers, torch.float64, torch.device("cpu"), 16)
-        return storage, Budget(None if max_tokens is None else storage.slot_bytes(max_tokens), storage.slot_bytes)
+        return storage, Budget(
+            None if max_tokens is None else storage.slot_bytes(max_tokens), storage.slot_bytes
+        )
 
     free, unbounded = cache(None)
     tight, budget = cache(100 * BLOCK)
@@ -214,7 +232,9 @@ def long_prompts(lengths: Sequence[int]) -> list[Request]:
 
 
 @pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("hybrid", 4, 2, 8)], ids=str)
-def test_a_long_prompt_read_in_parts_says_the_same(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_read_in_parts_says_the_same(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = long_prompts([1, 9, 130, 40, 90])
     expected = tokens_of(make_engine(POLICY, Fixed(strategy), max_batch_size=20), asked)
     monkeypatch.setattr("tlt.models.kv_cache.PREFILL_TOKENS", 33)

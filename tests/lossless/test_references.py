@@ -51,7 +51,9 @@ def by_key(rollouts: Iterable[Rollout]) -> dict[tuple[str, int], Rollout]:
 def follow(tuner: StrategyTuner, kinds: Sequence[str], dtype: torch.dtype = torch.float64) -> RolloutEngine:
     rng, references = random.Random(1), References(None)
     for request, kind in zip(requests_for(), kinds, strict=True):
-        right, other = (plain()[key].token_ids for key in ((request.problem_id, request.sample_index), ("p0", 0)))
+        right, other = (
+            plain()[key].token_ids for key in ((request.problem_id, request.sample_index), ("p0", 0))
+        )
         reference = reference_of(kind, right, other, rng, range(8, VOCAB))
         if reference is not None:
             references.keep(request.key, reference)
@@ -83,7 +85,9 @@ def test_a_tuner_that_may_follow_references_changes_no_token() -> None:
 
 
 @pytest.mark.parametrize("piece", [2, 3, 33])
-def test_a_long_chain_is_verified_in_pieces_of_any_length(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chain_is_verified_in_pieces_of_any_length(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "PIECE", piece)
     assert_plain(follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "one differs", "truncated"] * 3))
 
@@ -102,7 +106,9 @@ class Slow(Fixed):
 
 
 def test_the_engine_counts_what_its_steps_along_references_have_won_and_no_other_step() -> None:
-    engine, silent = (follow(tuner(Strategy.parse("ahead:100x1x100")), ["right"] * 9) for tuner in (Slow, Fixed))
+    engine, silent = (
+        follow(tuner(Strategy.parse("ahead:100x1x100")), ["right"] * 9) for tuner in (Slow, Fixed)
+    )
     assert_plain(engine)
     assert_plain(silent)
     expected = 100.0 * engine.stats.num_tokens
@@ -118,7 +124,9 @@ def test_the_engine_counts_what_its_steps_along_references_have_won_and_no_other
 def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "wrong", "one differs"] * 3)
     sizes, logits = [], engine.model.logits
-    monkeypatch.setattr(engine.model, "logits", lambda features: (sizes.append(len(features)), logits(features))[1])
+    monkeypatch.setattr(
+        engine.model, "logits", lambda features: (sizes.append(len(features)), logits(features))[1]
+    )
     assert_plain(engine)
     assert max(sizes) <= 8 * reading.PIECE
 
@@ -144,7 +152,11 @@ def test_a_single_difference_leaves_the_place_where_it_is() -> None:
 
 def drafter_with(reference: Sequence[int]) -> tuple[ReferenceDrafter, list[int]]:
     """A drafter whose slot 0 has a sequence with this reference, and the sequence's prompt."""
-    engine, request, references = make_engine(make_policy(), Fixed(Strategy.OFF)), requests_for(1)[0], References(None)
+    engine, request, references = (
+        make_engine(make_policy(), Fixed(Strategy.OFF)),
+        requests_for(1)[0],
+        References(None),
+    )
     references.keep(request.key, reference)
     assert engine.drafter is not None
     drafter = ReferenceDrafter(engine.drafter, references, 1)
@@ -196,7 +208,14 @@ def test_references_are_bounded_and_the_first_leave_first() -> None:
     for i in range(6):
         references.keep((i, 0, 0, 0), range(10))
     references.keep((5, 0, 0, 0), range(5))
-    assert [references.get((i, 0, 0, 0)) is not None for i in range(6)] == [False, False, True, True, True, True]
+    assert [references.get((i, 0, 0, 0)) is not None for i in range(6)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     assert references.num_tokens == 35
     none = References(0)
     none.keep((0, 0, 0, 0), range(3))
@@ -222,7 +241,9 @@ def test_a_reference_to_a_token_without_an_embedding_changes_nothing() -> None:
     with torch.no_grad():
         policy.get_parameter("model.embed_tokens.weight")[hole] = float("nan")
         policy.get_parameter("lm_head.weight")[hole] = 0.0
-    requests = [replace(request, params=replace(request.params, temperature=0.0)) for request in requests_for()]
+    requests = [
+        replace(request, params=replace(request.params, temperature=0.0)) for request in requests_for()
+    ]
     want = by_key(make_engine(policy).generate(requests))
     references = References(None)
     for request in requests:

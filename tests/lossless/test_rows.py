@@ -1,4 +1,5 @@
-"""The reference at rows: a part at a time where memory is short, and the one line that a GPU without Triton gets."""
+"""The reference at rows: a part at a time where memory is short, and the one line that a GPU without
+Triton gets."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_rows_drawn_a_part_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatc
     off = tokens_of(make_engine(POLICY), REQUESTS)
     calls: list[int] = []
     plain = rows.reference
-    monkeypatch.setattr(rows, "reference", lambda logits, *args: calls.append(len(logits)) or plain(logits, *args))
+    monkeypatch.setattr(
+        rows, "reference", lambda logits, *args: calls.append(len(logits)) or plain(logits, *args)
+    )
     for num_bytes in (1, 28 * 61 * 4, 1 << 28):
         monkeypatch.setattr(rows, "ROW_BYTES", num_bytes)
         assert tokens_of(make_engine(POLICY, Fixed(TREE), max_batch_size=5), REQUESTS) == off
@@ -34,7 +37,9 @@ def test_a_gpu_without_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "tlt.speculative.fused", raising=False)
     monkeypatch.delattr(speculative, "fused", raising=False)
-    with pytest.raises(UserError, match=r"^sampling on a GPU: .*triton.*; install Triton .*, or run on the CPU$"):
+    with pytest.raises(
+        UserError, match=r"^sampling on a GPU: .*triton.*; install Triton .*, or run on the CPU$"
+    ):
         kernels()
 
 

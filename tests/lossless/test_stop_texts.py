@@ -1,5 +1,5 @@
-"""A stop text ends a response at the first token after which the response's text holds it: whatever was drafted, and wherever
-the response was begun."""
+"""A stop text ends a response at the first token after which the response's text holds it: whatever was
+drafted, and wherever the response was begun."""
 
 from __future__ import annotations
 
@@ -44,8 +44,14 @@ def expected() -> dict[tuple[str, int], tuple[tuple[int, ...], str]]:
     """Whole responses, cut by the definition alone: the text of all tokens so far."""
     cut = {}
     for key, rollout in answers(make_engine(POLICY), REQUESTS).items():
-        ends = [n for n in range(1, len(rollout.token_ids) + 1) if any(s in decode(rollout.token_ids[:n]) for s in STOPS)]
-        cut[key] = (rollout.token_ids[: ends[0]], "stop") if ends else (rollout.token_ids, rollout.finish_reason)
+        ends = [
+            n
+            for n in range(1, len(rollout.token_ids) + 1)
+            if any(s in decode(rollout.token_ids[:n]) for s in STOPS)
+        ]
+        cut[key] = (
+            (rollout.token_ids[: ends[0]], "stop") if ends else (rollout.token_ids, rollout.finish_reason)
+        )
     return cut
 
 
@@ -94,7 +100,9 @@ def test_a_response_that_another_engine_has_begun_ends_where_it_would_have_ended
 
 
 def test_switching_speculation_on_and_off_ends_no_response_elsewhere() -> None:
-    engine = make_engine(POLICY, Switching([Strategy.OFF, Strategy("learned", 4, 1, 4)], seed=3), max_batch_size=5)
+    engine = make_engine(
+        POLICY, Switching([Strategy.OFF, Strategy("learned", 4, 1, 4)], seed=3), max_batch_size=5
+    )
     engine.decode = decode
     found = answers(engine, STOPPING)
     assert {key: (rollout.token_ids, rollout.finish_reason) for key, rollout in found.items()} == EXPECTED
@@ -102,7 +110,8 @@ def test_switching_speculation_on_and_off_ends_no_response_elsewhere() -> None:
 
 @pytest.mark.parametrize("stop", ["é", "🙂!", " b", "\n\n", "aé🙂"])
 def test_stop_texts_of_several_bytes_a_character_are_found_where_their_last_byte_is(stop: str) -> None:
-    """Tokens are single bytes, so a character's token is no text until it is whole; some tokens are special and say nothing."""
+    """Tokens are single bytes, so a character's token is no text until it is whole; some tokens are
+    special and say nothing."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -124,7 +133,9 @@ def test_stop_texts_of_several_bytes_a_character_are_found_where_their_last_byte
 
 
 def test_a_stop_text_without_a_tokenizer_and_an_empty_one_are_refused() -> None:
-    with pytest.raises(UserError, match=r"stop is .*abab.* but the model's folder has no tokenizer; give stop_ids"):
+    with pytest.raises(
+        UserError, match=r"stop is .*abab.* but the model's folder has no tokenizer; give stop_ids"
+    ):
         make_engine(POLICY).add(STOPPING[:1])
     for wrong in (("",), "abc"):
         with pytest.raises(UserError, match=r"^stop: is"):

@@ -3,8 +3,8 @@
     token     0 … 500 │ 501 … 1001 │ 1002
               ▲ wins    its twin     alone
 
-Logits and noise of a token and of its twin are the same bit for bit, so a twin is never drawn. 1,003 is no multiple of any
-kernel's width. The law's own kernel is held to the same in tests/vllm/test_fused_law.py.
+Logits and noise of a token and of its twin are the same bit for bit, so a twin is never drawn. 1,003 is no
+multiple of any kernel's width. The law's own kernel is held to the same in tests/vllm/test_fused_law.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams
 
 VOCAB, TWINS = 1003, 501
-POLICY = make_policy(config=ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=64))
+POLICY = make_policy(
+    config=ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=64)
+)
 STRATEGIES = [
     Strategy.OFF,
     *(Strategy("learned", *shape) for shape in [(4, 1, 4), (3, 2, 6)]),
     *(Strategy(kind, 4, 1, 4) for kind in ("ngram", "hybrid")),
 ]
-LAWS = (SamplingParams(0.0, max_tokens=8), SamplingParams(1.0, max_tokens=8), SamplingParams(1.0, top_p=0.9, max_tokens=8))
+LAWS = (
+    SamplingParams(0.0, max_tokens=8),
+    SamplingParams(1.0, max_tokens=8),
+    SamplingParams(1.0, top_p=0.9, max_tokens=8),
+)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
@@ -84,7 +90,8 @@ def test_ties_fall_alike_whatever_drafts(strategy: Strategy) -> None:
 @pytest.mark.parametrize("num_rows", [1, 7, 40])
 @pytest.mark.parametrize("vocab_size", [1000, VOCAB])
 def test_of_many_tied_scores_the_first_is_drawn(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
-    """Scores of five values, so that some two hundred tokens share the largest. Python's `index` is the referee."""
+    """Scores of five values, so that some two hundred tokens share the largest. Python's `index` is the
+    referee."""
     generator = torch.Generator().manual_seed(num_rows)
     logits_RV = torch.randint(-2, 3, (num_rows, vocab_size), generator=generator).to(dtype)
     noise_RV = torch.randint(0, 2, (num_rows, vocab_size), generator=generator).float()

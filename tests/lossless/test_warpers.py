@@ -2,10 +2,11 @@
 
     logits → temperature → top-k → top-p → min-p → softmax         which tokens stay, their probabilities, and what is drawn
 
-The two differ in ties at the border alone. The law ranks equal tokens by id and keeps as many as it was told. Transformers'
-top-k keeps all that equal the k-th; its top-p keeps as many of them as the law, but others.
+The two differ in ties at the border alone. The law ranks equal tokens by id and keeps as many as it was told.
+Transformers' top-k keeps all that equal the k-th; its top-p keeps as many of them as the law, but others.
 
-Error rate: ten chi-square tests with fixed seeds, each failing a correct law with probability ALPHA = 1e-6; together 1e-5.
+Error rate: ten chi-square tests with fixed seeds, each failing a correct law with probability ALPHA =
+1e-6; together 1e-5.
 """
 
 from __future__ import annotations
@@ -71,12 +72,17 @@ def kept(logits_V: Tensor, params: SamplingParams) -> tuple[set[int], set[int]]:
 def make_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
     """float64 rows from flat to sharp."""
     spread_R1 = torch.linspace(0.5, 5.0, num_rows, dtype=torch.float64)[:, None]
-    return torch.randn(num_rows, vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * spread_R1
+    return (
+        torch.randn(num_rows, vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        * spread_R1
+    )
 
 
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("vocab_size", [VOCAB, 1003])
-def test_the_same_tokens_stay_and_have_the_same_probabilities(params: SamplingParams, vocab_size: int) -> None:
+def test_the_same_tokens_stay_and_have_the_same_probabilities(
+    params: SamplingParams, vocab_size: int
+) -> None:
     logits_RV = make_logits(12, vocab_size)
     expected_RV = warped(logits_RV, params).softmax(-1)
     found_RV = torch.stack([law_probabilities(logits_V, params) for logits_V in logits_RV])
@@ -87,7 +93,9 @@ def test_the_same_tokens_stay_and_have_the_same_probabilities(params: SamplingPa
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.floats(-6, 6, allow_nan=False, width=32), min_size=2, max_size=20, unique_by=lambda x: round(x, 3)),
+    st.lists(
+        st.floats(-6, 6, allow_nan=False, width=32), min_size=2, max_size=20, unique_by=lambda x: round(x, 3)
+    ),
     st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
@@ -103,9 +111,15 @@ def test_of_a_few_tokens_the_same_ones_stay(logits: list[float], params: Samplin
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_the_order_is_that_of_generate(params: SamplingParams) -> None:
-    """`generate` itself says what it samples from. It computes in float32, so probabilities agree to its last digits."""
+    """`generate` itself says what it samples from. It computes in float32, so probabilities agree to its
+    last digits."""
     model = to_transformers(make_policy(seed=3, std=0.2))
-    options = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+    options = {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+    }
     torch.manual_seed(0)
     said = model.generate(
         torch.arange(36).view(12, 3),
@@ -127,7 +141,9 @@ def test_the_order_is_that_of_generate(params: SamplingParams) -> None:
 def drawn(logits_V: Tensor, params: SamplingParams, seed: int) -> Tensor:
     """Returns the tokens that the law draws at many positions of one key."""
     keys_R4 = keys_tensor([(seed, 1, 2, 3)]).expand(NUM_DRAWS, -1)
-    return draw(logits_V.expand(NUM_DRAWS, -1), keys_R4, torch.arange(NUM_DRAWS), BatchParams([params] * NUM_DRAWS))[0]
+    return draw(
+        logits_V.expand(NUM_DRAWS, -1), keys_R4, torch.arange(NUM_DRAWS), BatchParams([params] * NUM_DRAWS)
+    )[0]
 
 
 @pytest.mark.parametrize("params", PARAMS)
@@ -141,13 +157,18 @@ def test_what_is_drawn_has_transformers_probabilities(params: SamplingParams) ->
 def test_another_temperature_or_order_would_be_noticed() -> None:
     logits_V = make_logits(1, VOCAB)[0] * 3
     tokens = drawn(logits_V, SamplingParams(temperature=1.3, top_k=30, top_p=0.9), seed=0)
-    for other in (SamplingParams(temperature=1.2, top_k=30, top_p=0.9), SamplingParams(temperature=1.3, top_k=30, top_p=0.85)):
+    for other in (
+        SamplingParams(temperature=1.2, top_k=30, top_p=0.9),
+        SamplingParams(temperature=1.3, top_k=30, top_p=0.85),
+    ):
         assert fit(tokens, warped(logits_V[None], other).softmax(-1)[0].numpy()) < ALPHA
-    before = TopKLogitsWarper(30)(torch.zeros(1, 1), TopPLogitsWarper(0.9)(torch.zeros(1, 1), logits_V[None] / 1.3))
+    before = TopKLogitsWarper(30)(
+        torch.zeros(1, 1), TopPLogitsWarper(0.9)(torch.zeros(1, 1), logits_V[None] / 1.3)
+    )
     assert fit(tokens, before.softmax(-1)[0].numpy()) < ALPHA, "top-p before top-k"
 
 
-# ── ties at the border ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── ties at the border ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,5 +1,6 @@
-"""Our LoRA is PEFT's: an adapter saved here and loaded by PEFT beside transformers' model gives the same logits, gradients and
-merged matrices, and has as many parameters. Runs where PEFT is installed: pip install peft."""
+"""Our LoRA is PEFT's: an adapter saved here and loaded by PEFT beside transformers' model gives the same
+logits, gradients and merged matrices, and has as many parameters. Runs where PEFT is installed: pip
+install peft."""
 
 from __future__ import annotations
 
@@ -39,11 +40,15 @@ CASES = [
 ]
 
 
-def make_pair(case: str, dtype: torch.dtype, lora: dict[str, Any], folder: Path) -> tuple[Transformer, Any, LoraSection]:
+def make_pair(
+    case: str, dtype: torch.dtype, lora: dict[str, Any], folder: Path
+) -> tuple[Transformer, Any, LoraSection]:
     """Our policy with random adapters, and PEFT's, which reads them from a folder that we have written."""
     theirs = referee(case, dtype)
     base, config = trainable(theirs), make_config(str(dtype).removeprefix("torch."), **lora)
-    model = Model(Path(), base.config, None, (), {name: tensor.detach() for name, tensor in base.state_dict().items()})
+    model = Model(
+        Path(), base.config, None, (), {name: tensor.detach() for name, tensor in base.state_dict().items()}
+    )
     ours = build_policy(plan_policy(config, base.config), model, torch.device("cpu"), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -74,7 +79,9 @@ def test_logits_gradients_and_merged_matrices_are_pefts(case: str, lora: str, tm
         assert (their_logits(theirs) - expected).abs().max() > 1e-2, "adapters do something"
     weighted(expected).backward()
     weighted(found).backward()
-    gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    gradients = {
+        name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad
+    }
     mine = {PREFIX + name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
     assert mine.keys() == gradients.keys()
     assert all((mine[name] - gradient).abs().max() < 1e-10 for name, gradient in gradients.items())

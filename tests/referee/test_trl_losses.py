@@ -1,5 +1,6 @@
-"""Our loss and gradient are those of TRL 1.16 on the same tensors, to 1e-6. TRL's own trainers score the responses (advantages,
-masks, KL in the reward) and compute the loss; only what a model says and what is generated is written down. Runs where TRL is
+"""Our loss and gradient are those of TRL 1.16 on the same tensors, to 1e-6. TRL's own trainers score the
+responses (advantages, masks, KL in the reward) and compute the loss; only what a model says and what is
+generated is written down. Runs where TRL is
 installed: pip install '.[trl]'."""
 
 from __future__ import annotations
@@ -62,8 +63,11 @@ def padded(case: Case, flat: Tensor) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(flat.split(case.lengths), batch_first=True)
 
 
-def loss_of_trl(case: Case, folder: Path, trainer: str, rewards: list[Any], **arguments: Any) -> tuple[float, Tensor]:
-    """The loss of TRL's trainer and its gradient by the log-probabilities of the responses' tokens, at `case.new`."""
+def loss_of_trl(
+    case: Case, folder: Path, trainer: str, rewards: list[Any], **arguments: Any
+) -> tuple[float, Tensor]:
+    """The loss of TRL's trainer and its gradient by the log-probabilities of the responses' tokens, at
+    `case.new`."""
     import trl
     from datasets import Dataset
 
@@ -79,12 +83,18 @@ def loss_of_trl(case: Case, folder: Path, trainer: str, rewards: list[Any], **ar
         **arguments,
     )
     subject = getattr(trl, f"{trainer}Trainer")(
-        model=str(folder), reward_funcs=rewards, args=config, train_dataset=Dataset.from_dict({"prompt": ["w9"] * num_rows})
+        model=str(folder),
+        reward_funcs=rewards,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["w9"] * num_rows}),
     )
     subject.current_gradient_accumulation_steps = 1
     subject.model.train()
     leaf = padded(case, case.new).requires_grad_()
-    says = {id(subject.model): padded(case, case.old), id(getattr(subject, "ref_model", None)): padded(case, case.reference)}
+    says = {
+        id(subject.model): padded(case, case.old),
+        id(getattr(subject, "ref_model", None)): padded(case, case.reference),
+    }
 
     def logprobs(model: torch.nn.Module, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
         return says[id(model)], torch.zeros_like(leaf), None
@@ -92,7 +102,11 @@ def loss_of_trl(case: Case, folder: Path, trainer: str, rewards: list[Any], **ar
     prompts = [list(rollout.prompt_ids) for rollout in case.rollouts]
     completions = [list(rollout.token_ids) for rollout in case.rollouts]
     texts = [""] * num_rows
-    generated = (prompts, completions, None, texts, None, {}, None, []) if trainer == "GRPO" else (prompts, completions, texts)
+    generated = (
+        (prompts, completions, None, texts, None, {}, None, [])
+        if trainer == "GRPO"
+        else (prompts, completions, texts)
+    )
     with (
         patch.object(subject, "_get_per_token_logps_and_entropies", logprobs),
         patch.object(subject, "_generate", lambda prompts: generated),
@@ -146,7 +160,13 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", **KL},
     ),
     "gspo, KL corrected, wide": (
-        {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "kl_coefficient": BETA, "kl_bias_correction": True},
+        {
+            "name": "gspo",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coefficient": BETA,
+            "kl_bias_correction": True,
+        },
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": BETA},
     ),
     "cispo": ({"name": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),

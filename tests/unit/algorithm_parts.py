@@ -1,5 +1,5 @@
-"""A policy update whose log-probabilities are written down: no model, all the rest as it is. For tests that compare the loss
-and its gradient with formulas and with other libraries."""
+"""A policy update whose log-probabilities are written down: no model, all the rest as it is. For tests
+that compare the loss and its gradient with formulas and with other libraries."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MAX_TOKENS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """Responses in canonical order with their rewards, and log-probabilities of their tokens, flat: under the policy that
-    sampled, the one that is trained, and the reference."""
+    """Responses in canonical order with their rewards, and log-probabilities of their tokens, flat: under
+    the policy that sampled, the one that is trained, and the reference."""
 
     rollouts: list[Rollout]
     rewards: list[Reward]
@@ -45,7 +45,8 @@ class Case:
 
 
 def make_case(seed: int = 0, num_problems: int = 3, num_samples: int = 4, spread: float = 0.4) -> Case:
-    """Ragged responses, some truncated; the second problem's rewards are all equal. `spread` is the deviation of log ratios."""
+    """Ragged responses, some truncated; the second problem's rewards are all equal. `spread` is the
+    deviation of log ratios."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     rollouts, rewards = [], []
     for p in range(num_problems):
@@ -54,7 +55,9 @@ def make_case(seed: int = 0, num_problems: int = 3, num_samples: int = 4, spread
             tokens = tuple(rng.randrange(8, 61) for _ in range(rng.choice([1, 3, 8, 14, 18, MAX_TOKENS])))
             is_cut = len(tokens) == MAX_TOKENS
             tokens = tokens if is_cut else (*tokens[:-1], 7)
-            rollouts.append(Rollout(f"p{p}", s, prompt, tokens, (-1.0,) * len(tokens), "length" if is_cut else "stop", 0))
+            rollouts.append(
+                Rollout(f"p{p}", s, prompt, tokens, (-1.0,) * len(tokens), "length" if is_cut else "stop", 0)
+            )
             value = 0.25 if p == 1 else rng.choice([0.0, 0.5, 1.0, 1.0 * s])
             rewards.append(Reward(value, value > 0.5))
     assert any(rollout.finish_reason == "length" for rollout in rollouts)
@@ -85,12 +88,15 @@ class Table(torch.nn.Module):
 def update_by_table(case: Case, tokens_per_micro_batch: int = 64, **algorithm: Any) -> tuple[float, Tensor]:
     """The loss of our update and its gradient by the log-probabilities at `new`, where `old` sampled.
 
-    Two passes: the first is at `old`, as after sampling; instead of the optimizer's step the policy becomes `new`.
+    Two passes: the first is at `old`, as after sampling; instead of the optimizer's step the policy
+    becomes `new`.
     """
     settings = AlgorithmSection(epochs=2, tokens_per_micro_batch=tokens_per_micro_batch, **algorithm)
     model: Any = Table(case, case.old)
     reference: Any = Table(case, case.reference) if settings.kl_coefficient else None
-    trainer = PolicyTrainer(model, settings, OptimizerSection(), SamplingSection(max_tokens=MAX_TOKENS), 9, None, reference)
+    trainer = PolicyTrainer(
+        model, settings, OptimizerSection(), SamplingSection(max_tokens=MAX_TOKENS), 9, None, reference
+    )
     passes = []
 
     def take_down(loss: float, step: int, largest_reward: float) -> float:
@@ -100,7 +106,9 @@ def update_by_table(case: Case, tokens_per_micro_batch: int = 64, **algorithm: A
         return 0.0
 
     with (
-        patch.object(update, "response_logprobs", lambda table, batch, temperature: table.lookup(batch, temperature)),
+        patch.object(
+            update, "response_logprobs", lambda table, batch, temperature: table.lookup(batch, temperature)
+        ),
         patch.object(trainer, "_optimizer_step", take_down),
     ):
         trainer.update(case.rollouts, case.rewards, 0)

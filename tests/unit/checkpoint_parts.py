@@ -1,4 +1,5 @@
-"""Checkpoints of transformers' own tiny models, and how the tests of checkpoints read, edit and compare them."""
+"""Checkpoints of transformers' own tiny models, and how the tests of checkpoints read, edit and compare
+them."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def theirs(case: str) -> PreTrainedModel:
 def edit_tensors(directory: Path, changes: Mapping[str, Tensor | None]) -> None:
     """None removes a tensor."""
     tensors = load_file(directory / "model.safetensors") | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, directory / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        directory / "model.safetensors",
+    )
 
 
 def refusal(action: Any, *arguments: Any, **named: Any) -> str:
@@ -96,13 +100,22 @@ def load_published(name: str) -> ModelConfig:
 
 def load_published_small() -> ModelConfig:
     raw = json.loads((PUBLISHED / "Qwen2.5-7B.json").read_text())
-    return parse_config(raw | {key: value for key, value in SIZES.items() if key != "attn_implementation"}, "small")
+    return parse_config(
+        raw | {key: value for key, value in SIZES.items() if key != "attn_implementation"}, "small"
+    )
 
 
 def save_small(target: Path, source: Path | None = None, seed: int = 0) -> str:
     config = load_published_small()
     tensors = dict(Transformer(config).initialize(seed).named_parameters())
-    save_model(target, config, tensors, dtype=torch.float32, source=source, extra=None if source else {"eos_token_id": 3})
+    save_model(
+        target,
+        config,
+        tensors,
+        dtype=torch.float32,
+        source=source,
+        extra=None if source else {"eos_token_id": 3},
+    )
     return content_hash(tensors)
 
 

@@ -1,4 +1,5 @@
-"""A tiny target and its drafters, in float64: what the tests of drafting and of drafter training are made of."""
+"""A tiny target and its drafters, in float64: what the tests of drafting and of drafter training are made
+of."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ POLICY = make_policy()
 TARGET = pack(POLICY)
 
 
-def make_model(seed: int = 2, scale: float = 8.0, method: Method = "eagle", draft_vocab: int | None = None) -> DraftModel:
+def make_model(
+    seed: int = 2, scale: float = 8.0, method: Method = "eagle", draft_vocab: int | None = None
+) -> DraftModel:
     """A random drafter, its attention and mlp strong enough to matter."""
     model = DraftModel(drafter_shape(CONFIG, method, draft_vocab)).double().initialize(seed)
     with torch.no_grad():
@@ -47,7 +50,11 @@ ONE_STEP = Preset("uneven", "eagle", 1, 1.0, 0.7, 1.3)
 
 
 def make_drafter(
-    max_slots: int = 4, target: PackedTransformer = TARGET, tau: float = 0.7, window: int = 4096, threshold: float = 0.0
+    max_slots: int = 4,
+    target: PackedTransformer = TARGET,
+    tau: float = 0.7,
+    window: int = 4096,
+    threshold: float = 0.0,
 ) -> LearnedDrafter:
     packed = PackedDrafter.from_tensors(MODEL.config, MODEL.state_dict(), torch.float64)
     settings = LearnedSettings(tau=tau, window=window, confidence_threshold=threshold, calibrate=False)
@@ -77,9 +84,13 @@ def plain_forward(embeddings: Tensor, features: Tensor, lengths: Sequence[int] |
     return MODEL(embeddings, features, attend.positions(), attend)
 
 
-def make_rollout(tokens: Sequence[int], num_prompt: int, name: str = "p", index: int = 0, version: int = 0) -> Rollout:
+def make_rollout(
+    tokens: Sequence[int], num_prompt: int, name: str = "p", index: int = 0, version: int = 0
+) -> Rollout:
     response = tuple(tokens[num_prompt:])
-    return Rollout(name, index, tuple(tokens[:num_prompt]), response, (0.0,) * len(response), "length", version)
+    return Rollout(
+        name, index, tuple(tokens[:num_prompt]), response, (0.0,) * len(response), "length", version
+    )
 
 
 def make_request(tokens: Sequence[int], name: str = "p", params: SamplingParams | None = None) -> Request:
@@ -92,12 +103,15 @@ def remember(drafter: LearnedDrafter, slot: int, features: Tensor, start: int = 
 
 def context_of(rows: Sequence[Sequence[int]], params: Sequence[SamplingParams] | None = None) -> DraftContext:
     params = params or [SamplingParams()] * len(rows)
-    requests = [make_request(row[:2], f"p{i}", p) for i, (row, p) in enumerate(zip(rows, params, strict=True))]
+    requests = [
+        make_request(row[:2], f"p{i}", p) for i, (row, p) in enumerate(zip(rows, params, strict=True))
+    ]
     return DraftContext(rows, requests, BatchParams(params), VOCAB, torch.device("cpu"))
 
 
 class OracleTrees(LearnedDrafter):
-    """Remembers as the learned drafter does, but proposes random trees that often hold what the target will say."""
+    """Remembers as the learned drafter does, but proposes random trees that often hold what the target
+    will say."""
 
     artificial: ArtificialDrafter
 
@@ -105,7 +119,9 @@ class OracleTrees(LearnedDrafter):
         return LearnedProposal(self.artificial.propose(context, strategy, noise).tree)
 
 
-def run_engine(tuner: StrategyTuner, requests: Sequence[Request], oracle: bool = False) -> tuple[RolloutEngine, list[Finished]]:
+def run_engine(
+    tuner: StrategyTuner, requests: Sequence[Request], oracle: bool = False
+) -> tuple[RolloutEngine, list[Finished]]:
     """Returns the engine and all that it finished, with what was captured."""
     engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=3, tuner=tuner)
     engine.load_policy(dict(POLICY.named_parameters()))
@@ -126,14 +142,18 @@ def run_engine(tuner: StrategyTuner, requests: Sequence[Request], oracle: bool =
 def make_requests(num: int = 8) -> list[Request]:
     rng = random.Random(4)
     prompts = [random_tokens(rng.randint(1, 9), seed) for seed in range(num)]
-    limits = [SamplingParams(temperature=0.7, max_tokens=rng.randint(2, 45), stop_ids=(STOP,)) for _ in range(num)]
+    limits = [
+        SamplingParams(temperature=0.7, max_tokens=rng.randint(2, 45), stop_ids=(STOP,)) for _ in range(num)
+    ]
     return [Request(f"p{i // 2}", i % 2, tuple(prompts[i // 2]), limits[i]) for i in range(num)]
 
 
 def make_batch(lengths: Sequence[int] = (6, 11, 3), seed: int = 0) -> PackedBatch:
     total = sum(lengths)
     weight = torch.tensor([float(t >= 2) for n in lengths for t in range(1, n)])
-    return PackedBatch(torch.tensor(random_tokens(total, seed)), randn(total, SIZE, seed=seed), tuple(lengths), weight)
+    return PackedBatch(
+        torch.tensor(random_tokens(total, seed)), randn(total, SIZE, seed=seed), tuple(lengths), weight
+    )
 
 
 def unpack(batch: PackedBatch) -> list[PackedBatch]:
@@ -182,4 +202,6 @@ def make_spot(
     max_passes: float | None = None,
 ) -> SpotTrainer:
     trainer = DrafterTrainer(make_model(), target, HASS)
-    return SpotTrainer(trainer, buffer, tokens_per_micro_step=48, carry_longest=carry_longest, max_passes=max_passes)
+    return SpotTrainer(
+        trainer, buffer, tokens_per_micro_step=48, carry_longest=carry_longest, max_passes=max_passes
+    )

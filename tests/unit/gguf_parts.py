@@ -1,4 +1,5 @@
-"""A tiny model as GGUF, written as llama.cpp's converter does: with rows of queries and keys in pairs, quantized or not."""
+"""A tiny model as GGUF, written as llama.cpp's converter does: with rows of queries and keys in pairs,
+quantized or not."""
 
 from __future__ import annotations
 
@@ -17,18 +18,28 @@ BYTES = sorted(bytes_to_unicode().values())
 MERGES = ["Ġ Ġ", "a b", "Ġ ab", "1 2"]
 """The last is of two digits: it can happen only where they are not cut apart."""
 VOCABULARY = [*CONTROLS, *BYTES, *(merge.replace(" ", "") for merge in MERGES)]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 HEADS, KV_HEADS = 4, 2
 LICENCE = "A licence.\n"
 
 
 def make_model(ties_head: bool) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 128}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": 16, "tie_word_embeddings": ties_head}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(VOCABULARY), rms_norm_eps=2.0**-16, rope_theta=500.0, **sizes, **heads))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+    }
+    heads = {
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": 16,
+        "tie_word_embeddings": ties_head,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(VOCABULARY), rms_norm_eps=2.0**-16, rope_theta=500.0, **sizes, **heads)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
@@ -36,11 +47,16 @@ def make_model(ties_head: bool) -> LlamaForCausalLM:
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, kind: str = "F32", **changes: Any) -> Path:
-    """Writes matrices as `kind`, vectors as F32. changes: metadata by key, in place of the usual; None leaves the key out."""
+    """Writes matrices as `kind`, vectors as F32. changes: metadata by key, in place of the usual; None
+    leaves the key out."""
     config = model.config
     numbers = {"embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size}
     numbers |= {"block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings}
-    numbers |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "rope.dimension_count": config.head_dim}
+    numbers |= {
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "rope.dimension_count": config.head_dim,
+    }
     writer = gguf.GGUFWriter(path, changes.pop("architecture", "llama"))
     for key, number in ({**numbers, "vocab_size": len(VOCABULARY)} | changes).items():
         if isinstance(number, int):
@@ -76,14 +92,21 @@ def in_pairs(name: str, weight: np.ndarray) -> np.ndarray:
 
 
 def write_wheel(path: Path, members: dict[str, bytes]) -> Path:
-    """Writes a wheel as pip wants one: a zip with a RECORD and metadata, whose name says project and version."""
+    """Writes a wheel as pip wants one: a zip with a RECORD and metadata, whose name says project and
+    version."""
     project, version, *_ = path.name.split("-")
     info = f"{project}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {project.replace('_', '-')}\nVersion: {version}\n"
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in {**members, f"{info}/LICENSE": LICENCE.encode(), f"{info}/METADATA": metadata.encode()}.items():
+        for name, content in {
+            **members,
+            f"{info}/LICENSE": LICENCE.encode(),
+            f"{info}/METADATA": metadata.encode(),
+        }.items():
             archive.writestr(name, content)
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return path
 

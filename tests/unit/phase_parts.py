@@ -1,5 +1,5 @@
-"""Replicas of a rollout phase for the tests of it: engines and trainers whose steps are the test's, and threads that share a
-store. They wait for events of each other, never for a clock."""
+"""Replicas of a rollout phase for the tests of it: engines and trainers whose steps are the test's, and
+threads that share a store. They wait for events of each other, never for a clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Scorers:
     def __init__(self) -> None:
         self.keys: list[tuple[str, int]] = []
 
-    def submit(self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int) -> None:
+    def submit(
+        self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int
+    ) -> None:
         self.keys.append(key)
 
     def collect(self) -> dict[tuple[str, int], Reward]:
@@ -84,7 +86,9 @@ class OneTokenEngine:
         self.before_step()
         request = self.waiting.pop()
         self.events.append(f"generate {request.problem_id}")
-        rollout = Rollout(request.problem_id, request.sample_index, request.prompt_ids, (1,), (0.0,), "stop", 0)
+        rollout = Rollout(
+            request.problem_id, request.sample_index, request.prompt_ids, (1,), (0.0,), "stop", 0
+        )
         return [Finished(rollout)]
 
 
@@ -117,7 +121,9 @@ class Unwatched:
 def make_phase(engine: Any, coordinator: Any) -> RolloutPhase:
     world, timeline = World(0, 1, 0, torch.device("cpu"), HashStore(), None), Timeline(0)
     scorers: Any = Scorers()
-    return RolloutPhase(world, engine, coordinator, Receivers(scorers, lambda ids: ""), timeline, lambda: False)
+    return RolloutPhase(
+        world, engine, coordinator, Receivers(scorers, lambda ids: ""), timeline, lambda: False
+    )
 
 
 def make_side(spot: Any, learned: Any = None, watch: Any = None) -> WatchedDrafter:
@@ -135,7 +141,11 @@ def make_watch(
     """`others`: drafter versions of other replicas' engines."""
 
     def gather(value: Any) -> list[Any]:
-        return [value, *(RankState("", version, False) for version in others)] if isinstance(value, RankState) else [value]
+        return (
+            [value, *(RankState("", version, False) for version in others)]
+            if isinstance(value, RankState)
+            else [value]
+        )
 
     trainer = spot.trainer
     subject = Subject(trainer.model, learned.model, engine.model, lambda group, counts: 0)
@@ -146,7 +156,9 @@ def make_problems(num: int) -> list[Problem]:
     return [Problem(f"p{index}", (3, 4, 5 + index)) for index in range(num)]
 
 
-def generate(phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None) -> tuple[list[Rollout], float, DrafterReport]:
+def generate(
+    phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None
+) -> tuple[list[Rollout], float, DrafterReport]:
     """The part of a phase in which a replica waits for nobody."""
     drafter = make_side(spot)
     drafter.begin()

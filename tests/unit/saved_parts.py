@@ -1,4 +1,5 @@
-"""Checkpoints of small runs, written by one or more ranks within this process: what the tests of checkpoints are made of."""
+"""Checkpoints of small runs, written by one or more ranks within this process: what the tests of
+checkpoints are made of."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ ALONE = make_worlds()[0]
 
 
 def make_tensors(value: float = 1.0) -> dict[str, Tensor]:
-    shapes = {"policy.embed": (7, 3), "policy.norm": (5,), "policy_optimizer.step.norm": (), "drafter.fc": (4, 2, 3)}
+    shapes = {
+        "policy.embed": (7, 3),
+        "policy.norm": (5,),
+        "policy_optimizer.step.norm": (),
+        "drafter.fc": (4, 2, 3),
+    }
     tensors = {}
     for name, shape in shapes.items():
         dtype = torch.float32 if "drafter" in name else torch.float64
@@ -47,7 +53,9 @@ def save(folder: Path, step: int, value: float = 1.0, num_ranks: int = 1, keep: 
         writer.wait()
 
 
-def load(folder: Path, world: World = ALONE) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
+def load(
+    folder: Path, world: World = ALONE
+) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
     """Returns (tensors, counters, what single ranks knew) of the newest checkpoint."""
     found = find_checkpoint(folder, ALONE)
     assert found is not None

@@ -1,4 +1,5 @@
-"""The Python API: what a script or a notebook sees. Its tokens are the command line's; its mistakes are one line each."""
+"""The Python API: what a script or a notebook sees. Its tokens are the command line's; its mistakes are
+one line each."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random policy with Countdown's tokenizer and a chat template, and a random drafter."""
     folder = tmp_path_factory.mktemp("model")
-    config = ModelConfig("llama", load_model_config(BASE).vocab_size, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=64)
+    config = ModelConfig(
+        "llama", load_model_config(BASE).vocab_size, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=64
+    )
     policy = Transformer(config).initialize(0, std=0.15)
     save_model(folder / "base", config, policy.state_dict(), dtype=torch.float32, source=BASE)
     settings = json.loads((folder / "base/tokenizer_config.json").read_text())
@@ -59,12 +62,14 @@ def engine(folder: Path) -> Engine:
     return Engine.from_pretrained(folder / "base", dtype="float64", device="cpu")
 
 
-# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── names ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_importing_the_package_brings_neither_torch_nor_pydantic() -> None:
     code = "import sys, tlt; dir(tlt); tlt.__version__; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "pydantic", "transformers", "numpy", "tlt.api"} & set(loaded)
 
 
@@ -78,24 +83,54 @@ def test_every_public_name_resolves_and_is_listed() -> None:
         tlt.Engin  # noqa: B018  # the look-up is what is tested
 
 
-# ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── generation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("speculation", ["off", "adaptive", "4x1x4"])
-def test_the_same_seed_and_problems_give_the_command_lines_tokens(folder: Path, tmp_path: Path, speculation: str) -> None:
+def test_the_same_seed_and_problems_give_the_command_lines_tokens(
+    folder: Path, tmp_path: Path, speculation: str
+) -> None:
     records: list[dict[str, Any]] = [{"prompt": PROMPTS[0]}, {"prompt": PROMPTS[1], "problem_id": "second"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = ["--samples", "3", "--max-tokens", "24", "--seed", "5", "--temperature", "0.9", "--top-p", "0.95", "--top-k", "9"]
-    words += ["--speculation", speculation, "--drafter", str(folder / "drafter"), "--dtype", "float64", "--device", "cpu"]
+    words = [
+        "--samples",
+        "3",
+        "--max-tokens",
+        "24",
+        "--seed",
+        "5",
+        "--temperature",
+        "0.9",
+        "--top-p",
+        "0.95",
+        "--top-k",
+        "9",
+    ]
+    words += [
+        "--speculation",
+        speculation,
+        "--drafter",
+        str(folder / "drafter"),
+        "--dtype",
+        "float64",
+        "--device",
+        "cpu",
+    ]
     files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     assert main(["generate", str(folder / "base"), *files, *words]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
     engine = tlt.Engine.from_pretrained(
-        folder / "base", drafter=folder / "drafter", speculation=speculation, dtype=torch.float64, device="cpu"
+        folder / "base",
+        drafter=folder / "drafter",
+        speculation=speculation,
+        dtype=torch.float64,
+        device="cpu",
     )
     prompts = [PROMPTS[0], records[1]]
-    responses = engine.generate(prompts, samples=3, max_tokens=24, seed=5, temperature=0.9, top_p=0.95, top_k=9)
+    responses = engine.generate(
+        prompts, samples=3, max_tokens=24, seed=5, temperature=0.9, top_p=0.95, top_k=9
+    )
     for response, line in zip(responses, lines, strict=True):
         record = json.loads(json.dumps(dataclasses.asdict(response)))
         assert record.pop("logprobs") == pytest.approx(
@@ -112,7 +147,9 @@ def test_text_ids_messages_and_records_are_prompts(engine: Engine) -> None:
     kinds: list[Any] = [PROMPTS[0], list(ids), ids, np.array(ids).tolist(), [np.int64(i) for i in ids]]
     kinds += [[{"role": "user", "content": PROMPTS[0]}], {"prompt": PROMPTS[0]}, {"prompt_ids": ids}]
     responses = engine.generate(kinds, max_tokens=8)
-    assert [response.problem_id for response in responses] == [str(number) for number in range(1, len(kinds) + 1)]
+    assert [response.problem_id for response in responses] == [
+        str(number) for number in range(1, len(kinds) + 1)
+    ]
     assert {response.prompt_ids[-len(PROMPTS[0]) :] for response in responses} == {ids[-len(PROMPTS[0]) :]}
     named = engine.generate([{"prompt_ids": ids, "problem_id": "1"}], max_tokens=8)
     assert named == engine.generate([PROMPTS[0]], max_tokens=8)
@@ -175,13 +212,19 @@ def test_an_engine_has_the_defaults_of_the_configuration(call: Callable[..., Any
         ([[1, 10**6]], {}, "prompts:1.*outside the vocabulary"),
         ([[1, 2.5]], {}, r"prompts:1.*prompt_ids is \[1, 2.5\]; it must be a list of whole numbers"),
         ([{"role": "user", "content": "x"}], {}, "prompts:1.*has no prompt"),
-        ([{"prompt": "[1:1]", "problem_id": "a"}] * 2, {}, "prompts:2: problem_id 'a' was given at prompts:1 already"),
+        (
+            [{"prompt": "[1:1]", "problem_id": "a"}] * 2,
+            {},
+            "prompts:2: problem_id 'a' was given at prompts:1 already",
+        ),
         (PROMPTS, {"samples": 0}, "^samples: is 0; it must be greater than or equal to 1$"),
         (PROMPTS, {"temperature": -1.0}, "^temperature: is -1.0"),
         (PROMPTS, {"seed": -1}, "^seed: is -1"),
     ],
 )
-def test_a_mistake_in_a_call_is_one_line(engine: Engine, prompts: Any, arguments: dict[str, Any], message: str) -> None:
+def test_a_mistake_in_a_call_is_one_line(
+    engine: Engine, prompts: Any, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         engine.generate(prompts, **arguments)
 
@@ -203,11 +246,16 @@ def test_a_mistake_in_loading_is_one_line(folder: Path, arguments: dict[str, Any
         Engine.from_pretrained(folder / arguments.pop("model", "base"), **arguments)
 
 
-# ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── configuration ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_configuration_is_a_recipe_by_its_name_with_overrides_as_a_dict(tmp_path: Path) -> None:
-    overrides = {"run.num_steps": 7, "task.options": {"max_number": 9}, "run.out_dir": tmp_path / "run", "drafter.path": None}
+    overrides = {
+        "run.num_steps": 7,
+        "task.options": {"max_number": 9},
+        "run.out_dir": tmp_path / "run",
+        "drafter.path": None,
+    }
     config = load_config("countdown", {**overrides, "drafter.train": False})
     assert (config.run.num_steps, config.run.out_dir) == (7, tmp_path / "run")
     assert config.task.options == {"max_number": 9}
@@ -222,7 +270,10 @@ def test_a_configuration_is_built_from_its_sections(tmp_path: Path, monkeypatch:
     config = load_config(sections, {"task.options.max_number": 12})
     assert config.task.options == {"max_number": 12}
     assert config.run.out_dir == tmp_path / "runs" / "run"
-    assert sections["task"] == {"name": "countdown", "options": {"max_number": 9}}  # the caller's own stays as it is
+    assert sections["task"] == {
+        "name": "countdown",
+        "options": {"max_number": 9},
+    }  # the caller's own stays as it is
     monkeypatch.chdir(base.parent)
     assert load_config({**sections, "model": {"path": "base"}}).model.path == base
 
@@ -230,25 +281,32 @@ def test_a_configuration_is_built_from_its_sections(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"run.num_steps": -1}, r"^overrides\['run.num_steps'\]: run.num_steps is -1; it must be greater than"),
+        (
+            {"run.num_steps": -1},
+            r"^overrides\['run.num_steps'\]: run.num_steps is -1; it must be greater than",
+        ),
         ({"run.num_step": 1}, "run.num_step is unknown; did you mean run.num_steps"),
         ({"num_steps": 1}, r"^overrides\['num_steps'\]: unknown"),
         ({"model.path": "nowhere"}, r"^overrides\['model.path'\]: .* there is no such folder"),
     ],
 )
-def test_a_mistake_in_an_override_names_it_as_it_was_written(overrides: dict[str, object], message: str) -> None:
+def test_a_mistake_in_an_override_names_it_as_it_was_written(
+    overrides: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         load_config("countdown", overrides)
 
 
-# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Digits:
     """A response is rewarded for the digits it holds."""
 
     def problems(self, num: int, seed: int, split: str = "train") -> list[dict[str, Any]]:
-        return [{"problem_id": f"{split}-{i}", "prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i + 1}]"} for i in range(num)]
+        return [
+            {"problem_id": f"{split}-{i}", "prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i + 1}]"} for i in range(num)
+        ]
 
     def score(self, problem: dict[str, Any], text: str) -> dict[str, Any]:
         share = sum(character.isdigit() for character in text) / max(len(text), 1)
@@ -302,8 +360,12 @@ def test_an_object_of_a_module_is_known_by_its_name_in_every_process(sections: d
 
 
 @pytest.mark.parametrize("change", [{"rewards.num_workers": 1}, {"run.num_ranks": 2}])
-def test_an_object_that_cannot_reach_the_other_processes_is_refused(sections: dict[str, Any], change: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"^task: a Digits that no module holds .*; set run\.num_ranks = 1 and"):
+def test_an_object_that_cannot_reach_the_other_processes_is_refused(
+    sections: dict[str, Any], change: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        UserError, match=r"^task: a Digits that no module holds .*; set run\.num_ranks = 1 and"
+    ):
         train(load_config(sections, change), task=Digits())
 
 
@@ -313,7 +375,9 @@ def test_a_class_in_the_place_of_its_object_is_refused(sections: dict[str, Any])
             train(load_config(sections), task=wrong)  # type: ignore[arg-type]  # as a user without a type checker would
 
 
-def test_a_mistake_in_training_is_raised_and_not_printed(sections: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_training_is_raised_and_not_printed(
+    sections: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="unknown task 'digits'"):
         train(load_config(sections))
     config = Config(model={"path": "nowhere"}, task={"name": "countdown"})  # type: ignore[arg-type]  # pydantic makes sections
@@ -358,7 +422,9 @@ def test_a_clock_that_is_set_during_a_run_changes_nothing(
     assert is_set
     assert result.is_finished
     assert (result.folder / "metrics.jsonl").read_text().count("\n") == 2
-    (spent,) = (line.split()[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("time "))
+    (spent,) = (
+        line.split()[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("time ")
+    )
     assert 0 <= int(spent[0]) < 3600
     assert spent[1].startswith(("s", "min"))
 
@@ -369,4 +435,6 @@ def test_a_run_that_its_time_limit_ends_says_so(
     result = train(load_config(sections, {"run.time_limit_minutes": 1e-6}), task=Digits())
     assert [evaluation.step for evaluation in result.evaluations] == [0]
     (said,) = (line for line in capsys.readouterr().out.splitlines() if "time_limit_minutes" in line)
-    assert said.endswith(f"ends the run after 0 of 2 steps; go on with: tlt train --resume {tmp_path / 'run'}")
+    assert said.endswith(
+        f"ends the run after 0 of 2 steps; go on with: tlt train --resume {tmp_path / 'run'}"
+    )

@@ -48,7 +48,8 @@ def find_violations(module: str, source: str) -> list[str]:
     for line, target in _imported_parts(module, source):
         if target not in HEIGHT:
             found.append(
-                f"{module}:{line} imports tlt.{target}, which stands on no floor: give it one in {Path(__file__).name}"
+                f"{module}:{line} imports tlt.{target}, which stands on no floor: give it one in "
+                f"{Path(__file__).name}"
             )
         elif target == part:
             continue
@@ -81,17 +82,23 @@ def _imported_names(module: str, source: str) -> list[tuple[int, str]]:
 def _imported_parts(module: str, source: str) -> list[tuple[int, str]]:
     """(line, part) of everything imported from the package; `tlt` itself, its version, is no part."""
     names = _imported_names(module, source)
-    return [(line, name.split(".")[1]) for line, name in names if name.startswith("tlt.") and not name.startswith("tlt.__")]
+    return [
+        (line, name.split(".")[1])
+        for line, name in names
+        if name.startswith("tlt.") and not name.startswith("tlt.__")
+    ]
 
 
 def find_circle(modules: dict[str, str]) -> list[str]:
-    """Modules that import each other, the first one again at the end; none: there is no circle. modules: name to source."""
+    """Modules that import each other, the first one again at the end; none: there is no circle. modules:
+    name to source."""
 
     def file_of(name: str) -> str:
         return name if name in modules else name.rpartition(".")[0]
 
     graph = {
-        module: {file_of(name) for _, name in _imported_names(module, source)} & modules.keys() - {module, "tlt"}
+        module: {file_of(name) for _, name in _imported_names(module, source)}
+        & modules.keys() - {module, "tlt"}
         for module, source in modules.items()
     }
     try:
@@ -123,7 +130,12 @@ def test_imports_point_down_only() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert find_circle({module: source for module, source in _modules().items() if _part(module) not in ABOVE_ALL}) == []
+    assert (
+        find_circle(
+            {module: source for module, source in _modules().items() if _part(module) not in ABOVE_ALL}
+        )
+        == []
+    )
 
 
 def test_a_circle_is_found_behind_type_checkers_and_inside_functions() -> None:
@@ -143,7 +155,9 @@ def test_the_package_itself_imports_its_own_for_type_checkers_alone_and_tells_th
     for node in [node for node in tree.body if isinstance(node, ast.If)]:
         assert ast.unparse(node.test) == "TYPE_CHECKING"
         told |= {
-            s.module: tuple(alias.name for alias in s.names) for s in node.body if isinstance(s, ast.ImportFrom) and s.module
+            s.module: tuple(alias.name for alias in s.names)
+            for s in node.body
+            if isinstance(s, ast.ImportFrom) and s.module
         }
         node.body = [ast.Pass()]
     assert _imported_parts("tlt.__init__", ast.unparse(tree)) == []
@@ -187,7 +201,9 @@ def test_a_part_on_no_floor_is_found() -> None:
 def test_what_runs_inside_vllm_knows_nothing_of_what_drives_it() -> None:
     inside = {module: source for module, source in _modules().items() if module.startswith(f"{INSIDE}.")}
     assert len(inside) > 5
-    drivers = [name for module, source in inside.items() for name in _imported(source) if name.startswith("tlt.vllm")]
+    drivers = [
+        name for module, source in inside.items() for name in _imported(source) if name.startswith("tlt.vllm")
+    ]
     assert [name for name in drivers if not name.startswith(INSIDE)] == []
 
 
@@ -198,13 +214,26 @@ def _imported(source: str) -> list[str]:
     """Names of modules that are imported anywhere in a source."""
     nodes = list(ast.walk(ast.parse(source)))
     return [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names] + [
-        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+        f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     ]
 
 
 def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
     """DESIGN §3: speculative/ is auditable in an hour."""
-    plain = {"__future__", "abc", "collections", "dataclasses", "functools", "itertools", "math", "re", "types"}
+    plain = {
+        "__future__",
+        "abc",
+        "collections",
+        "dataclasses",
+        "functools",
+        "itertools",
+        "math",
+        "re",
+        "types",
+    }
     allowed = {"torch", "tlt", "typing"} | plain
     for module, source in _modules().items():
         if _part(module) != "speculative":
@@ -224,7 +253,10 @@ COMPILED_WITH = {
 
 @pytest.mark.parametrize(
     ("compiled", "importer"),
-    [("tlt.speculative.fused", "tlt.speculative.sampling"), ("tlt.speculative.compiled", "tlt.speculative.rows")],
+    [
+        ("tlt.speculative.fused", "tlt.speculative.sampling"),
+        ("tlt.speculative.compiled", "tlt.speculative.rows"),
+    ],
 )
 def test_what_a_package_compiles_is_imported_by_a_function_alone_so_that_all_works_without_it(
     compiled: str, importer: str
@@ -232,7 +264,9 @@ def test_what_a_package_compiles_is_imported_by_a_function_alone_so_that_all_wor
     found = {}
     for module, source in _modules().items():
         tree = ast.parse(source)
-        imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and _imports(node, compiled)]
+        imported = [
+            node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and _imports(node, compiled)
+        ]
         if imported:
             found[module] = [node for node in imported if node in tree.body]
     assert found == {importer: []}

@@ -19,7 +19,9 @@ def test_another_process_of_the_machine_counts_from_the_same_moment(monkeypatch:
     assert Moment(**told).here().seconds == 42.0
 
 
-def test_another_machine_counts_on_from_what_had_passed_when_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_counts_on_from_what_had_passed_when_it_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     began = Moment.now()
     monkeypatch.setattr(time, "monotonic", lambda: 1042.0)

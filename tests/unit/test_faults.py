@@ -11,7 +11,10 @@ from tests.integration.proofs.test_full_disk_run import PLACES
 
 @pytest.mark.parametrize(
     "place",
-    sorted({*MOMENTS.values(), *(function for function, _ in PLACES.values()), *(one.function for one in FAULTS)} - {""}),
+    sorted(
+        {*MOMENTS.values(), *(function for function, _ in PLACES.values()), *(one.function for one in FAULTS)}
+        - {""}
+    ),
 )
 def test_each_function_at_which_a_fault_comes_exists(place: str) -> None:
     owner, name = owner_of(place)

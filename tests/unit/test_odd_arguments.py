@@ -1,5 +1,5 @@
-"""Odd arguments to the Python API: each is one UserError, a line with the place, the value and the remedy. None is taken for
-another value, and none ends in the middle of a generation."""
+"""Odd arguments to the Python API: each is one UserError, a line with the place, the value and the remedy.
+None is taken for another value, and none ends in the middle of a generation."""
 
 from __future__ import annotations
 
@@ -24,17 +24,26 @@ BASE = find_recipe("countdown").parent / "base"
 PROMPT = "[2,9,16:5]"
 NUMBER, WHOLE, LIST = "it must be a valid number", "it must be a valid integer", "it must be a list"
 PROMPTS, IDS = "give text, token ids, messages or a record", "it must be a list of whole numbers"
-FOLDER, SECTIONS = "give a folder, or a name on the Hugging Face hub", "give a TOML file, the name of a recipe, or a dict"
+FOLDER, SECTIONS = (
+    "give a folder, or a name on the Hugging Face hub",
+    "give a TOML file, the name of a recipe, or a dict",
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with Countdown's tokenizer and a window of 64 tokens."""
     folder = tmp_path_factory.mktemp("model")
-    config = ModelConfig("llama", load_model_config(BASE).vocab_size, 32, 64, 1, 4, 2, 8, tie_embeddings=True, max_positions=64)
-    save_model(folder, config, Transformer(config).initialize(0).state_dict(), dtype=torch.float32, source=BASE)
+    config = ModelConfig(
+        "llama", load_model_config(BASE).vocab_size, 32, 64, 1, 4, 2, 8, tie_embeddings=True, max_positions=64
+    )
+    save_model(
+        folder, config, Transformer(config).initialize(0).state_dict(), dtype=torch.float32, source=BASE
+    )
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "{{ messages[0]['content'] }}"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": "{{ messages[0]['content'] }}"})
+    )
     return folder
 
 
@@ -44,7 +53,8 @@ def engine(folder: Path) -> tlt.Engine:
 
 
 def refused(call: Callable[[], Any], place: str, value: str, remedy: str) -> None:
-    """Asserts that the call raises one line which begins with the place, holds the value, and ends in the remedy."""
+    """Asserts that the call raises one line which begins with the place, holds the value, and ends in the
+    remedy."""
     with pytest.raises(UserError) as caught:
         call()
     line = str(caught.value)
@@ -107,7 +117,9 @@ def refused(call: Callable[[], Any], place: str, value: str, remedy: str) -> Non
     ],
 )
 @pytest.mark.parametrize("method", ["generate", "stream"])
-def test_an_odd_keyword_is_one_line(engine: tlt.Engine, method: str, argument: str, value: Any, remedy: str) -> None:
+def test_an_odd_keyword_is_one_line(
+    engine: tlt.Engine, method: str, argument: str, value: Any, remedy: str
+) -> None:
     element = value[0] if isinstance(value, list) and argument != "temperature" else value
     shown = argument if remedy.startswith("give ") else repr(element)
     refused(lambda: getattr(engine, method)([PROMPT], **{argument: value}), argument, shown, remedy)
@@ -143,10 +155,17 @@ def test_an_odd_keyword_is_one_line(engine: tlt.Engine, method: str, argument: s
         ([PROMPT + "\ud800"], "prompts:1", r"'\ud800'", "remove it"),
         ([[{"role": "user", "content": "\ud800"}]], "prompts:1", "refuses them", "correct them"),
         ([{"text": PROMPT}], "prompts:1", "no prompt", "name the one that is"),
-        ([{"prompt": PROMPT, "problem_id": 1.5}], "prompts:1", "1.5", "it must be text that names the problem"),
+        (
+            [{"prompt": PROMPT, "problem_id": 1.5}],
+            "prompts:1",
+            "1.5",
+            "it must be text that names the problem",
+        ),
     ],
 )
-def test_an_odd_prompt_is_one_line(engine: tlt.Engine, prompts: Any, place: str, value: str, remedy: str) -> None:
+def test_an_odd_prompt_is_one_line(
+    engine: tlt.Engine, prompts: Any, place: str, value: str, remedy: str
+) -> None:
     refused(lambda: engine.generate(prompts, max_tokens=2), place, value, remedy)
 
 
@@ -176,7 +195,12 @@ def test_an_odd_prompt_is_one_line(engine: tlt.Engine, prompts: Any, place: str,
 )
 def test_an_odd_argument_of_loading_is_one_line(folder: Path, argument: str, value: Any, remedy: str) -> None:
     call = {"path": folder, "device": "cpu", argument: value}
-    refused(lambda: tlt.Engine.from_pretrained(**call), argument, str(value).removeprefix("torch.") or "''", remedy)
+    refused(
+        lambda: tlt.Engine.from_pretrained(**call),
+        argument,
+        str(value).removeprefix("torch.") or "''",
+        remedy,
+    )
 
 
 @pytest.mark.parametrize("source", [None, 5, b"countdown", ["countdown"], object()])
@@ -213,7 +237,12 @@ def test_odd_sections_are_one_line(sections: Any) -> None:
 
 @pytest.mark.parametrize("task", ["countdown", {}, 5, object, lambda problem: 1])
 def test_an_odd_task_is_one_line(task: Any) -> None:
-    refused(lambda: tlt.train("countdown", task=task), "task", repr(task), "give an object with problems() and score(), or")
+    refused(
+        lambda: tlt.train("countdown", task=task),
+        "task",
+        repr(task),
+        "give an object with problems() and score(), or",
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +261,7 @@ def test_an_odd_setting_beside_another_trainer_is_one_line(argument: str, value:
     refused(lambda: tlt.LiveSettings(**{argument: value}), argument, repr(value), remedy)
 
 
-# ── and what is not odd ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── and what is not odd ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_numbers_of_other_libraries_are_pythons_own() -> None:
@@ -244,12 +273,16 @@ def test_numbers_of_other_libraries_are_pythons_own() -> None:
         stop_ids=np.array([1, 2]),  # type: ignore[arg-type]
         stop=["a", "b"],  # type: ignore[arg-type]
     )
-    assert mixed == SamplingParams(float(np.float32(0.7)), 3, 0.5, max_tokens=4, stop_ids=(1, 2), stop=("a", "b"))
+    assert mixed == SamplingParams(
+        float(np.float32(0.7)), 3, 0.5, max_tokens=4, stop_ids=(1, 2), stop=("a", "b")
+    )
     assert [type(value) for value in (mixed.temperature, mixed.top_k, mixed.top_p)] == [float, int, float]
     assert type(SamplingParams(temperature=1).temperature) is float
 
 
-def test_a_mixed_batch_of_whole_and_broken_temperatures_draws_what_each_draws_alone(engine: tlt.Engine) -> None:
+def test_a_mixed_batch_of_whole_and_broken_temperatures_draws_what_each_draws_alone(
+    engine: tlt.Engine,
+) -> None:
     """A temperature of NumPy's must not choose the type of the batch's tensor."""
     alone = engine.generate([PROMPT], temperature=float(np.float32(0.7)), max_tokens=8)
     assert engine.generate([PROMPT], temperature=np.float32(0.7), max_tokens=8) == alone  # type: ignore[arg-type]
@@ -257,7 +290,13 @@ def test_a_mixed_batch_of_whole_and_broken_temperatures_draws_what_each_draws_al
 
 def test_arrays_of_ids_are_prompts(engine: tlt.Engine) -> None:
     ids = engine.generate([PROMPT], max_tokens=4)[0].prompt_ids
-    kinds: list[Any] = [np.array(ids), torch.tensor(ids), np.array(ids, np.int32), {"prompt_ids": np.array(ids)}, list(ids)]
+    kinds: list[Any] = [
+        np.array(ids),
+        torch.tensor(ids),
+        np.array(ids, np.int32),
+        {"prompt_ids": np.array(ids)},
+        list(ids),
+    ]
     responses = engine.generate(kinds, max_tokens=4)
     assert {response.prompt_ids for response in responses} == {ids}
     assert all(type(token) is int for response in responses for token in response.prompt_ids)
@@ -273,7 +312,11 @@ def test_max_tokens_that_is_left_out_is_what_the_window_leaves(engine: tlt.Engin
 
 
 def test_train_takes_what_load_config_takes(folder: Path, tmp_path: Path) -> None:
-    sections = {"model": {"path": folder}, "task": {"name": "nobodys"}, "run": {"out_dir": tmp_path / "run", "num_ranks": 1}}
+    sections = {
+        "model": {"path": folder},
+        "task": {"name": "nobodys"},
+        "run": {"out_dir": tmp_path / "run", "num_ranks": 1},
+    }
     for given in (sections, tlt.load_config(sections)):
         with pytest.raises(UserError, match="unknown task 'nobodys'"):
             tlt.train(given)

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tests.lossless.helpers import pack
 from tlt.hf.config import parse_config
@@ -55,7 +62,9 @@ CASES: dict[str, PreTrainedConfig] = {
         **SIZES, num_key_value_heads=1, rope_parameters=plain(500.0), head_dim=32, tie_word_embeddings=True
     ),
     "qwen2-gqa2": Qwen2Config(**SIZES, num_key_value_heads=2, rope_parameters=plain(1e6)),
-    "qwen2-tied": Qwen2Config(**SIZES, num_key_value_heads=4, rope_parameters=plain(100.0), tie_word_embeddings=True),
+    "qwen2-tied": Qwen2Config(
+        **SIZES, num_key_value_heads=4, rope_parameters=plain(100.0), tie_word_embeddings=True
+    ),
     "qwen3-gqa4": Qwen3Config(**SIZES, num_key_value_heads=1, rope_parameters=plain(1e6), head_dim=24),
     "qwen3-tied": Qwen3Config(
         **SIZES, num_key_value_heads=2, rope_parameters=plain(50.0), head_dim=16, tie_word_embeddings=True
@@ -64,18 +73,20 @@ CASES: dict[str, PreTrainedConfig] = {
 EXACT = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
-# ── the referee ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the referee ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def referee(case: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Hugging Face's model with random weights. transformers passes through float32 in its norms and rotary angles
-    even when the model is float64; there those two are replaced by the plain formulas."""
+    """Hugging Face's model with random weights. transformers passes through float32 in its norms and
+    rotary angles even when the model is float64; there those two are replaced by the plain formulas."""
     model = AutoModelForCausalLM.from_config(CASES[case]).eval()
     generator = torch.Generator().manual_seed(len(case))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.4 * noise if "norm" in name else 0.5 * noise if "bias" in name else 0.17 * noise)
+            parameter.copy_(
+                1 + 0.4 * noise if "norm" in name else 0.5 * noise if "bias" in name else 0.17 * noise
+            )
     if dtype != torch.float64:
         return model.to(dtype)
     frequencies = float64_frequencies(model.config)
@@ -124,7 +135,7 @@ def referee_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     return model(torch.tensor([token_ids])).logits[0]
 
 
-# ── ours ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ours ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def our_config(theirs: PreTrainedConfig) -> ModelConfig:
@@ -158,7 +169,9 @@ def stale_cache(config: ModelConfig, num_slots: int, length: int, dtype: torch.d
 def prefill(ours: PackedTransformer, prompts: Sequence[Sequence[int]], cache: list[Tensor]) -> Tensor:
     """Stores the prompts in slots 0.. and returns the logits of their last tokens, [B, V]."""
     lengths = [len(prompt) for prompt in prompts]
-    attend = StoringPrefill(ours.config, [(length, (0,)) for length in lengths], cache, slots=range(len(prompts)))
+    attend = StoringPrefill(
+        ours.config, [(length, (0,)) for length in lengths], cache, slots=range(len(prompts))
+    )
     token_ids_N = torch.tensor([token for prompt in prompts for token in prompt])
     features_NE = ours.forward(token_ids_N, attend.positions(), attend)
     return ours.logits(features_NE[torch.tensor(lengths).cumsum(0) - 1])
@@ -172,7 +185,9 @@ def decode(ours: PackedTransformer, tokens_B: Tensor, lengths_B: Tensor, cache: 
     return ours.logits(ours.forward(tokens_B, lengths_B, attend))
 
 
-def generate_greedily(ours: PackedTransformer, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+def generate_greedily(
+    ours: PackedTransformer, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[list[int]]:
     lengths_B = torch.tensor([len(prompt) for prompt in prompts])
     cache = stale_cache(ours.config, len(prompts) + 1, int(lengths_B.max()) + num_tokens, ours.dtype)
     tokens_B = prefill(ours, prompts, cache).argmax(-1)

@@ -1,4 +1,5 @@
-"""A drafter in the service of a run of one rank: what the tests of its measure and of its service are made of."""
+"""A drafter in the service of a run of one rank: what the tests of its measure and of its service are made
+of."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ TARGET = pack(POLICY)
 def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout]:
     rng = random.Random(seed)
     rows = [[rng.randrange(VOCAB) for _ in range(4 + length)] for _ in range(num)]
-    return [Rollout(f"p{i // 2}", i % 2, tuple(r[:4]), tuple(r[4:]), (0.0,) * length, "stop", 0) for i, r in enumerate(rows)]
+    return [
+        Rollout(f"p{i // 2}", i % 2, tuple(r[:4]), tuple(r[4:]), (0.0,) * length, "stop", 0)
+        for i, r in enumerate(rows)
+    ]
 
 
 class Parts:
@@ -56,7 +60,8 @@ class Parts:
         )
 
     def join(self, state: RankState, tally: Tally | None = None) -> None:
-        """From here on there is a second rank, with this state at every step's end and this tally (None: the first one's)."""
+        """From here on there is a second rank, with this state at every step's end and this tally (None:
+        the first one's)."""
 
         def gather(value: Any) -> list[Any]:
             return [value, state if isinstance(value, RankState) else tally or value]

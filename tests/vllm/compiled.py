@@ -1,4 +1,5 @@
-"""Compiles the law's kernels (tlt/speculative/fused.py) for GPUs that are not here: registers, spills, instructions."""
+"""Compiles the law's kernels (tlt/speculative/fused.py) for GPUs that are not here: registers, spills,
+instructions."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CLASSES = {
 
 
 def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Compiles the kernels for GPUs of these compute capabilities, as `draw` would on them, and returns what each takes."""
+    """Compiles the kernels for GPUs of these compute capabilities, as `draw` would on them, and returns
+    what each takes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -32,8 +34,12 @@ def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None)
     found = []
     for arch in archs:
         for name, source, dtype in _sources(ASTSource, fused):
-            kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options or fused.OPTIONS)
-            usage, code = _disassembled(Path(triton.__file__).parent / "backends/nvidia/bin", kernel.asm["cubin"])
+            kernel = triton.compile(
+                source, target=GPUTarget("cuda", arch, 32), options=options or fused.OPTIONS
+            )
+            usage, code = _disassembled(
+                Path(triton.__file__).parent / "backends/nvidia/bin", kernel.asm["cubin"]
+            )
             threads = 32 * kernel.metadata.num_warps
             found.append(
                 {
@@ -48,8 +54,8 @@ def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None)
 
 
 def _sources(source_type: Any, fused: Any) -> list[tuple[str, Any, str]]:
-    """Returns (name, kernel with the types of its arguments, type of the logits). Pointers and sizes are multiples of 16, as
-    PyTorch's and large vocabularies are."""
+    """Returns (name, kernel with the types of its arguments, type of the logits). Pointers and sizes are
+    multiples of 16, as PyTorch's and large vocabularies are."""
     law = {
         "logits_ptr": "*fp32", "kept_ptr": "constexpr", "law": ("*i64", "*i64", "*fp64", "*fp64"), "token_ptr": "*i64",
         "part_ptr": "*fp32", "stride": "i64", "vocab_size": "i32", "BLOCK": "constexpr",
@@ -65,13 +71,21 @@ def _sources(source_type: Any, fused: Any) -> list[tuple[str, Any, str]]:
     only = {"BLOCK": fused.BLOCK}
     return [
         ("law", source_type(fn=fused.law_kernel, signature=law, constexprs=values, attrs=aligned), "float32"),
-        ("law", source_type(fn=fused.law_kernel, signature=half, constexprs=values, attrs=aligned), "bfloat16"),
+        (
+            "law",
+            source_type(fn=fused.law_kernel, signature=half, constexprs=values, attrs=aligned),
+            "bfloat16",
+        ),
         (
             "law after truncation",
             source_type(fn=fused.law_kernel, signature=truncated, constexprs=only, attrs=aligned),
             "float32",
         ),
-        ("noise", source_type(fn=fused.noise_kernel, signature=noise, constexprs=only, attrs={(0,): aligned[(0,)]}), "–"),
+        (
+            "noise",
+            source_type(fn=fused.noise_kernel, signature=noise, constexprs=only, attrs={(0,): aligned[(0,)]}),
+            "–",
+        ),
     ]
 
 
@@ -82,7 +96,9 @@ def _disassembled(tools: Path, cubin: bytes) -> tuple[dict[str, int], str]:
         file.flush()
         command = [str(tools / "cuobjdump"), "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        code = subprocess.run([str(tools / "nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True).stdout
+        code = subprocess.run(
+            [str(tools / "nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
     words = {"registers": "REG", "stack_bytes": "STACK", "spilled_bytes": "LOCAL", "shared_bytes": "SHARED"}
     return {name: int(re.findall(rf"{word}:(\d+)", usage)[-1]) for name, word in words.items()}, code
 

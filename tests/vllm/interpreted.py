@@ -1,4 +1,5 @@
-"""The law's kernels in a process of their own, because Triton decides when it is imported whether it interprets or compiles."""
+"""The law's kernels in a process of their own, because Triton decides when it is imported whether it
+interprets or compiles."""
 
 from __future__ import annotations
 
@@ -51,8 +52,12 @@ def draw_rows(source: Path, rows: Rows, width: int) -> tuple[Tensor, Tensor]:
     """Returns what the kernel of this source draws. width: of the tensor that the logits are a part of."""
     wide = torch.full((len(rows.logits), width), torch.finfo(rows.logits.dtype).max, dtype=rows.logits.dtype)
     wide[:, : rows.logits.shape[1]] = rows.logits
-    with np.errstate(all="ignore"):  # inf - inf is meant: a row that is no distribution has no log-probability
-        drawn = load(source).draw(wide[:, : rows.logits.shape[1]], rows.keys, rows.positions, BatchParams(rows.params))
+    with np.errstate(
+        all="ignore"
+    ):  # inf - inf is meant: a row that is no distribution has no log-probability
+        drawn = load(source).draw(
+            wide[:, : rows.logits.shape[1]], rows.keys, rows.positions, BatchParams(rows.params)
+        )
     return drawn[0].clone(), drawn[1].clone()
 
 
@@ -107,8 +112,9 @@ class _Hopper:
 
 
 def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingParams]]]) -> list[str]:
-    """Compiles the kernels for an H100 with the very arguments that `draw` and `gumbel_noise` give them, and launches none.
-    Returns what came out. cases: type of the logits, vocabulary, parameters of the rows."""
+    """Compiles the kernels for an H100 with the very arguments that `draw` and `gumbel_noise` give them,
+    and launches none. Returns what came out. cases: type of the logits, vocabulary, parameters of the
+    rows."""
     from unittest.mock import patch
 
     from triton.runtime import driver
@@ -121,13 +127,18 @@ def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingP
 
     def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         made = run(kernel, *args, grid=grid, warmup=True, **options)
-        found.append(f"{made.metadata.name} of {made.metadata.num_warps} warps for {made.metadata.target.arch}")
+        found.append(
+            f"{made.metadata.name} of {made.metadata.num_warps} warps for {made.metadata.target.arch}"
+        )
 
     with patch.object(JITFunction, "run", compiled), patch.object(torch, "empty", torch.zeros):
         for dtype, vocab_size, params in cases:
             num_rows = len(params)
             keys = torch.zeros(num_rows, 4, dtype=torch.int64)
-            logits, positions = torch.zeros(num_rows, vocab_size, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64)
+            logits, positions = (
+                torch.zeros(num_rows, vocab_size, dtype=dtype),
+                torch.zeros(num_rows, dtype=torch.int64),
+            )
             fused.draw(logits, keys, positions, BatchParams(params))
             fused.gumbel_noise(keys, positions[:, None], vocab_size)
     return found

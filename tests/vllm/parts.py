@@ -40,7 +40,9 @@ BASE, DRAFTER = Path("recipes/countdown/base"), Path("recipes/countdown/drafter"
 DEPTH = 4
 
 in_vllm = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"
+    ),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
 """What every test here carries."""
@@ -75,13 +77,21 @@ SLIDING = {"sliding_window": 24}
 
 FOREIGN: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**SIZES, **SLIDING, num_key_value_heads=2, tie_word_embeddings=False),
-    "gemma2": Gemma2Config(**SIZES, **SLIDING, num_key_value_heads=1, query_pre_attn_scalar=4, attn_logit_softcapping=2.0),
+    "gemma2": Gemma2Config(
+        **SIZES, **SLIDING, num_key_value_heads=1, query_pre_attn_scalar=4, attn_logit_softcapping=2.0
+    ),
     "gemma3": Gemma3TextConfig(**SIZES, **SLIDING, num_key_value_heads=1, query_pre_attn_scalar=32),
     "qwen3-moe": Qwen3MoeConfig(
-        **SIZES, num_key_value_heads=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
+        **SIZES,
+        num_key_value_heads=1,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        mlp_only_layers=[1],
     ),
 }
-"""Families that our own decoder does not compute. Experts of 48 are padded by vLLM's kernel, and one layer is dense."""
+"""Families that our own decoder does not compute. Experts of 48 are padded by vLLM's kernel, and one layer
+is dense."""
 
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
@@ -91,7 +101,9 @@ def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in key else 0.3 * noise if "bias" in key else 0.2 * noise)
+            parameter.copy_(
+                1 + 0.3 * noise if "norm" in key else 0.3 * noise if "bias" in key else 0.2 * noise
+            )
     model.save_pretrained(folder)
     return folder
 
@@ -103,7 +115,9 @@ def make_drafter(model: Path, folder: Path, method: str = "eagle", seed: int = 2
     return folder
 
 
-def vllm_engine(model: Path, speculation: str, drafter: Path | None = None, batch: int = 8, **vllm: Any) -> Any:
+def vllm_engine(
+    model: Path, speculation: str, drafter: Path | None = None, batch: int = 8, **vllm: Any
+) -> Any:
     settings = EngineSettings(
         speculation,
         engine="vllm",
@@ -120,13 +134,17 @@ def own_engine(model: Path, batch: int = 16) -> Any:
     return load_engine(load_model(model, torch.float32), EngineSettings(max_batch_size=batch))
 
 
-def requests_for(vocab_size: int, num: int, seed: int, stop_ids: Sequence[int], longest: int = 24) -> list[Request]:
+def requests_for(
+    vocab_size: int, num: int, seed: int, stop_ids: Sequence[int], longest: int = 24
+) -> list[Request]:
     """Prompts from one token on, responses from one token on, every sampling setting in turn."""
     rng, found = random.Random(seed), []
     for index in range(num):
         ids = tuple(rng.randrange(3, vocab_size) for _ in range(1 if index % 4 == 0 else rng.randint(2, 20)))
         num_tokens = 1 if index % 5 == 4 else rng.randint(2, longest)
-        params = replace(PARAMS[index % len(PARAMS)], max_tokens=num_tokens, stop_ids=tuple(stop_ids), seed=seed)
+        params = replace(
+            PARAMS[index % len(PARAMS)], max_tokens=num_tokens, stop_ids=tuple(stop_ids), seed=seed
+        )
         found.append(Request(f"p{index}", index % 3, ids, params, "rollout", 2))
     return found
 
@@ -146,9 +164,13 @@ def assert_equal(requests: Sequence[Request], own: Any, theirs: Responses, model
 
 
 def judge(requests: Sequence[Request], theirs: Responses, model: Path) -> Comparison:
-    """Compares with what the law draws from the logits that transformers computes for the whole response, in float32."""
+    """Compares with what the law draws from the logits that transformers computes for the whole response,
+    in float32."""
     referee = Referee(model)
-    lawful = {(r.problem_id, r.sample_index): _by_the_law(r, theirs[r.problem_id, r.sample_index], referee) for r in requests}
+    lawful = {
+        (r.problem_id, r.sample_index): _by_the_law(r, theirs[r.problem_id, r.sample_index], referee)
+        for r in requests
+    }
     return compare(requests, lawful, theirs, model)
 
 
@@ -173,4 +195,6 @@ def _by_the_law(request: Request, theirs: Rollout, referee: Referee) -> Rollout:
     end = stops[0] + 1 if stops else min(request.params.max_tokens, referee.window - num_prompt)
     missing = [-1] * (end > num_tokens)  # they have ended too soon
     reason: FinishReason = "stop" if stops else "length"
-    return replace(theirs, token_ids=(*tokens[:end], *missing), logprobs=tuple(logprobs[:end]), finish_reason=reason)
+    return replace(
+        theirs, token_ids=(*tokens[:end], *missing), logprobs=tuple(logprobs[:end]), finish_reason=reason
+    )

@@ -1,7 +1,8 @@
-"""A GPU whose memory two processes share, pretended: what of CUDA lies between vLLM's weight transfer and the tensors.
+"""A GPU whose memory two processes share, pretended: what of CUDA lies between vLLM's weight transfer and the
+tensors.
 
-Its memory is files. What a sender lets go of is overwritten at once, as a GPU's allocator may do: whoever reads it later reads
-NaN. Everything else, vLLM's transfer and our sending, is the real one.
+Its memory is files. What a sender lets go of is overwritten at once, as a GPU's allocator may do: whoever
+reads it later reads NaN. Everything else, vLLM's transfer and our sending, is the real one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Memory:
         self.folder, self.num_shared, self.shared = folder, 0, set[Path]()
 
     def reduce_tensor(self, tensor: Tensor) -> tuple[None, tuple[Any, ...]]:
-        """Stands for torch's function of this name: arguments as rebuild_cuda_tensor takes them, the file as the handle."""
+        """Stands for torch's function of this name: arguments as rebuild_cuda_tensor takes them, the file
+        as the handle."""
         assert tensor.is_contiguous()
         assert tensor.storage_offset() == 0
         with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:

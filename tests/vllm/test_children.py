@@ -1,5 +1,5 @@
-"""What needs a vLLM of its own: the model runner of GPUs, by Triton's interpreter, and a cache that is too small. The children
-are those of the table (benchmarks/vllm_table.py)."""
+"""What needs a vLLM of its own: the model runner of GPUs, by Triton's interpreter, and a cache that is too
+small. The children are those of the table (benchmarks/vllm_table.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def cells_of(start: Start, drafter: Path, own: Any, folder: Path) -> list[dict[s
 
 
 @pytest.mark.parametrize(("drafter", "accepts"), [("EAGLE", True), ("random", False)])
-def test_the_model_runner_of_gpus_gives_our_tokens(own: Any, drafter: str, accepts: bool, tmp_path: Path) -> None:
+def test_the_model_runner_of_gpus_gives_our_tokens(
+    own: Any, drafter: str, accepts: bool, tmp_path: Path
+) -> None:
     folder = DRAFTER if drafter == "EAGLE" else random_drafter(tmp_path / "random")
     cells = cells_of(Start("V2", drafter, 1, Size(1, 2, 14, 2)), folder, own, tmp_path)
     assert len(cells) == 6

@@ -1,4 +1,5 @@
-"""Tiny models of every family that both engines know, in vLLM with something to draft; and a model that two workers share."""
+"""Tiny models of every family that both engines know, in vLLM with something to draft; and a model that
+two workers share."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def check_pushes(engine: Any, own: Any, folder: Path, name: str) -> None:
     assert sum(found[key].token_ids == before[key].token_ids for key in found) == 0
 
 
-@pytest.mark.parametrize(("name", "drafts"), [("llama", "ngram"), ("qwen2-bias", "learned"), ("qwen3-norm", "learned")])
+@pytest.mark.parametrize(
+    ("name", "drafts"), [("llama", "ngram"), ("qwen2-bias", "learned"), ("qwen3-norm", "learned")]
+)
 def test_a_family_s_tokens_are_ours_before_and_after_a_push(name: str, drafts: str, tmp_path: Path) -> None:
     assert name in FAMILIES
     model = make_checkpoint(name, tmp_path / "model")

@@ -1,4 +1,5 @@
-"""Tiny models of families that our own decoder does not compute, in vLLM, judged by transformers' logits and the law."""
+"""Tiny models of families that our own decoder does not compute, in vLLM, judged by transformers' logits
+and the law."""
 
 from __future__ import annotations
 
@@ -70,9 +71,13 @@ def test_a_response_ends_where_the_model_s_own_positions_do(served: Served) -> N
 
 
 def test_weights_that_are_pushed_are_those_that_answer(served: Served, tmp_path: Path) -> None:
-    """Of another seed, greedy: hardly a token stays. A prompt longer than a block would show a cache that is not emptied."""
+    """Of another seed, greedy: hardly a token stays. A prompt longer than a block would show a cache that
+    is not emptied."""
     engine, other = served.engine, make_checkpoint(served.name, tmp_path / "other", seed=8)
-    requests = [Request(f"g{i}", 0, (9 + i, 20) * (1 + 30 * (i == 0)), SamplingParams(0.0, max_tokens=8)) for i in range(6)]
+    requests = [
+        Request(f"g{i}", 0, (9 + i, 20) * (1 + 30 * (i == 0)), SamplingParams(0.0, max_tokens=8))
+        for i in range(6)
+    ]
     before = answers(engine, requests)
     assert_lawful(requests, before, served.model)
     engine.load_policy(load_stored(other), 1)
@@ -101,12 +106,25 @@ def test_the_commands_take_a_mixture_of_experts(
     save_tokenizer(model)
     monkeypatch.chdir(tmp_path)
     write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "12+34"}, {"prompt_ids": [3, 4, 5]})
-    asked = ("--prompts", "prompts.jsonl", "--samples", "4", "--max-tokens", "30", "--engine", "vllm", "--compile", "false")
+    asked = (
+        "--prompts",
+        "prompts.jsonl",
+        "--samples",
+        "4",
+        "--max-tokens",
+        "30",
+        "--engine",
+        "vllm",
+        "--compile",
+        "false",
+    )
     written = []
     for speculation in ("off", "ngram:4x1x4"):
         out = ("--out", "out.jsonl", "--speculation", speculation)
         assert succeed(capsys, "generate", str(model), *asked, *out)["responses"] == 12
         written.append([(record["token_ids"], record["text"]) for record in read_lines("out.jsonl")])
     assert written[0] == written[1]
-    assert cli.main(["audit", str(model), *asked, "--speculation", "ngram:4x1x4"]) == 3, "nothing is found in so few tokens"
+    assert cli.main(["audit", str(model), *asked, "--speculation", "ngram:4x1x4"]) == 3, (
+        "nothing is found in so few tokens"
+    )
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["lossless"] is None

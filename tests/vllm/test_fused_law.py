@@ -1,5 +1,6 @@
-"""The law's kernel (speculative/fused.py) against the plain law: tokens and noise bit for bit, in Triton's interpreter, and on
-a GPU where there is one. Then the same on planted faults, each of which must show; and what the kernel compiles to.
+"""The law's kernel (speculative/fused.py) against the plain law: tokens and noise bit for bit, in Triton's
+interpreter, and on a GPU where there is one. Then the same on planted faults, each of which must show; and
+what the kernel compiles to.
 
 Needs Triton, which comes with vLLM and with PyTorch for GPUs, and no GPU.
 """
@@ -17,13 +18,23 @@ import torch
 from torch import Tensor
 
 from tests.vllm.compiled import compile_apart
-from tests.vllm.interpreted import SOURCE, Rows, compile_as_called, draw_rows, make_noise, planted, triton_process
+from tests.vllm.interpreted import (
+    SOURCE,
+    Rows,
+    compile_as_called,
+    draw_rows,
+    make_noise,
+    planted,
+    triton_process,
+)
 from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw, reference
 from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: make vllm-test")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: make vllm-test"
+)
 
 PLAIN = (SamplingParams(), SamplingParams())
 GREEDY = (SamplingParams(temperature=0), SamplingParams())
@@ -44,7 +55,9 @@ def interpreted() -> Iterator[Call]:
         yield call
 
 
-def make_rows(vocab_size: int, params: tuple[SamplingParams, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Rows:
+def make_rows(
+    vocab_size: int, params: tuple[SamplingParams, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Rows:
     """Keys and positions over the whole range of 32 bits, most tokens likely enough to be drawn."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randint(2**32, (len(params), 4), generator=generator)
@@ -71,19 +84,25 @@ def assert_equal(rows: Rows, found: tuple[Tensor, Tensor]) -> None:
     assert bool(((found[1] - logprobs_R).abs() <= logprob_bound(rows, tokens_R)).all())
 
 
-# ── bit for bit, in the interpreter ──────────────────────────────────────────────────────────────────────────────────
+# ── bit for bit, in the interpreter ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 4, 5, 61, 1000, 2047, 2048, 2049, 2051, 6143])
-def test_noise_is_the_plain_laws_bit_for_bit_whatever_the_vocabulary(interpreted: Call, vocab_size: int) -> None:
+def test_noise_is_the_plain_laws_bit_for_bit_whatever_the_vocabulary(
+    interpreted: Call, vocab_size: int
+) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     keys_B4 = torch.randint(2**32, (3, 4), generator=generator)
     positions_BT = torch.tensor([[0, 1], [2**31 - 1, 2**31], [2**32 - 1, 77]])
     found = interpreted(make_noise, SOURCE, keys_B4, positions_BT, vocab_size)
-    assert torch.equal(found.view(torch.int32), gumbel_noise(keys_B4, positions_BT, vocab_size).view(torch.int32))
+    assert torch.equal(
+        found.view(torch.int32), gumbel_noise(keys_B4, positions_BT, vocab_size).view(torch.int32)
+    )
 
 
-@pytest.mark.parametrize("params", [PLAIN, GREEDY, COLD, TRUNCATED], ids=["plain", "greedy", "cold", "truncated"])
+@pytest.mark.parametrize(
+    "params", [PLAIN, GREEDY, COLD, TRUNCATED], ids=["plain", "greedy", "cold", "truncated"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("vocab_size", [1, 5, 61, 1000, 2049])
 def test_tokens_are_the_plain_laws_and_log_probabilities_within_the_bound(
@@ -95,7 +114,9 @@ def test_tokens_are_the_plain_laws_and_log_probabilities_within_the_bound(
 
 
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED[:2]], ids=["plain", "truncated"])
-def test_a_vocabulary_of_152064_in_bf16_is_drawn_from_alike(interpreted: Call, params: tuple[SamplingParams, ...]) -> None:
+def test_a_vocabulary_of_152064_in_bf16_is_drawn_from_alike(
+    interpreted: Call, params: tuple[SamplingParams, ...]
+) -> None:
     rows = make_rows(152064, params, torch.bfloat16)
     assert_equal(rows, interpreted(draw_rows, SOURCE, rows, 152064))
 
@@ -109,7 +130,9 @@ def test_rows_are_laws_of_their_own_in_any_order_and_number(interpreted: Call) -
     rows = make_rows(2100, TRUNCATED)
     whole = interpreted(draw_rows, SOURCE, rows, 2100)
     order = torch.tensor([3, 0, 4, 4, 1, 2, 0])
-    shuffled = Rows(rows.logits[order], rows.keys[order], rows.positions[order], tuple(TRUNCATED[i] for i in order))
+    shuffled = Rows(
+        rows.logits[order], rows.keys[order], rows.positions[order], tuple(TRUNCATED[i] for i in order)
+    )
     found = interpreted(draw_rows, SOURCE, shuffled, 2100)
     assert torch.equal(found[0], whole[0][order])
     assert torch.equal(found[1], whole[1][order]), "not a bit depends on the batch"
@@ -132,8 +155,11 @@ def test_of_equal_scores_the_lowest_token_wins_within_a_block_and_across_blocks(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 7, 40])
-def test_where_every_token_is_doubled_the_first_of_both_is_drawn(interpreted: Call, dtype: torch.dtype, num_rows: int) -> None:
-    """1,003 tokens, and so cold that beside the logits the noise is less than a unit in the last place: all scores are tied."""
+def test_where_every_token_is_doubled_the_first_of_both_is_drawn(
+    interpreted: Call, dtype: torch.dtype, num_rows: int
+) -> None:
+    """1,003 tokens, and so cold that beside the logits the noise is less than a unit in the last place:
+    all scores are tied."""
     laws = (SamplingParams(temperature=0), SamplingParams(temperature=1e-35))
     rows = make_rows(1003, tuple(laws[row % 2] for row in range(num_rows)), dtype)
     rows.logits[:, 501:1002] = rows.logits[:, :501]
@@ -161,13 +187,18 @@ def test_forbidden_tokens_are_never_drawn_and_have_no_mass(interpreted: Call) ->
 def test_logits_that_are_no_distribution_give_a_log_probability_that_is_none(interpreted: Call) -> None:
     """The engine refuses such a policy by its log-probability (engine/sequence.py)."""
     rows = make_rows(5000, (SamplingParams(),) * 4)
-    rows.logits[0, [4000, 7]], rows.logits[1], rows.logits[2, 4500], rows.logits[3] = math.nan, -math.inf, math.inf, math.nan
+    rows.logits[0, [4000, 7]], rows.logits[1], rows.logits[2, 4500], rows.logits[3] = (
+        math.nan,
+        -math.inf,
+        math.inf,
+        math.nan,
+    )
     tokens_R, logprobs_R = interpreted(draw_rows, SOURCE, rows, 5000)
     assert tokens_R.tolist() == expected(rows)[0].tolist() == [7, 0, 4500, 0]
     assert logprobs_R.isnan().all()
 
 
-# ── planted faults ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── planted faults ──────────────────────────────────────────────────────────────────────────────────────────
 
 OTHER_CONSTANT = """
 
@@ -194,7 +225,10 @@ FAULTS = {
     "a round too few": ("zero + k3, k0, k1)", "zero + k3, k0, k1, 9)"),
     "words of the key exchanged": ("zero + k3, k0, k1)", "zero + k3, k1, k0)"),
     "words of a block exchanged": ("(r0, r2), tl.interleave(r1, r3)", "(r0, r1), tl.interleave(r2, r3)"),
-    "the next position": (OF_THE_ROW, "noise = _gumbel(key_ptr + 4 * row, tl.load(position_ptr + row) + 1, first"),
+    "the next position": (
+        OF_THE_ROW,
+        "noise = _gumbel(key_ptr + 4 * row, tl.load(position_ptr + row) + 1, first",
+    ),
     "another row's key": (OF_THE_ROW, "noise = _gumbel(key_ptr, tl.load(position_ptr + row), first"),
     "a word without its half": ("4294967295.5", "4294967295.0"),
     "logarithms in float32": ("word.to(tl.float64)", "word.to(tl.float32)"),
@@ -210,17 +244,23 @@ FAULTS = {
 
 
 def is_right(call: Call, source: Path) -> bool:
-    cases = [make_rows(61, params, seed=seed) for params in (PLAIN, GREEDY, COLD, TRUNCATED) for seed in range(2)]
+    cases = [
+        make_rows(61, params, seed=seed) for params in (PLAIN, GREEDY, COLD, TRUNCATED) for seed in range(2)
+    ]
     cases += [make_rows(2049, PLAIN), tied(), masked()]
     try:
         for rows in cases:
             assert_equal(rows, call(draw_rows, source, rows, rows.logits.shape[1]))
         keys_B4, positions_BT = torch.tensor([[1, 2, 3, 4]]), torch.arange(2)[None]
-        return torch.equal(call(make_noise, source, keys_B4, positions_BT, 5000), gumbel_noise(keys_B4, positions_BT, 5000))
+        return torch.equal(
+            call(make_noise, source, keys_B4, positions_BT, 5000), gumbel_noise(keys_B4, positions_BT, 5000)
+        )
     except AssertionError:
         return False
     except RuntimeError as error:
-        if "out of bounds" not in str(error):  # a token beyond the vocabulary; anything else is a mistake of this test
+        if "out of bounds" not in str(
+            error
+        ):  # a token beyond the vocabulary; anything else is a mistake of this test
             raise
         return False
 
@@ -234,7 +274,7 @@ def test_a_planted_fault_shows(interpreted: Call, tmp_path: Path, fault: str) ->
     assert not is_right(interpreted, planted(tmp_path, [FAULTS[fault]], OTHER_CONSTANT))
 
 
-# ── compiled ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── compiled ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_for_gpus_of_two_generations_it_compiles_without_spilling_or_contracting() -> None:
@@ -251,7 +291,8 @@ def test_for_gpus_of_two_generations_it_compiles_without_spilling_or_contracting
 
 
 def test_the_very_arguments_of_a_draw_compile_for_a_gpu_that_is_not_here() -> None:
-    """Compiled by its signature a kernel says nothing of how Triton binds what it is called with: tuples, and what is None."""
+    """Compiled by its signature a kernel says nothing of how Triton binds what it is called with: tuples,
+    and what is None."""
     cases = [
         (dtype, vocab_size, params)
         for dtype, vocab_size in ((torch.bfloat16, 151936), (torch.float32, 61), (torch.float64, 5000))
@@ -268,15 +309,20 @@ def test_compiled_as_triton_does_by_itself_it_would_contract() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("params", [PLAIN, GREEDY, COLD, TRUNCATED], ids=["plain", "greedy", "cold", "truncated"])
+@pytest.mark.parametrize(
+    "params", [PLAIN, GREEDY, COLD, TRUNCATED], ids=["plain", "greedy", "cold", "truncated"]
+)
 @pytest.mark.parametrize("vocab_size", [1, 61, 2049, 152064])
 def test_on_a_gpu_it_draws_as_the_cpu_does(vocab_size: int, params: tuple[SamplingParams, ...]) -> None:
-    """A float64 logarithm may err in its last bit: of noise, one value in a million may be a neighbour of the plain law's."""
+    """A float64 logarithm may err in its last bit: of noise, one value in a million may be a neighbour of
+    the plain law's."""
     rows = make_rows(vocab_size, params)
     here = [tensor.cuda() for tensor in (rows.logits, rows.keys, rows.positions)]
     tokens_R, logprobs_R = draw(*here, BatchParams(params, "cuda"))
     assert_equal(rows, (tokens_R.cpu(), logprobs_R.cpu()))
     noise = gumbel_noise(here[1], here[2][:, None], vocab_size).cpu()
-    units = noise.view(torch.int32) - gumbel_noise(rows.keys, rows.positions[:, None], vocab_size).view(torch.int32)
+    units = noise.view(torch.int32) - gumbel_noise(rows.keys, rows.positions[:, None], vocab_size).view(
+        torch.int32
+    )
     assert units.abs().max() <= 1
     assert units.count_nonzero() <= max(noise.numel() // 10**6, 1)

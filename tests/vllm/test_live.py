@@ -1,4 +1,5 @@
-"""vLLM in our process, its drafter trained: everything that an engine promises, against our own engine token for token."""
+"""vLLM in our process, its drafter trained: everything that an engine promises, against our own engine
+token for token."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def countdown(num: int, max_tokens: int, temperature: float = 1.0, samples: int 
     assert MODEL.tokenizer is not None
     params = SamplingParams(temperature, max_tokens=max_tokens, stop_ids=MODEL.stop_ids, seed=3)
     prompts = [tuple(MODEL.tokenizer.encode_text(f"[{i + 1},{i + 3},7:{20 + i}]")) for i in range(num)]
-    return [Request(f"c{i}", sample, ids, params) for i, ids in enumerate(prompts) for sample in range(samples)]
+    return [
+        Request(f"c{i}", sample, ids, params) for i, ids in enumerate(prompts) for sample in range(samples)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +59,12 @@ def test_a_tuner_that_picks_at_random_changes_no_token(live: Any, own: Any) -> N
 
 
 def test_drafts_of_the_trained_drafter_are_accepted(live: Any, own: Any) -> None:
-    """Where the temperature is high, guesses agree for the noise that they share with the target, and hardly else."""
-    for temperature, least in ((1.0, 4.5), (3.0, 2.2)):  # our own engine: 4.86 and 2.43, and 2.04 without the noise
+    """Where the temperature is high, guesses agree for the noise that they share with the target, and
+    hardly else."""
+    for temperature, least in (
+        (1.0, 4.5),
+        (3.0, 2.2),
+    ):  # our own engine: 4.86 and 2.43, and 2.04 without the noise
         live.stats = type(live.stats)()
         requests = countdown(6, 60, temperature)
         assert_equal(requests, own, answers(live, requests), BASE)
@@ -83,7 +90,10 @@ def test_a_response_ends_where_the_window_does(live: Any, own: Any) -> None:
 
 
 def test_a_stop_text_ends_a_response(live: Any, own: Any) -> None:
-    requests = [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=("=", "*2"))) for r in countdown(6, 60)]
+    requests = [
+        dataclasses.replace(r, params=dataclasses.replace(r.params, stop=("=", "*2")))
+        for r in countdown(6, 60)
+    ]
     assert_equal(requests, own, answers(live, requests), BASE)
 
 
@@ -103,8 +113,12 @@ def test_responses_go_on_in_the_other_engine(live: Any, own: Any, goes: str) -> 
     for engine in (first, second):
         while not engine.is_idle:
             found |= {(f.rollout.problem_id, f.rollout.sample_index): f.rollout for f in engine.step()}
-    assert {key: rollout.token_ids for key, rollout in found.items()} == {k: r.token_ids for k, r in expected.items()}
-    gaps = [abs(a - b) for key in found for a, b in zip(found[key].logprobs, expected[key].logprobs, strict=True)]
+    assert {key: rollout.token_ids for key, rollout in found.items()} == {
+        k: r.token_ids for k, r in expected.items()
+    }
+    gaps = [
+        abs(a - b) for key in found for a, b in zip(found[key].logprobs, expected[key].logprobs, strict=True)
+    ]
     assert max(gaps) < 2e-4
 
 
@@ -151,8 +165,14 @@ def test_what_vllm_s_prefix_cache_holds_is_not_taken_for_another_prompt_s(live: 
     live.load_policy(MODEL.tensors)  # what other tests have left in the cache is gone
     ids = countdown(1, 1)[0].prompt_ids
     params = SamplingParams(max_tokens=12, seed=2)
-    prompts = {"a": (ids * 30)[:300], "b": (ids[::-1] * 30)[:300]}  # with a drafter vLLM reads the last whole block again
-    found = [captured_of(live, [Request(name, i, prompts[name], params)])[0].captured_TF for i, name in enumerate("aba")]
+    prompts = {
+        "a": (ids * 30)[:300],
+        "b": (ids[::-1] * 30)[:300],
+    }  # with a drafter vLLM reads the last whole block again
+    found = [
+        captured_of(live, [Request(name, i, prompts[name], params)])[0].captured_TF
+        for i, name in enumerate("aba")
+    ]
     assert [captured_TF is None for captured_TF in found] == [False, False, True]
 
 
@@ -160,7 +180,9 @@ def changed_policy(scale: float) -> dict[str, Tensor]:
     """Weights that say something else nearly everywhere."""
     generator = torch.Generator().manual_seed(4)
     return {
-        name: tensor + scale * tensor.std() * torch.randn(tensor.shape, generator=generator) if tensor.ndim == 2 else tensor
+        name: tensor + scale * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        if tensor.ndim == 2
+        else tensor
         for name, tensor in MODEL.tensors.items()
     }
 

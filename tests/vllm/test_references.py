@@ -1,4 +1,5 @@
-"""vLLM that drafts from references: whatever they say, the tokens are those of our own engine; right ones are followed far."""
+"""vLLM that drafts from references: whatever they say, the tokens are those of our own engine; right ones
+are followed far."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ ARMS: dict[str, tuple[str, Path | None, dict[str, Any]]] = {
 def requests_for(num: int = 9, max_tokens: int = 90) -> list[Request]:
     assert MODEL.tokenizer is not None
     prompts = [tuple(MODEL.tokenizer.encode_text(f"[{i + 1},{i + 3},7:{20 + i}]")) for i in range(num)]
-    params = [replace(one, max_tokens=max_tokens, seed=6) for one in PARAMS]  # without stop tokens: long responses
+    params = [
+        replace(one, max_tokens=max_tokens, seed=6) for one in PARAMS
+    ]  # without stop tokens: long responses
     return [Request(f"f{i}", 0, prompt, params[i % 3]) for i, prompt in enumerate(prompts)]
 
 
@@ -82,12 +85,16 @@ def fill(engine: Any, right: dict[tuple[str, int], Rollout], kinds: Sequence[str
     for index, request in enumerate(REQUESTS):
         references.drop(request.key)
         tokens = right[request.problem_id, request.sample_index].token_ids
-        if (reference := reference_of(kinds[index % len(kinds)], tokens, tokens[::-1], rng, range(3, VOCAB))) is not None:
+        if (
+            reference := reference_of(kinds[index % len(kinds)], tokens, tokens[::-1], rng, range(3, VOCAB))
+        ) is not None:
             references.keep(request.key, reference)
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_no_reference_changes_a_token(followed: Any, own: Any, right: dict[tuple[str, int], Rollout], turn: int) -> None:
+def test_no_reference_changes_a_token(
+    followed: Any, own: Any, right: dict[tuple[str, int], Rollout], turn: int
+) -> None:
     """Nine kinds over three ways to draw: two turns of them have every kind at temperature 0 and above."""
     fill(followed, right, KINDS[turn:] + KINDS[:turn])
     found = answers(followed, REQUESTS)
@@ -95,7 +102,9 @@ def test_no_reference_changes_a_token(followed: Any, own: Any, right: dict[tuple
     assert followed.stats.followed_by_age["0"] > 100
 
 
-def test_right_references_are_followed_far(followed: Any, own: Any, right: dict[tuple[str, int], Rollout]) -> None:
+def test_right_references_are_followed_far(
+    followed: Any, own: Any, right: dict[tuple[str, int], Rollout]
+) -> None:
     fill(followed, right, ["right"])
     assert_equal(REQUESTS, own, answers(followed, REQUESTS), BASE)
     assert followed.stats.accept_length > 10
@@ -124,13 +133,16 @@ def test_requests_that_are_handed_over_take_up_their_references(
     own.abort()
     found = answers(followed, moved)
     assert len(found) == len(REQUESTS)
-    assert {key: rollout.token_ids for key, rollout in found.items()} == {key: right[key].token_ids for key in found}
+    assert {key: rollout.token_ids for key, rollout in found.items()} == {
+        key: right[key].token_ids for key in found
+    }
     assert followed.stats.accept_length > 10
 
 
 @pytest.fixture
 def cramped() -> Iterator[Any]:
-    """vLLM with room for the keys and values of two whole sequences and a half, and prefixes that it keeps."""
+    """vLLM with room for the keys and values of two whole sequences and a half, and prefixes that it
+    keeps."""
     engine = engine_with("nothing else", References(None), batch=8)
     scheduler = engine.link._scheduler
     pool = scheduler.kv_cache_manager.block_pool
@@ -179,6 +191,8 @@ def test_the_command_takes_references_as_it_wrote_them(
     also = ("--references", "old.jsonl", "--out", "new.jsonl")
     for speculation in (("ahead:64x1x64",), ("adaptive", "--drafter", str(drafter))):
         summary = succeed(capsys, "generate", str(model), *asked, *also, "--speculation", *speculation)
-        assert [one["token_ids"] for one in read_lines("new.jsonl")] == [one["token_ids"] for one in read_lines("old.jsonl")]
+        assert [one["token_ids"] for one in read_lines("new.jsonl")] == [
+            one["token_ids"] for one in read_lines("old.jsonl")
+        ]
         assert any(name.startswith("ahead") for name in summary["strategy_seconds"])
     assert summary["accept_length"] > 6

@@ -1,6 +1,8 @@
-"""vLLM's server with the law as its plug-in gives the tokens of our own engine, whatever else runs, and refuses what it cannot.
+"""vLLM's server with the law as its plug-in gives the tokens of our own engine, whatever else runs, and
+refuses what it cannot.
 
-One server for all tests, made to be in trouble: it drafts, prompts do not fit into a step, and its cache is too small for all.
+One server for all tests, made to be in trouble: it drafts, prompts do not fit into a step, and its cache
+is too small for all.
 """
 
 from __future__ import annotations
@@ -21,14 +23,19 @@ from tlt.io.files import dumps
 from tlt.types import Request, Rollout, SamplingParams, UserError
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"),
-    pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="the openai client is not installed here"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("openai") is None, reason="the openai client is not installed here"
+    ),
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.slow,
 ]
 
 PROMPT = "".join(f"[2,3,{i}:21]" for i in range(10, 40))
-"""Longer than two blocks of the cache, of which the first can then be shared where EAGLE drafts, and than a step's tokens."""
+"""Longer than two blocks of the cache, of which the first can then be shared where EAGLE drafts, and than
+a step's tokens."""
 
 MAX_TOKENS = 120
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "extra_body": {"top_k": 6}}
@@ -39,10 +46,19 @@ WANTED = {"extra_body": {"return_token_ids": True}}
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     base, drafter = ROOT / BASE, ROOT / DRAFTER
-    export(DrafterExport.model_validate({"drafter": drafter, "target": base, "to": folder / "eagle", "format": "vllm-eagle"}))
+    export(
+        DrafterExport.model_validate(
+            {"drafter": drafter, "target": base, "to": folder / "eagle", "format": "vllm-eagle"}
+        )
+    )
     (folder / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     drafting = {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
-    cramped = ("--max-num-seqs=16", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-gpu-blocks-override=16")
+    cramped = (
+        "--max-num-seqs=16",
+        "--max-num-batched-tokens=64",
+        "--max-model-len=512",
+        "--num-gpu-blocks-override=16",
+    )
     chat = ("--chat-template", str(folder / "chat.jinja"))
     with serving(folder, "server", *LAW, *cramped, *chat, "--speculative-config", dumps(drafting)) as address:
         yield address
@@ -81,7 +97,9 @@ def tokens(ask: Callable[..., Any], seed: int, **asked: Any) -> tuple[tuple[int,
     return tuple(choice.prompt_token_ids), tuple(choice.token_ids)
 
 
-def test_a_seed_gives_the_tokens_of_our_own_engine(ask: Callable[..., Any], ours: Callable[..., Rollout]) -> None:
+def test_a_seed_gives_the_tokens_of_our_own_engine(
+    ask: Callable[..., Any], ours: Callable[..., Rollout]
+) -> None:
     found = {seed: tokens(ask, seed) for seed in (0, 1, 2, 5, -7, 2**62)}
     wanted = {seed: ours(prompt, seed, **params_of(seed)[1]).token_ids for seed, (prompt, _) in found.items()}
     assert {seed: response for seed, (_, response) in found.items()} == wanted
@@ -92,21 +110,30 @@ def test_company_preemption_and_unfinished_prompts_change_no_token(
     url: str, ask: Callable[..., Any], ours: Callable[..., Rollout]
 ) -> None:
     seeds = range(18)
-    others = [{"prompt": f"[{i},3,7:20]" * 20, "max_tokens": 60 + 5 * i, "temperature": 1.3, "n": 1 + i % 2} for i in range(8)]
+    others = [
+        {"prompt": f"[{i},3,7:20]" * 20, "max_tokens": 60 + 5 * i, "temperature": 1.3, "n": 1 + i % 2}
+        for i in range(8)
+    ]
     with ThreadPoolExecutor(32) as pool:
         running = [pool.submit(ask, **other) for other in others]
         found = list(pool.map(lambda seed: tokens(ask, seed), seeds))
         assert all(each.result().choices for each in running)
-    assert [response for _, response in found] == [ours(found[0][0], seed, **params_of(seed)[1]).token_ids for seed in seeds]
+    assert [response for _, response in found] == [
+        ours(found[0][0], seed, **params_of(seed)[1]).token_ids for seed in seeds
+    ]
     assert counter(url, "vllm:num_preemptions_total") > 0
     assert counter(url, "vllm:prefix_cache_hits_total") > 0
     assert counter(url, "vllm:spec_decode_num_accepted_tokens_total") > 0
 
 
-def test_each_of_n_responses_has_a_seed_of_its_own(ask: Callable[..., Any], ours: Callable[..., Rollout]) -> None:
+def test_each_of_n_responses_has_a_seed_of_its_own(
+    ask: Callable[..., Any], ours: Callable[..., Rollout]
+) -> None:
     choices = ask(prompt=PROMPT, max_tokens=MAX_TOKENS, seed=40, n=3, temperature=1.0, **WANTED).choices
     prompt = choices[0].prompt_token_ids
-    assert [tuple(choice.token_ids) for choice in choices] == [ours(prompt, 40 + i).token_ids for i in range(3)]
+    assert [tuple(choice.token_ids) for choice in choices] == [
+        ours(prompt, 40 + i).token_ids for i in range(3)
+    ]
 
 
 def test_without_a_seed_every_response_is_another_one(ask: Callable[..., Any]) -> None:
@@ -130,8 +157,12 @@ def test_a_stream_a_chat_and_a_stop_text_give_the_same_tokens(url: str, ours: Ca
     assert tuple(chat.choices[0].token_ids) == ours(chat.prompt_token_ids, 3).token_ids
 
 
-def test_log_probabilities_are_those_of_the_requests_temperature(ask: Callable[..., Any], ours: Callable[..., Rollout]) -> None:
-    (choice,) = ask(prompt=PROMPT, max_tokens=MAX_TOKENS, seed=2, logprobs=5, temperature=0.7, **WANTED).choices
+def test_log_probabilities_are_those_of_the_requests_temperature(
+    ask: Callable[..., Any], ours: Callable[..., Rollout]
+) -> None:
+    (choice,) = ask(
+        prompt=PROMPT, max_tokens=MAX_TOKENS, seed=2, logprobs=5, temperature=0.7, **WANTED
+    ).choices
     wanted = ours(choice.prompt_token_ids, 2, temperature=0.7)
     assert tuple(choice.token_ids) == wanted.token_ids
     assert choice.logprobs.token_logprobs == pytest.approx(wanted.logprobs, abs=1e-3)
@@ -142,7 +173,9 @@ def test_log_probabilities_are_those_of_the_requests_temperature(ask: Callable[.
         assert len(likeliest) in (5, 6)
 
 
-def test_greedy_decoding_takes_the_likeliest_tokens(ask: Callable[..., Any], ours: Callable[..., Rollout]) -> None:
+def test_greedy_decoding_takes_the_likeliest_tokens(
+    ask: Callable[..., Any], ours: Callable[..., Rollout]
+) -> None:
     prompt, response = tokens(ask, 1, temperature=0)
     assert response == ours(prompt, 0, temperature=0.0).token_ids
 
@@ -158,19 +191,26 @@ def test_greedy_decoding_takes_the_likeliest_tokens(ask: Callable[..., Any], our
     ],
     ids=lambda asked: str(asked)[:40],
 )
-def test_what_comes_before_the_law_does_not_depend_on_company(asked: dict[str, Any], ask: Callable[..., Any]) -> None:
+def test_what_comes_before_the_law_does_not_depend_on_company(
+    asked: dict[str, Any], ask: Callable[..., Any]
+) -> None:
     params = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 1.0, **asked}
     with ThreadPoolExecutor(12) as pool:
         together = list(pool.map(lambda seed: ask(seed=seed, **params).choices[0].text, range(6)))
     assert together == [ask(seed=seed, **params).choices[0].text for seed in range(6)]
-    plain = [ask(seed=seed, prompt=PROMPT, max_tokens=MAX_TOKENS, temperature=1.0).choices[0].text for seed in range(6)]
+    plain = [
+        ask(seed=seed, prompt=PROMPT, max_tokens=MAX_TOKENS, temperature=1.0).choices[0].text
+        for seed in range(6)
+    ]
     assert together != plain
 
 
 def test_words_that_are_forbidden_and_forms_that_are_asked_for_are_kept(ask: Callable[..., Any]) -> None:
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "seed": 4, "temperature": 1.0}
     assert "+" not in ask(**asked, extra_body={"bad_words": ["+"]}).choices[0].text
-    assert set(ask(**asked, extra_body={"structured_outputs": {"regex": "[1-3]{30}"}}).choices[0].text) <= set("123")
+    assert set(
+        ask(**asked, extra_body={"structured_outputs": {"regex": "[1-3]{30}"}}).choices[0].text
+    ) <= set("123")
     assert ask(**asked, extra_body={"min_tokens": 100, "ignore_eos": False}).usage.completion_tokens >= 100
 
 
@@ -178,7 +218,10 @@ def test_words_that_are_forbidden_and_forms_that_are_asked_for_are_kept(ask: Cal
     ("asked", "sentence"),
     [
         ({"extra_body": {"vllm_xargs": {"tlt": "x"}}}, "vllm_xargs: tlt is what engines of tlt send"),
-        ({"extra_body": {"vllm_xargs": {"tlt": [1, 2, 3, 4]}}}, "vllm_xargs: tlt is what engines of tlt send"),
+        (
+            {"extra_body": {"vllm_xargs": {"tlt": [1, 2, 3, 4]}}},
+            "vllm_xargs: tlt is what engines of tlt send",
+        ),
         ({"extra_body": {"min_p": 0.1}}, "not yet supported with speculative decoding"),
         ({"logit_bias": {"5": 1.0}}, "not yet supported with speculative decoding"),
     ],
@@ -199,7 +242,7 @@ def counter(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
 
-# ── before it starts ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── before it starts ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def configured(**arguments: Any) -> Any:
@@ -209,7 +252,12 @@ def configured(**arguments: Any) -> Any:
     from tlt.vllm.inside.plugin import register
 
     register()
-    given = {"model": str(ROOT / BASE), "additional_config": {"tlt": {}}, "kv_cache_memory_bytes": 2**28, **arguments}
+    given = {
+        "model": str(ROOT / BASE),
+        "additional_config": {"tlt": {}},
+        "kv_cache_memory_bytes": 2**28,
+        **arguments,
+    }
     return EngineArgs(**given).create_engine_config()
 
 
@@ -234,21 +282,29 @@ def configured(**arguments: Any) -> Any:
         ),
     ],
 )
-def test_a_server_that_could_not_keep_the_law_does_not_start(arguments: dict[str, Any], sentence: str) -> None:
+def test_a_server_that_could_not_keep_the_law_does_not_start(
+    arguments: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(UserError) as raised:
         configured(**arguments)
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_asynchronous_scheduling_is_refused_in_the_first_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_scheduling_is_refused_in_the_first_model_runner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tlt.vllm.inside.served import check_server
 
     config = configured()
-    config.scheduler_config.async_scheduling = True  # vLLM's default on GPUs; its CPU platform switches it off
+    config.scheduler_config.async_scheduling = (
+        True  # vLLM's default on GPUs; its CPU platform switches it off
+    )
     with pytest.raises(UserError, match="--no-async-scheduling"):
         check_server(config)
-    monkeypatch.setattr(type(config), "use_v2_model_runner", True)  # a running vLLM no longer reads its environment
+    monkeypatch.setattr(
+        type(config), "use_v2_model_runner", True
+    )  # a running vLLM no longer reads its environment
     check_server(config)
 
 

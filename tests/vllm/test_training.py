@@ -1,4 +1,5 @@
-"""Whole runs that generate with vLLM: the run of our own engine, whatever is killed. Real processes, the countdown recipe."""
+"""Whole runs that generate with vLLM: the run of our own engine, whatever is killed. Real processes, the
+countdown recipe."""
 
 from __future__ import annotations
 
@@ -29,14 +30,16 @@ def assert_same_until_a_near_tie(one: Path, other: Path, least: int) -> dict[str
     """least: responses that have the same tokens in any case."""
     found = compare("", one, other)
     assert found["responses_before"] >= least
-    assert all(margin["margin"] < NEAR_TIE and margin["are_the_best_two"] for margin in found.get("margins", ()))
+    assert all(
+        margin["margin"] < NEAR_TIE and margin["are_the_best_two"] for margin in found.get("margins", ())
+    )
     return found
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank: our own engine, vLLM, and vLLM killed in the third step's rollout and resumed. Adapters are trained, quickly:
-    every policy that is published is merged anew, and differs much from the last."""
+    """One rank: our own engine, vLLM, and vLLM killed in the third step's rollout and resumed. Adapters
+    are trained, quickly: every policy that is published is merged anew, and differs much from the last."""
     folder = tmp_path_factory.mktemp("runs")
     for arm in ("tlt", "vllm", "killed"):
         run_arm(arm, folder / arm, 3, "2,12", {**FEW, **LORA})
@@ -47,7 +50,9 @@ def test_a_run_with_vllm_is_the_run_of_our_own_engine(runs: Path) -> None:
     assert_same_until_a_near_tie(runs / "tlt", runs / "vllm", least=32)
 
 
-def test_a_run_that_was_killed_amid_a_rollout_goes_on_from_its_journal_with_the_same_tokens(runs: Path) -> None:
+def test_a_run_that_was_killed_amid_a_rollout_goes_on_from_its_journal_with_the_same_tokens(
+    runs: Path,
+) -> None:
     found = assert_same_until_a_near_tie(runs / "vllm", runs / "killed", least=32)
     assert found["recalled_tokens"].keys() == {2}
 
@@ -85,10 +90,19 @@ def two_ranks(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         **SMALL, **FEW, "run.num_ranks": 2, "run.num_steps": 4, "run.out_dir": tmp_path / "run", "rollout.engine": "vllm",
         "rollout.speculation": "4x1x4", "parallel.policy": "fsdp",
     }  # fmt: skip
-    words = [sys.executable, "-m", "tlt", "train", str(RECIPE), *(w for k, v in values.items() for w in (f"--{k}", str(v)))]
+    words = [
+        sys.executable,
+        "-m",
+        "tlt",
+        "train",
+        str(RECIPE),
+        *(w for k, v in values.items() for w in (f"--{k}", str(v))),
+    ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     with (tmp_path / "said.txt").open("w") as said:
-        run = subprocess.Popen(words, env=environ, stdout=said, stderr=said, text=True, start_new_session=True)
+        run = subprocess.Popen(
+            words, env=environ, stdout=said, stderr=said, text=True, start_new_session=True
+        )
     yield run
     if run.poll() is None:
         os.killpg(run.pid, signal.SIGKILL)
@@ -133,7 +147,9 @@ def test_ctrl_c_ends_two_ranks_with_their_workers_after_the_work_under_way(
     wait_for(lambda: not workers(two_ranks.pid), seconds=30)
 
 
-def test_a_rank_that_is_killed_takes_its_worker_along(two_ranks: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_takes_its_worker_along(
+    two_ranks: subprocess.Popen[str], tmp_path: Path
+) -> None:
     wait_for(lambda: records(tmp_path) or two_ranks.poll() is not None)
     running = processes(two_ranks.pid)
     before = workers(two_ranks.pid)
@@ -143,8 +159,11 @@ def test_a_rank_that_is_killed_takes_its_worker_along(two_ranks: subprocess.Pope
     wait_for(lambda: not workers(two_ranks.pid), seconds=120)
 
 
-def test_a_run_generates_ahead_replays_and_evaluates_from_references_and_stays_the_same_run(tmp_path: Path) -> None:
-    """One rank keeps its responses; two ranks repeat the run from them, and generate ahead of what they end with."""
+def test_a_run_generates_ahead_replays_and_evaluates_from_references_and_stays_the_same_run(
+    tmp_path: Path,
+) -> None:
+    """One rank keeps its responses; two ranks repeat the run from them, and generate ahead of what they
+    end with."""
     small = {
         **SMALL, **FEW, **LORA, "evaluation.num_problems": 4, "evaluation.samples_per_problem": 2, "evaluation.every": 1,
         "rollout.engine": "vllm", "run.num_steps": 2, "drafter.train": "false", "run.keep_responses": "true",
@@ -157,16 +176,34 @@ def test_a_run_generates_ahead_replays_and_evaluates_from_references_and_stays_t
     found = {}
     for arm, changes in arms.items():
         values = {**small, **changes, "run.out_dir": tmp_path / arm}
-        words = [sys.executable, "-m", "tlt", "train", str(RECIPE), *(w for k, v in values.items() for w in (f"--{k}", str(v)))]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        words = [
+            sys.executable,
+            "-m",
+            "tlt",
+            "train",
+            str(RECIPE),
+            *(w for k, v in values.items() for w in (f"--{k}", str(v))),
+        ]
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+            "NO_COLOR": "1",
+        }
         done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         found[arm] = {path.name: responses(path) for path in sorted((tmp_path / arm / "responses").iterdir())}
     steps = {arm: read_metrics(tmp_path / arm / "metrics.jsonl") for arm in arms}
     for arm in ("replay", "ahead"):
         assert found[arm].keys() == found["plain"].keys()
-        same = [found[arm][name][key] == tokens for name in found[arm] for key, tokens in found["plain"][name].items()]
-        assert sum(same) / len(same) > 0.95, "all but near-ties of float32, and what they change in later policies"
+        same = [
+            found[arm][name][key] == tokens
+            for name in found[arm]
+            for key, tokens in found["plain"][name].items()
+        ]
+        assert sum(same) / len(same) > 0.95, (
+            "all but near-ties of float32, and what they change in later policies"
+        )
     assert sum(step.rollout.followed_by_age.get("replay", 0) for step in steps["replay"]) > 300
     assert sum(step.idle.ahead_tokens for step in steps["ahead"]) > 100
     assert sum(step.rollout.followed_by_age.get("1", 0) for step in steps["ahead"]) > 50

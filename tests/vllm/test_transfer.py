@@ -1,4 +1,5 @@
-"""Weights that a worker process reads in the memory of a GPU: vLLM's own transfer and our sending, over a pretended GPU."""
+"""Weights that a worker process reads in the memory of a GPU: vLLM's own transfer and our sending, over a
+pretended GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def shared(memory: pretend_gpu.Memory) -> Iterator[Any]:
 
 
 def push(engine: Any, policy: dict[str, Tensor], version: int, cut: str) -> None:
-    """Torn layers vLLM must put by: it computes queries, keys and values as one, and there they come one by one."""
+    """Torn layers vLLM must put by: it computes queries, keys and values as one, and there they come one
+    by one."""
     if cut == "layer by layer":
         engine.load_policy(policy, version)
         return
@@ -89,9 +91,14 @@ def test_what_is_kept_amid_an_update_is_what_vllm_has_put_by(shared: Any, memory
     assert memory.shared == set()
 
 
-def test_a_drafter_in_the_gpu_s_memory_is_the_one_that_drafts(shared: Any, own: Any, memory: pretend_gpu.Memory) -> None:
+def test_a_drafter_in_the_gpu_s_memory_is_the_one_that_drafts(
+    shared: Any, own: Any, memory: pretend_gpu.Memory
+) -> None:
     requests: list[Request] = countdown(6, 60)
-    trained, spoiled = load_drafter(DRAFTER, MODEL.config).tensors, DraftModel(shared.drafter.shape).initialize(9).state_dict()
+    trained, spoiled = (
+        load_drafter(DRAFTER, MODEL.config).tensors,
+        DraftModel(shared.drafter.shape).initialize(9).state_dict(),
+    )
     lengths = []
     for version, tensors in enumerate((spoiled, trained), start=1):
         shared.drafter.load(tensors, version)
@@ -102,9 +109,15 @@ def test_a_drafter_in_the_gpu_s_memory_is_the_one_that_drafts(shared: Any, own: 
     assert lengths[0] < 2 < 3.5 < lengths[1]
 
 
-def test_a_gpu_that_cannot_be_shared_is_refused_in_one_line(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: pretend_gpu.SimpleNamespace(uuid="GPU-other"))
-    with pytest.raises(UserError, match=r"^vllm.transfer: ipc does not work here .*GPU-other.*; give host$") as refusal:
+def test_a_gpu_that_cannot_be_shared_is_refused_in_one_line(
+    shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: pretend_gpu.SimpleNamespace(uuid="GPU-other")
+    )
+    with pytest.raises(
+        UserError, match=r"^vllm.transfer: ipc does not work here .*GPU-other.*; give host$"
+    ) as refusal:
         transfer.SharedGpu(shared.link.call, torch.device("cpu"))
     assert "\n" not in str(refusal.value)
 
@@ -116,5 +129,7 @@ def test_a_worker_that_reads_other_memory_is_seen_at_the_start(
         return memory.reduce_tensor(tensor + 1)
 
     monkeypatch.setattr(transfer, "reduce_tensor", elsewhere)
-    with pytest.raises(UserError, match=r"^vllm.transfer: ipc does not work here .*other values.*; give host$"):
+    with pytest.raises(
+        UserError, match=r"^vllm.transfer: ipc does not work here .*other values.*; give host$"
+    ):
         transfer.SharedGpu(shared.link.call, torch.device("cpu"))

@@ -1,4 +1,5 @@
-"""Sizes of a drafter beside its target, from their shapes: what a tuner assumes of costs before anything is measured."""
+"""Sizes of a drafter beside its target, from their shapes: what a tuner assumes of costs before anything
+is measured."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from tlt.models.decoder import ModelConfig
 from tlt.tuning.step_costs import CostPrior
 
 
-def cost_prior(target: ModelConfig, drafter: DrafterShape | None, vocabulary: DraftVocab = "full") -> CostPrior:
+def cost_prior(
+    target: ModelConfig, drafter: DrafterShape | None, vocabulary: DraftVocab = "full"
+) -> CostPrior:
     """Returns the prior for this target.
 
-    drafter: the shape of the learned one; None: there is none.  vocabulary: that it may choose, of which the largest size
-    serves first.
+    drafter: the shape of the learned one; None: there is none.
+    vocabulary: that it may choose, of which the largest size serves first.
     """
     head = target.vocab_size * target.hidden_size
     weights = target.num_layers * _layer(target) + head

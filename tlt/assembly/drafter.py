@@ -43,7 +43,9 @@ def build_spot_trainer(
 ) -> SpotTrainer:
     """Returns who trains the drafter in idle time.
 
-    model: the copy to train.  target: the engine's policy.  seed: of the windows it draws; every rank has another.
+    model: the copy to train.
+    target: the engine's policy.
+    seed: of the windows it draws; every rank has another.
     """
     preset = choose_preset(settings.preset, stored, preset_changes(settings))
     return SpotTrainer(

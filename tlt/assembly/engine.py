@@ -1,5 +1,5 @@
-"""A model and its settings → an engine with a drafter. The only place that puts one together, for the command line, the
-training run, the benchmarks and the Python API alike.
+"""A model and its settings → an engine with a drafter. The only place that puts one together, for the command
+line, the training run, the benchmarks and the Python API alike.
 
     Model ───────────────────────────┐
     drafter/ ── load_stored ─────────┼── build_backend ──▶ our engine, or vLLM, with policy, tuner and drafter
@@ -51,7 +51,8 @@ class EngineSettings:
     tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
     drafting: how drafters rank, when they stop and what they remember.
     borrows: what the engine can use as the policy has it is read there, not copied (PackedTransformer).
-    kv_gib: GiB of all caches; None: as many as `automatic_bytes` says, where `num_ranks` share the machine's memory.
+    kv_gib: GiB of all caches; None: as many as `automatic_bytes` says, where `num_ranks` share the machine's
+        memory.
     engine: "tlt" or "vllm"; `vllm` has the second one's own settings.
     window: positions of the longest sequence that will be asked for; None: as many as the model has.
     """
@@ -103,14 +104,16 @@ def build_engine(
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> RolloutEngine:
-    """Returns an engine that holds the policy and, unless speculation is off, something to draft with: retrieval, and beside it
-    the learned `drafter` where one is given.
+    """Returns an engine that holds the policy and, unless speculation is off, something to draft with:
+    retrieval, and beside it the learned `drafter` where one is given.
 
-    policy: tensors by their Hugging Face names, or the copy of them in another engine of these settings; then both read it,
-    and neither loads another.  tuner: chooses in place of the one that the settings name.
-    verify: an audit puts a faulty one here.  on_span: receives what the engine spent its time on.
-    decode: the text of a response's tokens, in which stop texts are sought.
-    Raises UserError for a speculation that needs a drafter which is not there.
+    policy: tensors by their Hugging Face names, or the copy of them in another engine of these settings; then
+        both read it, and neither loads another.
+    tuner: chooses in place of the one that the settings name.
+    verify: an audit puts a faulty one here.
+    on_span: receives what the engine spent its time on.
+    decode: the text of a response's tokens, in which stop texts are sought. Raises UserError for a
+        speculation that needs a drafter which is not there.
     """
     tuner = tuner or _make_tuner(config, settings, drafter, drafter_kinds(drafter is not None))
     engine = RolloutEngine(
@@ -125,14 +128,17 @@ def build_engine(
     if tuner is not None:
         learned = None if drafter is None else build_learned(engine, drafter, settings)
         drafting, slots = settings.drafting, settings.max_batch_size
-        engine.load_drafter(make_drafter(learned, slots, drafting.ngram_tokens, drafting.confidence_threshold))
+        engine.load_drafter(
+            make_drafter(learned, slots, drafting.ngram_tokens, drafting.confidence_threshold)
+        )
     return engine
 
 
 def _make_tuner(
     config: ModelConfig, settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
 ) -> StrategyTuner | None:
-    """Returns the tuner that the settings name, with what is known of the drafter beforehand: its size and its acceptance."""
+    """Returns the tuner that the settings name, with what is known of the drafter beforehand: its size and
+    its acceptance."""
     prior = cost_prior(config, None if drafter is None else drafter.config, settings.drafting.vocabulary)
     acceptance = None if drafter is None else drafter.acceptance
     return make_tuner(settings.speculation, kinds, settings.tuner, prior=prior, acceptance=acceptance)
@@ -153,7 +159,8 @@ def build_backend(
     verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
-    """Returns the engine that the settings name, with the model as its policy. Raises UserError where it cannot be had.
+    """Returns the engine that the settings name, with the model as its policy. Raises UserError where it
+    cannot be had.
 
     references: what may be drafted from, unless speculation is off; vLLM on a GPU leaves them.
     """
@@ -164,7 +171,14 @@ def build_backend(
             tuner = _make_tuner(model.config, settings, drafter, reference_kinds(kinds))
         config, tensors = model.config, model.tensors
         engine = build_engine(
-            config, tensors, settings, drafter, tuner=tuner, on_span=on_span, verify=verify, decode=model.decode
+            config,
+            tensors,
+            settings,
+            drafter,
+            tuner=tuner,
+            on_span=on_span,
+            verify=verify,
+            decode=model.decode,
         )
         if references is not None and engine.drafter is not None:
             engine.load_drafter(ReferenceDrafter(engine.drafter, references, settings.max_batch_size))
@@ -199,12 +213,16 @@ def _build_vllm(
         own_process=settings.vllm.own_process or needs_own_process(),
     )
     references = references if takes_drafts(torch.device(settings.device).type) else None
-    plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None, references=references)
+    plan = VllmPlan(
+        vllm, settings.speculation, settings.tuner, trains=drafter is not None, references=references
+    )
     if not isinstance(model, Model):
         return build_vllm(plan, model.config.vocab_size, {}, on_span=on_span, decode=model.decode)
     learned = None if drafter is None else Learned(drafter, model.config)
     plan = replace(plan, prior=cost_prior(model.config, None if drafter is None else drafter.config))
-    return build_vllm(plan, model.config.vocab_size, model.tensors, learned, on_span=on_span, decode=model.decode)
+    return build_vllm(
+        plan, model.config.vocab_size, model.tensors, learned, on_span=on_span, decode=model.decode
+    )
 
 
 def load_engine(
@@ -220,20 +238,27 @@ def load_engine(
 
 
 def load_stored(drafter: Path | None, model: Checkpoint) -> StoredDrafter | None:
-    """Reads the drafter folder of a model; None: there is none to read. UserError where it does not fit, as for every model
-    that our decoder does not compute."""
+    """Reads the drafter folder of a model; None: there is none to read. UserError where it does not fit,
+    as for every model that our decoder does not compute."""
     if drafter is None:
         return None
     if not isinstance(model, Model):
         remedy = "leave it out, and draft by retrieval (ngram:4x1x4) or not at all"
-        raise UserError(f"drafter: {drafter} cannot draft for {model.path}, which TLT's own decoder does not compute; {remedy}")
+        raise UserError(
+            f"drafter: {drafter} cannot draft for {model.path}, which TLT's own decoder does not compute; "
+            f"{remedy}"
+        )
     return load_drafter(drafter, model.config, model.tensors)
 
 
 def build_learned(
-    engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings, on_verdicts: OnVerdicts | None = None
+    engine: RolloutEngine,
+    drafter: StoredDrafter,
+    settings: EngineSettings,
+    on_verdicts: OnVerdicts | None = None,
 ) -> LearnedDrafter:
-    """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
+    """Returns the drafter at work beside the engine's target. It remembers what training matches only
+    where it is trained."""
     drafting = settings.drafting
     packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
     check_wanted(drafting.vocabulary, drafter.config)

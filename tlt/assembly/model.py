@@ -49,7 +49,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Model(Checkpoint):
-    """A checkpoint of a family that our decoder computes, with its weights: trained, drafted for, or generated with.
+    """A checkpoint of a family that our decoder computes, with its weights: trained, drafted for, or
+    generated with.
 
     adapter: beside the weights, for who trains it on; None: there is none, or it is merged into them.
     """
@@ -75,7 +76,8 @@ def drafter_folder(config: Config) -> Path | None:
 
 
 def local_ranks(config: Config) -> int:
-    """Returns how many ranks this machine has: who started them says so, and `tlt train` starts all of them here."""
+    """Returns how many ranks this machine has: who started them says so, and `tlt train` starts all of
+    them here."""
     place = find_place()
     return _ranks_to_start(config) if place is None else place.local_world_size
 
@@ -87,22 +89,31 @@ def all_ranks(config: Config) -> int:
 
 
 def _ranks_to_start(config: Config) -> int:
-    """Returns run.num_ranks; where the user leaves it open, a rank for each GPU that there is to compute on."""
+    """Returns run.num_ranks; where the user leaves it open, a rank for each GPU that there is to compute
+    on."""
     return config.run.num_ranks or (0 if config.run.device == "cpu" else num_gpus(config)) or RANKS_ON_CPUS
 
 
 def num_gpus(config: Config) -> int:
     """Returns the GPUs of this machine, or of the whole Ray cluster where that starts the ranks."""
-    return num_cluster_gpus() if find_place() is None and config.run.launcher == "ray" else torch.cuda.device_count()
+    return (
+        num_cluster_gpus()
+        if find_place() is None and config.run.launcher == "ray"
+        else torch.cuda.device_count()
+    )
 
 
 def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> Checkpoint:
-    """Reads what `engine` is to generate with: a Model, or where vLLM is to compute it, a model of whatever family.
+    """Reads what `engine` is to generate with: a Model, or where vLLM is to compute it, a model of whatever
+    family.
 
     adapter: see `open_model`.
     """
     if adapter is not None and engine == "vllm":
-        raise UserError(f"adapter {adapter}: vLLM reads the model itself; merge the two with PEFT, or leave out engine vllm")
+        raise UserError(
+            f"adapter {adapter}: vLLM reads the model itself; merge the two with PEFT, or leave out engine "
+            "vllm"
+        )
     try:
         return load_model(path, adapter=adapter)
     except OtherComputation:
@@ -112,8 +123,8 @@ def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | 
 
 
 def load_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
-    """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored.  adapter: a folder of PEFT's that is merged
-    into them. Raises UserError where it cannot be used."""
+    """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored.
+    adapter: a folder of PEFT's that is merged into them. Raises UserError where it cannot be used."""
     model = open_model(path, dtype, adapter)
     return replace(model, tensors=dict(model.tensors))
 
@@ -123,11 +134,14 @@ def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | Non
     config = load_model_config(path)
     if adapter is None:
         return Model(path, config, *_tokens(path), StoredTensors(path, config, dtype))
-    return Model(path, config, *_tokens(path), AdaptedTensors(path, config, dtype, read_adapter(adapter, config)))
+    return Model(
+        path, config, *_tokens(path), AdaptedTensors(path, config, dtype, read_adapter(adapter, config))
+    )
 
 
 def open_start(config: Config, dtype: torch.dtype) -> Model:
-    """Opens the model that a run's policy starts from. Its adapter is merged into the weights, but where the run trains
+    """Opens the model that a run's policy starts from. Its adapter is merged into the weights, but where the
+    run trains
     adapters: then it lies beside them, and is trained on. Raises UserError where `lora` describes another."""
     folder, adapter = model_folder(config), adapter_folder(config)
     if adapter is None or not config.lora.rank:
@@ -137,17 +151,21 @@ def open_start(config: Config, dtype: torch.dtype) -> Model:
 
 
 def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
-    """Reads the adapter that a run's policy starts from, if there is one. Raises UserError where the run trains adapters, and
-    `lora` describes others."""
+    """Reads the adapter that a run's policy starts from, if there is one. Raises UserError where the run
+    trains adapters, and `lora` describes others."""
     if (folder := adapter_folder(config)) is None:
         return None
     adapter = read_adapter(folder, shape)
     for key in ("rank", "scale", "targets") if config.lora.rank else ():
-        wanted, found = (sorted(v) if isinstance(v := getattr(lora, key), tuple) else v for lora in (config.lora, adapter.lora))
+        wanted, found = (
+            sorted(v) if isinstance(v := getattr(lora, key), tuple) else v
+            for lora in (config.lora, adapter.lora)
+        )
         if wanted != found:
             name = "alpha" if key == "scale" else key
             raise UserError(
-                f"lora.{name}: describes another adapter than model.adapter, {folder} (there {key} is {found}, not {wanted});"
+                f"lora.{name}: describes another adapter than model.adapter, {folder} (there {key} is "
+                f"{found}, not {wanted});"
                 " set rank, alpha, rslora and targets as there, or train the whole policy with lora.rank 0"
             )
     return adapter
@@ -160,8 +178,9 @@ def _tokens(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
 
 
 def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:
-    """Returns the device that an engine computes on: for "auto" a GPU where there is one. UserError, which begins with `place`,
-    for a device that is unknown or not there. (What `run.device` means for several ranks, ranks/world.py says.)"""
+    """Returns the device that an engine computes on: for "auto" a GPU where there is one. UserError, which
+    begins with `place`, for a device that is unknown or not there. (What `run.device` means for several
+    ranks, ranks/world.py says.)"""
     has_cuda = torch.cuda.is_available()
     device = None
     with suppress(RuntimeError, TypeError):

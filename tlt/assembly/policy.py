@@ -17,16 +17,20 @@ from tlt.rl.update import PolicyTrainer
 from tlt.types import resolve_dtype
 
 
-def build_policy_trainer(config: Config, model: Model, world: World, is_sharded: bool = False) -> PolicyTrainer:
-    """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the loss has a KL term,
-    unless the copy itself is frozen beside adapters that begin at zero."""
+def build_policy_trainer(
+    config: Config, model: Model, world: World, is_sharded: bool = False
+) -> PolicyTrainer:
+    """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the
+    loss has a KL term, unless the copy itself is frozen beside adapters that begin at zero."""
 
     def build() -> Transformer:
         policy, seed = plan_policy(config, model.config), config.run.seed
         if not is_sharded:
             return build_policy(policy, model, world.device, seed)
         wanted = config.parallel.param_dtype
-        return build_sharded_policy(policy, model, world, None if wanted is None else resolve_dtype(wanted), seed)
+        return build_sharded_policy(
+            policy, model, world, None if wanted is None else resolve_dtype(wanted), seed
+        )
 
     policy, reference = build(), None
     if config.algorithm.kl_coefficient > 0:
@@ -47,7 +51,9 @@ def build_policy_trainer(config: Config, model: Model, world: World, is_sharded:
 def reward_spec(config: Config) -> RewardSpec:
     """Returns what a run's responses are scored by."""
     rewards = config.rewards
-    return RewardSpec(config.task.name, rewards.functions, rewards.weights, rewards.solved_at, config.task.options)
+    return RewardSpec(
+        config.task.name, rewards.functions, rewards.weights, rewards.solved_at, config.task.options
+    )
 
 
 def master_dtype(config: Config) -> torch.dtype:
@@ -87,7 +93,8 @@ def build_policy(policy: Transformer, model: Model, device: torch.device, seed: 
 def build_sharded_policy(
     policy: Transformer, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
 ) -> Transformer:
-    """Gives a planned policy this rank's slices of them. Every rank calls it, and reads no more than its slices.
+    """Gives a planned policy this rank's slices of them. Every rank calls it, and reads no more than its
+    slices.
 
     param_dtype: see `shard`.
     """
@@ -98,7 +105,11 @@ def build_sharded_policy(
 
     def start(name: str, rows: slice) -> Tensor:
         is_adapter = is_of_adapter(name)
-        return _start_of_adapter(model, name, shapes[name], seed)[rows] if is_adapter else stored.rows(name, rows)
+        return (
+            _start_of_adapter(model, name, shapes[name], seed)[rows]
+            if is_adapter
+            else stored.rows(name, rows)
+        )
 
     fill(policy, start)
     return policy

@@ -83,9 +83,11 @@ def build_vllm(
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> VllmEngine:
-    """Returns the engine, with the policy in it. UserError where vLLM cannot do what is asked, or does not follow the law.
+    """Returns the engine, with the policy in it. UserError where vLLM cannot do what is asked, or does not
+    follow the law.
 
-    policy: tensors by Hugging Face names; none: vLLM keeps what it reads from the folder.  learned: there is such a drafter.
+    policy: tensors by Hugging Face names; none: vLLM keeps what it reads from the folder.
+    learned: there is such a drafter.
     """
     kinds, references = kinds_of(plan.speculation, learned is not None), plan.used_references
     depths = depths_of(plan.speculation, kinds, plan.settings.section.max_draft_tokens)
@@ -94,7 +96,9 @@ def build_vllm(
         drafting: Mapping[str, Any] | None = None
         if kinds == ("learned",):
             assert learned is not None
-            target = Target(settings.model.name, learned.target.architecture, policy[learned.head].detach().cpu())
+            target = Target(
+                settings.model.name, learned.target.architecture, policy[learned.head].detach().cpu()
+            )
             drafting = export_for_vllm(learned.stored, target, Path(folder))
         elif kinds or references is not None:
             drafting = NGRAM if kinds else NOTHING
@@ -121,7 +125,9 @@ def build_vllm(
     running = None if references is None else RunningReferences(references, vocab_size)
     speculation = Speculation(tuner, drafter, copy, running)
     slots, window = settings.max_batch_size, settings.window
-    engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
+    engine = VllmEngine(
+        link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode
+    )
     if policy:
         engine.load_policy(policy)
     check_law(engine, vocab_size)

@@ -1,8 +1,10 @@
-"""The bets: distributions q_t, functions of the prefix alone, on which a gambler stakes against the target's p_t.
+"""The bets: distributions q_t, functions of the prefix alone, on which a gambler stakes against the target's
+p_t.
 
 Knows neither where the responses come from nor what their growth convicts of (verdict.py).
 
-Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
+Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference
+fault).
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ EVENTS = ("stop", "argmax", "match")
 SHARES = (0.001, 0.01, 0.1)
 """q = (1 − ε) p + ε r: the share ε of the tokens comes from elsewhere."""
 SOURCES = ("flattened", "uniform", "n-gram model", "previous token", "match")
-"""r: p at twice its temperature; any token; a model that learns online from the responses judged before; the token just
-said; what followed the last tokens when they last occurred in this context (what n-gram drafting proposes)."""
+"""r: p at twice its temperature; any token; a model that learns online from the responses judged before;
+the token just said; what followed the last tokens when they last occurred in this context (what n-gram
+drafting proposes)."""
 
 BETS = (
     *(f"temperature {1 / tilt:.3g} times" for tilt in TILTS),
@@ -52,7 +55,9 @@ class OnlineNgrams:
             if counts is None:
                 break
             scale = 1.0 / (self.totals[context] + self.STRENGTH)
-            found = [(counts.get(t, 0) + self.STRENGTH * p) * scale for t, p in zip(tokens, found, strict=True)]
+            found = [
+                (counts.get(t, 0) + self.STRENGTH * p) * scale for t, p in zip(tokens, found, strict=True)
+            ]
         return found
 
     def learn(self, prefix: Sequence[int], token: int) -> None:
@@ -67,8 +72,8 @@ class OnlineNgrams:
 
 
 def suffix_matches(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-    """Returns, for each response token, what n-gram drafting would propose there: the token that followed when the last 4, else
-    3, else 2 tokens last occurred in this context; -1 where they never did."""
+    """Returns, for each response token, what n-gram drafting would propose there: the token that followed
+    when the last 4, else 3, else 2 tokens last occurred in this context; -1 where they never did."""
     tokens = [*prompt_ids, *token_ids]
     followers: dict[tuple[int, ...], int] = {}
     found = []
@@ -90,8 +95,11 @@ def growth(
 ) -> Tensor:
     """Returns log q(y) / p(y) of every bet, less the price of the tolerance, [K, S, T] in the order of BETS.
 
-    logp_TV: log p of the target.  tokens_ST: the tokens y.  sources_RST: r(y) of each of SOURCES.
-    events_TV: the sets of EVENTS as masks.  Where p(y) = 0 the growth is 0: such tokens are counted, not bet on.
+    logp_TV: log p of the target.
+    tokens_ST: the tokens y.
+    sources_RST: r(y) of each of SOURCES.
+    events_TV: the sets of EVENTS as masks.
+    Where p(y) = 0 the growth is 0: such tokens are counted, not bet on.
     """
     p_TV = logp_TV.exp()
     logp_ST = logp_TV.gather(-1, tokens_ST.T).T

@@ -1,4 +1,5 @@
-"""A fault that is planted in an engine on purpose, for the audit to find. Knows verification and nothing of the audit."""
+"""A fault that is planted in an engine on purpose, for the audit to find. Knows verification and nothing
+of the audit."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tlt.types import DraftTree, Verdict
 
 
 class PlantedFault:
-    """Takes the place of an engine's `verify`: with `probability` it accepts a draft that the target has rejected.
+    """Takes the place of an engine's `verify`: with `probability` it accepts a draft that the target has
+    rejected.
 
     The walk down the tree then goes on from that draft, as it would in an engine with this mistake.
     """
@@ -22,7 +24,9 @@ class PlantedFault:
         self.probability, self.random = probability, random.Random(seed)
         self.num_planted = 0
 
-    def __call__(self, tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
+    def __call__(
+        self, tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams
+    ) -> list[Verdict]:
         tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
         verdicts = verify(tree, logits_BNV, noise_BNV, params)
         logits_BNV = logits_BNV.clone()
@@ -31,7 +35,9 @@ class PlantedFault:
             before = self.num_planted
             for row, verdict in enumerate(verdicts):
                 node = verdict.path[-1]
-                drafts = [tokens[row][child] for child in range(1, tree.num_nodes) if parents[row][child] == node]
+                drafts = [
+                    tokens[row][child] for child in range(1, tree.num_nodes) if parents[row][child] == node
+                ]
                 if not drafts or (row, node) in decided:
                     continue
                 decided.add((row, node))

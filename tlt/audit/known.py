@@ -1,6 +1,8 @@
-"""Faults of other engines that are known by name, so that a verdict can say which one it has probably met. Knows no statistics.
+"""Faults of other engines that are known by name, so that a verdict can say which one it has probably met.
+Knows no statistics.
 
-A server tells its version (`/version`) and that it drafts (`/metrics`), but not what it computes on: the sentence names that.
+A server tells its version (`/version`) and that it drafts (`/metrics`), but not what it computes on: the
+sentence names that.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ _TIMEOUT_SECONDS = 10
 
 @dataclass(frozen=True)
 class Server:
-    """What a server says of itself. version: of vLLM.  drafts: whether it has counters of speculative decoding."""
+    """What a server says of itself. version: of vLLM.
+    drafts: whether it has counters of speculative decoding."""
 
     version: str
     drafts: bool
@@ -34,10 +37,12 @@ def describe(url: str) -> Server | None:
 
 
 def known_fault(server: Server, temperature: float) -> str | None:
-    """Returns the known fault under which a server that is not lossless would look so; None: there is none."""
+    """Returns the known fault under which a server that is not lossless would look so; None: there is
+    none."""
     if temperature > 0 and server.drafts and server.version.startswith("0.32."):
         return (
-            f"vLLM {server.version} with drafts, sampling on its own: on a CPU this is vllm issue 55005 (draft rows are divided"
+            f"vLLM {server.version} with drafts, sampling on its own: on a CPU this is vllm issue 55005 "
+            "(draft rows are divided"
             " by uninitialized memory), a known bug of vLLM's CPU builds and not of vLLM on GPUs"
         )
     return None

@@ -31,20 +31,30 @@ class Referee:
 
         logging.disable_progress_bar()
         if not (folder / "config.json").is_file():
-            raise UserError(f"{folder}: holds no model (no config.json); give a Hugging Face checkpoint folder")
+            raise UserError(
+                f"{folder}: holds no model (no config.json); give a Hugging Face checkpoint folder"
+            )
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             # fused attention leaves the soft cap on its scores (Gemma 2) out, in transformers 5.19 in silence
             attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
             self.model = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, dtype=dtype, attn_implementation=attention
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                dtype=dtype,
+                attn_implementation=attention,
             ).eval()
         except Exception as error:  # transformers refuses by exceptions of many kinds
             message = " ".join(str(error).split())[:200]
-            raise UserError(f"{folder}: transformers cannot load it ({message}); give a complete checkpoint folder") from None
+            raise UserError(
+                f"{folder}: transformers cannot load it ({message}); give a complete checkpoint folder"
+            ) from None
         config = self.model.config.get_text_config()
         takes = inspect.signature(type(self.model).forward).parameters
-        self.cache_name = "cache" if "cache" in takes else "past_key_values"  # its name until transformers 5.23
+        self.cache_name = (
+            "cache" if "cache" in takes else "past_key_values"
+        )  # its name until transformers 5.23
         self.vocab_size = int(config.vocab_size)
         self.window = int(getattr(config, "max_position_embeddings", None) or 2**31)
 

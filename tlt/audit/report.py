@@ -36,7 +36,8 @@ class Offender:
 class AuditReport:
     """The findings of the audit of one engine, in one mode.
 
-    Fields of the betting game are None at temperature 0, where every token is compared with the likeliest one instead.
+    Fields of the betting game are None at temperature 0, where every token is compared with the likeliest
+    one instead.
     """
 
     mode: str
@@ -55,13 +56,14 @@ class AuditReport:
     nats_per_token: float | None = None
     """Gain of the best single bet, in log wealth per token."""
     surprise: Estimate | None = None
-    """Mean of log p(y) + entropy of p, in nats: 0 for a lossless engine, positive if it is too sharp, negative if too flat."""
+    """Mean of log p(y) + entropy of p, in nats: 0 for a lossless engine, positive if it is too sharp,
+    negative if too flat."""
     elsewhere: Estimate | None = None
     """Share of the tokens that come from another source than the target, by maximum likelihood."""
     elsewhere_source: str | None = None
     tokens_for_power: dict[str, int | None] = field(default_factory=dict)
-    """Tokens that convict with 95 % power: against each reference fault, or, if the engine is not lossless, against what was
-    observed of it. None: more than five million, or no bet grows."""
+    """Tokens that convict with 95 % power: against each reference fault, or, if the engine is not
+    lossless, against what was observed of it. None: more than five million, or no bet grows."""
     num_impossible: int
     num_border: int
     num_wrong: int
@@ -71,13 +73,14 @@ class AuditReport:
     num_copies: int
     """Responses that repeat a long one. They are not judged, and not counted above."""
     logprob_gap: float | None
-    """Largest difference between the log-probabilities that the engine reports and the referee's; None: it reports none."""
+    """Largest difference between the log-probabilities that the engine reports and the referee's; None: it
+    reports none."""
     offenders: tuple[Offender, ...]
 
     @property
     def verdict(self) -> Literal["lossless", "not lossless", "undecided"]:
-        """Undecided: nothing was found, but in so few tokens that a reference fault might not have been either, or an estimate
-        speaks against the engine that does not convict it."""
+        """Undecided: nothing was found, but in so few tokens that a reference fault might not have been
+        either, or an estimate speaks against the engine that does not convict it."""
         if self.is_convicted:
             return "not lossless"
         return "lossless" if self.has_enough_tokens and not self.is_doubtful else "undecided"
@@ -93,7 +96,8 @@ class AuditReport:
 
     @property
     def tokens_needed(self) -> int | None:
-        """Tokens with which every reference fault would have been found with 95 % power; None: more than five million."""
+        """Tokens with which every reference fault would have been found with 95 % power; None: more than
+        five million."""
         needed = tuple(self.tokens_for_power.values())
         return None if None in needed else max((tokens for tokens in needed if tokens is not None), default=0)
 
@@ -105,18 +109,23 @@ class AuditReport:
     def is_doubtful(self) -> bool:
         """Whether an interval leaves out what a lossless engine has."""
         is_elsewhere = self.elsewhere is not None and self.elsewhere.low > 0
-        return is_elsewhere or (self.surprise is not None and not self.surprise.low <= 0 <= self.surprise.high)
+        return is_elsewhere or (
+            self.surprise is not None and not self.surprise.low <= 0 <= self.surprise.high
+        )
 
     @property
     def mean_tokens(self) -> float:
         return self.num_tokens / self.num_responses
 
     def with_texts(self, text_of: Callable[[int], str]) -> AuditReport:
-        """Returns the report with the offenders' tokens as text, too. text_of: gives the text of a token id."""
+        """Returns the report with the offenders' tokens as text, too. text_of: gives the text of a token
+        id."""
         return replace(
             self,
             offenders=tuple(
-                replace(offender, text=text_of(offender.token_id), expected_text=text_of(offender.expected_id))
+                replace(
+                    offender, text=text_of(offender.token_id), expected_text=text_of(offender.expected_id)
+                )
                 for offender in self.offenders
             ),
         )

@@ -1,8 +1,9 @@
-"""Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids. Knows HTTP and nothing of the audit.
+"""Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids. Knows HTTP and nothing of
+the audit.
 
-Prompts go out as token ids. Token ids come back in `token_ids` (asked for by `return_token_ids`, vLLM ≥ 0.10.2), or as
-tokens written "token_id:17" among the log-probabilities (`return_tokens_as_token_ids`, older vLLM). Text is never used:
-encoding it again need not give the tokens that were sampled.
+Prompts go out as token ids. Token ids come back in `token_ids` (asked for by `return_token_ids`, vLLM ≥
+0.10.2), or as tokens written "token_id:17" among the log-probabilities (`return_tokens_as_token_ids`,
+older vLLM). Text is never used: encoding it again need not give the tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Says where to ask. model: the name it serves the model by.  api_key: what it wants to be shown; None: nothing."""
+    """Says where to ask. model: the name it serves the model by.
+    api_key: what it wants to be shown; None: nothing."""
 
     url: str
     model: str
@@ -37,7 +39,10 @@ class Endpoint:
 def read_api_key(variable: str) -> str:
     """Returns the key that an environment variable holds. Raises UserError where it holds none."""
     if not (key := os.environ.get(variable, "").strip()):
-        raise UserError(f"--api-key-variable: {variable} is not set, or is empty; export the server's API key by that name")
+        raise UserError(
+            f"--api-key-variable: {variable} is not set, or is empty; export the server's API key by that "
+            "name"
+        )
     return key
 
 
@@ -66,10 +71,18 @@ def _complete_one(server: Endpoint, request: Request, form: dict[str, Any]) -> R
     choice = _choice(url, _post(server, _payload(server.model, request, form, request.params.max_tokens)))
     token_ids = read_token_ids(choice)
     if not token_ids:
-        raise UserError(f"--url: {url} returned no token ids for problem {request.problem_id!r}; look at the server's log")
+        raise UserError(
+            f"--url: {url} returned no token ids for problem {request.problem_id!r}; look at the server's log"
+        )
     finish_reason: FinishReason = "stop" if choice.get("finish_reason") == "stop" else "length"
     return Rollout(
-        request.problem_id, request.sample_index, request.prompt_ids, tuple(token_ids), (), finish_reason, policy_version=0
+        request.problem_id,
+        request.sample_index,
+        request.prompt_ids,
+        tuple(token_ids),
+        (),
+        finish_reason,
+        policy_version=0,
     )
 
 
@@ -103,7 +116,10 @@ def _choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
     match answer.get("choices"):
         case [dict() as choice]:
             return choice
-    raise UserError(f"--url: {url} answered without one choice; give an OpenAI-compatible server such as http://host:8000/v1")
+    raise UserError(
+        f"--url: {url} answered without one choice; give an OpenAI-compatible server such as "
+        "http://host:8000/v1"
+    )
 
 
 def _post(server: Endpoint, payload: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +128,9 @@ def _post(server: Endpoint, payload: dict[str, Any]) -> dict[str, Any]:
     try:
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
         if key is not None:
-            request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this server, and for none it may name
+            request.add_unredirected_header(
+                "Authorization", f"Bearer {key}"
+            )  # for this server, and for none it may name
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
             found = json.loads(answer.read())
     except urllib.error.HTTPError as error:
@@ -120,9 +138,13 @@ def _post(server: Endpoint, payload: dict[str, Any]) -> dict[str, Any]:
             said = " ".join(error.read().decode(errors="replace").split())[:200]
         raise _refused(server, f"refuses ({error.code}: {said}); {_remedy(error.code, key)}") from None
     except json.JSONDecodeError:
-        raise UserError(f"--url: {url} answers no JSON; give an OpenAI-compatible server such as http://host:8000/v1") from None
+        raise UserError(
+            f"--url: {url} answers no JSON; give an OpenAI-compatible server such as http://host:8000/v1"
+        ) from None
     except (OSError, ValueError) as error:  # no server, no such host, no valid address
-        raise _refused(server, f"cannot be reached ({error}); start the server or correct the address") from None
+        raise _refused(
+            server, f"cannot be reached ({error}); start the server or correct the address"
+        ) from None
     return found if isinstance(found, dict) else {}
 
 

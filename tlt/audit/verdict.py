@@ -1,21 +1,26 @@
-"""The verdict on an engine's sampling: is it lossless? Every token is judged against the target's exact probabilities.
+"""The verdict on an engine's sampling: is it lossless? Every token is judged against the target's exact
+probabilities.
 
     response ──▶ referee: logits at every prefix ──▶ law p_t ──▶ bets q_t(y) / p_t(y) ──▶ wealth ──▶ verdict
 
-The test is a game of betting (Shafer 2021; Ville 1939). Before each token y_t a gambler names K distributions q_t, functions
-of the prefix alone, and the wealth of each is multiplied by q_t(y_t) / p_t(y_t). If every token is drawn from p_t, no bet gains
-on average, and the mean e_t of the K wealths, which starts at 1, obeys at every moment at once
+The test is a game of betting (Shafer 2021; Ville 1939). Before each token y_t a gambler names K distributions
+q_t, functions of the prefix alone, and the wealth of each is multiplied by q_t(y_t) / p_t(y_t). If every
+token is drawn from p_t, no bet gains on average, and the mean e_t of the K wealths, which starts at 1, obeys
+at every moment at once
 
     P(sup_t e_t ≥ 1 / alpha) ≤ alpha .
 
-So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after however many tokens. An engine in finite
-precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead; its expected factor is at most
-1 + 2 (exp(tolerance) − 1) TV(q_t, p_t), and each factor is divided by that, so the bound covers such engines too.
+So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after however many tokens. An engine in
+finite precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead; its expected factor
+is at most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t), and each factor is divided by that, so the bound covers
+such engines too.
 
-The referee computes p_t without anything of the engine's (referee.py); the bets are in bets.py. This file knows no files and no
+The referee computes p_t without anything of the engine's (referee.py); the bets are in bets.py. This file
+knows no files and no
 servers: the caller says who made the responses.
 
-Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
+Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference
+fault).
 """
 
 from __future__ import annotations
@@ -35,11 +40,13 @@ from tlt.audit.report import AuditReport, Offender
 from tlt.types import Rollout, SamplingParams, UserError
 
 IMPOSSIBLE = 1e-12
-"""A token convicts by itself when it and all less likely ones have at most this mass. That adds 1e-12 per token to alpha."""
+"""A token convicts by itself when it and all less likely ones have at most this mass. That adds 1e-12 per
+token to alpha."""
 
 REFERENCE_FAULT = 0.01
 REFERENCE_SOURCES = ("flattened", "uniform")
-"""The report states its power against these faults: with probability 0.01 a token is drawn from this source instead."""
+"""The report states its power against these faults: with probability 0.01 a token is drawn from this
+source instead."""
 
 _COPY_LOGPROB = -40.0
 _NUM_OFFENDERS = 10
@@ -48,9 +55,12 @@ _NUM_OFFENDERS = 10
 class Auditor:
     """Judges responses one after another, and remembers what the report needs.
 
-    The order of the responses must not depend on their tokens: give all that were asked for, in the order they were asked for.
+    The order of the responses must not depend on their tokens: give all that were asked for, in the order
+    they were asked for.
 
-    params: what the engine was told.  window: the longest sequence of the model.  alpha: the false-positive rate.
+    params: what the engine was told.
+    window: the longest sequence of the model.
+    alpha: the false-positive rate.
     tolerance: nats by which an engine's rounding may move a log-probability.
     limit: the most tokens that a response may have; None: as many as the longest that did not stop.
     seed: of the random draws of the reference faults.
@@ -98,7 +108,8 @@ class Auditor:
     def observe(self, response: Rollout, logits: Iterable[Tensor]) -> None:
         """Judges one response by the referee's logits of its tokens, which come as pieces of [T, V].
 
-        Chance does not repeat a long response: one that was judged before is counted as a copy and is no new evidence."""
+        Chance does not repeat a long response: one that was judged before is counted as a copy and is no
+        new evidence."""
         assert response.token_ids, "a response has at least one token"
         key = (response.prompt_ids, response.token_ids)
         if self._logprobs.get(key, 0.0) < _COPY_LOGPROB:
@@ -134,7 +145,9 @@ class Auditor:
 
     def _compare_logprobs(self, logits_TV: Tensor, tokens_T: Tensor, logprobs: Sequence[float]) -> None:
         logp_TV = (logits_TV.double() / (self.params.temperature or 1.0)).log_softmax(-1)
-        gaps_T = (logp_TV.gather(-1, tokens_T[:, None])[:, 0] - torch.tensor(logprobs, dtype=torch.float64)).abs()
+        gaps_T = (
+            logp_TV.gather(-1, tokens_T[:, None])[:, 0] - torch.tensor(logprobs, dtype=torch.float64)
+        ).abs()
         self.logprob_gap = max(self.logprob_gap or 0.0, float(gaps_T.max()))
 
     def _observe_greedy(self, response: Rollout, begin: int, logits_TV: Tensor, tokens_T: Tensor) -> None:
@@ -149,7 +162,8 @@ class Auditor:
     def _observe_sampled(
         self, response: Rollout, begin: int, logits_TV: Tensor, tokens_T: Tensor, matches_T: Tensor
     ) -> tuple[Tensor, float]:
-        """Plays every bet on every token; returns each bet's log-growth, [S, K], and the response's log-probability."""
+        """Plays every bet on every token; returns each bet's log-growth, [S, K], and the response's
+        log-probability."""
         judged = law(logits_TV, self.params, self.tolerance)
         logp_TV, p_TV = judged.logp_TV, judged.logp_TV.exp()
         logp_T = logp_TV.gather(-1, tokens_T[:, None])[:, 0]
@@ -158,7 +172,9 @@ class Auditor:
         is_impossible_T = (tail_T <= IMPOSSIBLE) & ~is_border_T
         self.num_border += int(is_border_T.sum())
         self.num_impossible += int(is_impossible_T.sum())
-        self._note_offenders(response, begin, logp_TV, tokens_T, tail_T, torch.ones_like(is_border_T) & ~is_border_T)
+        self._note_offenders(
+            response, begin, logp_TV, tokens_T, tail_T, torch.ones_like(is_border_T) & ~is_border_T
+        )
 
         flat_TV = (logp_TV / 2).softmax(-1)
         tokens_ST = torch.stack([tokens_T, *self._reference_faults(tokens_T, flat_TV)])
@@ -180,7 +196,8 @@ class Auditor:
         return sums_SK, float(logp_T[is_bet_T].sum())
 
     def _reference_faults(self, tokens_T: Tensor, flat_TV: Tensor) -> list[Tensor]:
-        """Returns the tokens that faulty engines would have drawn at the same prefixes, [T] for each reference fault."""
+        """Returns the tokens that faulty engines would have drawn at the same prefixes, [T] for each
+        reference fault."""
         found = []
         for source in REFERENCE_SOURCES:
             weights_TV = flat_TV if source == "flattened" else torch.ones_like(flat_TV)
@@ -189,8 +206,11 @@ class Auditor:
             found.append(torch.where(is_faulty_T, drawn_T, tokens_T))
         return found
 
-    def _sources(self, response: Rollout, begin: int, tokens_ST: Tensor, flat_TV: Tensor, matches_T: Tensor) -> Tensor:
-        """Returns r(y), the probability that each source gives to the tokens, [R, S, T] in the order of SOURCES."""
+    def _sources(
+        self, response: Rollout, begin: int, tokens_ST: Tensor, flat_TV: Tensor, matches_T: Tensor
+    ) -> Tensor:
+        """Returns r(y), the probability that each source gives to the tokens, [R, S, T] in the order of
+        SOURCES."""
         flat_ST = flat_TV.gather(-1, tokens_ST.T).T
         uniform_ST = torch.full_like(flat_ST, 1.0 / flat_TV.shape[-1])
         known = [*response.prompt_ids, *response.token_ids]
@@ -203,7 +223,13 @@ class Auditor:
         ngram_ST = torch.tensor(columns, dtype=torch.float64).T
         previous_T = torch.tensor(known[at - 1 : at - 1 + tokens_ST.shape[1]])
         return torch.stack(
-            [flat_ST, uniform_ST, ngram_ST, (tokens_ST == previous_T).double(), (tokens_ST == matches_T).double()]
+            [
+                flat_ST,
+                uniform_ST,
+                ngram_ST,
+                (tokens_ST == previous_T).double(),
+                (tokens_ST == matches_T).double(),
+            ]
         )
 
     def _play(self, growth_KT: Tensor) -> None:
@@ -215,12 +241,20 @@ class Auditor:
         self.max_log_e = max(self.max_log_e, float(log_e_T.max()))
 
     def _note_offenders(
-        self, response: Rollout, begin: int, logp_TV: Tensor, tokens_T: Tensor, tail_T: Tensor, is_offered_T: Tensor
+        self,
+        response: Rollout,
+        begin: int,
+        logp_TV: Tensor,
+        tokens_T: Tensor,
+        tail_T: Tensor,
+        is_offered_T: Tensor,
     ) -> None:
         """Keeps the few least likely tokens of all."""
         for t in tail_T.masked_fill(~is_offered_T, math.inf).argsort()[:_NUM_OFFENDERS].tolist():
             tail = float(tail_T[t])
-            if not is_offered_T[t] or (len(self.offenders) == _NUM_OFFENDERS and -tail <= self.offenders[0][0]):
+            if not is_offered_T[t] or (
+                len(self.offenders) == _NUM_OFFENDERS and -tail <= self.offenders[0][0]
+            ):
                 break
             token, expected = int(tokens_T[t]), int(logp_TV[t].argmax())
             offender = Offender(
@@ -245,16 +279,18 @@ class Auditor:
         for rollout in rollouts:
             if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in self.params.stop_ids:
                 raise UserError(
-                    f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has finish_reason stop but does not"
+                    f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has "
+                    "finish_reason stop but does not"
                     f" end with a stop token {self.params.stop_ids}; keep the token that ended it"
                 )
             self.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
         return self.report(mode)
 
-    # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the report ──────────────────────────────────────────────────────────────────────────────────────────
 
     def report(self, mode: str) -> AuditReport:
-        """Returns what was found of the responses observed so far. Raises UserError where copies are all that is wrong."""
+        """Returns what was found of the responses observed so far. Raises UserError where copies are all
+        that is wrong."""
         assert self.lengths, "at least one response was judged"
         is_greedy = self.params.temperature == 0
         limit = self.limit if self.limit is not None else max(self.unstopped, default=0)
@@ -267,7 +303,8 @@ class Auditor:
             (self.num_impossible > 0, f"{self.num_impossible} tokens that the target never says there"),
             (
                 self.num_wrong > 0,
-                f"{self.num_wrong} tokens that are not the most likely one, by more than {self.tolerance:g} nats",
+                f"{self.num_wrong} tokens that are not the most likely one, by more than {self.tolerance:g} "
+                "nats",
             ),
             (num_cut_short > 0, f"{num_cut_short} responses end without a stop token before {limit} tokens"),
             (self.num_past_stop > 0, f"{self.num_past_stop} responses go on past a stop token"),
@@ -275,7 +312,8 @@ class Auditor:
         reasons = tuple(reason for is_found, reason in findings if is_found)
         if self.num_copies and not reasons:
             raise UserError(
-                f"{mode}: {self.num_copies} of {len(self.lengths) + self.num_copies} responses repeat another token for token,"
+                f"{mode}: {self.num_copies} of {len(self.lengths) + self.num_copies} responses repeat "
+                "another token for token,"
                 " which chance does not do; give every response a seed of its own and every line once"
             )
         report = AuditReport(
@@ -318,7 +356,8 @@ class Auditor:
         )
 
     def _tokens_for_power(self, is_convicted: bool) -> dict[str, int | None]:
-        """Returns the tokens needed against each reference fault; for an engine that is not lossless, against what it did."""
+        """Returns the tokens needed against each reference fault; for an engine that is not lossless,
+        against what it did."""
         sums_SRK = torch.stack(self.responses_SK, dim=1)
         if not is_convicted:
             names = [f"{REFERENCE_FAULT:g} {source}" for source in REFERENCE_SOURCES]

@@ -89,7 +89,9 @@ class Chains:
     max_batch_size: int
     draft_vocab: DraftVocab = "full"
 
-    def engine(self, verify: Verify = verify, on_verdicts: OnVerdicts | None = None) -> tuple[RolloutEngine, LearnedDrafter]:
+    def engine(
+        self, verify: Verify = verify, on_verdicts: OnVerdicts | None = None
+    ) -> tuple[RolloutEngine, LearnedDrafter]:
         """Returns an engine that drafts chains of full length, and its drafter: a threshold would cut some
         short, and nobody would see how they end."""
         drafting = DrafterSection(confidence_threshold=0.0, vocabulary=self.draft_vocab)
@@ -140,7 +142,8 @@ def observe(chains: Chains, requests: Sequence[Request]) -> Acceptance:
         by_entropy=_buckets(entropy, accepted, ENTROPY_EDGES),
         by_confidence=by_confidence,
         draft_vocab=learned.model.num_proposed,
-        calibration_error=sum(abs(b.mean - b.accepted) * b.num_guesses for b in by_confidence) / len(accepted),
+        calibration_error=sum(abs(b.mean - b.accepted) * b.num_guesses for b in by_confidence)
+        / len(accepted),
     )
 
 
@@ -152,7 +155,9 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
         if inside:
             mean = statistics.fmean(values[i] for i in inside)
             upper = high if math.isfinite(high) else None
-            buckets.append(Bucket(low, upper, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
+            buckets.append(
+                Bucket(low, upper, len(inside), mean, statistics.fmean(accepted[i] for i in inside))
+            )
     return tuple(buckets)
 
 

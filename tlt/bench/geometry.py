@@ -88,7 +88,13 @@ class Growth:
 
     def folder_name(self, dtype: torch.dtype, device: str) -> str:
         """Returns a name that no other growth has. device: the kind that draws the noise."""
-        origin = [__version__, NOISE, device, config_to_hf(self.grown.config, dtype), content_hash(self.small.tensors)]
+        origin = [
+            __version__,
+            NOISE,
+            device,
+            config_to_hf(self.grown.config, dtype),
+            content_hash(self.small.tensors),
+        ]
         origin.append(None if self.drafter is None else content_hash(self.drafter.tensors))
         return f"{self.geometry.name}-{hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]}"
 
@@ -111,7 +117,9 @@ def hold_still(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def grown_config(config: Config, growth: Growth | None, keep: Path | None = None) -> Iterator[tuple[Config, dict[str, Any]]]:
+def grown_config(
+    config: Config, growth: Growth | None, keep: Path | None = None
+) -> Iterator[tuple[Config, dict[str, Any]]]:
     """Yields the configuration with model and drafter grown, and what a report holds of them. growth: None:
     neither grows.
 
@@ -138,9 +146,7 @@ def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, di
     changed = with_changes(config, {"model": model, "drafter": {"path": drafter}})
     agreement = compare(growth.small, open_model(folder / "model"), changed)
     if agreement.num_equal < MIN_EQUAL * agreement.num_tokens:
-        found = (
-            f"only {agreement.num_equal} of {agreement.num_tokens} greedy tokens are the small model's in {config.run.dtype}"
-        )
+        found = f"only {agreement.num_equal} of {agreement.num_tokens} greedy tokens are the small model's in {config.run.dtype}"
         raise UserError(f"{OPTION}: {growth.geometry.name}: {found}; set run.dtype to float32")
     return changed, {"geometry": describe(growth, agreement, config)}
 
@@ -159,11 +165,13 @@ def check_disk(folder: Path, geometry: Geometry, num_bytes: int) -> None:
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if (free := shutil.disk_usage(place).free) < num_bytes:
         sizes = f"takes {num_bytes / 1e9:.1f} GB of disk in {place}, where {free / 1e9:.1f} GB are free"
-        remedy = "set run.out_dir or, for tlt bench rollout, TMPDIR to a larger disk, or run.dtype to bfloat16"
+        remedy = (
+            "set run.out_dir or, for tlt bench rollout, TMPDIR to a larger disk, or run.dtype to bfloat16"
+        )
         raise UserError(f"{OPTION}: {geometry.name} {sizes}; {remedy}")
 
 
-# ── the same function? ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the same function? ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.inference_mode()
@@ -183,7 +191,9 @@ def compare(small: Model, grown: Model, config: Config) -> Agreement:
 def greedy_responses(model: Model, prompts: Sequence[tuple[int, ...]]) -> list[Text]:
     """Returns (prompt, response), in the order of the prompts."""
     dtype = next(iter(model.tensors.values())).dtype
-    engine = build_engine(model.config, model.tensors, EngineSettings(dtype=dtype, max_batch_size=len(prompts)))
+    engine = build_engine(
+        model.config, model.tensors, EngineSettings(dtype=dtype, max_batch_size=len(prompts))
+    )
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, stop_ids=model.stop_ids)
     requests = [Request(str(index), 0, prompt, params) for index, prompt in enumerate(prompts)]
     rollouts = sorted(engine.generate(requests), key=lambda rollout: int(rollout.problem_id))
@@ -199,11 +209,15 @@ def response_logits(model: Model, texts: Sequence[Text], dtype: torch.dtype, dev
     attend = PackedCausal(model.config, [len(tokens) for tokens in read])
     token_ids = torch.tensor([token for tokens in read for token in tokens], device=device)
     features_NE = packed.forward(token_ids, attend.positions(device), attend)
-    drawn = [index >= len(prompt) - 1 for prompt, response in texts for index in range(len(prompt) + len(response) - 1)]
+    drawn = [
+        index >= len(prompt) - 1
+        for prompt, response in texts
+        for index in range(len(prompt) + len(response) - 1)
+    ]
     return packed.logits(features_NE[torch.tensor(drawn, device=device)]).double().cpu()
 
 
-# ── what is said of it ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is said of it ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def describe(growth: Growth, agreement: Agreement, config: Config) -> dict[str, Any]:
@@ -215,11 +229,20 @@ def describe(growth: Growth, agreement: Agreement, config: Config) -> dict[str, 
         f"geometry {growth.geometry.name}: {number}, grown from {small.path.name}",
         f"shape: {c.architecture}, {shape}",
         *(f"differs from {growth.geometry.name}: {note}" for note in growth.grown.notes),
-        f"behaviour: the small model's, its tokens and its acceptance; {agreement.num_equal} of {agreement.num_tokens} greedy"
+        f"behaviour: the small model's, its tokens and its acceptance; {agreement.num_equal} of "
+        f"{agreement.num_tokens} greedy"
         f" tokens equal, logits within {agreement.difference:.1g}",
         f"vocabulary: {c.vocab_size:,} ids, of which {small.config.vocab_size:,} are ever drawn",
     ]
     rates = {"policy": config.optimizer.learning_rate, "drafter": config.drafter.learning_rate}
     if still := [name for name, rate in rates.items() if rate in HELD_STILL.values()]:
-        lines.append(f"training: {' and '.join(still)} with a learning rate of almost 0, so every step is of the same model")
-    return {"name": growth.geometry.name, "num_parameters": growth.num_parameters, **vars(agreement), "lines": lines}
+        lines.append(
+            f"training: {' and '.join(still)} with a learning rate of almost 0, so every step is of the "
+            "same model"
+        )
+    return {
+        "name": growth.geometry.name,
+        "num_parameters": growth.num_parameters,
+        **vars(agreement),
+        "lines": lines,
+    }

@@ -1,4 +1,5 @@
-"""Whether engines and runs that are compared side by side have room together. What each takes is tlt.plan's to know.
+"""Whether engines and runs that are compared side by side have room together. What each takes is tlt.plan's
+to know.
 
 engines    process + one copy of the weights + what each has besides: a drafter, caches for one response
 runs       process + what each holds always + the most that one of them takes for a moment
@@ -28,12 +29,15 @@ def plan_subject(config: Config) -> PlannedRun:
 
 
 def refuse_engines(run: PlannedRun, num_engines: int) -> None:
-    """Raises UserError where so many engines of ours, which share their weights, have no room on the device of one process."""
+    """Raises UserError where so many engines of ours, which share their weights, have no room on the
+    device of one process."""
     needed = engines_bytes(plan_memory(run), num_engines)
     num_sharing = 1 if run.is_gpu else local_ranks(run.config)
     if run.rank_bytes is not None and needed > (available := run.rank_bytes * num_sharing):
         sizes = f"{num_engines} engines, which share the weights, take {needed / GIB:.1f} GiB of {available / GIB:.1f}"
-        raise UserError(f"memory: {sizes}; set run.dtype to bfloat16, lower sampling.max_tokens, or take a smaller model")
+        raise UserError(
+            f"memory: {sizes}; set run.dtype to bfloat16, lower sampling.max_tokens, or take a smaller model"
+        )
 
 
 def refuse_runs(run: PlannedRun, num_runs: int) -> None:
@@ -42,7 +46,8 @@ def refuse_runs(run: PlannedRun, num_runs: int) -> None:
     if available is not None and needed > available:
         sizes = f"{num_runs} runs side by side take {needed / GIB:.1f} GiB of {available / GIB:.1f} that a rank has"
         raise UserError(
-            f"memory: {sizes}; compare fewer, lower algorithm.tokens_per_micro_batch or run.num_ranks, or set lora.rank"
+            f"memory: {sizes}; compare fewer, lower algorithm.tokens_per_micro_batch or run.num_ranks, or "
+            "set lora.rank"
         )
 
 

@@ -33,7 +33,9 @@ def with_changes(config: Config, changes: Changes) -> Config:
 def side_by_side(config: Config) -> Config:
     """Returns the configuration for one of several engines in a process: each vLLM then has a worker process
     of its own."""
-    return with_changes(config, {"vllm": {"own_process": True}}) if config.rollout.engine == "vllm" else config
+    return (
+        with_changes(config, {"vllm": {"own_process": True}}) if config.rollout.engine == "vllm" else config
+    )
 
 
 def header(config: Config, command: str) -> dict[str, Any]:
@@ -50,11 +52,14 @@ def environment() -> dict[str, Any]:
     """Returns machine, commit and versions, without host names or paths."""
     cpuinfo, cpu = Path("/proc/cpuinfo"), "unknown"
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
         cpu = f"{names[0]}, {len(names)} cores" if names else cpu
     return {
         "tlt": __version__,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "tlt") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD")
+        + ("+changes" if _git("status", "--porcelain", "tlt") else ""),
         "cpu": cpu,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),

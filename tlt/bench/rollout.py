@@ -58,7 +58,9 @@ def constant_batch(
     return in_turns({name: partial(stretch.run, seconds) for name, stretch in stretches.items()}, num_rounds)
 
 
-def constant(subject: Subject, variants: Sequence[str], batch_size: int, num_rounds: int, seconds: float) -> dict[str, Any]:
+def constant(
+    subject: Subject, variants: Sequence[str], batch_size: int, num_rounds: int, seconds: float
+) -> dict[str, Any]:
     """Measures every variant's tokens per second over off's at this batch size, in rounds of so many seconds
     each."""
     engines = {name: subject.engine(name, batch_size) for name in ("off", *variants)}
@@ -74,7 +76,8 @@ def constant(subject: Subject, variants: Sequence[str], batch_size: int, num_rou
         "ratios": {name: dataclasses.asdict(Ratio.between(speeds[name], speeds["off"])) for name in variants},
         "accept_length": {name: engine.stats.accept_length for name, engine in engines.items()},
         "strategy_steps": {
-            name: {arm: s.num_steps for arm, s in engine.stats.by_strategy.items()} for name, engine in engines.items()
+            name: {arm: s.num_steps for arm, s in engine.stats.by_strategy.items()}
+            for name, engine in engines.items()
         },
     }
 

@@ -25,11 +25,15 @@ class Subject:
     """Makes engines that have seen nothing, and work for them. model, drafter: that are in memory already;
     None: those that the configuration names are read."""
 
-    def __init__(self, config: Config, model: Model | None = None, drafter: StoredDrafter | None = None) -> None:
+    def __init__(
+        self, config: Config, model: Model | None = None, drafter: StoredDrafter | None = None
+    ) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
         self.config = config = side_by_side(config)
         settings = EngineSettings.of_run(config, device_of(config).name)
-        untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
+        untrained = settings.drafting.model_copy(
+            update={"train": False}
+        )  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)
         self.model = model or open_model(model_folder(config), master_dtype(config), adapter_folder(config))
         self.weights: PackedTransformer | None = None
@@ -51,4 +55,7 @@ class Subject:
     def requests(self, helping: int, num: int) -> list[Request]:
         """Returns the `helping`-th share of endless work: one response to each of `num` problems."""
         chosen = problems_of_step(self.problems, helping, min(num, len(self.problems)), seed=1)
-        return [Request(problem.problem_id, 0, problem.prompt_ids, self.params, "rollout", helping) for problem in chosen]
+        return [
+            Request(problem.problem_id, 0, problem.prompt_ids, self.params, "rollout", helping)
+            for problem in chosen
+        ]

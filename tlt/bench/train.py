@@ -4,9 +4,9 @@
     step k + 1    off: …                                          tlt: …
 
 All runs live in the same ranks, so that noise hits them alike; each has its own policy, optimizer, engine and
-folder. One seed means one run: the same tokens, rewards and weights, exactly in float64. In float32 a near-tie
-may fall the other way. Responses and weights that differ are counted, and the run is given the reference's
-weights and optimizer before the next step, so that every pair of steps does the same work.
+folder. One seed means one run: the same tokens, rewards and weights, exactly in float64. In float32 a
+near-tie may fall the other way. Responses and weights that differ are counted, and the run is given the
+reference's weights and optimizer before the next step, so that every pair of steps does the same work.
 
 The runs stay in run.out_dir; the same command continues them. What they showed is in train_report.py.
 """
@@ -88,7 +88,9 @@ def launch_runs(config: Config, plan: Plan) -> int:
     for name, changed in plan.configs(config).items():
         written = folder / name / "config.json"
         if written.exists() and Config.from_json(written.read_text(), str(written)) != changed:
-            raise UserError(f"run.out_dir: {folder} holds runs of another configuration; give another --run.out_dir")
+            raise UserError(
+                f"run.out_dir: {folder} holds runs of another configuration; give another --run.out_dir"
+            )
     argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
     return launch(argument, all_ranks(config), "tlt.bench.train:main", config.run.threads_per_rank)
 
@@ -110,7 +112,9 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
     Raises UserError where the runs in the folder did not end together."""
     started, longest = time.perf_counter(), 0.0
     path = config.run.out_dir / "turns.jsonl"
-    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
+    coordinator = connect_coordinator(
+        world.store, world.rank, world.world_size, timeout=world.timeout_seconds
+    )
     runs: dict[str, Run] = {}
     with ExitStack() as stack:
         console = stack.enter_context(Console(enabled=world.is_leader))
@@ -118,9 +122,16 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
             runs[name] = Run(changed, world, stop, coordinator, prints=False)
             stack.callback(runs[name].close)
         reference = next(iter(runs.values()))
-        num_done = {number for name, turns in read_turns(path, runs).items() for number in (runs[name].step, len(turns))}
+        num_done = {
+            number
+            for name, turns in read_turns(path, runs).items()
+            for number in (runs[name].step, len(turns))
+        }
         if len(num_done) > 1:
-            raise UserError(f"run.out_dir: the runs in {config.run.out_dir} did not end together; give another --run.out_dir")
+            raise UserError(
+                f"run.out_dir: the runs in {config.run.out_dir} did not end together; give another "
+                "--run.out_dir"
+            )
         while reference.step < plan.num_steps:
             begun = time.perf_counter()
             if any_rank(world, begun - started + longest > 60 * plan.minutes):
@@ -176,7 +187,10 @@ def responses(phase: PhaseResult) -> list[tuple[str, int, tuple[int, ...], float
     """Returns all of a phase that the update depends on: (problem, sample, tokens, reward), in canonical
     order."""
     pairs = zip(phase.rollouts, phase.rewards, strict=True)
-    return [(rollout.problem_id, rollout.sample_index, rollout.token_ids, reward.value) for rollout, reward in pairs]
+    return [
+        (rollout.problem_id, rollout.sample_index, rollout.token_ids, reward.value)
+        for rollout, reward in pairs
+    ]
 
 
 def synchronize(run: Run, reference: Run) -> None:

@@ -55,7 +55,10 @@ def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for turn in read_appended(path, lambda line: Turn(**json.loads(line)), "turn"):
         if turn.run not in turns:
-            raise UserError(f"run.out_dir: {path.parent} holds a run {turn.run!r}; include it, or give another --run.out_dir")
+            raise UserError(
+                f"run.out_dir: {path.parent} holds a run {turn.run!r}; include it, or give another "
+                "--run.out_dir"
+            )
         turns[turn.run].append(turn)
     return turns
 
@@ -69,7 +72,9 @@ def phase_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, floa
     for spans in spans_by_rank.values():
         for step in (span for span in spans if span.name == SpanName.STEP):
             num_steps += 1
-            within = [s for s in spans if s.name != SpanName.STEP and step.start <= s.start and s.end <= step.end]
+            within = [
+                s for s in spans if s.name != SpanName.STEP and step.start <= s.start and s.end <= step.end
+            ]
             for span in within:
                 seconds[span.name] += span.end - span.start
             covered = covered_seconds(within, {span.name for span in within}, step.start, step.end)
@@ -93,12 +98,16 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     runs = {name: summarize_run(records[name], turns[name], read_spans(folder / name)) for name in names}
     share = runs[reference]["rollout_share"]
     for name in others:
-        speedup = Ratio.between([r.rollout.seconds for r in records[reference]], [r.rollout.seconds for r in records[name]])
+        speedup = Ratio.between(
+            [r.rollout.seconds for r in records[reference]], [r.rollout.seconds for r in records[name]]
+        )
         runs[name] |= {
             "rollout_speedup": dataclasses.asdict(speedup),
             "ceiling": ceiling(share, speedup.mean),
             "ratios": {
-                base: dataclasses.asdict(Ratio.between([t.seconds for t in turns[base]], [t.seconds for t in turns[name]]))
+                base: dataclasses.asdict(
+                    Ratio.between([t.seconds for t in turns[base]], [t.seconds for t in turns[name]])
+                )
                 for base in names
                 if base != name
             },
@@ -106,13 +115,17 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     return {"num_steps": num_steps, "runs": runs}
 
 
-def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: Mapping[int, Sequence[Span]]) -> dict[str, Any]:
+def summarize_run(
+    records: Sequence[StepRecord], turns: Sequence[Turn], spans: Mapping[int, Sequence[Span]]
+) -> dict[str, Any]:
     """Summarizes one run. Seconds are per step, idle seconds summed over ranks; None: there is nothing to
     divide by."""
     num_steps = len(turns)
     step_seconds = sum(turn.seconds for turn in turns)
     idle_seconds = sum(record.idle.seconds for record in records)
-    lengths = [record.rollout.accept_length for record in records if not math.isnan(record.rollout.accept_length)]
+    lengths = [
+        record.rollout.accept_length for record in records if not math.isnan(record.rollout.accept_length)
+    ]
     phases = phase_seconds(spans)
     phases["record"] = (step_seconds - sum(record.step_seconds for record in records)) / num_steps
     return {
@@ -125,7 +138,9 @@ def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: M
         "num_tokens": sum(record.rollout.num_tokens for record in records),
         "accept_length": statistics.mean(lengths) if lengths else None,
         "idle_seconds": idle_seconds / num_steps,
-        "harvested_share": (sum(record.drafter.train_seconds for record in records) / idle_seconds if idle_seconds else None),
+        "harvested_share": (
+            sum(record.drafter.train_seconds for record in records) / idle_seconds if idle_seconds else None
+        ),
         "drafter_training_on_critical_path": critical_path_share(spans),
         "num_different": sum(turn.num_different for turn in turns),
         "num_steps_with_same_weights": sum(turn.same_weights for turn in turns),
@@ -165,14 +180,25 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
         values(f"responses that differ from {reference}'s, of {off['num_responses']}", "num_different", "d"),
         values(f"steps that end with {reference}'s very weights", "num_steps_with_same_weights", "d"),
     ]
-    names = [n for n in (*SpanName, "record", "other") if any(n in run["phase_seconds"] for run in runs.values())]
-    phases = [[name, *(number(run["phase_seconds"].get(name), ".3f") for run in runs.values())] for name in names]
+    names = [
+        n for n in (*SpanName, "record", "other") if any(n in run["phase_seconds"] for run in runs.values())
+    ]
+    phases = [
+        [name, *(number(run["phase_seconds"].get(name), ".3f") for run in runs.values())] for name in names
+    ]
     described = (
         f"{report['num_steps']} steps of {off['num_responses'] // report['num_steps']} responses"
-        f" ({off['num_tokens'] / off['num_responses']:.0f} tokens on average), {config['run']['num_ranks']} ranks,"
-        f" {config['run']['dtype']}. The runs took their steps in turns; ratios are geometric means of paired steps with"
-        " 95 % intervals, above 1: faster. In float32 a near-tie may fall the other way; the run then got the reference's"
+        f" ({off['num_tokens'] / off['num_responses']:.0f} tokens on average), {config['run']['num_ranks']} "
+        "ranks,"
+        f" {config['run']['dtype']}. The runs took their steps in turns; ratios are geometric means of "
+        "paired steps with"
+        " 95 % intervals, above 1: faster. In float32 a near-tie may fall the other way; the run then got "
+        "the reference's"
         " weights before the next step."
     )
-    blocks = [table(["", *runs], rows), "## Seconds per step, mean over ranks", table(["phase", *runs], phases)]
+    blocks = [
+        table(["", *runs], rows),
+        "## Seconds per step, mean over ranks",
+        table(["phase", *runs], phases),
+    ]
     return markdown(title, report, described, *blocks)

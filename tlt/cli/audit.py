@@ -1,4 +1,5 @@
-"""`tlt audit`: whose responses are judged, and how the verdict is shown. Knows no statistics: tlt.audit does."""
+"""`tlt audit`: whose responses are judged, and how the verdict is shown. Knows no statistics: tlt.audit
+does."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SEVERITY = tuple(EXIT_CODES)
 class Audit(PromptOptions, SamplingOptions, EngineOptions):
     """Judge whether an engine samples from the model's own probabilities.
 
-    The engine is TLT's in each mode of --speculation, or another's: the one that made --responses, or the server at --url.
+    The engine is TLT's in each mode of --speculation, or another's: the one that made --responses, or the
+    server at --url.
 
     Its tokens are tested against the probabilities that transformers computes.
 
@@ -51,21 +53,27 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
     num: Problems = 64
     """Number of problems of --task to answer."""
     responses: File = None
-    """JSONL of another engine's responses to judge, with prompt_ids and token_ids; all that it gave, none picked out."""
+    """JSONL of another engine's responses to judge, with prompt_ids and token_ids; all that it gave, none
+    picked out."""
     url: Annotated[str | None, Written("URL")] = None
-    """An OpenAI-compatible server to judge, such as http://localhost:8000/v1, with --max-batch-size requests in flight."""
+    """An OpenAI-compatible server to judge, such as http://localhost:8000/v1, with --max-batch-size
+    requests in flight."""
     engine_model: Annotated[str | None, Written("NAME")] = None
     """The name by which the server at --url serves the model."""
     api_key_variable: Annotated[str | None, Written("NAME")] = None
-    """Environment variable with the API key that the server at --url asks for, such as OPENAI_API_KEY; none: no key is sent."""
+    """Environment variable with the API key that the server at --url asks for, such as OPENAI_API_KEY;
+    none: no key is sent."""
     speculation: Annotated[Names, Written(SPECULATION + "[,...]")] = ("off",)
-    """Modes of TLT's engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four tokens)."""
+    """Modes of TLT's engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of
+    four tokens)."""
     plant_fault: Annotated[Share, Written("PROBABILITY")] = 0.0
-    """Makes TLT's engine accept a rejected draft with this probability, to show that the audit finds such a fault."""
+    """Makes TLT's engine accept a rejected draft with this probability, to show that the audit finds such
+    a fault."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """Probability with which a lossless engine may be judged not lossless."""
     tolerance: Share = 1e-3
-    """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens count as tied."""
+    """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens
+    count as tied."""
     referee_dtype: Literal["float32", "float64"] = "float32"
     """Number type of transformers' model, which the tokens are tested against; it runs on the CPU."""
     out: File = None
@@ -76,26 +84,41 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
     @model_validator(mode="after")
     def _names_one_engine(self) -> Audit:
         if self.stop:
-            raise mistake("--stop: ends responses by their text, where the audit knows tokens alone; leave it out")
+            raise mistake(
+                "--stop: ends responses by their text, where the audit knows tokens alone; leave it out"
+            )
         if self.responses is not None and self.url is not None:
             raise mistake("--responses and --url: name two engines; give one of them")
         if self.responses is None and (self.prompts is None) == (self.task is None):
-            raise mistake("--prompts: give the prompts to answer, as --prompts FILE or --task NAME, one of the two")
+            raise mistake(
+                "--prompts: give the prompts to answer, as --prompts FILE or --task NAME, one of the two"
+            )
         for name, value in (("--responses", self.responses), ("--url", self.url)):
             if value is not None and (self.speculation != ("off",) or self.drafter or self.plant_fault):
-                raise mistake(f"{name}: {value} is another engine; leave --speculation, --drafter and --plant-fault out")
+                raise mistake(
+                    f"{name}: {value} is another engine; leave --speculation, --drafter and --plant-fault out"
+                )
         if self.plant_fault and self.engine == "vllm":
             raise mistake("--plant-fault: is for engine tlt; vLLM verifies for itself")
         if (self.url is None) != (self.engine_model is None):
-            raise mistake("--url and --engine-model belong together: the server's address and the name it serves the model by")
+            raise mistake(
+                "--url and --engine-model belong together: the server's address and the name it serves the "
+                "model by"
+            )
         if self.api_key_variable is not None and self.url is None:
-            raise mistake(f"--api-key-variable: {self.api_key_variable} is for the server at --url; give it, or leave it out")
+            raise mistake(
+                f"--api-key-variable: {self.api_key_variable} is for the server at --url; give it, or leave "
+                "it out"
+            )
         if self.responses is not None and (self.prompts is not None or self.task is not None):
             raise mistake("--responses: the file holds its prompts itself; leave --prompts and --task out")
         if len(set(self.speculation)) < len(self.speculation):
             raise mistake(f"--speculation: {','.join(self.speculation)!r} must name every mode once")
         if self.plant_fault and set(self.speculation) == {"off"}:
-            raise mistake("--plant-fault: is a fault of speculation; give --speculation DEPTHxWIDTHxBUDGET and --drafter DIR")
+            raise mistake(
+                "--plant-fault: is a fault of speculation; give --speculation DEPTHxWIDTHxBUDGET and "
+                "--drafter DIR"
+            )
         return self
 
 
@@ -118,7 +141,9 @@ def run(options: Audit) -> int:
         torch.set_num_threads(options.threads)
         referee = Referee(folder, resolve_dtype(options.referee_dtype))
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    params = options.params(options.seed, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder))
+    params = options.params(
+        options.seed, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder)
+    )
     reports = []
     for mode, rollouts in _modes(options, params, referee, tokenizer):
         auditor = Auditor(
@@ -140,7 +165,9 @@ def run(options: Audit) -> int:
     worst = max(reports, key=lambda report: SEVERITY.index(report.verdict))
     summary: Record = {
         "lossless": worst.is_lossless,
-        "modes": {report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports},
+        "modes": {
+            report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports
+        },
     }
     if options.responses is None and options.url is None:
         summary["device"] = str(options.choose_device())
@@ -148,14 +175,15 @@ def run(options: Audit) -> int:
     return EXIT_CODES[worst.verdict]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Whose responses
 
 
 def _modes(
     options: Audit, params: SamplingParams, referee: Referee, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[str, Sequence[Rollout]]]:
-    """Yields each engine that is to be judged: its name and its responses, in the order they were asked for."""
+    """Yields each engine that is to be judged: its name and its responses, in the order they were asked
+    for."""
     if options.responses is not None:
         yield options.responses.name, _read_responses(options.responses, referee)
         return
@@ -206,12 +234,19 @@ def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
     """Reads responses of any engine. `finish_reason` and `logprobs` are used where they are there."""
     rollouts = []
     for index, (place, record) in enumerate(read_jsonl(path, "--responses")):
-        prompt_ids, token_ids = response_ids(place, record, vocab_size=referee.vocab_size, window=referee.window)
+        prompt_ids, token_ids = response_ids(
+            place, record, vocab_size=referee.vocab_size, window=referee.window
+        )
         if not prompt_ids or not token_ids:
-            raise UserError(f"{place}: prompt_ids and token_ids need at least one token each; remove the line")
+            raise UserError(
+                f"{place}: prompt_ids and token_ids need at least one token each; remove the line"
+            )
         logprobs = record.get("logprobs") or ()
         if logprobs and len(logprobs) != len(token_ids):
-            raise UserError(f"{place}: has {len(token_ids)} token_ids but {len(logprobs)} logprobs; give one each, or none")
+            raise UserError(
+                f"{place}: has {len(token_ids)} token_ids but {len(logprobs)} logprobs; give one each, or "
+                "none"
+            )
         sample_index = record.get("sample_index")
         rollouts.append(
             Rollout(
@@ -227,12 +262,13 @@ def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
     return rollouts
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The verdict
 
 
 def _explained(report: AuditReport, options: Audit) -> AuditReport:
-    """Returns the report of a server that is not lossless with the fault that it is known to have, if there is one."""
+    """Returns the report of a server that is not lossless with the fault that it is known to have, if
+    there is one."""
     from tlt.audit.known import describe as describe_server
     from tlt.audit.known import known_fault
 
@@ -245,8 +281,10 @@ def _print_report(report: AuditReport) -> None:
     print(f"{report.mode}: {describe(report)}", flush=True)
     for offender in report.offenders[:5] if report.is_convicted else ():
         print(
-            f"  response {offender.response} ({offender.problem_id}), token {offender.position}: {offender.token_id}"
-            f" {offender.text!r} with p = {offender.p:.2g}; expected {offender.expected_id} {offender.expected_text!r}"
+            f"  response {offender.response} ({offender.problem_id}), token {offender.position}: "
+            f"{offender.token_id}"
+            f" {offender.text!r} with p = {offender.p:.2g}; expected {offender.expected_id} "
+            f"{offender.expected_text!r}"
             f" with p = {offender.expected_p:.2g}"
         )
 
@@ -267,10 +305,13 @@ def describe(report: AuditReport) -> str:
     surprise, share = report.surprise, report.elsewhere
     assert surprise is not None
     assert share is not None
-    power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in report.tokens_for_power.items())
+    power = ", ".join(
+        f"{name}: {tokens or 'over 5 million'}" for name, tokens in report.tokens_for_power.items()
+    )
     return (
         f"{verdict}; {size};"
-        f" e-value 10^{report.log10_e:.1f}, at most 10^{report.max_log10_e:.1f} (convicts at {1 / report.alpha:g});"
+        f" e-value 10^{report.log10_e:.1f}, at most 10^{report.max_log10_e:.1f} (convicts at "
+        f"{1 / report.alpha:g});"
         f" mean log p + entropy {surprise.value:+.4f} [{surprise.low:+.4f}, {surprise.high:+.4f}] nats;"
         f" from elsewhere {share.value:.2%} [{share.low:.2%}, {share.high:.2%}] ({report.elsewhere_source});"
         f" tokens for 95 % power: {power}"
@@ -279,8 +320,17 @@ def describe(report: AuditReport) -> str:
 
 def _write_reports(options: Audit, out: Path, reports: Sequence[AuditReport]) -> None:
     modes = [
-        {**asdict(report), "verdict": report.verdict, "is_lossless": report.is_lossless, "mean_tokens": report.mean_tokens}
+        {
+            **asdict(report),
+            "verdict": report.verdict,
+            "is_lossless": report.is_lossless,
+            "mean_tokens": report.mean_tokens,
+        }
         for report in reports
     ]
-    record = {"command": " ".join(["tlt", *sys.argv[1:]]), "options": options.model_dump(mode="json"), "modes": modes}
+    record = {
+        "command": " ".join(["tlt", *sys.argv[1:]]),
+        "options": options.model_dump(mode="json"),
+        "modes": modes,
+    }
     write_json(with_folder(out), record)

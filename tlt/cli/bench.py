@@ -85,7 +85,9 @@ def rollout(options: BenchRollout) -> Record:
         report = {**header(config, _command("tlt bench rollout")), **geometry, "measurements": measurements}
         subject = Subject(config)
         for batch_size in options.batches:  # all so far are written: a run that is cut off keeps what it has
-            measurements.append(constant(subject, options.variants, batch_size, options.rounds, options.seconds))
+            measurements.append(
+                constant(subject, options.variants, batch_size, options.rounds, options.seconds)
+            )
             print(over_off(measurements[-1]), flush=True)
             write_report(options.out, report, to_markdown(report))
     return {m["name"]: {name: ratio["mean"] for name, ratio in m["ratios"].items()} for m in measurements}
@@ -106,7 +108,10 @@ def train(options: BenchTrain) -> Record:
     if config.rollout.speculation == "off":
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
-        raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
+        raise UserError(
+            "--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen "
+            "out"
+        )
     runs = {"off": OFF, **{name: VARIANTS[name] for name in options.variants}}
     keep = config.run.out_dir / "grown"
     with _grown(config, options.geometry, num_runs=len(runs), keep=keep) as (config, geometry):

@@ -15,8 +15,9 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Command:
-    """options: what it takes.  run: returns the exit code, or a summary to print.  lists_keys: whether its help explains every
-    key of the configuration, too."""
+    """options: what it takes.
+    run: returns the exit code, or a summary to print.
+    lists_keys: whether its help explains every key of the configuration, too."""
 
     options: type[Options]
     run: Callable[[Any], int | Record]
@@ -56,14 +57,20 @@ def find_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
         if name in COMMANDS:
             return name, list(arguments[num_words:])
     name = " ".join(arguments[: 2 if arguments[0] in FAMILIES else 1])
-    nearest = next((known for known in COMMANDS if known.startswith(name)), None) or find_nearest(name, COMMANDS)
+    nearest = next((known for known in COMMANDS if known.startswith(name)), None) or find_nearest(
+        name, COMMANDS
+    )
     remedy = f"did you mean tlt {nearest}?" if nearest else f"commands are {', '.join(COMMANDS)}"
     raise UserError(f"{name}: unknown command; {remedy}")
 
 
 def overview(family: str = "") -> str:
     """Returns the help of `tlt`, or of `tlt drafter` or `tlt bench`: their commands with a line each."""
-    listed = {name: command.purpose for name, command in COMMANDS.items() if name.startswith(f"{family} " if family else "")}
+    listed = {
+        name: command.purpose
+        for name, command in COMMANDS.items()
+        if name.startswith(f"{family} " if family else "")
+    }
     width = max(map(len, listed))
     purpose = "Train reasoning models with RL; speculative decoding makes the rollout faster without changing the result."
     return "\n".join(

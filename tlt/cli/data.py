@@ -1,5 +1,5 @@
-"""Options of the commands that read prompts or problems: which rows of the data, and how a prompt is written. Does not know
-what they are for."""
+"""Options of the commands that read prompts or problems: which rows of the data, and how a prompt is
+written. Does not know what they are for."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ class PromptOptions(DataOptions):
     """The rows of the prompts, and how a prompt is written."""
 
     chat: bool = False
-    """Whether a text goes into the chat template as the user's message (true or false); messages always do."""
+    """Whether a text goes into the chat template as the user's message (true or false); messages always
+    do."""
     system_prompt: Annotated[str | None, Written("TEXT")] = None
     """System message to begin every prompt with; a text then becomes the user's message."""
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Variables for the chat template, such as '{"enable_thinking": false}'."""
 
-    def read_prompts(self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
+    def read_prompts(
+        self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
+    ) -> list[Prompt]:
         """Returns the prompts of --prompts as token ids."""
         from tlt.hf.prompts import ChatFormat, encode_prompts
 

@@ -66,7 +66,9 @@ class AnswerOptions(PromptOptions):
         vocab_size, window = model.config.vocab_size, model.config.max_positions
         encoded = self.read_prompts(prompts, model.tokenizer, vocab_size=vocab_size, window=window)
         stop_ids = model.stop_ids
-        params = SamplingParams(self.temperature, max_tokens=self.max_tokens, stop_ids=stop_ids, seed=self.seed)
+        params = SamplingParams(
+            self.temperature, max_tokens=self.max_tokens, stop_ids=stop_ids, seed=self.seed
+        )
         return make_requests(encoded, params, self.samples)
 
 
@@ -86,8 +88,8 @@ class DrafterTrain(AnswerOptions):
     preset: Literal["eagle", "hass", "eagle3"] | None = None
     """Form of the drafter and how it is trained (docs/drafter.md); by default that of --init, else hass."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that the drafter learns to tell apart: the N most frequent ones of the responses, all (full), or as many as pay
-    where the head is a tenth of a forward or more (auto). It can propose others later."""
+    """Tokens that the drafter learns to tell apart: the N most frequent ones of the responses, all (full),
+    or as many as pay where the head is a tenth of a forward or more (auto). It can propose others later."""
     epochs: PositiveFloat = 1.0
     """Passes over the responses; fractions are allowed."""
     learning_rate: LearningRate = 1e-3
@@ -111,16 +113,18 @@ class DrafterExport(Options):
     drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
     """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
     target: Annotated[Path, Written("MODEL")]
-    """The model it drafts for, a folder or OWNER/NAME on the hub; EAGLE-3 drafters carry rows of its head along."""
+    """The model it drafts for, a folder or OWNER/NAME on the hub; EAGLE-3 drafters carry rows of its head
+    along."""
     to: Annotated[Path, Written("DIR")]
     """Folder to write; must not exist yet."""
     format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
     """Form to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that an eagle3 drafter may propose: the N most frequent ones, all (full), or as many as pay where the head is a
-    tenth of a forward or more (auto)."""
+    """Tokens that an eagle3 drafter may propose: the N most frequent ones, all (full), or as many as pay
+    where the head is a tenth of a forward or more (auto)."""
     responses: File = None
-    """JSONL of responses to choose these tokens by; by default the counts that the drafter's folder records."""
+    """JSONL of responses to choose these tokens by; by default the counts that the drafter's folder
+    records."""
 
 
 class DrafterEval(AnswerOptions):
@@ -142,14 +146,16 @@ class DrafterEval(AnswerOptions):
     max_batch_size: BatchSize = 8
     """Sequences that are decoded at a time."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that the drafter may propose: the N most frequent ones, all (full), or as many as pay where the head is a tenth of
-    a forward or more (auto); chosen by what its folder records and what is sampled."""
+    """Tokens that the drafter may propose: the N most frequent ones, all (full), or as many as pay where
+    the head is a tenth of a forward or more (auto); chosen by what its folder records and what is sampled."""
     rounds: NonNegativeInt = 2
-    """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not at all."""
+    """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not
+    at all."""
 
 
 def train(options: DrafterTrain) -> Record:
-    """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new folder."""
+    """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new
+    folder."""
     check_new_folder(options.out, "--out")
     folder, adapter = resolve_model(options.model), options.adapter and resolve_model(options.adapter)
     with show_busy():
@@ -178,20 +184,28 @@ def train(options: DrafterTrain) -> Record:
     check_wanted(options.draft_vocab, model.config)
     torch.set_num_threads(options.threads)
     if options.responses is not None:
-        rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
+        rollouts = read_responses(
+            options.responses, vocab_size=config.vocab_size, window=config.max_positions
+        )
     else:
         rollouts = _answer(options, source)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
     if not any(map(is_trainable, rollouts)):
-        where = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
+        where = (
+            "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
+        )
         raise UserError(f"{where} no response of three tokens or more; give longer ones")
     vocabulary = None
     if model.config.can_choose:
         vocabulary = DraftVocabulary(DraftCosts.of(config, model.config), options.draft_vocab)
         choose_by(rollouts, vocabulary)
     settings = OfflineSettings(
-        options.epochs, options.learning_rate, options.tokens_per_micro_step, options.seed, options.temperature
+        options.epochs,
+        options.learning_rate,
+        options.tokens_per_micro_step,
+        options.seed,
+        options.temperature,
     )
     progress = Progress(0, 100, "% of the tokens", "reading the responses")
 
@@ -209,22 +223,28 @@ def train(options: DrafterTrain) -> Record:
         "acceptance": summary.acceptance,
         "init": str(options.init or "random"),
     }
-    save_drafter(options.out, model, torch.bfloat16, about, None if vocabulary is None else vocabulary.counts_V)
+    save_drafter(
+        options.out, model, torch.bfloat16, about, None if vocabulary is None else vocabulary.counts_V
+    )
     return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
 
 
 def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
-    """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
+    """Returns the model's own responses to the prompts, made by adaptive speculation without a learned
+    drafter."""
     from tlt.assembly.engine import EngineSettings, build_engine
 
     assert options.prompts is not None, "responses or prompts are given"
     requests = options.requests(options.prompts, model)
-    engine = build_engine(model.config, model.tensors, EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME))
+    engine = build_engine(
+        model.config, model.tensors, EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME)
+    )
     return generate_in_order(engine, requests)
 
 
 def export(options: DrafterExport) -> Record:
-    """Writes the new folder (see drafter/formats/export.py), and warns of weights that do not belong together."""
+    """Writes the new folder (see drafter/formats/export.py), and warns of weights that do not belong
+    together."""
     check_new_folder(options.to, "--to")
     folder, drafter_folder = resolve_model(options.target), resolve_model(options.drafter)
     with show_busy():
@@ -246,11 +266,17 @@ def export(options: DrafterExport) -> Record:
     tensors = load_tensors(folder, config)
     drafter = load_drafter(drafter_folder, config, tensors)
     if options.responses is not None:
-        rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
-        counts_V = count_tokens((token for rollout in rollouts for token in rollout.token_ids), config.vocab_size)
+        rollouts = read_responses(
+            options.responses, vocab_size=config.vocab_size, window=config.max_positions
+        )
+        counts_V = count_tokens(
+            (token for rollout in rollouts for token in rollout.token_ids), config.vocab_size
+        )
         drafter = replace(drafter, counts_V=counts_V)
     check_format(drafter, options.format)
-    if (warning := lacks_counts(drafter, options.draft_vocab, config)) is not None and options.draft_vocab == "auto":
+    if (
+        warning := lacks_counts(drafter, options.draft_vocab, config)
+    ) is not None and options.draft_vocab == "auto":
         print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
     drafter = with_vocabulary(drafter, options.draft_vocab, config)
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
@@ -264,7 +290,8 @@ def export(options: DrafterExport) -> Record:
 
 
 def evaluate(options: DrafterEval) -> Record:
-    """Generates responses with chains of guesses, and reports what became of the guesses (bench/acceptance.py)."""
+    """Generates responses with chains of guesses, and reports what became of the guesses
+    (bench/acceptance.py)."""
     if options.out is not None:
         check_output_file(options.out, "--out")
     folder, drafter_folder = resolve_model(options.model), resolve_model(options.drafter)
@@ -293,7 +320,10 @@ def evaluate(options: DrafterEval) -> Record:
     if options.rounds:
         with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
             ratio, num_different = speedup(chains, requests, options.rounds)
-        summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
+        summary["speedup"] = asdict(ratio) | {
+            "batch_size": options.max_batch_size,
+            "num_different": num_different,
+        }
     if options.out is not None:
         write_json(with_folder(options.out), summary)
     _print_evaluation(summary)
@@ -308,8 +338,10 @@ def _print_evaluation(summary: Mapping[str, Any]) -> None:
 
     console = Console(highlight=False)
     console.print(
-        f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}: accept length "
-        f"{summary['accept_length']:.2f} over {summary['num_verifications']} verifications of {summary['responses']} responses"
+        f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}: "
+        "accept length "
+        f"{summary['accept_length']:.2f} over {summary['num_verifications']} verifications of "
+        f"{summary['responses']} responses"
     )
     if (speed := summary.get("speedup")) is not None:
         console.print(f"speed over none, batch {speed['batch_size']}: {ratio_text(speed)}")

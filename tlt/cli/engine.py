@@ -46,10 +46,12 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
     """The engine: its drafter, its numbers and its device."""
 
     drafter: Drafter = None
-    """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval (ngram) needs none."""
+    """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval
+    (ngram) needs none."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that the learned drafter may propose: the N most frequent ones of what is sampled, all (full), or as many as pay
-    where the head is a tenth of a forward or more (auto). TLT's own engine; changes the speed alone."""
+    """Tokens that the learned drafter may propose: the N most frequent ones of what is sampled, all
+    (full), or as many as pay where the head is a tenth of a forward or more (auto). TLT's own engine;
+    changes the speed alone."""
     threads: Threads = 1
     """CPU threads to compute with."""
 
@@ -64,11 +66,15 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
             from tlt.vllm.preflight import check_vllm
 
             device, has_drafter = self.choose_device().type, self.drafter is not None
-            check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self, follows=has_references)
+            check_vllm(
+                speculation, has_drafter, resolve_dtype(self.dtype), device, self, follows=has_references
+            )
         kinds = drafter_kinds(self.drafter is not None)
         make_tuner(speculation, reference_kinds(kinds) if has_references else kinds)
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
-            raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub")
+            raise UserError(
+                f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub"
+            )
         self.choose_device()
 
     @property
@@ -77,7 +83,8 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
         return None if self.drafter is None else resolve_model(self.drafter)
 
     def engine_settings(self, speculation: str, window: int | None = None) -> EngineSettings:
-        """Returns how to build the engine. window: tokens of the longest sequence that it is for; None: the model's."""
+        """Returns how to build the engine. window: tokens of the longest sequence that it is for; None:
+        the model's."""
         from tlt.assembly.engine import EngineSettings
 
         return EngineSettings(
@@ -107,13 +114,15 @@ def longest(requests: Sequence[Request]) -> int:
 def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> list[Rollout]:
     """Returns the responses in the order of the requests, and shows on stderr how far it is."""
     answered: dict[tuple[str, int], Rollout] = {}
-    with show_progress(lambda: Progress(len(answered), len(requests), "responses", f"{engine.stats.num_tokens} tokens")):
+    with show_progress(
+        lambda: Progress(len(answered), len(requests), "responses", f"{engine.stats.num_tokens} tokens")
+    ):
         for rollout in engine.generate(requests):
             answered[rollout.problem_id, rollout.sample_index] = rollout
     return [answered[request.problem_id, request.sample_index] for request in requests]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Progress
 
 
@@ -132,7 +141,8 @@ class Progress:
 
 @contextlib.contextmanager
 def show_busy(what: str = "loading") -> Iterator[None]:
-    """Says on a terminal what is going on: importing torch and transformers alone takes seconds. Elsewhere it says nothing."""
+    """Says on a terminal what is going on: importing torch and transformers alone takes seconds. Elsewhere
+    it says nothing."""
     if not sys.stderr.isatty():
         yield
         return

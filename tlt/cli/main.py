@@ -1,8 +1,10 @@
-"""The command line: finds the command, carries it out, prints its summary or its error. Knows no option and no tensor.
+"""The command line: finds the command, carries it out, prints its summary or its error. Knows no option and
+no tensor.
 
-A user's mistake, in an argument or in a file, is one line on stderr, `tlt: error: place: value; remedy`, and exit code 2.
-Ctrl-C is 130; 141: whoever read stdout has gone. Anything else is our fault and shows its traceback. Everything is imported
-within `main`, so that Ctrl-C while a library is imported is a Ctrl-C too; torch is imported by the commands that need it alone.
+A user's mistake, in an argument or in a file, is one line on stderr, `tlt: error: place: value; remedy`,
+and exit code 2. Ctrl-C is 130; 141: whoever read stdout has gone. Anything else is our fault and shows its
+traceback. Everything is imported within `main`, so that Ctrl-C while a library is imported is a Ctrl-C
+too; torch is imported by the commands that need it alone.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ Numbers = Annotated[tuple[BatchSize, ...], *_LISTED, Written("N,...")]
 
 
 class Options(Explained):
-    """The base of all commands' options: no unknown names, no later changes. Texts are read as a field wants."""
+    """The base of all commands' options: no unknown names, no later changes. Texts are read as a field
+    wants."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -146,7 +147,9 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
 def _suggest(command: str, kind: type[Options], given: str) -> str:
     known = list(map(with_dashes, options_of(kind)))
     if issubclass(kind, WithOverrides):
-        known += [f"{name}.{key}" for name in Config.model_fields for key in section_of(Config, name).model_fields]
+        known += [
+            f"{name}.{key}" for name in Config.model_fields for key in section_of(Config, name).model_fields
+        ]
     nearest = find_nearest(given, known)
     return f"did you mean --{nearest}?" if nearest else f"see tlt {command} --help"
 

@@ -1,4 +1,5 @@
-"""`tlt task` and `tlt score`: a task's problems out, responses scored. A task is the user's code: its mistakes are one line."""
+"""`tlt task` and `tlt score`: a task's problems out, responses scored. A task is the user's code: its
+mistakes are one line."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class WriteProblems(Options):
     out: Annotated[Path, Written("FILE")]
     """JSONL to write, with one problem a line."""
     data: Data = None
-    """Rows to make the problems of: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub."""
+    """Rows to make the problems of: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging
+    Face hub."""
     subset: Subset = None
     """Configuration of the dataset of --data."""
     columns: Columns = Field(default_factory=dict)
@@ -37,8 +39,8 @@ class WriteProblems(Options):
     seed: Seed = 0
     """Seed of the problems: the same seed gives the same problems."""
     split: Annotated[str | None, Written("NAME")] = None
-    """Problems to train on (train, also where it is left out), or held-out ones (test); the two share none. Of --data, any
-    split that it has; where it is left out, the only one, else train."""
+    """Problems to train on (train, also where it is left out), or held-out ones (test); the two share
+    none. Of --data, any split that it has; where it is left out, the only one, else train."""
     options: JsonObject = Field(default_factory=dict)
     """The task's own options, as a JSON object."""
 
@@ -64,7 +66,9 @@ def write_problems(options: WriteProblems) -> Record:
     try:
         write_jsonl(with_folder(options.out), problems)
     except TypeError as error:
-        raise UserError(f"task {options.name}: a problem cannot be written as JSON ({error}); correct the task") from None
+        raise UserError(
+            f"task {options.name}: a problem cannot be written as JSON ({error}); correct the task"
+        ) from None
     return {
         "task": options.name,
         "problems": len(problems),
@@ -74,7 +78,7 @@ def write_problems(options: WriteProblems) -> Record:
     }
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # score
 
 
@@ -84,7 +88,8 @@ class Score(DataOptions):
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
     problems: Annotated[Path, Written("DATA")]
-    """Problems: JSONL as tlt task writes it, or data as for its --data. One without problem_id is named by its line or row."""
+    """Problems: JSONL as tlt task writes it, or data as for its --data. One without problem_id is named by
+    its line or row."""
     responses: Annotated[Path, Written("FILE")]
     """JSONL of responses with problem_id and text, as tlt generate writes it."""
     out: File = None
@@ -104,7 +109,9 @@ def score(options: Score) -> Record:
     for place, response in read_jsonl(options.responses, "--responses"):
         problem_id, text = get_id(place, response), response.get("text")
         if problem_id not in problems:
-            raise UserError(f"{place}: problem_id {problem_id!r} is not in {options.problems}; give the problems answered")
+            raise UserError(
+                f"{place}: problem_id {problem_id!r} is not in {options.problems}; give the problems answered"
+            )
         if not isinstance(text, str):
             raise UserError(f"{place}: text is {text!r}; it must be the response's text")
         found = scorer.score(Response(problems[problem_id], text))
@@ -137,7 +144,10 @@ def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
     width = max(map(len, answered))
     for problem_id, found in answered.items():
         num_solved = sum(reward.is_solved for reward in found)
-        print(f"{problem_id:<{width}}  solved {num_solved}/{len(found)}  mean reward {summarize(found).mean:.3f}")
+        print(
+            f"{problem_id:<{width}}  solved {num_solved}/{len(found)}  mean reward "
+            f"{summarize(found).mean:.3f}"
+        )
     rewards = [reward for found in answered.values() for reward in found]
     overall = summarize(rewards)
     print(f"mean reward {overall.mean:.4f}, solve rate {overall.solve_rate:.4f}")
@@ -146,6 +156,7 @@ def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
         "responses": len(rewards),
         "mean_reward": overall.mean,
         "solve_rate": overall.solve_rate,
-        "problems_solved_at_least_once": sum(any(r.is_solved for r in found) for found in answered.values()) / len(answered),
+        "problems_solved_at_least_once": sum(any(r.is_solved for r in found) for found in answered.values())
+        / len(answered),
         "problems_without_responses": len(by_problem) - len(answered),
     }

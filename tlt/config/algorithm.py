@@ -1,5 +1,5 @@
-"""The algorithm of the policy update: the choices that it consists of, the published algorithms as such choices, and the keys
-that change them. Does not know how a choice is computed (rl/algorithms.py)."""
+"""The algorithm of the policy update: the choices that it consists of, the published algorithms as such
+choices, and the keys that change them. Does not know how a choice is computed (rl/algorithms.py)."""
 
 from __future__ import annotations
 
@@ -48,33 +48,41 @@ _PRESETS = (
     Algorithm("grpo", clip_high=0.28),
     # Dr. GRPO, arXiv 2503.20783, section 3.2: neither the group's std nor the response's length divides.
     Algorithm("dr-grpo", advantage="group-mean", aggregation="constant"),
-    # DAPO, arXiv 2503.14476, equations 8 to 13; its penalty begins 4,096 tokens before the limit of 20,480 (section 4.1).
+    # DAPO, arXiv 2503.14476, equations 8 to 13; its penalty begins 4,096 tokens before the limit of 20,480
+    # (section 4.1).
     Algorithm("dapo", clip_high=0.28, dynamic_sampling=True, overlong_buffer_tokens=4096, max_tokens=20480),
-    # RLOO, arXiv 2402.14740: a response is one action, its reward minus the KL. The clip is TRL's, idle on policy.
-    Algorithm("rloo", "leave-one-out", "trajectory", aggregation="sequence", kl_in="reward", kl_estimator="k1"),
-    # REINFORCE++, arXiv 2501.03262: PPO's loss, advantages normalized over the batch, a KL per token in the reward.
+    # RLOO, arXiv 2402.14740: a response is one action, its reward minus the KL. The clip is TRL's, idle on
+    # policy.
+    Algorithm(
+        "rloo", "leave-one-out", "trajectory", aggregation="sequence", kl_in="reward", kl_estimator="k1"
+    ),
+    # REINFORCE++, arXiv 2501.03262: PPO's loss, advantages normalized over the batch, a KL per token in the
+    # reward.
     Algorithm("reinforce++", advantage="batch-whitened", kl_in="reward", kl_estimator="k1"),
     # GSPO, arXiv 2507.18071, equations 5 and 7, section 5.1.
     Algorithm("gspo", ratio="sequence", aggregation="sequence", clip_low=3e-4, clip_high=4e-4),
-    # CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5: no lower bound; weights up to 5 as in ScaleRL, arXiv 2510.13786.
+    # CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5: no lower bound; weights up to 5 as in ScaleRL,
+    # arXiv 2510.13786.
     Algorithm("cispo", loss="cispo", clip_low=1.0, clip_high=4.0),
 )
 PRESETS: Mapping[str, Algorithm] = {preset.name: preset for preset in _PRESETS}
 
 
 class AlgorithmSection(Section):
-    """The policy update: a published algorithm by name, of which every choice can be changed by a key of its own."""
+    """The policy update: a published algorithm by name, of which every choice can be changed by a key of
+    its own."""
 
     name: Name = "grpo"
     """The algorithm; it makes every choice that is left out below (table in docs/algorithms.md)."""
     advantage: Advantage | None = None
-    """What is subtracted from a response's reward, and what divides the difference; None: the algorithm's choice.
-    group-mean: the mean of its problem's responses. group-std: the same, then divided by their standard deviation.
-    leave-one-out: the mean of the problem's other responses.
-    batch-whitened: the mean over all tokens of the step, then divided by their standard deviation."""
+    """What is subtracted from a response's reward, and what divides the difference; None: the algorithm's
+    choice. group-mean: the mean of its problem's responses. group-std: the same, then divided by their
+    standard deviation. leave-one-out: the mean of the problem's other responses. batch-whitened: the mean
+    over all tokens of the step, then divided by their standard deviation."""
     ratio: Ratio | None = None
     """Ratio of the policy's probability to that of the policy which sampled; None: the algorithm's choice.
-    token: of each token. sequence: the geometric mean over a response. trajectory: the product over a response."""
+    token: of each token. sequence: the geometric mean over a response. trajectory: the product over a
+        response."""
     loss: Loss | None = None
     """Loss of a token; None: the algorithm's choice.
     clipped: PPO's, without a gradient where the ratio has left its range.
@@ -95,16 +103,20 @@ class AlgorithmSection(Section):
     """Estimate of the KL from one token; None: the algorithm's choice.
     With r = reference / policy, k1 = -log r, k2 = (log r)^2 / 2, k3 = r - log r - 1."""
     kl_bias_correction: bool = False
-    """Whether a KL in the loss is multiplied by the ratio: its gradient is then unbiased (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Whether a KL in the loss is multiplied by the ratio: its gradient is then unbiased (DeepSeek-V3.2,
+    arXiv 2512.02556)."""
     mask_truncated: bool = False
-    """Leaves responses that reached sampling.max_tokens out of the loss; their rewards still count in their groups."""
+    """Leaves responses that reached sampling.max_tokens out of the loss; their rewards still count in
+    their groups."""
     overlong_buffer_tokens: NonNegativeInt | None = None
-    """A response that ends within so many tokens of sampling.max_tokens loses reward, the more the longer it is.
-    0: none does. None: the algorithm's choice, for dapo a fifth of sampling.max_tokens."""
+    """A response that ends within so many tokens of sampling.max_tokens loses reward, the more the longer
+    it is. 0: none does. None: the algorithm's choice, for dapo a fifth of sampling.max_tokens."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """Reward that a response of sampling.max_tokens loses; a shorter one within overlong_buffer_tokens in proportion."""
+    """Reward that a response of sampling.max_tokens loses; a shorter one within overlong_buffer_tokens in
+    proportion."""
     dynamic_sampling: bool | None = None
-    """Whether problems whose responses all have the same reward are replaced by others; None: the algorithm's choice."""
+    """Whether problems whose responses all have the same reward are replaced by others; None: the
+    algorithm's choice."""
     max_resamples: NonNegativeInt = 4
     """Most rounds of dynamic sampling in a step after the first; then problems without a signal fill up."""
     epochs: PositiveInt = 1
@@ -112,7 +124,8 @@ class AlgorithmSection(Section):
     minibatches: PositiveInt = 1
     """Optimizer updates in each pass over a step's responses."""
     tokens_per_micro_batch: PositiveInt = 8192
-    """Most tokens of one forward and backward pass of the policy update, a shared prompt counted once; bounds its memory."""
+    """Most tokens of one forward and backward pass of the policy update, a shared prompt counted once;
+    bounds its memory."""
     importance_correction_cap: PositiveFloat | None = None
     """Cap of the weight exp(trainer logprob - engine logprob) per token; None: no correction."""
 
@@ -120,14 +133,21 @@ class AlgorithmSection(Section):
     def _kl_has_a_gradient(self) -> AlgorithmSection:
         chosen = self.resolve(max_tokens=1)
         if chosen.kl_in == "reward" and self.kl_bias_correction:
-            raise mistake("kl_bias_correction is for a KL in the loss, and it is in the reward: remove it, or set kl_in = loss")
+            raise mistake(
+                "kl_bias_correction is for a KL in the loss, and it is in the reward: remove it, or set "
+                "kl_in = loss"
+            )
         is_corrected = self.kl_coefficient == 0 or chosen.kl_in == "reward" or self.kl_bias_correction
         if chosen.kl_estimator == "k1" and not is_corrected:
-            raise mistake("kl_estimator k1 in the loss has a gradient of mean 0: give k2, k3 or kl_bias_correction = true")
+            raise mistake(
+                "kl_estimator k1 in the loss has a gradient of mean 0: give k2, k3 or kl_bias_correction = "
+                "true"
+            )
         return self
 
     def resolve(self, max_tokens: int) -> Algorithm:
-        """Returns the algorithm for responses of at most `max_tokens`, with the changes that the keys make to it."""
+        """Returns the algorithm for responses of at most `max_tokens`, with the changes that the keys make
+        to it."""
         preset = PRESETS[self.name]
         buffer = preset.overlong_buffer_tokens * max_tokens // preset.max_tokens
         given: dict[str, Any] = {field.name: getattr(self, field.name, None) for field in fields(Algorithm)}

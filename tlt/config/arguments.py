@@ -25,7 +25,10 @@ def read_words(arguments: Iterable[str], switches: Collection[str] = ()) -> Word
             continue
         name, has_equals, value = word.removeprefix("--").partition("=")
         if not all(name.split(".")):
-            raise UserError(f"{word}: unexpected argument; an option is written --name value, an override --section.key value")
+            raise UserError(
+                f"{word}: unexpected argument; an option is written --name value, an override --section.key "
+                "value"
+            )
         if not has_equals and name in switches:
             value = "true"
         elif not has_equals:

@@ -1,4 +1,5 @@
-"""The drafter's keys: which one, how it drafts, and how idle ranks train it. Does not know what a preset means."""
+"""The drafter's keys: which one, how it drafts, and how idle ranks train it. Does not know what a preset
+means."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ DraftVocabOption = Annotated[DraftVocab, BeforeValidator(_read_vocabulary)]
 
 
 def check_served(vocabulary: DraftVocab, place: str) -> None:
-    """Raises UserError for a number of tokens where vLLM generates, which serves a drafter with the vocabulary it came with."""
+    """Raises UserError for a number of tokens where vLLM generates, which serves a drafter with the
+    vocabulary it came with."""
     if isinstance(vocabulary, int):
         raise UserError(f"{place}: {vocabulary} is for TLT's own engine; leave it out, or give engine tlt")
 
@@ -54,47 +56,55 @@ class DrafterSection(Section):
     path: AnyPath | None = None
     """A drafter folder, as tlt drafter train writes it; None: drafts come from retrieval alone."""
     vocabulary: DraftVocabKey = "auto"
-    """Tokens that the drafter may propose: a number N, the N most frequent ones of the run's own responses; full, all; or auto,
-    which reduces them to as many as pay where the head is a tenth of a forward or more. Changes the speed alone."""
+    """Tokens that the drafter may propose: a number N, the N most frequent ones of the run's own
+    responses; full, all; or auto, which reduces them to as many as pay where the head is a tenth of a
+    forward or more. Changes the speed alone."""
     train: bool = False
-    """Whether idle ranks train the drafter, as long as it brings more than it costs ranks at work beside them."""
+    """Whether idle ranks train the drafter, as long as it brings more than it costs ranks at work beside
+    them."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None
     """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
     unrolled_steps: Annotated[int, Field(ge=1, le=64)] | None = None
     """Steps for which the drafter's training feeds it its own outputs; None: the preset's number."""
     step_decay: PositiveShare | None = None
-    """Weight of each unrolled step's loss in the drafter's training, as a share of the step before; None: the preset's."""
+    """Weight of each unrolled step's loss in the drafter's training, as a share of the step before; None:
+    the preset's."""
     feature_weight: NonNegativeFloat | None = None
-    """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the preset's.
-    eagle3 has no such loss."""
+    """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the
+    preset's. eagle3 has no such loss."""
     distribution_weight: PositiveFloat | None = None
     """Weight of the cross-entropy between the target's distribution and the drafter's; None: the preset's."""
     learning_rate: LearningRate = 3e-4
     """Learning rate of the drafter's training in idle time."""
     tokens_per_micro_step: PositiveInt = 1024
-    """Most tokens of one optimizer step of the drafter; fewer where it would take over half a percent of a policy step."""
+    """Most tokens of one optimizer step of the drafter; fewer where it would take over half a percent of a
+    policy step."""
     buffer_mib: Mib = 512
-    """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped first."""
+    """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped
+    first."""
     carry_longest: NonNegativeInt = 8
     """Number of the previous step's longest responses that the drafter is trained on again."""
     max_passes: PositiveFloat | None = 4.0
-    """Most passes of the drafter's training over its responses in one policy step, so that it does not learn them by heart.
-    None: no limit."""
+    """Most passes of the drafter's training over its responses in one policy step, so that it does not
+    learn them by heart. None: no limit."""
     features: Literal["captured", "recomputed"] = "captured"
-    """Features that the drafter is trained on: those that the engine captured while generating, or recomputed ones."""
+    """Features that the drafter is trained on: those that the engine captured while generating, or
+    recomputed ones."""
     clip_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm of the drafter's training."""
     check_every: PositiveInt = 1
-    """Policy steps between measurements of the drafter's acceptance; while that is bad, drafts come from retrieval instead.
-    That the drafter is finite and the same on all ranks is checked in every step."""
+    """Policy steps between measurements of the drafter's acceptance; while that is bad, drafts come from
+    retrieval instead. That the drafter is finite and the same on all ranks is checked in every step."""
     ranking: Literal["coupled", "top-k"] = "coupled"
-    """Drafts are ranked by log q / tau + the sampling noise (coupled) or by log q (top-k, EAGLE-2). Changes the speed alone."""
+    """Drafts are ranked by log q / tau + the sampling noise (coupled) or by log q (top-k, EAGLE-2).
+    Changes the speed alone."""
     coupling_temperature: CouplingTemperature | None = None
     """Temperature tau of the coupled ranking; None: tuned while running."""
     confidence_threshold: ProperShare = 0.4
     """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never.
     On a GPU the learned drafter drafts whole chains."""
     feature_window: Annotated[PositiveInt, Field(ge=256)] = 4096
-    """Latest positions of each sequence whose features are kept, so that the drafter can be switched on later."""
+    """Latest positions of each sequence whose features are kept, so that the drafter can be switched on
+    later."""
     ngram_tokens: NonNegativeInt = 200_000
     """Response tokens that each rank indexes for drafts by retrieval; about 60 bytes each."""

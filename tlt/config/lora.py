@@ -1,4 +1,5 @@
-"""LoRA's keys: whether low-rank adapters of the policy are trained instead of it, and which. Does not know what a model has."""
+"""LoRA's keys: whether low-rank adapters of the policy are trained instead of it, and which. Does not know
+what a model has."""
 
 from __future__ import annotations
 
@@ -15,23 +16,27 @@ ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 class LoraSection(Section):
-    """LoRA: the policy's weights are frozen, and adapters of low rank beside its matrices are trained alone (docs/lora.md)."""
+    """LoRA: the policy's weights are frozen, and adapters of low rank beside its matrices are trained
+    alone (docs/lora.md)."""
 
     rank: Rank = 0
     """Rank of the adapters, as PEFT's r; 0: there are none, and the whole policy is trained."""
     alpha: PositiveFloat = 32.0
     """Weight of the adapters, as PEFT's lora_alpha: a matrix W becomes W + alpha / rank × B A."""
     rslora: bool = False
-    """Whether the weight is alpha / sqrt(rank) instead (rank-stabilized LoRA, PEFT's use_rslora): a higher rank then learns no
-    more slowly."""
+    """Whether the weight is alpha / sqrt(rank) instead (rank-stabilized LoRA, PEFT's use_rslora): a higher
+    rank then learns no more slowly."""
     targets: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1), BeforeValidator(split_words)
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Field(strict=False, min_length=1),
+        BeforeValidator(split_words),
     ] = ALL_TARGETS
-    """Matrices that get an adapter, in every decoder layer, by the names of PEFT's target_modules; on the command line with
-    commas between."""
+    """Matrices that get an adapter, in every decoder layer, by the names of PEFT's target_modules; on the
+    command line with commas between."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
-    """Number type that the frozen weights are kept in and the update computes in; adapters, their gradients and their optimizer
-    stay in float32. bfloat16 suits a model that is stored in it. None: float32 (float64 if run.dtype is)."""
+    """Number type that the frozen weights are kept in and the update computes in; adapters, their
+    gradients and their optimizer stay in float32. bfloat16 suits a model that is stored in it. None:
+    float32 (float64 if run.dtype is)."""
 
     @property
     def scale(self) -> float:
@@ -40,9 +45,14 @@ class LoraSection(Section):
 
     @model_validator(mode="after")
     def _is_on_where_it_is_described(self) -> LoraSection:
-        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        changed = [
+            name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
+        ]
         if changed and not self.rank:
-            raise mistake(f"{changed[0]} is set but rank is 0, so that there are no adapters: set rank, or remove {changed[0]}")
+            raise mistake(
+                f"{changed[0]} is set but rank is 0, so that there are no adapters: set rank, or remove "
+                f"{changed[0]}"
+            )
         if len(set(self.targets)) < len(self.targets):
             raise mistake(f"targets names one twice ({', '.join(self.targets)}): give it once")
         return self

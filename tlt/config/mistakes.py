@@ -1,7 +1,8 @@
-"""A value that cannot be is one line: place, value, remedy. Turns what pydantic found into that line; knows no section.
+"""A value that cannot be is one line: place, value, remedy. Turns what pydantic found into that line; knows
+no section.
 
-quickstart.toml: run.num_step is unknown; did you mean run.num_steps?
---run.seed: run.seed is 'x'; it must be a valid integer
+quickstart.toml: run.num_step is unknown; did you mean run.num_steps? --run.seed: run.seed is 'x'; it must
+be a valid integer
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Table = TypeVar("Table", bound=BaseModel)
 
 
 def mistake(message: str) -> PydanticCustomError:
-    """Returns a validator's complaint, which reads as the second half of `place: section.key is value; <message>`."""
+    """Returns a validator's complaint, which reads as the second half of `place: section.key is value;
+    <message>`."""
     return PydanticCustomError("mistake", "{message}", {"message": message})
 
 
@@ -37,7 +39,8 @@ def validate(model: type[Table], values: Any, file: str, places: Mapping[Keys, s
 
 
 def first_mistake(error: ValidationError) -> ErrorDetails:
-    """Returns an unknown key before all others, for it often explains them: the key it was meant to be is then missing."""
+    """Returns an unknown key before all others, for it often explains them: the key it was meant to be is
+    then missing."""
     return min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
 
 
@@ -54,7 +57,9 @@ def section_of(model: type[BaseModel], name: str) -> type[BaseModel]:
 
 def _describe(model: type[BaseModel], detail: ErrorDetails, file: str, places: Mapping[Keys, str]) -> str:
     # A union's branch adds its own name to the location ("int", "function-…"): keep what names a key.
-    location = tuple(str(part) for part in detail["loc"])[: 2 if detail["type"] != "extra_forbidden" else None]
+    location = tuple(str(part) for part in detail["loc"])[
+        : 2 if detail["type"] != "extra_forbidden" else None
+    ]
     key, value = ".".join(location), shorten(detail.get("input"))
     place = places.get(location, file)
     match detail["type"]:

@@ -28,8 +28,8 @@ class SamplingSection(Section):
     max_tokens: MaxTokens = SamplingParams.max_tokens
     """Length at which a response is cut off, in tokens."""
     stop: Annotated[StopTexts, Field(strict=False)] = SamplingParams.stop
-    """Texts that end a response, which keeps them; beside the model's own stop tokens. On the command line a list such as
-    '["</answer>"]'."""
+    """Texts that end a response, which keeps them; beside the model's own stop tokens. On the command line
+    a list such as '["</answer>"]'."""
 
     def params(self, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
         """Returns the law of one seed, for a model with these stop tokens."""

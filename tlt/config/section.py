@@ -19,7 +19,8 @@ AnyPath = Annotated[Path, Field(strict=False)]
 
 
 def split_words(value: Any) -> Any:
-    """Returns the words of a text with commas between them, a number as a list of one; anything else as it is."""
+    """Returns the words of a text with commas between them, a number as a list of one; anything else as it
+    is."""
     if isinstance(value, int | float):
         return [value]
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
@@ -30,24 +31,30 @@ def _takes_a_path(annotation: Any) -> bool:
 
 
 class Explained(BaseModel):
-    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines
-    break. A field that is declared again, with another default, keeps the text that it inherits."""
+    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its
+    lines break. A field that is declared again, with another default, keeps the text that it inherits."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _a_path_is_not_empty(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses what a shell makes of a variable that is not set: as a path it would be the working directory."""
+        """Refuses what a shell makes of a variable that is not set: as a path it would be the working
+        directory."""
         assert info.field_name is not None, "it validates fields"
-        if isinstance(value, str) and not value.strip() and _takes_a_path(cls.model_fields[info.field_name].annotation):
+        if (
+            isinstance(value, str)
+            and not value.strip()
+            and _takes_a_path(cls.model_fields[info.field_name].annotation)
+        ):
             raise mistake("it is empty: give a path (the working directory is .)")
         return value
 
     @field_validator("*")
     @classmethod
     def _a_path_can_be_one(cls, value: Any) -> Any:
-        """Refuses what no file can be called, before the system does: it holds a NUL or half a character, or is too long."""
+        """Refuses what no file can be called, before the system does: it holds a NUL or half a character,
+        or is too long."""
         if isinstance(value, Path):
             try:
                 parts = [os.fsencode(part) for part in value.parts]
@@ -69,4 +76,6 @@ class Explained(BaseModel):
 class Section(Explained):
     """The base of all sections: no unknown keys, no silent conversions, no later changes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )

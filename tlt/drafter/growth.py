@@ -1,4 +1,5 @@
-"""Grows a drafter along with its target (hf/growth.py), so that it proposes the same tokens at the price of the geometry.
+"""Grows a drafter along with its target (hf/growth.py), so that it proposes the same tokens at the price of
+the geometry.
 
 fc    (embedding ‖ hidden) e + e → E + E    both halves keep their place in their half; the constant is passed on, so that
                                             the head never proposes an unused id
@@ -23,32 +24,46 @@ from tlt.types import UserError
 
 
 def grow_shape(shape: DrafterShape, target: ModelConfig) -> DrafterShape:
-    """Returns the shape of a drafter of this shape for a grown target. Raises UserError where it does not grow."""
+    """Returns the shape of a drafter of this shape for a grown target. Raises UserError where it does not
+    grow."""
     if shape.method != "eagle" or shape.owns_head or shape.has_bias:
         kind = (
             "an eagle drafter with a head or bias of its own"
             if shape.method == "eagle"
             else f"a drafter of form {shape.method}"
         )
-        raise UserError(f"{OPTION}: {kind} does not grow; give one of form eagle that TLT trained, or --drafter.path none")
+        raise UserError(
+            f"{OPTION}: {kind} does not grow; give one of form eagle that TLT trained, or --drafter.path none"
+        )
     grown = drafter_shape(target, "eagle", shape.draft_vocab_size if shape.is_reduced else None)
     check_room(shape.layer, Geometry("the geometry", grown.layer))
     eps = shape.layer.rms_norm_eps * shape.layer.hidden_size / target.hidden_size
     theta, scaling = shape.layer.rope_theta, shape.layer.rope_scaling
-    return replace(grown, layer=replace(grown.layer, rms_norm_eps=eps, rope_theta=theta, rope_scaling=scaling))
+    return replace(
+        grown, layer=replace(grown.layer, rms_norm_eps=eps, rope_theta=theta, rope_scaling=scaling)
+    )
 
 
-def grow_drafter(small: StoredDrafter, target: ModelConfig, dtype: torch.dtype, noise: float = NOISE) -> StoredDrafter:
-    """Returns the drafter for a grown target. Of what its writer noted only the acceptance is kept, for it stays the same."""
+def grow_drafter(
+    small: StoredDrafter, target: ModelConfig, dtype: torch.dtype, noise: float = NOISE
+) -> StoredDrafter:
+    """Returns the drafter for a grown target. Of what its writer noted only the acceptance is kept, for it
+    stays the same."""
     shape, grown = small.config, grow_shape(small.config, target)
     widening, amount, prefix = Widening(shape.layer, grown.layer), Noise(noise, dtype), shape.layer_name + "."
-    layer = {name.removeprefix(prefix): tensor for name, tensor in small.tensors.items() if name.startswith(prefix)}
+    layer = {
+        name.removeprefix(prefix): tensor for name, tensor in small.tensors.items() if name.startswith(prefix)
+    }
     tensors = {prefix + name: widening.grow(name, layer, amount, f"drafter.{name}") for name in layer}
     tensors["fc.weight"] = _grow_fc(small.tensors["fc.weight"], widening, amount)
     if shape.is_reduced:
         unused = torch.zeros(target.vocab_size - shape.layer.vocab_size, dtype=torch.bool)
         tensors |= {"d2t": small.tensors["d2t"], "t2d": torch.cat([small.tensors["t2d"], unused])}
-    counts_V = None if small.counts_V is None else F.pad(small.counts_V, (0, target.vocab_size - shape.layer.vocab_size))
+    counts_V = (
+        None
+        if small.counts_V is None
+        else F.pad(small.counts_V, (0, target.vocab_size - shape.layer.vocab_size))
+    )
     about = {} if small.acceptance is None else {"acceptance": small.acceptance}
     return StoredDrafter(grown, tensors, about, counts_V)
 

@@ -1,12 +1,14 @@
-"""The measure of a drafter: how good its two copies are on some responses. Nothing is decided or changed here.
+"""The measure of a drafter: how good its two copies are on some responses. Nothing is decided or changed
+here.
 
-A response is sent through the engine's target once, which gives p, the distribution that its next token was drawn from. The
-drafter, teacher-forced on the same tokens, gives q.
+A response is sent through the engine's target once, which gives p, the distribution that its next token was
+drawn from. The drafter, teacher-forced on the same tokens, gives q.
 
     acceptance = mean over response tokens of sum_v min(p(v), q(v))
 
-is the highest probability with which one draft can be accepted (Leviathan et al., arXiv 2211.17192), whichever strategies the
-tuner happened to choose, and without the noise of the tokens drawn. Knows neither ranks nor engines.
+is the highest probability with which one draft can be accepted (Leviathan et al., arXiv 2211.17192),
+whichever strategies the tuner happened to choose, and without the noise of the tokens drawn. Knows neither
+ranks nor engines.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ CANARY_TOKENS = 256
 """Response tokens that each rank measures per step; their prompts are read besides."""
 
 ARRIVAL_TOKENS = 16
-"""Response tokens read where acceptance is not measured: enough to see whether the engine's copy is the trainer's."""
+"""Response tokens read where acceptance is not measured: enough to see whether the engine's copy is the
+trainer's."""
 
 Retrieve = Callable[[Sequence[Rollout], Sequence[int]], int]
-"""(responses to one prompt, tokens of each that count) → how many of these tokens retrieval alone would have drafted."""
+"""(responses to one prompt, tokens of each that count) → how many of these tokens retrieval alone would
+have drafted."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The drafter in both copies (`model` is trained, `packed` drafts), the target it drafts for, and the retrieval that it is
-    compared with."""
+    """The drafter in both copies (`model` is trained, `packed` drafts), the target it drafts for, and the
+    retrieval that it is compared with."""
 
     model: DraftModel
     packed: PackedDrafter
@@ -67,11 +71,12 @@ class Sample:
 class Tally:
     """The sums that one rank measured.
 
-    num_positions, accepted, retrieved: response tokens, and how many of them one draft of the drafter, or of retrieval, would
-        have been accepted for.
+    num_positions, accepted, retrieved: response tokens, and how many of them one draft of the drafter, or of
+        retrieval, would have been accepted for.
     distance: relative distance between the logits of the engine's and of the trainer's copy.
     checksum: sum of the trained copy's weights.
-    accepted_before: tokens for the drafter in service before this step's training; NaN where that was not measured.
+    accepted_before: tokens for the drafter in service before this step's training; NaN where that was not
+        measured.
     publish_seconds: that publishing its training took, and making sure that it has arrived.
     proposed: sum of the ids of the tokens that it may propose; 0: all of them.
     """
@@ -88,8 +93,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Measured:
-    """The tallies of all ranks together; acceptance and retrieval are NaN where no position counted, and `before`, the
-    acceptance before this step's training, also where there was none. publish_seconds: of the slowest."""
+    """The tallies of all ranks together; acceptance and retrieval are NaN where no position counted, and
+    `before`, the acceptance before this step's training, also where there was none. publish_seconds: of
+    the slowest."""
 
     num_positions: int
     acceptance: float
@@ -103,7 +109,10 @@ class Measured:
         publish_seconds = max(tally.publish_seconds for tally in tallies)
         if not num_positions:
             return cls(0, math.nan, math.nan, publish_seconds=publish_seconds)
-        accepted, retrieved = sum(tally.accepted for tally in tallies), sum(tally.retrieved for tally in tallies)
+        accepted, retrieved = (
+            sum(tally.accepted for tally in tallies),
+            sum(tally.retrieved for tally in tallies),
+        )
         before = sum(tally.accepted_before for tally in tallies if tally.num_positions)  # NaN if any is
         return cls(
             num_positions,
@@ -117,18 +126,25 @@ class Measured:
 class Measurement:
     """Measures a drafter on a random few of the responses: one rank's part.
 
-    is_due: whether acceptance is measured. If not, fewer tokens are read, and no position counts unless the outputs of the
-        engine's copy are not finite.
+    is_due: whether acceptance is measured. If not, fewer tokens are read, and no position counts unless
+        the outputs of the engine's copy are not finite.
     """
 
     @torch.no_grad()
     def __init__(
-        self, subject: Subject, rollouts: Sequence[Rollout], temperature: float, rng: random.Random, is_due: bool = True
+        self,
+        subject: Subject,
+        rollouts: Sequence[Rollout],
+        temperature: float,
+        rng: random.Random,
+        is_due: bool = True,
     ) -> None:
         self.subject, self.rollouts, self.temperature, self.is_due = subject, rollouts, temperature, is_due
         self.counts = draw(rollouts, CANARY_TOKENS if is_due else ARRIVAL_TOKENS, rng)
         chosen = [(rollouts[index], count) for index, count in self.counts.items()]
-        self.sample = read(chosen, subject.target, subject.model.config.capture, temperature) if chosen else None
+        self.sample = (
+            read(chosen, subject.target, subject.model.config.capture, temperature) if chosen else None
+        )
         self._accepted_before = math.nan
 
     @torch.no_grad()
@@ -152,7 +168,10 @@ class Measurement:
         distance = _distance(ours_RV, trainer_logits(subject.model, subject.target, sample, chosen_V))
         if not self.is_due and bool(ours_RV.isfinite().all()):
             return Tally(distance=distance, checksum=checksum, proposed=proposed)
-        accepted, retrieved = self._accepted(sample, ours_RV), _num_retrieved(self.rollouts, self.counts, subject.retrieve)
+        accepted, retrieved = (
+            self._accepted(sample, ours_RV),
+            _num_retrieved(self.rollouts, self.counts, subject.retrieve),
+        )
         measured = len(sample.target_RV), accepted, retrieved, distance, checksum, self._accepted_before
         return Tally(*measured, proposed=proposed)
 
@@ -161,12 +180,14 @@ class Measurement:
 
 
 def _distance(ours_RV: Tensor, theirs_RV: Tensor) -> float:
-    """Returns |ours - theirs| / |theirs|; 0 where not even the trainer's logits are finite, for then it says nothing."""
+    """Returns |ours - theirs| / |theirs|; 0 where not even the trainer's logits are finite, for then it
+    says nothing."""
     return float((ours_RV - theirs_RV).norm() / theirs_RV.norm()) if bool(theirs_RV.isfinite().all()) else 0.0
 
 
 def _num_retrieved(rollouts: Sequence[Rollout], counts: dict[int, int], retrieve: Retrieve) -> int:
-    """Returns how many of the counted tokens retrieval would have drafted, with all responses to a prompt as its source."""
+    """Returns how many of the counted tokens retrieval would have drafted, with all responses to a prompt
+    as its source."""
     groups: dict[str, list[tuple[Rollout, int]]] = {}
     for index, rollout in enumerate(rollouts):
         groups.setdefault(rollout.problem_id, []).append((rollout, counts.get(index, 0)))
@@ -177,9 +198,9 @@ def _num_retrieved(rollouts: Sequence[Rollout], counts: dict[int, int], retrieve
 def draw(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
     """Returns the index of each chosen response → how many of its tokens count.
 
-    Whole responses are chosen at random until `max_tokens` are used up; the last one is cut off. Prompts are free, so that
-    something is measured however long they are. A response whose first token no pair predicts (its prompt has one token) is
-    not chosen.
+    Whole responses are chosen at random until `max_tokens` are used up; the last one is cut off. Prompts
+    are free, so that something is measured however long they are. A response whose first token no pair
+    predicts (its prompt has one token) is not chosen.
     """
     counts: dict[int, int] = {}
     for index in rng.sample(range(len(rollouts)), len(rollouts)):
@@ -191,7 +212,10 @@ def draw(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> di
 
 
 def read(
-    chosen: Sequence[tuple[Rollout, int]], target: PackedTransformer, capture: tuple[int, ...], temperature: float
+    chosen: Sequence[tuple[Rollout, int]],
+    target: PackedTransformer,
+    capture: tuple[int, ...],
+    temperature: float,
 ) -> Sample:
     """Sends the chosen responses through the target, in one packed forward.
 
@@ -201,25 +225,33 @@ def read(
     lengths = tuple(len(row) for row in rows)
     token_ids_N = torch.tensor([token for row in rows for token in row], device=target.device)
     attend = PackedCausal(target.config, lengths)
-    features_NE, captured_NF = target.forward_capturing(token_ids_N, attend.positions(target.device), attend, capture)
+    features_NE, captured_NF = target.forward_capturing(
+        token_ids_N, attend.positions(target.device), attend, capture
+    )
     pairs = align(lengths, target.device)
-    masks = [predicts_response(len(rollout.prompt_ids), 0, n) for (rollout, _), n in zip(chosen, lengths, strict=True)]
+    masks = [
+        predicts_response(len(rollout.prompt_ids), 0, n)
+        for (rollout, _), n in zip(chosen, lengths, strict=True)
+    ]
     is_response_M = torch.cat(masks).to(target.device)
     target_RV = distribution(target.logits(features_NE[pairs.token_index_M[is_response_M]]), temperature)
     return Sample(token_ids_N, captured_NF, lengths, is_response_M, target_RV)
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Returns softmax at the temperature, in float64; at temperature 0 all on the likeliest token. NaN stays NaN."""
+    """Returns softmax at the temperature, in float64; at temperature 0 all on the likeliest token. NaN
+    stays NaN."""
     if temperature == 0:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).double() + 0.0 * logits.double()
     return (logits.double() / temperature).softmax(dim=-1)
 
 
 def overlap(sample: Sample, logits_RV: Tensor, token_ids: Tensor | None, temperature: float) -> float:
-    """Returns the sum over positions of sum_v min(p(v), q(v)), q being the softmax of `logits_RV` at the temperature.
+    """Returns the sum over positions of sum_v min(p(v), q(v)), q being the softmax of `logits_RV` at the
+    temperature.
 
-    token_ids: the target's ids of a reduced draft vocabulary, beyond which q is 0; None: it is the target's.
+    token_ids: the target's ids of a reduced draft vocabulary, beyond which q is 0; None: it is the
+        target's.
     """
     target_RV = sample.target_RV if token_ids is None else sample.target_RV[:, token_ids]
     return float(torch.minimum(target_RV, distribution(logits_RV, temperature)).sum())
@@ -235,9 +267,11 @@ def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sam
     return drafter.logits(hidden_ME[sample.is_response_M], target).double()
 
 
-def trainer_logits(model: DraftModel, target: PackedTransformer, sample: Sample, token_ids: Tensor | None = None) -> Tensor:
-    """Returns the logits [R, draft vocabulary] of the copy that is trained, computed in its own dtype, float64. token_ids: what
-    the engine's copy proposes; None: all, or the drafter's own vocabulary."""
+def trainer_logits(
+    model: DraftModel, target: PackedTransformer, sample: Sample, token_ids: Tensor | None = None
+) -> Tensor:
+    """Returns the logits [R, draft vocabulary] of the copy that is trained, computed in its own dtype,
+    float64. token_ids: what the engine's copy proposes; None: all, or the drafter's own vocabulary."""
     pairs, dtype = align(sample.lengths, target.device), next(model.parameters()).dtype
     embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
     hidden_ME = model.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))

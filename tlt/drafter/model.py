@@ -1,14 +1,15 @@
-"""The one-layer drafter: its shape, its trainable and its packed copy, and how tokens are aligned with the target's features.
+"""The one-layer drafter: its shape, its trainable and its packed copy, and how tokens are aligned with the
+target's features.
 
     pair t:  embedding(token t+1), hidden t ─▶ one decoder layer ─▶ hidden t+1 ─ head ─▶ token t+2
 
     eagle    hidden t = feature t, the output of the target's final norm         fc joins it with the embedding
     eagle3   hidden t = fc(residual sums of three of the target's layers at t)   attention reads norm(embedding) ‖ norm(hidden)
 
-A pair has the rotary position t. While drafting, the drafter's own hidden state takes the place of one made from the
-target's features. `eagle` (arXiv 2401.15077) applies the target's head to it directly; `eagle3` (arXiv 2503.01840) through
-a norm of its own. The drafter borrows the target's embedding and head; it cannot change them. Nothing here knows how drafts
-are made or how a drafter is trained.
+A pair has the rotary position t. While drafting, the drafter's own hidden state takes the place of one
+made from the target's features. `eagle` (arXiv 2401.15077) applies the target's head to it directly;
+`eagle3` (arXiv 2503.01840) through a norm of its own. The drafter borrows the target's embedding and head;
+it cannot change them. Nothing here knows how drafts are made or how a drafter is trained.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.models.decoder import Attend, DecoderLayer, Linear, ModelConfig, RMSNorm, Rope, randomize_matrices, run_layer
+from tlt.models.decoder import (
+    Attend,
+    DecoderLayer,
+    Linear,
+    ModelConfig,
+    RMSNorm,
+    Rope,
+    randomize_matrices,
+    run_layer,
+)
 from tlt.models.packed import PackedLayer, PackedLinear, PackedNorm, PackedTransformer
 from tlt.types import UserError
 
@@ -32,18 +42,20 @@ TOKEN_AHEAD = 1
 """Pair t joins feature t with token t + TOKEN_AHEAD, and predicts the feature of that token."""
 
 FIRST_PREDICTED = TOKEN_AHEAD + 1
-"""The feature of a token tells the token after it. So pair t predicts token t + FIRST_PREDICTED, and the first tokens of a
-sequence, before FIRST_PREDICTED, are predicted by no pair."""
+"""The feature of a token tells the token after it. So pair t predicts token t + FIRST_PREDICTED, and the
+first tokens of a sequence, before FIRST_PREDICTED, are predicted by no pair."""
 
 
 def num_predicted(num_prompt: int, num_tokens: int) -> int:
-    """Returns how many response tokens pairs predict in a sequence of `num_tokens` that begins with a prompt."""
+    """Returns how many response tokens pairs predict in a sequence of `num_tokens` that begins with a
+    prompt."""
     return num_tokens - max(num_prompt, FIRST_PREDICTED)
 
 
 def predicts_response(num_prompt: int, start: int, num_tokens: int) -> Tensor:
-    """Returns bool[num_tokens - 1]: whether each pair of a window predicts a response token. The window holds `num_tokens`
-    tokens with their features, from position `start` of a sequence whose response begins at `num_prompt`."""
+    """Returns bool[num_tokens - 1]: whether each pair of a window predicts a response token. The window
+    holds `num_tokens` tokens with their features, from position `start` of a sequence whose response
+    begins at `num_prompt`."""
     predicted = torch.arange(start + FIRST_PREDICTED, start + num_tokens - TOKEN_AHEAD + FIRST_PREDICTED)
     return predicted >= num_prompt
 
@@ -52,8 +64,8 @@ def predicts_response(num_prompt: int, start: int, num_tokens: int) -> Tensor:
 class Alignment:
     """The places of the pairs of several packed sequences, as indices into their flat tokens and features.
 
-    lengths: pairs of each sequence. Of pair m: `feature_index_M` of its feature, `token_index_M` of the token it reads,
-    `positions_M` its rotary position, which starts at 0 in every sequence.
+    lengths: pairs of each sequence. Of pair m: `feature_index_M` of its feature, `token_index_M` of the
+        token it reads, `positions_M` its rotary position, which starts at 0 in every sequence.
     """
 
     lengths: tuple[int, ...]
@@ -62,8 +74,9 @@ class Alignment:
     positions_M: Tensor
 
     def ahead(self, num_steps: int) -> tuple[Tensor, Tensor]:
-        """Returns (token index, whether it exists) of the pairs after each has drafted `num_steps` times: a pair then reads the
-        token that many places further on, and predicts its feature. Beyond a sequence's end its last token stands in."""
+        """Returns (token index, whether it exists) of the pairs after each has drafted `num_steps` times:
+        a pair then reads the token that many places further on, and predicts its feature. Beyond a
+        sequence's end its last token stands in."""
         lengths_S = torch.tensor(self.lengths, device=self.token_index_M.device)
         last_S = lengths_S.cumsum(0) + torch.arange(len(lengths_S), device=lengths_S.device)
         last_M = torch.repeat_interleave(last_S, lengths_S, output_size=len(self.token_index_M))
@@ -83,7 +96,12 @@ def align(lengths: Sequence[int], device: torch.device | str = "cpu") -> Alignme
         features.append(pairs + start)
         start += length
     feature_index = torch.cat(features)
-    return Alignment(tuple(n - TOKEN_AHEAD for n in lengths), feature_index, feature_index + TOKEN_AHEAD, torch.cat(positions))
+    return Alignment(
+        tuple(n - TOKEN_AHEAD for n in lengths),
+        feature_index,
+        feature_index + TOKEN_AHEAD,
+        torch.cat(positions),
+    )
 
 
 @dataclass(frozen=True)
@@ -91,10 +109,12 @@ class DrafterShape:
     """The shape of a drafter: everything that its tensors' names and sizes follow from.
 
     layer: geometry of its one decoder layer, of Llama form; its vocabulary is the target's.
-    capture: the target's layers whose inputs it reads at a position; the number of layers stands for the features, the output
-        of the final norm.
-    draft_vocab_size: how many tokens it can propose. Where these are fewer than the target has, the tensor d2t says which.
-    owns_head: it brought a head of its own (a foreign drafter); otherwise it uses the rows of the target's current head.
+    capture: the target's layers whose inputs it reads at a position; the number of layers stands for the
+        features, the output of the final norm.
+    draft_vocab_size: how many tokens it can propose. Where these are fewer than the target has, the tensor
+        d2t says which.
+    owns_head: it brought a head of its own (a foreign drafter); otherwise it uses the rows of the target's
+        current head.
     has_bias: fc adds a bias (a foreign drafter; ours have none, because vLLM's has none).
     """
 
@@ -126,7 +146,8 @@ class DrafterShape:
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
-        """Names of the norms before attention; EAGLE has none, its attention reads the output of fc as it is."""
+        """Names of the norms before attention; EAGLE has none, its attention reads the output of fc as it
+        is."""
         return () if self.method == "eagle" else ("input_layernorm", "hidden_norm")
 
     @property
@@ -135,23 +156,26 @@ class DrafterShape:
         return 2 * self.layer.hidden_size if self.method == "eagle" else self.feature_size
 
 
-def drafter_shape(target: ModelConfig, method: Method = "eagle", draft_vocab_size: int | None = None) -> DrafterShape:
-    """Returns the shape of a drafter for the target. Its layer has the target's sizes, and Llama's form whatever the target's
-    family, because other engines serve no other form."""
+def drafter_shape(
+    target: ModelConfig, method: Method = "eagle", draft_vocab_size: int | None = None
+) -> DrafterShape:
+    """Returns the shape of a drafter for the target. Its layer has the target's sizes, and Llama's form
+    whatever the target's family, because other engines serve no other form."""
     layer = dataclasses.replace(target, architecture="llama", num_layers=1, tie_embeddings=True)
     capture = (target.num_layers,) if method == "eagle" else capture_layers(target.num_layers)
     return DrafterShape(method, layer, capture, draft_vocab_size or target.vocab_size)
 
 
 def training_capture(config: DrafterShape, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers to capture for training (see `Captured`): those that the drafter reads, then the target's features,
-    which give the distribution to match. `num_layers`: the target's."""
+    """Returns the layers to capture for training (see `Captured`): those that the drafter reads, then the
+    target's features, which give the distribution to match. `num_layers`: the target's."""
     return config.capture if config.capture[-1] == num_layers else (*config.capture, num_layers)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """Names for the columns of what was captured for training: views of one tensor of M positions, without a copy.
+    """Names for the columns of what was captured for training: views of one tensor of M positions, without a
+    copy.
 
         layers of `training_capture`    │ inputs of the layers that the drafter reads │ the target's features │
         views                             read_MF                                       feature_ME
@@ -168,15 +192,18 @@ class Captured:
 
 
 def capture_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns an early, a middle and a late layer, the defaults of vLLM and SGLang; in a short model, nearer its ends."""
+    """Returns an early, a middle and a late layer, the defaults of vLLM and SGLang; in a short model,
+    nearer its ends."""
     if num_layers < 4:
-        raise UserError(f"an eagle3 drafter reads three layers; this model has only {num_layers}, so use eagle")
+        raise UserError(
+            f"an eagle3 drafter reads three layers; this model has only {num_layers}, so use eagle"
+        )
     return (2, num_layers // 2, num_layers - 3) if num_layers > 6 else (1, num_layers // 2, num_layers - 1)
 
 
 class DraftModel(nn.Module):
-    """The trainable drafter. `state_dict()` has the names that vLLM's EAGLE loaders read. Neither a draft vocabulary nor a head
-    of its own is ever trained."""
+    """The trainable drafter. `state_dict()` has the names that vLLM's EAGLE loaders read. Neither a draft
+    vocabulary nor a head of its own is ever trained."""
 
     d2t: Tensor
     t2d: Tensor
@@ -200,8 +227,9 @@ class DraftModel(nn.Module):
         self._rope: Rope | None = None
 
     def initialize(self, seed: int) -> DraftModel:
-        """Sets random weights drawn from the seed. fc starts near "pass on the feature" (of the latest layer captured), so that
-        training starts near copying. A reduced draft vocabulary starts as the lowest ids."""
+        """Sets random weights drawn from the seed. fc starts near "pass on the feature" (of the latest
+        layer captured), so that training starts near copying. A reduced draft vocabulary starts as the
+        lowest ids."""
         randomize_matrices(self, seed)
         size = self.config.layer.hidden_size
         with torch.no_grad():
@@ -216,12 +244,16 @@ class DraftModel(nn.Module):
         self.t2d.zero_()[token_ids] = True
 
     def fuse(self, features_MF: Tensor) -> Tensor:
-        """Returns the hidden states [M, E] that stand for what was captured; the first columns of it are read (`Captured`)."""
+        """Returns the hidden states [M, E] that stand for what was captured; the first columns of it are
+        read (`Captured`)."""
         features_MF = features_MF[..., : self.config.feature_size]
         return features_MF if self.config.method == "eagle" else self.fc(features_MF)
 
-    def forward(self, embeddings_ME: Tensor, hidden_ME: Tensor, positions_M: Tensor, attend: Attend) -> Tensor:
-        """Returns the drafter's next hidden_ME: its prediction of the features of the tokens that were embedded."""
+    def forward(
+        self, embeddings_ME: Tensor, hidden_ME: Tensor, positions_M: Tensor, attend: Attend
+    ) -> Tensor:
+        """Returns the drafter's next hidden_ME: its prediction of the features of the tokens that were
+        embedded."""
         self._rope = Rope.matching(hidden_ME, self.config.layer, self._rope)
         rope, pair = self._rope.at(positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
         if self.config.method == "eagle":
@@ -245,7 +277,8 @@ def draft_token_ids(d2t: Tensor) -> Tensor:
 
 
 def find_mismatch(config: DrafterShape, tensors: Mapping[str, Tensor]) -> str | None:
-    """Returns what is wrong with the first tensor, by name, that is missing, unexpected or of another shape; None: nothing."""
+    """Returns what is wrong with the first tensor, by name, that is missing, unexpected or of another
+    shape; None: nothing."""
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in DraftModel(config).state_dict().items()}
     for name in sorted(expected.keys() | tensors.keys()):
@@ -257,7 +290,8 @@ def find_mismatch(config: DrafterShape, tensors: Mapping[str, Tensor]) -> str | 
 
 
 class PackedDrafter:
-    """The engine's copy of a drafter: packed weights, no gradients. It computes what `DraftModel` computes."""
+    """The engine's copy of a drafter: packed weights, no gradients. It computes what `DraftModel`
+    computes."""
 
     def __init__(self, config: DrafterShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
@@ -275,7 +309,11 @@ class PackedDrafter:
 
     @classmethod
     def from_tensors(
-        cls, config: DrafterShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        config: DrafterShape,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> PackedDrafter:
         packed = cls(config, dtype, device)
         packed.load(tensors, version=0)
@@ -283,10 +321,13 @@ class PackedDrafter:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies the weights of a drafter. RuntimeError, before anything changes, unless exactly its tensors arrive."""
+        """Copies the weights of a drafter. RuntimeError, before anything changes, unless exactly its
+        tensors arrive."""
         if (mismatch := find_mismatch(self.config, tensors)) is not None:
             raise RuntimeError(f"drafter: {mismatch}")
-        self.fc.load(tensors["fc.weight"].detach(), tensors["fc.bias"].detach() if self.config.has_bias else None)
+        self.fc.load(
+            tensors["fc.weight"].detach(), tensors["fc.bias"].detach() if self.config.has_bias else None
+        )
         self.layer.load(tensors, self.config.layer_name + ".")
         if self.config.method == "eagle3":
             self.gain_E.copy_(self.norm.load(tensors["norm.weight"].detach()))
@@ -303,8 +344,8 @@ class PackedDrafter:
         return self.config.draft_vocab_size if self.token_ids is None else len(self.token_ids)
 
     def choose(self, token_ids: Tensor | None) -> None:
-        """Sets the tokens that it proposes from now on, rising; None: all. No weight changes: it ranks with these rows of the
-        target's head."""
+        """Sets the tokens that it proposes from now on, rising; None: all. No weight changes: it ranks
+        with these rows of the target's head."""
         assert self.config.can_choose, "its folder has fixed them"
         if token_ids is None:
             self.head = None
@@ -318,14 +359,17 @@ class PackedDrafter:
         features_NF = features_NF[..., : self.config.feature_size]
         return features_NF if self.config.method == "eagle" else self.fc(features_NF)
 
-    def forward(self, embeddings_NE: Tensor, hidden_NE: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embeddings_NE: Tensor, hidden_NE: Tensor, positions_N: Tensor, attend: Attend
+    ) -> Tensor:
         rope, pair_NI = self.rope.at(positions_N), torch.cat([embeddings_NE, hidden_NE], dim=-1)
         if self.config.method == "eagle":
             return run_layer(self.layer, 0, self.fc(pair_NI), rope, attend)
         return run_layer(self.layer, 0, hidden_NE, rope, attend, pair_NI)
 
     def logits(self, hidden: Tensor, target: PackedTransformer) -> Tensor:
-        """Returns logits [..., draft vocabulary]; rows borrowed from the target's head are those of its current version."""
+        """Returns logits [..., draft vocabulary]; rows borrowed from the target's head are those of its
+        current version."""
         if self.config.method == "eagle3":
             hidden = self.norm(hidden)
             if self.norm.is_folded:

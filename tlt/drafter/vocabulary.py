@@ -1,13 +1,15 @@
-"""The draft vocabulary: the tokens that a drafter proposes, chosen from what is sampled and from the prompts that are answered.
+"""The draft vocabulary: the tokens that a drafter proposes, chosen from what is sampled and from the prompts
+that are answered.
 
     responses ─▶ counts, older ones fading ─┐
     prompts to be answered ─▶ counts ───────┴▶ the N most frequent tokens ─▶ N rows of the target's current head
                                               N: the fewest seconds a token, by what is read and what N tokens covered
 
-A drafted token reads the head and one decoder layer, a forward all layers and the head: at a vocabulary of 150,000 and half a
-billion parameters, four drafted tokens read more than a forward does. A drafter that borrows the target's head is the same
-drafter with fewer of its rows, so the choice needs no training and changes no weights. The law decides whatever is drafted: a
-token outside can be sampled as before, only not drafted. Knows no ranks and no engine.
+A drafted token reads the head and one decoder layer, a forward all layers and the head: at a vocabulary of
+150,000 and half a billion parameters, four drafted tokens read more than a forward does. A drafter that
+borrows the target's head is the same drafter with fewer of its rows, so the choice needs no training and
+changes no weights. The law decides whatever is drafted: a token outside can be sampled as before, only not
+drafted. Knows no ranks and no engine.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ HEAD_SHARE = 0.1
 """Part of a forward's numbers from which on `auto` reduces the head."""
 
 SMALLEST, LARGEST_SHARE = 1024, 4
-"""`auto` chooses powers of two from the first on, up to a quarter of the vocabulary: few sizes, so that kernels are kept."""
+"""`auto` chooses powers of two from the first on, up to a quarter of the vocabulary: few sizes, so that
+kernels are kept."""
 
 ACCEPTANCE, DEPTH = 0.7, 4
-"""The draft that sizes are compared for: a chain of four, each token accepted in 7 of 10 cases if the vocabulary holds it."""
+"""The draft that sizes are compared for: a chain of four, each token accepted in 7 of 10 cases if the
+vocabulary holds it."""
 
 PROMPTS = 0.3
-"""Weight of the prompts' tokens, all together, beside that of all responses' (measured: benchmarks/log.md)."""
+"""Weight of the prompts' tokens, all together, beside that of all responses' (measured:
+benchmarks/log.md)."""
 
 KEEP = 0.9
 """Weight that a step's tokens have left one step later. Ten steps' worth of tokens count, therefore."""
@@ -49,8 +54,9 @@ RESIZE_ABOVE = 0.03
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Says how many numbers are read: `forward` by a step of the target, `layer` by a drafted token besides the head, `row` by
-    each token that the head ranks. Where memory is what takes time, their quotients are those of seconds."""
+    """Says how many numbers are read: `forward` by a step of the target, `layer` by a drafted token
+    besides the head, `row` by each token that the head ranks. Where memory is what takes time, their
+    quotients are those of seconds."""
 
     forward: int
     layer: int
@@ -61,8 +67,12 @@ class DraftCosts:
     def of(target: ModelConfig, shape: DrafterShape) -> DraftCosts:
         row = target.hidden_size
         forward = target.num_layers * _layer_numbers(target) + target.vocab_size * row
-        fuse = shape.fc_size * row * (shape.method == "eagle")  # eagle3 fuses once a step, not once a drafted token
-        return DraftCosts(forward, _layer_numbers(shape.layer, len(shape.layer_norms)) + fuse, row, target.vocab_size)
+        fuse = (
+            shape.fc_size * row * (shape.method == "eagle")
+        )  # eagle3 fuses once a step, not once a drafted token
+        return DraftCosts(
+            forward, _layer_numbers(shape.layer, len(shape.layer_norms)) + fuse, row, target.vocab_size
+        )
 
     @property
     def head_share(self) -> float:
@@ -74,14 +84,16 @@ class DraftCosts:
         return (self.layer + size * self.row) / self.forward
 
     def of_token(self, size: int, coverage: float) -> float:
-        """Returns what a token costs, in forwards, when chains are drafted of `size` tokens that hold this part of all that
-        is sampled."""
+        """Returns what a token costs, in forwards, when chains are drafted of `size` tokens that hold this
+        part of all that is sampled."""
         accepted = ACCEPTANCE * coverage
         return (1 + DEPTH * self.of_draft(size)) / sum(accepted**depth for depth in range(DEPTH + 1))
 
 
 def _layer_numbers(c: ModelConfig, num_read: int = 1) -> int:
-    attention = c.num_qkv * c.head_dim * c.hidden_size * max(num_read, 1) + c.num_heads * c.head_dim * c.hidden_size
+    attention = (
+        c.num_qkv * c.head_dim * c.hidden_size * max(num_read, 1) + c.num_heads * c.head_dim * c.hidden_size
+    )
     return attention + 3 * c.hidden_size * c.intermediate_size
 
 
@@ -91,13 +103,14 @@ def count_tokens(token_ids: Iterable[int], vocab_size: int) -> Tensor:
 
 
 def ranked(counts_V: Tensor) -> Tensor:
-    """Returns all token ids, the most frequent first; among equals the lower id, which tokenizers mostly gave to the more
-    frequent token."""
+    """Returns all token ids, the most frequent first; among equals the lower id, which tokenizers mostly
+    gave to the more frequent token."""
     return counts_V.sort(descending=True, stable=True).indices
 
 
 def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:
-    """Returns the sizes to choose from, less than the whole; none where `full` is wanted or the head is small."""
+    """Returns the sizes to choose from, less than the whole; none where `full` is wanted or the head is
+    small."""
     if isinstance(wanted, int):
         return [wanted]
     if wanted == "full" or costs.head_share < HEAD_SHARE:
@@ -111,12 +124,16 @@ def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:
 class DraftVocabulary:
     """Counts tokens, and chooses by the counts.
 
-    wanted: what the user asks for.  counts_V: of what was sampled before, as a drafter's folder has them; None: nothing was.
-    sizes: those to choose from.  covered: what each held of later tokens, so far; the largest serves until that is known.
+    wanted: what the user asks for.
+    counts_V: of what was sampled before, as a drafter's folder has them; None: nothing was.
+    sizes: those to choose from.
+    covered: what each held of later tokens, so far; the largest serves until that is known.
     token_ids: the choice, rising; None: the whole vocabulary.
     """
 
-    def __init__(self, costs: DraftCosts, wanted: DraftVocab = "auto", counts_V: Tensor | None = None) -> None:
+    def __init__(
+        self, costs: DraftCosts, wanted: DraftVocab = "auto", counts_V: Tensor | None = None
+    ) -> None:
         self.costs, self.sizes = costs, sizes_of(costs, wanted)
         self.counts_V = torch.zeros(costs.vocab_size) if counts_V is None else counts_V.float().clone()
         self.prompts_V = torch.zeros(costs.vocab_size)
@@ -138,13 +155,15 @@ class DraftVocabulary:
         self.prompts_V = self.count(token for prompt in prompts for token in prompt)
 
     def observe(self, counts_V: Tensor, keep: float = 1.0) -> None:
-        """Counts what was sampled since the last renewal. keep: weight left of what was counted before, which weighs no more
-        than all steps like this one would together."""
+        """Counts what was sampled since the last renewal. keep: weight left of what was counted before,
+        which weighs no more than all steps like this one would together."""
         total, known = float(counts_V.sum()), float(self.counts_V.sum())
         if total == 0:
             return
         if self._ranked_V is not None and self.sizes:
-            held = (counts_V[self._ranked_V].double().cumsum(0) / total)[torch.tensor(self.sizes) - 1].tolist()
+            held = (counts_V[self._ranked_V].double().cumsum(0) / total)[
+                torch.tensor(self.sizes) - 1
+            ].tolist()
             pairs = zip(self.covered or held, held, strict=True)
             self.covered = [before + _LATEST * (now - before) for before, now in pairs]
         if keep < 1 and known:
@@ -166,11 +185,13 @@ class DraftVocabulary:
         return True
 
     def _best_size(self) -> int:
-        """Returns the size with the fewest seconds a token, the whole vocabulary among them; the one now unless another saves
-        RESIZE_ABOVE."""
+        """Returns the size with the fewest seconds a token, the whole vocabulary among them; the one now
+        unless another saves RESIZE_ABOVE."""
         if len(self.sizes) == 1 or not self.covered:
             return self.sizes[-1]
-        costs = {size: self.costs.of_token(size, held) for size, held in zip(self.sizes, self.covered, strict=True)}
+        costs = {
+            size: self.costs.of_token(size, held) for size, held in zip(self.sizes, self.covered, strict=True)
+        }
         costs[self.costs.vocab_size] = self.costs.of_token(self.costs.vocab_size, 1.0)
         best = min(costs, key=lambda size: costs[size])
         stays = self.size in costs and costs[best] > (1 - RESIZE_ABOVE) * costs[self.size]
@@ -190,7 +211,8 @@ class DraftVocabulary:
         return {**known, "token_ids": chosen, "renewals": self.num_renewals}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; another size that is wanted now is had from the next renewal on."""
+        """Takes up what `counters` returned; another size that is wanted now is had from the next renewal
+        on."""
         self.counts_V = from_pairs(counters["counts"], self.costs.vocab_size)
         self.covered = list(counters["covered"]) if counters["sizes"] == self.sizes else []
         chosen = counters["token_ids"]
@@ -212,15 +234,22 @@ def _shares(counts_V: Tensor) -> Tensor:
 
 
 def check_wanted(wanted: DraftVocab, shape: DrafterShape) -> None:
-    """Raises UserError for a size that the model's vocabulary does not have, or that the drafter leaves no choice of."""
+    """Raises UserError for a size that the model's vocabulary does not have, or that the drafter leaves no
+    choice of."""
     if not isinstance(wanted, int):
         return
     if wanted >= shape.layer.vocab_size:
         remedy = f"must be less than the model's vocabulary, {shape.layer.vocab_size}; give fewer, or full"
         raise UserError(f"draft vocabulary: {wanted} {remedy}")
     if not shape.can_choose:
-        own = "a head of its own" if shape.owns_head else f"a vocabulary of its own, of {shape.draft_vocab_size} tokens"
-        raise UserError(f"draft vocabulary: {wanted} tokens cannot be chosen, for the drafter has {own}; leave it out")
+        own = (
+            "a head of its own"
+            if shape.owns_head
+            else f"a vocabulary of its own, of {shape.draft_vocab_size} tokens"
+        )
+        raise UserError(
+            f"draft vocabulary: {wanted} tokens cannot be chosen, for the drafter has {own}; leave it out"
+        )
 
 
 def to_pairs(counts_V: Tensor) -> list[list[float]]:

@@ -30,7 +30,8 @@ from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.types import Rollout
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Relative distance allowed between the logits of the engine's copy, by its dtype, and of the trainer's float32 copy."""
+"""Relative distance allowed between the logits of the engine's copy, by its dtype, and of the trainer's
+float32 copy."""
 
 
 class Served(Protocol):
@@ -57,7 +58,8 @@ class Ranks:
 
     rank: this one's number.
     gather: returns every rank's value, on every rank.
-    average: replaces tensors by their mean over the ranks, by weight, and returns the total weight; 0 changes nothing.
+    average: replaces tensors by their mean over the ranks, by weight, and returns the total weight; 0
+        changes nothing.
     """
 
     rank: int
@@ -85,7 +87,8 @@ class RankState:
 
 @dataclass(frozen=True)
 class Update:
-    """The outcome of a step's training: whether a new version was published, or why it was undone (empty: it was not)."""
+    """The outcome of a step's training: whether a new version was published, or why it was undone (empty:
+    it was not)."""
 
     is_published: bool = False
     failure: str = ""
@@ -94,7 +97,9 @@ class Update:
 class Publisher:
     """Takes the drafter from its trainer to the engine, and back to the last version known to be finite."""
 
-    def __init__(self, trainer: DrafterTrainer, served: Served, average: Callable[[Sequence[Tensor], float], float]) -> None:
+    def __init__(
+        self, trainer: DrafterTrainer, served: Served, average: Callable[[Sequence[Tensor], float], float]
+    ) -> None:
         self.trainer, self.served, self.average = trainer, served, average
         self.keep()
 
@@ -105,8 +110,8 @@ class Publisher:
         self._kept_version = self.served.version
 
     def publish(self, num_tokens: int, version: int) -> Update:
-        """Averages the ranks' drafters, weighted by the tokens each trained on, and hands the mean to the engine as `version`.
-        Nothing is published where nobody trained, or where the mean is not finite."""
+        """Averages the ranks' drafters, weighted by the tokens each trained on, and hands the mean to the
+        engine as `version`. Nothing is published where nobody trained, or where the mean is not finite."""
         shared = self.trainer.shared_tensors()
         if self.average(shared, num_tokens) == 0:
             return Update()
@@ -117,8 +122,8 @@ class Publisher:
         return Update(is_published=True)
 
     def undo(self, version: int) -> None:
-        """Takes trainer and optimizer back to what `keep` remembers. `version`: the latest that any engine drafts with; the
-        engine is taken back too if that is a later one."""
+        """Takes trainer and optimizer back to what `keep` remembers. `version`: the latest that any engine
+        drafts with; the engine is taken back too if that is a later one."""
         for tensor, kept in zip(self.trainer.shared_tensors(), self._kept, strict=True):
             tensor.copy_(kept)
         self.trainer.optimizer.zero_grad(set_to_none=True)
@@ -152,10 +157,11 @@ class DrafterWatch:
         self._is_limited = False  # this rank could have trained more in this step, but for drafter.max_passes
         self._num_checks = 0
 
-    # ── while the step goes on ───────────────────────────────────────────────────────────────────────────────────────
+    # ── while the step goes on ──────────────────────────────────────────────────────────────────────────────
 
     def run(self, session: Callable[[], DrafterReport]) -> DrafterReport:
-        """Runs a session of training. One that meets a number that is not finite ends the training of this step."""
+        """Runs a session of training. One that meets a number that is not finite ends the training of this
+        step."""
         if self._failure:
             return DrafterReport()
         try:
@@ -172,14 +178,15 @@ class DrafterWatch:
         if self.publisher is not None:
             self.publisher.undo(self.served.version)
 
-    # ── at its end ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── at its end ──────────────────────────────────────────────────────────────────────────────────────────
 
     def end_step(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck:
-        """Publishes or undoes the step's training, and measures the drafter. Where no rank has trained, the drafter is the one
-        that was measured before, and that is all unless its acceptance is due.
+        """Publishes or undoes the step's training, and measures the drafter. Where no rank has trained, the
+        drafter is the one that was measured before, and that is all unless its acceptance is due.
 
-        Every rank calls this with the same responses, all that the step brought, and the tokens it trained on itself.
-        RuntimeError where the drafter did not arrive in an engine, or not the same on all ranks.
+        Every rank calls this with the same responses, all that the step brought, and the tokens it trained
+        on itself. RuntimeError where the drafter did not arrive in an engine, or not the same on all
+        ranks.
         """
         is_due = self._num_checks % self.check_every == 0
         states = self._exchange_states(num_tokens)
@@ -243,7 +250,7 @@ class DrafterWatch:
             return "no idle time"
         return "trained; max_passes reached" if is_limited else "trained"
 
-    # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── across restarts ─────────────────────────────────────────────────────────────────────────────────────
 
     def counters(self) -> dict[str, Any]:
         """Returns the number of steps so far, as JSON; which of them measure follows from it."""
@@ -267,10 +274,12 @@ def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> N
             )
         if tally.proposed != tallies[0].proposed:
             raise RuntimeError(
-                f"drafter version {version}: rank {rank} proposes other tokens than rank 0; their choices differ"
+                f"drafter version {version}: rank {rank} proposes other tokens than rank 0; their choices "
+                "differ"
             )
         if not tally.distance <= tolerance:
             raise RuntimeError(
-                f"drafter version {version} did not arrive in rank {rank}'s engine: its outputs are {tally.distance:.1e} away "
+                f"drafter version {version} did not arrive in rank {rank}'s engine: its outputs are "
+                f"{tally.distance:.1e} away "
                 f"from the trainer's, where {tolerance:.0e} is allowed"
             )

@@ -6,8 +6,8 @@
              ▼
     step:  choose a strategy ─▶ propose a tree ─▶ one target forward ─▶ verify ─▶ commit ─▶ release what ended
 
-A step without speculation is the same step with a tree that is only its root. The engine knows neither rewards nor
-ranks nor training; time is measured here and nowhere below.
+A step without speculation is the same step with a tree that is only its root. The engine knows neither
+rewards nor ranks nor training; time is measured here and nowhere below.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RolloutEngine(RolloutBackend):
         self._predicted_speed: float | None = None
         self._speed_otherwise: float | None = None
 
-    # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def policy_version(self) -> int:
@@ -91,10 +91,13 @@ class RolloutEngine(RolloutBackend):
         """Attaches a drafter. Without a tuner nothing would ever use it."""
         assert self.is_idle, "a drafter is attached between responses"
         if self.tuner is None:
-            raise UserError("speculation is off, so a drafter has no use; set speculation to adaptive or DEPTHxWIDTHxBUDGET")
+            raise UserError(
+                "speculation is off, so a drafter has no use; set speculation to adaptive or "
+                "DEPTHxWIDTHxBUDGET"
+            )
         self.drafter = self.memory.drafter = drafter
 
-    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def room(self) -> int:
@@ -120,7 +123,7 @@ class RolloutEngine(RolloutBackend):
         assert self.is_idle
         self.memory.release()
 
-    # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def step(self, captures: bool = False) -> list[Finished]:
@@ -168,8 +171,8 @@ class RolloutEngine(RolloutBackend):
         return ended + self._release_finished(captures)
 
     def _prefill(self, admissions: list[Admission]) -> Reading | None:
-        """Reads what has been admitted, every distinct text once. Returns what that took; None where nothing was read, or the
-        device is not waited for."""
+        """Reads what has been admitted, every distinct text once. Returns what that took; None where
+        nothing was read, or the device is not waited for."""
         start = time.perf_counter()
         for admission in admissions:
             for slot in admission.slots:
@@ -177,21 +180,26 @@ class RolloutEngine(RolloutBackend):
                     self.drafter.admit(slot, self.running[slot].request)
         self._law = None
         if sum(len(a.slots) for a in admissions) == len(self.running):
-            self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
+            # nothing lives in it: many new sequences need not each have room for the last long one
+            self.cache.release()
         self.memory.reserve(len(self.running), self.scheduler.longest + 1)
         num_tokens, num_forwards = prefill(self.model, self.cache, admissions, self._capture, self._on_read)
         end = time.perf_counter()
         if self.on_span is not None:
             self.on_span(Span(SpanName.PREFILL, start, end))
-        return Reading(num_tokens, num_forwards, end - start) if num_tokens and self.device.type == "cpu" else None
+        return (
+            Reading(num_tokens, num_forwards, end - start)
+            if num_tokens and self.device.type == "cpu"
+            else None
+        )
 
     def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
         if self.drafter is not None:
             self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
 
     def _preempt(self) -> None:
-        """Sends the sequences that are cheapest to read again back to the queue, until the others have room for a token more.
-        By the law they go on later as they would have now."""
+        """Sends the sequences that are cheapest to read again back to the queue, until the others have
+        room for a token more. By the law they go on later as they would have now."""
         running = self.running
         while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
             (request,) = self.withdraw([self.scheduler.cheapest()])
@@ -242,20 +250,34 @@ class RolloutEngine(RolloutBackend):
         assert self.drafter is not None
         law, vocab_size, tokens = self._batch_law(), self.config.vocab_size, [s.tokens for s in running]
         context = DraftContext(tokens, law.requests, law.params, vocab_size, self.device)
-        proposal: Proposal = self.drafter.propose(context, strategy, StepNoise(law, [*map(len, tokens)], vocab_size))
+        proposal: Proposal = self.drafter.propose(
+            context, strategy, StepNoise(law, [*map(len, tokens)], vocab_size)
+        )
         return proposal
 
     def _remember(
-        self, drafter: Drafter[Any], tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
+        self,
+        drafter: Drafter[Any],
+        tree: DraftTree,
+        captured_BNF: Tensor,
+        prefixes: list[int],
+        verdicts: list[Verdict],
     ) -> None:
-        """Hands the drafter what was captured at the visited nodes, at the positions their tokens now have: the root stays at
-        its prefix, the path follows it. What lies beyond a piece of a chain is handed over for those that kept it alone."""
+        """Hands the drafter what was captured at the visited nodes, at the positions their tokens now
+        have: the root stays at its prefix, the path follows it. What lies beyond a piece of a chain is
+        handed over for those that kept it alone."""
         if not tree.is_chain:
             captured_BNF = along_paths(captured_BNF, verdicts)
-        drafter.remember(range(len(verdicts)), prefixes, captured_BNF if tree.num_nodes <= PIECE else captured_BNF[:, :PIECE])
+        drafter.remember(
+            range(len(verdicts)),
+            prefixes,
+            captured_BNF if tree.num_nodes <= PIECE else captured_BNF[:, :PIECE],
+        )
         for slot, verdict in enumerate(verdicts):
             if len(verdict.path) > PIECE:
-                drafter.remember([slot], [prefixes[slot] + PIECE], captured_BNF[slot : slot + 1, PIECE : len(verdict.path)])
+                drafter.remember(
+                    [slot], [prefixes[slot] + PIECE], captured_BNF[slot : slot + 1, PIECE : len(verdict.path)]
+                )
 
     def _release_finished(self, captures: bool) -> list[Finished]:
         finished = []

@@ -1,4 +1,5 @@
-"""The memory of an engine's caches: how much they may take, and what has room in it. Decides; the engine preempts and admits.
+"""The memory of an engine's caches: how much they may take, and what has room in it. Decides; the engine
+preempts and admits.
 
 cache_bytes() ─▶ budget = max_bytes over [ keys and values │ the drafter's caches ] of every running sequence
                     ├─ has_room:     can the running sequences grow to this length?        no: preempt
@@ -38,8 +39,9 @@ def machine_bytes() -> int:
 
 
 def automatic_bytes(device: torch.device, num_ranks: int) -> int:
-    """Returns the bytes that the caches of an engine may take now: four fifths of what is free on its GPU, what PyTorch keeps
-    for later counted as free; on a CPU half of the machine's memory divided by its ranks."""
+    """Returns the bytes that the caches of an engine may take now: four fifths of what is free on its GPU,
+    what PyTorch keeps for later counted as free; on a CPU half of the machine's memory divided by its
+    ranks."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
@@ -49,7 +51,8 @@ def automatic_bytes(device: torch.device, num_ranks: int) -> int:
 class CacheMemory:
     """The cache of an engine beside that of its drafter, within one budget.
 
-    cache_bytes: returns what all caches may take from now on, None: without a bound; asked when they start anew.
+    cache_bytes: returns what all caches may take from now on, None: without a bound; asked when they start
+        anew.
     window: positions that the model has.
     """
 
@@ -67,15 +70,17 @@ class CacheMemory:
 
     def slot_bytes(self, length: int) -> int:
         """Returns the bytes of a sequence with room for so many tokens, in all caches."""
-        return self.cache.slot_bytes(length) + (self.drafter.slot_bytes(length) if self.drafter is not None else 0)
+        return self.cache.slot_bytes(length) + (
+            self.drafter.slot_bytes(length) if self.drafter is not None else 0
+        )
 
     def has_room(self, num_slots: int, length: int) -> bool:
         """Returns whether so many sequences have room for so many tokens each, or can get it."""
         return self.cache.holds(num_slots, length) or self.budget.fits(num_slots, length)
 
     def fits_longer(self, num_slots: int, length: int) -> bool:
-        """Returns whether so many sequences, the longest of `length` tokens, could go on for a while. Otherwise what has just
-        been read would soon have to leave again."""
+        """Returns whether so many sequences, the longest of `length` tokens, could go on for a while.
+        Otherwise what has just been read would soon have to leave again."""
         return self.budget.fits(num_slots, self._longer(length))
 
     def max_slots(self, length: int) -> int:
@@ -107,6 +112,8 @@ class CacheMemory:
             return
         has, needs = budget.max_bytes / 2**30, self.slot_bytes(length) / 2**30
         raise UserError(
-            f"kv_gib: {has:.3g} GiB hold {budget.max_length(1)} tokens of one sequence, but problem {request.problem_id!r} with"
-            f" its response may have {length}; give rollout.kv_gib at least {needs + 5e-4:.3f}, or lower sampling.max_tokens"
+            f"kv_gib: {has:.3g} GiB hold {budget.max_length(1)} tokens of one sequence, but problem "
+            f"{request.problem_id!r} with"
+            f" its response may have {length}; give rollout.kv_gib at least {needs + 5e-4:.3f}, or lower "
+            "sampling.max_tokens"
         )

@@ -1,4 +1,5 @@
-"""The law's noise for the running batch, named and not made: whoever draws or drafts makes what it reads, where it reads it."""
+"""The law's noise for the running batch, named and not made: whoever draws or drafts makes what it reads,
+where it reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tlt.uploads import upload
 
 @dataclass(frozen=True)
 class BatchLaw:
-    """What the law takes of the sequences that run, in the order of their slots: made once per change of the batch."""
+    """What the law takes of the sequences that run, in the order of their slots: made once per change of
+    the batch."""
 
     requests: tuple[Request, ...]
     params: BatchParams
@@ -34,7 +36,8 @@ class BatchLaw:
         return BatchLaw(tuple(requests), params, keys, keys_tensor(keys, device))
 
     def of_nodes(self, nodes: TreeLayout, rows: Sequence[int], first: int, end: int) -> NoiseAt:
-        """Names the noise of the position that follows each node, in columns first .. end - 1 of these rows."""
+        """Names the noise of the position that follows each node, in columns first .. end - 1 of these
+        rows."""
         if len(rows) == len(self.keys):
             return NoiseAt(self.keys_B4, nodes.positions_BN[:, first:end] + 1)
         return NoiseAt(self.keys_B4[rows], nodes.positions_BN[rows, first:end] + 1)
@@ -42,7 +45,8 @@ class BatchLaw:
 
 @dataclass(frozen=True)
 class StepNoise:
-    """The noise that one step's drafts are ranked with (`DraftNoise`). starts: by row, the position that depth 0 drafts for."""
+    """The noise that one step's drafts are ranked with (`DraftNoise`). starts: by row, the position that
+    depth 0 drafts for."""
 
     law: BatchLaw
     starts: Sequence[int]
@@ -60,6 +64,8 @@ class StepNoise:
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
         keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])
         positions_K = torch.tensor([self.starts[row] + depth for row, depth, _ in places])
-        noise = noise_of_tokens(keys_K4, positions_K, torch.tensor([token for _, _, token in places])).tolist()
+        noise = noise_of_tokens(
+            keys_K4, positions_K, torch.tensor([token for _, _, token in places])
+        ).tolist()
         is_greedy = [request.params.temperature == 0 for request in self.law.requests]
         return [0.0 if is_greedy[row] else value for (row, _, _), value in zip(places, noise, strict=True)]

@@ -1,6 +1,6 @@
-"""Reading what a sequence starts from: its prompt, or prompt and response so far, all but the last token. Every distinct text
-is read once, in forwards of bounded size, and copied to the other slots that start from it. What several texts begin with,
-such as a chat template, is read once for all of them.
+"""Reading what a sequence starts from: its prompt, or prompt and response so far, all but the last token.
+Every distinct text is read once, in forwards of bounded size, and copied to the other slots that start from
+it. What several texts begin with, such as a chat template, is read once for all of them.
 
     short texts   [ beginning rest rest rest ] [ text text ]      packed, up to PREFILL_TOKENS in a forward
     a long one    [ first part      ] [part] [part] …             each later part attends to the cache
@@ -25,8 +25,8 @@ from tlt.speculative.tree import chain_mask
 from tlt.uploads import upload
 
 _PART_TOKENS = 512
-"""Tokens of a later part of a long text. Its mask has a row for each of them and for each query head that shares a key: at 7B
-and 32k tokens 235 MiB in bf16."""
+"""Tokens of a later part of a long text. Its mask has a row for each of them and for each query head that
+shares a key: at 7B and 32k tokens 235 MiB in bf16."""
 
 MIN_SHARED = 8
 """Tokens that a text must save to be read behind what others begin with."""
@@ -37,9 +37,14 @@ OnRead = Callable[[tuple[int, ...], int, Tensor], None]
 
 @torch.inference_mode()
 def prefill(
-    model: PackedTransformer, cache: Cache, admissions: Sequence[Admission], capture: tuple[int, ...], on_read: OnRead
+    model: PackedTransformer,
+    cache: Cache,
+    admissions: Sequence[Admission],
+    capture: tuple[int, ...],
+    on_read: OnRead,
 ) -> tuple[int, int]:
-    """Reads the admitted texts into their slots, for which the cache has room; returns (tokens read, forwards that this took).
+    """Reads the admitted texts into their slots, for which the cache has room; returns (tokens read, forwards
+    that this took).
     capture: see `forward_capturing`."""
     limit, num_tokens, num_forwards = kv_cache.PREFILL_TOKENS, 0, 0
     for group in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
@@ -57,14 +62,18 @@ def prefill(
 def _read_first(
     model: PackedTransformer, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...], limit: int
 ) -> Iterator[tuple[Admission, Tensor, int]]:
-    """Reads up to `limit` tokens of each text, all in one forward. Yields each text, what was captured of it, and how many of
-    its tokens were not read with a text before."""
+    """Reads up to `limit` tokens of each text, all in one forward. Yields each text, what was captured of
+    it, and how many of its tokens were not read with a text before."""
     texts = [a.tokens[: min(len(a.tokens) - 1, limit)] for a in group]
     shared = shared_beginnings(texts)
     families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
     slots = [group[i].slots[0] for _, members in shared for i in members]
     attend = StoringPrefill(model.config, families, cache.layers, slots)
-    parts = [part for length, (first, *others) in shared for part in (texts[first], *(texts[i][length:] for i in others))]
+    parts = [
+        part
+        for length, (first, *others) in shared
+        for part in (texts[first], *(texts[i][length:] for i in others))
+    ]
     tokens_N = upload([token for part in parts for token in part], model.device)
     captured_NF = model.forward_capturing(tokens_N, attend.positions(model.device), attend, capture)[1]
     captured = iter(captured_NF.split([len(part) for part in parts]))
@@ -77,11 +86,15 @@ def _read_first(
 
 
 def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
-    """Returns families of texts as (length of what they all begin with, indices of the texts), each text in one of them; a text
-    alone begins with itself. Of all families of texts that are neighbours in the order of their tokens, these save most."""
+    """Returns families of texts as (length of what they all begin with, indices of the texts), each text
+    in one of them; a text alone begins with itself. Of all families of texts that are neighbours in the
+    order of their tokens, these save most."""
     order = sorted(range(len(texts)), key=texts.__getitem__)
     with_next = [_num_common(texts[i], texts[j]) for i, j in pairwise(order)]
-    saved, chosen = [0], [(0, 0)]  # by the number of texts in order: tokens saved, and (start, length) of the last family
+    saved, chosen = (
+        [0],
+        [(0, 0)],
+    )  # by the number of texts in order: tokens saved, and (start, length) of the last family
     for end in range(1, len(order) + 1):
         best, family, length = saved[-1], (end - 1, len(texts[order[end - 1]])), len(texts[order[end - 1]])
         for start in range(end - 2, -1, -1):
@@ -104,13 +117,16 @@ def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[
 def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Returns the number of tokens that both begin with."""
     pairs = zip(text, other, strict=False)
-    return next((i for i, (token, of_other) in enumerate(pairs) if token != of_other), min(len(text), len(other)))
+    return next(
+        (i for i, (token, of_other) in enumerate(pairs) if token != of_other), min(len(text), len(other))
+    )
 
 
 def _read_on(
     model: PackedTransformer, cache: Cache, admission: Admission, capture: tuple[int, ...], start: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Reads a text from position `start` on, part by part; yields each part's position and what was captured."""
+    """Reads a text from position `start` on, part by part; yields each part's position and what was
+    captured."""
     slot, num_read = admission.slots[0], len(admission.tokens) - 1
     layers = [layer[slot : slot + 1] for layer in cache.layers]
     for first in range(start, num_read, _PART_TOKENS):

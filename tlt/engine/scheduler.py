@@ -1,7 +1,7 @@
 """Continuous batching: which requests wait, which run, and in which slot. Lists only; it knows no tensor.
 
-Samples of one prompt wait next to each other and are admitted together where there is room, so that their prompt is
-prefilled once. The running sequences fill slots 0..B-1 without holes.
+Samples of one prompt wait next to each other and are admitted together where there is room, so that their
+prompt is prefilled once. The running sequences fill slots 0..B-1 without holes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tlt.types import Request
 
 @dataclass(frozen=True)
 class Admission:
-    """Neighbouring slots that start from one text: a prompt, or a response that has come from another engine."""
+    """Neighbouring slots that start from one text: a prompt, or a response that has come from another
+    engine."""
 
     tokens: tuple[int, ...]
     slots: tuple[int, ...]
@@ -44,8 +45,8 @@ class Scheduler:
         return max([len(sequence.tokens) for sequence in self.running], default=0)
 
     def admit(self, fits: Callable[[int, int], bool]) -> list[Admission]:
-        """Starts what fits, in the order in which it waits. fits: tells whether there is memory for so many sequences, the
-        longest of so many tokens; one alone always runs."""
+        """Starts what fits, in the order in which it waits. fits: tells whether there is memory for so
+        many sequences, the longest of so many tokens; one alone always runs."""
         admissions: list[Admission] = []
         longest = self.longest
         while self.waiting and len(self.running) < self.max_slots:
@@ -62,8 +63,8 @@ class Scheduler:
         return admissions
 
     def cheapest(self) -> int:
-        """Returns the slot of the shortest sequence, of several the latest: reading it again costs least, and it never is the
-        only longest one, so that one always comes to its end."""
+        """Returns the slot of the shortest sequence, of several the latest: reading it again costs least,
+        and it never is the only longest one, so that one always comes to its end."""
         return min(range(len(self.running)), key=lambda slot: (len(self.running[slot].tokens), -slot))
 
     def remove(self, slot: int) -> int | None:

@@ -1,5 +1,5 @@
-"""One response in the making: a request, the tokens committed so far, and when it is over. That is a function of its tokens
-alone, so it ends where it does whatever was drafted, and wherever it goes on."""
+"""One response in the making: a request, the tokens committed so far, and when it is over. That is a
+function of its tokens alone, so it ends where it does whatever was drafted, and wherever it goes on."""
 
 from __future__ import annotations
 
@@ -28,12 +28,17 @@ class Sequence:
 
     @staticmethod
     def start(request: Request, window: int, decode: Decode | None = None) -> Sequence:
-        """Starts from the prompt, or from where another engine left off: over already, where what that drew has an end, and
-        then without what lies behind it. `window`: positions that the model has."""
+        """Starts from the prompt, or from where another engine left off: over already, where what that
+        drew has an end, and then without what lies behind it. `window`: positions that the model has."""
         max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
         sequence = Sequence(request, max_tokens, [*request.prompt_ids])
         sequence.extend(request.token_ids, request.logprobs)
-        if sequence.finish_reason != "stop" and request.token_ids and decode is not None and sequence._says_stop(decode):
+        if (
+            sequence.finish_reason != "stop"
+            and request.token_ids
+            and decode is not None
+            and sequence._says_stop(decode)
+        ):
             sequence.finish_reason = "stop"
         return sequence
 
@@ -60,7 +65,9 @@ class Sequence:
         """Appends what was verified; returns how many tokens were kept."""
         return self.extend(verdict.tokens, verdict.logprobs, decode)
 
-    def extend(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], decode: Decode | None = None) -> int:
+    def extend(
+        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], decode: Decode | None = None
+    ) -> int:
         """Appends tokens up to a stop token, a stop text or the limit; returns how many were kept."""
         before, params = len(self.logprobs), self.request.params
         reads = decode if params.stop else None
@@ -78,8 +85,9 @@ class Sequence:
     def _says_stop(self, decode: Decode) -> bool:
         """Whether the text of the latest tokens holds a stop text.
 
-        Reading them alone is enough, and does not grow with the response: a stop text of n bytes lies within its last n tokens,
-        each a byte at least. A few more stand before, for those that decode to nothing.
+        Reading them alone is enough, and does not grow with the response: a stop text of n bytes lies
+        within its last n tokens, each a byte at least. A few more stand before, for those that decode to
+        nothing.
         """
         if not (stop := self.request.params.stop):
             return False
@@ -106,17 +114,26 @@ class Sequence:
 
 
 def check_request(request: Request, window: int, decodes: bool) -> None:
-    """Raises UserError for a request that no response can be made to. window: positions that the model has."""
+    """Raises UserError for a request that no response can be made to. window: positions that the model
+    has."""
     prompt, length = f"prompt of problem {request.problem_id!r}", len(request.prompt_ids)
     if not length:
         raise UserError(f"{prompt} is empty; give it at least one token")
     if length >= window:
-        raise UserError(f"{prompt} has {length} tokens; the model's window is {window}, so shorten it to at most {window - 1}")
+        raise UserError(
+            f"{prompt} has {length} tokens; the model's window is {window}, so shorten it to at most "
+            f"{window - 1}"
+        )
     if len(request.token_ids) != len(request.logprobs):
         has = f"{len(request.token_ids)} token_ids but {len(request.logprobs)} logprobs"
-        raise UserError(f"response to problem {request.problem_id!r} has {has}; give one each, to go on from there")
+        raise UserError(
+            f"response to problem {request.problem_id!r} has {has}; give one each, to go on from there"
+        )
     if request.params.stop and not decodes:
-        raise UserError(f"sampling: stop is {request.params.stop!r}, but the model's folder has no tokenizer; give stop_ids")
+        raise UserError(
+            f"sampling: stop is {request.params.stop!r}, but the model's folder has no tokenizer; give "
+            "stop_ids"
+        )
 
 
 def broken_policy(version: int, dtype: torch.dtype, sequence: Sequence) -> UserError:
@@ -124,6 +141,7 @@ def broken_policy(version: int, dtype: torch.dtype, sequence: Sequence) -> UserE
     # the noise is bounded and the largest logit always stays, so nothing but a logit can be at fault
     return UserError(
         f"policy {version} gives logits that are not finite (problem {sequence.request.problem_id!r}, sample "
-        f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too large for "
+        f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too "
+        "large for "
         f"{str(dtype).removeprefix('torch.')}: load others, or a wider dtype"
     )

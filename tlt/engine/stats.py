@@ -11,8 +11,8 @@ from tlt.speculative.strategy import StepOutcome
 
 @dataclass
 class StrategyStats:
-    """Counts what a strategy brought and cost. `predicted_tokens` is what the tuner expected in those of these seconds for
-    which it made a prediction (`predicted_seconds`)."""
+    """Counts what a strategy brought and cost. `predicted_tokens` is what the tuner expected in those of
+    these seconds for which it made a prediction (`predicted_seconds`)."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -47,10 +47,12 @@ class StrategyStats:
 class EngineStats:
     """Counts since the engine was made, or since it was replaced by a new one.
 
-    num_preemptions: sequences that went back to the queue for want of memory.  num_reread_tokens: theirs, read once more.
-    followed_by_age: accepted tokens of references, by the updates between the reference's policy and this one ("replay": it is
-    another run's).
-    won_seconds: by references: what their tokens would have taken without them, as the tuner predicts, less what they took.
+    num_preemptions: sequences that went back to the queue for want of memory.
+    num_reread_tokens: theirs, read once more.
+    followed_by_age: accepted tokens of references, by the updates between the reference's policy and this one
+        ("replay": it is another run's).
+    won_seconds: by references: what their tokens would have taken without them, as the tuner predicts, less
+        what they took.
     latest: the engine step that was made last; None where sequences were admitted in it.
     """
 
@@ -76,9 +78,12 @@ class EngineStats:
     @property
     def accept_by_depth(self) -> list[float]:
         """Share of verifications whose walk survived to depth 1, 2, ... (of those that drafted so deep)."""
-        return [self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)]
+        return [
+            self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)
+        ]
 
-    # The same under vLLM's definitions, which count a verification as a draft where at least one token was drafted.
+    # The same under vLLM's definitions, which count a verification as a draft where at least one token was
+    # drafted.
 
     @property
     def num_drafts(self) -> int:
@@ -86,12 +91,14 @@ class EngineStats:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted drafted tokens / drafted tokens, all candidates of a tree included; None when nothing was drafted."""
+        """Accepted drafted tokens / drafted tokens, all candidates of a tree included; None when nothing
+        was drafted."""
         return self.survivors_by_depth.total() / self.num_drafted_tokens if self.num_drafted_tokens else None
 
     @property
     def draft_mean_acceptance_length(self) -> float | None:
-        """1 + accepted drafted tokens / drafts. Unlike in `accept_length`, tokens behind a stop token count."""
+        """1 + accepted drafted tokens / drafts. Unlike in `accept_length`, tokens behind a stop token
+        count."""
         return 1 + self.survivors_by_depth.total() / self.num_drafts if self.num_drafts else None
 
     @property
@@ -101,11 +108,14 @@ class EngineStats:
 
     @property
     def draft_metrics(self) -> dict[str, float]:
-        """Returns these by the names that trainers log (draft_acceptance_rate_pos_1, …); {} where nothing was drafted."""
+        """Returns these by the names that trainers log (draft_acceptance_rate_pos_1, …); {} where nothing
+        was drafted."""
         rate, length = self.draft_acceptance_rate, self.draft_mean_acceptance_length
         if rate is None or length is None:
             return {}
-        by_position = {f"draft_acceptance_rate_pos_{d}": r for d, r in enumerate(self.draft_acceptance_rate_pos, start=1)}
+        by_position = {
+            f"draft_acceptance_rate_pos_{d}": r for d, r in enumerate(self.draft_acceptance_rate_pos, start=1)
+        }
         return {"draft_acceptance_rate": rate, "draft_mean_acceptance_length": length, **by_position}
 
     def add(self, other: EngineStats) -> None:
@@ -119,9 +129,11 @@ class EngineStats:
         for strategy, stats in other.by_strategy.items():
             self.by_strategy[strategy].add(stats)
 
-    def record_step(self, strategy: str, outcome: StepOutcome, predicted: float | None, otherwise: float | None = None) -> None:
-        """Counts an engine step. predicted, otherwise: tokens per second that the tuner expected of it, and of the best
-        strategy that follows no reference; None: it expected nothing."""
+    def record_step(
+        self, strategy: str, outcome: StepOutcome, predicted: float | None, otherwise: float | None = None
+    ) -> None:
+        """Counts an engine step. predicted, otherwise: tokens per second that the tuner expected of it,
+        and of the best strategy that follows no reference; None: it expected nothing."""
         self.num_steps += 1
         self.num_tokens += outcome.num_tokens
         self.by_strategy[strategy].record(outcome, predicted)

@@ -1,4 +1,5 @@
-"""config.json ↔ ModelConfig: read, written, and refused where we would compute something else than transformers does.
+"""config.json ↔ ModelConfig: read, written, and refused where we would compute something else than
+transformers does.
 
 A refusal is one line that says which file, which value and what to do. This file knows no tensors.
 """
@@ -16,10 +17,15 @@ from tlt.hf.files import existing_directory, read_json
 from tlt.models.decoder import Architecture, ModelConfig, RopeScaling
 from tlt.types import UserError
 
-ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS = 1e30, 2**31, 10_000
-"""Beyond any model: a config.json that says more is damaged, and to build what it describes would take forever."""
+"""Beyond any model: a config.json that says more is damaged, and to build what it describes would take
+forever."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -29,7 +35,8 @@ class OtherComputation(UserError):
 
 
 def load_model_config(path: Path | str) -> ModelConfig:
-    """Reads `path`/config.json. Raises UserError for mistakes, and OtherComputation for what decoder.py does not compute."""
+    """Reads `path`/config.json. Raises UserError for mistakes, and OtherComputation for what decoder.py
+    does not compute."""
     source = existing_directory(path) / "config.json"
     raw = read_json(source)
     try:
@@ -40,18 +47,24 @@ def load_model_config(path: Path | str) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """Returns the configuration that a config.json describes; `source` is the place that errors name. Raises UserError and
-    OtherComputation.
+    """Returns the configuration that a config.json describes; `source` is the place that errors name. Raises
+    UserError and OtherComputation.
 
-    Reads the layout of transformers 4 (rope_theta, rope_scaling) and of 5 (rope_parameters). Keys that are absent mean
-    what they mean to transformers; where its default depends on the family (kv heads, head size), they are required.
+    Reads the layout of transformers 4 (rope_theta, rope_scaling) and of 5 (rope_parameters). Keys that are
+    absent mean what they mean to transformers; where its default depends on the family (kv heads, head
+    size), they are required.
     """
     fields = _Fields(raw, source)
     architecture = _architecture(fields)
     _refuse_other_computations(fields, architecture)
-    num_layers, num_heads = fields.integer("num_hidden_layers", most=MOST_LAYERS), fields.integer("num_attention_heads")
+    num_layers, num_heads = (
+        fields.integer("num_hidden_layers", most=MOST_LAYERS),
+        fields.integer("num_attention_heads"),
+    )
     hidden_size, max_positions = fields.integer("hidden_size"), fields.integer("max_position_embeddings")
-    inherits_heads = architecture == "llama" or ("num_key_value_heads" in raw and raw["num_key_value_heads"] is None)
+    inherits_heads = architecture == "llama" or (
+        "num_key_value_heads" in raw and raw["num_key_value_heads"] is None
+    )
     num_kv_heads = fields.integer("num_key_value_heads", num_heads if inherits_heads else None)
     head_dim = fields.integer("head_dim", hidden_size // num_heads if architecture != "qwen3" else None)
     if num_heads % num_kv_heads:
@@ -77,10 +90,12 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     )
 
 
-def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the config.json of `config`, in the layout of transformers 4, which 5, vLLM and SGLang read as well (4 would
-    overlook the rope_parameters of 5). `extra` adds keys, such as the token ids; ids not given are null, because
-    absent ones would become the family's defaults (Llama: eos 2)."""
+def config_to_hf(
+    config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the config.json of `config`, in the layout of transformers 4, which 5, vLLM and SGLang read
+    as well (4 would overlook the rope_parameters of 5). `extra` adds keys, such as the token ids; ids not
+    given are null, because absent ones would become the family's defaults (Llama: eos 2)."""
     scaling = config.rope_scaling
     described = {
         "architectures": [name for name, family in ARCHITECTURES.items() if family == config.architecture],
@@ -109,7 +124,9 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, An
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     added = dict.fromkeys(TOKEN_IDS) | dict(extra or {})
-    assert not described.keys() & added.keys(), f"extra would override {sorted(described.keys() & added.keys())}"
+    assert not described.keys() & added.keys(), (
+        f"extra would override {sorted(described.keys() & added.keys())}"
+    )
     return described | added
 
 
@@ -134,30 +151,39 @@ def _architecture(fields: _Fields) -> Architecture:
 
 
 def _refuse_other_computations(fields: _Fields, architecture: Architecture) -> None:
-    """Raises OtherComputation for every key by which transformers would compute something else than decoder.py."""
+    """Raises OtherComputation for every key by which transformers would compute something else than
+    decoder.py."""
     raw = fields.raw
     if raw.get("quantization_config") is not None:
-        raise fields.other("quantization_config", "quantized weights cannot be trained, use the unquantized checkpoint")
+        raise fields.other(
+            "quantization_config", "quantized weights cannot be trained, use the unquantized checkpoint"
+        )
     if raw.get("attention_bias") and architecture != "qwen2":
-        raise fields.other("attention_bias", f"{architecture} has no attention biases here, use a checkpoint with false")
+        raise fields.other(
+            "attention_bias", f"{architecture} has no attention biases here, use a checkpoint with false"
+        )
     if raw.get("mlp_bias"):
         raise fields.other("mlp_bias", "MLP biases are not supported, use a checkpoint with false")
     if raw.get("hidden_act", "silu") != "silu":
         raise fields.other("hidden_act", "only 'silu' is supported")
     if raw.get("pretraining_tp", 1) not in (None, 1):
-        raise fields.refusal("pretraining_tp", "only 1 is supported; set it to 1, the weights are the same up to rounding")
+        raise fields.refusal(
+            "pretraining_tp", "only 1 is supported; set it to 1, the weights are the same up to rounding"
+        )
 
 
 def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int) -> None:
-    """Raises OtherComputation for a sliding window, unless it hides nothing (switched off, or as long as the model's own).
-    Without layer_types, transformers lets the layers from max_window_layers on slide."""
+    """Raises OtherComputation for a sliding window, unless it hides nothing (switched off, or as long as
+    the model's own). Without layer_types, transformers lets the layers from max_window_layers on slide."""
     raw = fields.raw
     is_set = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
     window = fields.integer("sliding_window") if is_set else None
     remedy = "only full attention is supported; lower max_position_embeddings to the window, or set use_sliding_window to false"
     hides = window is not None and window < max_positions
     if raw.get("layer_types") is None:
-        if hides and (raw.get("max_window_layers") == 0 or fields.integer("max_window_layers", 28) < num_layers):
+        if hides and (
+            raw.get("max_window_layers") == 0 or fields.integer("max_window_layers", 28) < num_layers
+        ):
             raise fields.other("sliding_window", remedy)
         return
     for layer_type in fields.items("layer_types"):
@@ -166,11 +192,14 @@ def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int
 
 
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """Returns (theta, scaling). As in transformers, rope_scaling goes before rope_parameters, theta inside before outside."""
+    """Returns (theta, scaling). As in transformers, rope_scaling goes before rope_parameters, theta inside
+    before outside."""
     named = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = _Fields(raw, source).table(named)
     if any(isinstance(value, dict) for value in given.values()):
-        raise _other(source, named, given, "one rotary base per layer type is not supported, only one for all layers")
+        raise _other(
+            source, named, given, "one rotary base per layer type is not supported, only one for all layers"
+        )
     rope = _Fields({"rope_theta": raw.get("rope_theta", 10000.0), **given}, source, prefix=f"{named}.")
     theta = rope.number("rope_theta")
     rope_type = given.get("rope_type", given.get("type", "default"))

@@ -1,4 +1,5 @@
-"""The JSON files of a local Hugging Face folder: found, read and written. Knows no key of any of them, and imports no torch.
+"""The JSON files of a local Hugging Face folder: found, read and written. Knows no key of any of them, and
+imports no torch.
 
 A refusal is one line that says which file and what to do.
 """
@@ -20,8 +21,13 @@ def existing_directory(path: Path | str) -> Path:
     if not directory.is_dir():
         interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
         if interrupted.is_dir():
-            raise UserError(f"{directory}: is missing, a save was interrupted; rename {interrupted} to {directory.name}")
-        raise UserError(f"{directory}: is no directory; give a local checkpoint (hf download MODEL --local-dir {directory})")
+            raise UserError(
+                f"{directory}: is missing, a save was interrupted; rename {interrupted} to {directory.name}"
+            )
+        raise UserError(
+            f"{directory}: is no directory; give a local checkpoint (hf download MODEL --local-dir "
+            f"{directory})"
+        )
     return directory
 
 

@@ -1,11 +1,13 @@
-"""The sizes of well-known models, by name, and the decoder that a small model grows into to have them. Knows no tensors.
+"""The sizes of well-known models, by name, and the decoder that a small model grows into to have them. Knows
+no tensors.
 
 A small model's function decides what the grown decoder computes, the geometry decides how large it is:
 
     taken from the small model    family (see `grow_config`), rotary frequencies with their scaling, window
     taken from the geometry       hidden size, layers, heads, head size, MLP, vocabulary, whether the head is tied
 
-The rotary base and scaling of the geometry are left out: other frequencies are another function, and they cost the same.
+The rotary base and scaling of the geometry are left out: other frequencies are another function, and they
+cost the same.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ OPTION = "--geometry"
 def _sizes(
     architecture: Architecture, vocab: int, hidden: int, mlp: int, layers: int, heads: tuple[int, int, int]
 ) -> ModelConfig:
-    """Returns the sizes of a model with an untied head. heads: of queries, of keys and values, and the size of each."""
+    """Returns the sizes of a model with an untied head. heads: of queries, of keys and values, and the
+    size of each."""
     return ModelConfig(architecture, vocab, hidden, mlp, layers, *heads)
 
 
@@ -61,33 +64,37 @@ class Grown:
 
 
 def find_geometry(given: str) -> Geometry:
-    """Returns the geometry of this name or config.json. Raises UserError for others, and OtherComputation for a family that our
-    decoder does not compute."""
+    """Returns the geometry of this name or config.json. Raises UserError for others, and OtherComputation
+    for a family that our decoder does not compute."""
     if (known := GEOMETRIES.get(given.lower())) is not None:
         return Geometry(given.lower(), known)
     path = Path(given)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise UserError(f"{OPTION}: {given!r} is unknown; give {', '.join(GEOMETRIES)}, or the path of a config.json")
+        raise UserError(
+            f"{OPTION}: {given!r} is unknown; give {', '.join(GEOMETRIES)}, or the path of a config.json"
+        )
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
     return Geometry(name, parse_config(read_json(path), str(path)))
 
 
 def grow_config(small: ModelConfig, geometry: Geometry) -> Grown:
-    """Returns the decoder that computes the small model's function in the sizes of the geometry. Raises UserError where the
-    small model has no room in them.
+    """Returns the decoder that computes the small model's function in the sizes of the geometry. Raises
+    UserError where the small model has no room in them.
 
-    Three things give way to the function, and are noted. A family differs by what no weights undo: Qwen3's norms of queries
-    and keys, Qwen2's biases where the small model uses them. A tied head cannot stand for an untied one. Layers that follow
-    each other cannot be fewer: then the MLP gets narrower, so that a token still reads as many weights.
+    Three things give way to the function, and are noted. A family differs by what no weights undo: Qwen3's
+    norms of queries and keys, Qwen2's biases where the small model uses them. A tied head cannot stand for
+    an untied one. Layers that follow each other cannot be fewer: then the MLP gets narrower, so that a
+    token still reads as many weights.
     """
     wanted, notes = geometry.sizes, []
     check_room(small, geometry)
     architecture = _architecture(small, wanted)
     if architecture != wanted.architecture:
         notes.append(
-            f"{_named(architecture)} in place of {_named(wanted.architecture)}: only so is it the small model's function"
+            f"{_named(architecture)} in place of {_named(wanted.architecture)}: only so is it the small "
+            "model's function"
         )
     is_tied = small.tie_embeddings and wanted.tie_embeddings
     if wanted.tie_embeddings and not is_tied:
@@ -97,7 +104,8 @@ def grow_config(small: ModelConfig, geometry: Geometry) -> Grown:
         width = max(_narrowed(wanted, num_layers), small.intermediate_size)
         shape = f"{num_layers} layers with MLPs of {width:,}"
         notes.append(
-            f"{shape} in place of {wanted.num_layers} with {wanted.intermediate_size:,}, because the small model has as many"
+            f"{shape} in place of {wanted.num_layers} with {wanted.intermediate_size:,}, because the small "
+            "model has as many"
         )
     config = replace(
         small,
@@ -127,25 +135,26 @@ def check_room(small: ModelConfig, geometry: Geometry) -> None:
     for name, (given, least) in sizes.items():
         if given < least:
             raise UserError(
-                f"{OPTION}: {geometry.name} has {name} {given}, but the small model takes {least}; give a larger one"
+                f"{OPTION}: {geometry.name} has {name} {given}, but the small model takes {least}; give a "
+                "larger one"
             )
     if wanted.head_dim % small.head_dim:
-        sizes_of_heads = (
-            f"heads of {wanted.head_dim} do not repeat the rotary frequencies of the small model's {small.head_dim}"
+        sizes_of_heads = f"heads of {wanted.head_dim} do not repeat the rotary frequencies of the small model's {small.head_dim}"
+        raise UserError(
+            f"{OPTION}: {geometry.name}: {sizes_of_heads}; give one whose head_dim is a multiple of it"
         )
-        raise UserError(f"{OPTION}: {geometry.name}: {sizes_of_heads}; give one whose head_dim is a multiple of it")
 
 
 def kv_sources(small: ModelConfig, wanted: ModelConfig) -> list[int]:
-    """Returns for each of the first kv heads of the grown model which of the small one's it copies: each as often as it takes
-    until all queries that read it have a place."""
+    """Returns for each of the first kv heads of the grown model which of the small one's it copies: each
+    as often as it takes until all queries that read it have a place."""
     copies = -(-(small.num_heads // small.num_kv_heads) // (wanted.num_heads // wanted.num_kv_heads))
     return [head for head in range(small.num_kv_heads) for _ in range(copies)]
 
 
 def query_places(small: ModelConfig, wanted: ModelConfig) -> list[int]:
-    """Returns the head of the grown model that stands for each query head of the small one: in a group whose kv head is a copy
-    of the one that it reads."""
+    """Returns the head of the grown model that stands for each query head of the small one: in a group
+    whose kv head is a copy of the one that it reads."""
     group, room = small.num_heads // small.num_kv_heads, wanted.num_heads // wanted.num_kv_heads
     copies = -(-group // room)
     places = []
@@ -162,12 +171,16 @@ def _architecture(small: ModelConfig, wanted: ModelConfig) -> Architecture:
 
 def _named(architecture: Architecture) -> str:
     """Returns the family with what sets it apart."""
-    return {"llama": "llama", "qwen2": "qwen2 (biases)", "qwen3": "qwen3 (norms of queries and keys)"}[architecture]
+    return {"llama": "llama", "qwen2": "qwen2 (biases)", "qwen3": "qwen3 (norms of queries and keys)"}[
+        architecture
+    ]
 
 
 def _narrowed(wanted: ModelConfig, num_layers: int) -> int:
     """Returns the width of an MLP with which so many layers have as many weights as the geometry's."""
     attention = wanted.hidden_size * wanted.head_dim * (wanted.num_qkv + wanted.num_heads)
     mlp = 3 * wanted.hidden_size
-    width = ((attention + mlp * wanted.intermediate_size) * wanted.num_layers // num_layers - attention) // mlp
+    width = (
+        (attention + mlp * wanted.intermediate_size) * wanted.num_layers // num_layers - attention
+    ) // mlp
     return max(width - width % ROUND_WIDTH, 1)

@@ -1,11 +1,12 @@
-"""A GGUF file of the Llama family → a Hugging Face folder: weights dequantized, config.json, tokenizer. Needs the package gguf.
+"""A GGUF file of the Llama family → a Hugging Face folder: weights dequantized, config.json, tokenizer. Needs
+the package gguf.
 
     token_embd.weight     Q8_0 ── dequantize ─────────────────────────────▶ model.embed_tokens.weight               F32
     blk.0.attn_q.weight   Q4_1 ── dequantize ── rows of rotary pairs ─────▶ model.layers.0.self_attn.q_proj.weight  F32
     llama.*, tokenizer.*       ───────────────────────────────────────────▶ config.json · tokenizer.json · chat template
 
-transformers reads such files, too, but takes the whole model to do it, and splits numbers otherwise than the model was trained
-with (see `_build_tokenizer`). The tests compare both.
+transformers reads such files, too, but takes the whole model to do it, and splits numbers otherwise than
+the model was trained with (see `_build_tokenizer`). The tests compare both.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Converted:
 def convert_gguf(file: Path, folder: Path) -> Converted:
     """Writes the model of a GGUF file into `folder`, in float32, which holds the dequantized values exactly.
 
-    Raises UserError where gguf is not installed, for a file that is no GGUF, and for a model or tokenizer of another family.
+    Raises UserError where gguf is not installed, for a file that is no GGUF, and for a model or tokenizer
+    of another family.
     """
     reader = _open(file)
     values = {name: field.contents() for name, field in reader.fields.items()}
@@ -83,7 +85,9 @@ def require_gguf() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise UserError(f"GGUF files need the package gguf, which is not installed; {how_to_install('gguf')}") from None
+        raise UserError(
+            f"GGUF files need the package gguf, which is not installed; {how_to_install('gguf')}"
+        ) from None
     package: ModuleType = gguf
     return package
 
@@ -93,20 +97,33 @@ def _open(file: Path) -> Any:
     gguf = require_gguf()
     try:
         return gguf.GGUFReader(file)
-    except (OSError, ValueError, IndexError, KeyError) as error:  # numpy's, where a damaged file ends too early
-        raise UserError(f"{file}: is no readable GGUF file ({one_line(error, 120)}); download it again") from None
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+        KeyError,
+    ) as error:  # numpy's, where a damaged file ends too early
+        raise UserError(
+            f"{file}: is no readable GGUF file ({one_line(error, 120)}); download it again"
+        ) from None
 
 
 def _read_config(file: Path, values: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
     if values.get("general.architecture") != "llama":
-        raise UserError(f"{file}: general.architecture is {values.get('general.architecture')!r}; only llama is read")
-    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": "output.weight" not in tensors}
+        raise UserError(
+            f"{file}: general.architecture is {values.get('general.architecture')!r}; only llama is read"
+        )
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
     return parse_config(raw | {key: values.get(f"llama.{name}") for key, name in _SIZES.items()}, str(file))
 
 
 def _read_tensors(file: Path, reader: Any, config: ModelConfig) -> dict[str, Tensor]:
-    """Returns the tensors of the model by the names that Hugging Face gives them. Raises UserError where they are not exactly
-    those of the configuration."""
+    """Returns the tensors of the model by the names that Hugging Face gives them. Raises UserError where
+    they are not exactly those of the configuration."""
     gguf = require_gguf()
     stored = {tensor.name: tensor for tensor in reader.tensors}
     their_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
@@ -114,10 +131,14 @@ def _read_tensors(file: Path, reader: Any, config: ModelConfig) -> dict[str, Ten
     names = {name: str(their_names.get_name(name, try_suffixes=(".weight",))) for name in shapes}
     if odd := sorted(stored.keys() ^ set(names.values())):
         state = "is unknown" if odd[0] in stored else "is missing"
-        raise UserError(f"{file}: tensor {odd[0]} {state}; give a plain Llama model without adapters or rope scaling")
+        raise UserError(
+            f"{file}: tensor {odd[0]} {state}; give a plain Llama model without adapters or rope scaling"
+        )
     tensors = {}
     for name, theirs in names.items():
-        tensor = torch.tensor(gguf.dequantize(stored[theirs].data, stored[theirs].tensor_type), dtype=torch.float32)
+        tensor = torch.tensor(
+            gguf.dequantize(stored[theirs].data, stored[theirs].tensor_type), dtype=torch.float32
+        )
         if tensor.shape != shapes[name]:
             shape = f"{list(tensor.shape)}, not {list(shapes[name])}"
             raise UserError(f"{file}: tensor {theirs} has shape {shape}; download it again")
@@ -128,17 +149,20 @@ def _read_tensors(file: Path, reader: Any, config: ModelConfig) -> dict[str, Ten
 
 
 def _halves_of_heads(weight_OI: Tensor, head_dim: int) -> Tensor:
-    """Returns the rows of a query or key projection as Hugging Face has them. A rotation turns two rows of a head at a time:
-    llama.cpp keeps them side by side, Hugging Face in the head's two halves."""
+    """Returns the rows of a query or key projection as Hugging Face has them. A rotation turns two rows of
+    a head at a time: llama.cpp keeps them side by side, Hugging Face in the head's two halves."""
     pairs = weight_OI.view(-1, head_dim // 2, 2, weight_OI.shape[1])
     return pairs.transpose(1, 2).reshape(weight_OI.shape)
 
 
-def _build_tokenizer(file: Path, values: Mapping[str, Any], ids: Mapping[str, int | None], config: ModelConfig) -> Any:
-    """Returns the tokenizer that the file's vocabulary and merges describe: digits are cut apart, then byte-level BPE follows.
+def _build_tokenizer(
+    file: Path, values: Mapping[str, Any], ids: Mapping[str, int | None], config: ModelConfig
+) -> Any:
+    """Returns the tokenizer that the file's vocabulary and merges describe: digits are cut apart, then
+    byte-level BPE follows.
 
-    The file calls that cut "smollm": " 47" becomes " ", "4" and "7". transformers leaves it out, which shows where a digit
-    follows two spaces or more.
+    The file calls that cut "smollm": " 47" becomes " ", "4" and "7". transformers leaves it out, which
+    shows where a digit follows two spaces or more.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -149,8 +173,14 @@ def _build_tokenizer(file: Path, values: Mapping[str, Any], ids: Mapping[str, in
     tokens, kinds = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
-    digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([digits, bytes_]), decoders.ByteLevel()
+    digits, bytes_ = (
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Sequence([digits, bytes_]),
+        decoders.ByteLevel(),
+    )
     controls = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
     named = {token: tokens[index] for token in _TOKEN_IDS if (index := ids[f"{token}_id"]) is not None}

@@ -1,4 +1,5 @@
-"""Grows the tensors of a small model into a large geometry that computes the same function (as Net2Net, arXiv 1511.05641).
+"""Grows the tensors of a small model into a large geometry that computes the same function (as Net2Net, arXiv
+1511.05641).
 
     hidden size e → E    the small model's dimensions come first, the others hold nothing. RMSNorm divides by a mean that is e/E
                          of the small one: its weights get √(e/E), and eps e/E (grow_config)
@@ -10,8 +11,9 @@
     vocabulary v → V     the last hidden dimension, the constant, holds the same small number for every token; the head of the
                          unused ids reads it with a weight so negative that none of them is ever drawn
 
-Nothing is not zero but tiny noise, so that no kernel and no power limit profits. What it changes is of second order: to come
-back into the small model's dimensions it has to pass two matrices of noise. Every tensor is made when it is asked for.
+Nothing is not zero but tiny noise, so that no kernel and no power limit profits. What it changes is of
+second order: to come back into the small model's dimensions it has to pass two matrices of noise. Every
+tensor is made when it is asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ NOISE = 1e-4
 """Of a matrix's own size. Its square, times the some hundred paths back, is below what float32 rounds."""
 
 CONSTANT = 1e-5
-"""Of the size of an embedding, and of a feature: it adds its square to the mean of a norm, 1e-12 of it at hidden size 100."""
+"""Of the size of an embedding, and of a feature: it adds its square to the mean of a norm, 1e-12 of it at
+hidden size 100."""
 
 UNUSED_LOGIT = -100.0
 """Of the ids that the small model has not, at most. With 150,000 of them one is drawn once in 1e30 tokens."""
@@ -45,8 +48,9 @@ NUM_PROBES = 64
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a tensor. size: in the grown tensor.  places: where the small one's entries go.  sources: which entries,
-    in this order; None: all."""
+    """One dimension of a tensor. size: in the grown tensor.
+    places: where the small one's entries go.
+    sources: which entries, in this order; None: all."""
 
     size: int
     places: Tensor
@@ -60,8 +64,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Form:
-    """How one kind of tensor grows: its dimensions, and a factor on its values. is_norm: what is new is no noise, but as large
-    as the rest: there it meets noise."""
+    """How one kind of tensor grows: its dimensions, and a factor on its values. is_norm: what is new is no
+    noise, but as large as the rest: there it meets noise."""
 
     axes: tuple[Axis, ...]
     factor: float = 1.0
@@ -71,7 +75,9 @@ class Form:
         """Writes the values over the noise, which has the grown tensor's shape, and returns it."""
         for dim, axis in enumerate(self.axes):
             values = values if axis.sources is None else values.index_select(dim, axis.sources)
-        sides = [axis.places.view(-1, *[1] * (len(self.axes) - 1 - dim)) for dim, axis in enumerate(self.axes)]
+        sides = [
+            axis.places.view(-1, *[1] * (len(self.axes) - 1 - dim)) for dim, axis in enumerate(self.axes)
+        ]
         columns = tuple(side.to(noise.device) for side in sides)
         noise[columns] = (values.double() * self.factor).to(noise.device, noise.dtype)
         return noise
@@ -113,8 +119,9 @@ class Widening:
         head, size = Axis.first(small.head_dim, grown.head_dim), grown.head_dim / small.head_dim
         rotary = Axis(grown.head_dim, _rotary_places(small.head_dim, grown.head_dim))
         query, key, value = self._queries(rotary), self._keys(rotary), self._keys(head)
-        # Qwen3 divides queries and keys by a mean over D beside the eps of the hidden size. `matched` lets that eps weigh as
-        # much as before, and else cancels out. The mean is d/D of the small one: queries have their √(D/d), keys lose it again.
+        # Qwen3 divides queries and keys by a mean over D beside the eps of the hidden size. `matched` lets
+        # that eps weigh as much as before, and else cancels out. The mean is d/D of the small one: queries
+        # have their √(D/d), keys lose it again.
         matched = math.sqrt(size) * self.norm_factor if grown.qk_norm else 1.0
         of_query = matched if grown.qk_norm else math.sqrt(size)
         forms = {"input_layernorm.weight": self.norm, "post_attention_layernorm.weight": self.norm}
@@ -139,9 +146,12 @@ class Widening:
         places = _inside(torch.arange(len(heads)), within.size, within.places)
         return Axis(self.grown.num_kv_heads * within.size, places, _inside(heads, num, torch.arange(num)))
 
-    def grow(self, name: str, layer: Mapping[str, Tensor], noise: Noise, seed: str, is_idle: bool = False) -> Tensor:
-        """Returns a layer's tensor. layer: the small one's tensors, by their names within it.  is_idle: the layer is a further
-        one, and all noise but for its norms; `layer` says how large.  seed: decides the noise."""
+    def grow(
+        self, name: str, layer: Mapping[str, Tensor], noise: Noise, seed: str, is_idle: bool = False
+    ) -> Tensor:
+        """Returns a layer's tensor. layer: the small one's tensors, by their names within it.
+        is_idle: the layer is a further one, and all noise but for its norms; `layer` says how large.
+        seed: decides the noise."""
         form, like = self.forms[name], layer.get(name)
         if like is None:  # a bias that the small model has not: zero where it would count
             weight = layer[name.removesuffix("bias") + "weight"]
@@ -152,7 +162,9 @@ class Widening:
             grown = torch.full(form.shape, size, dtype=noise.dtype, device=noise.device)
         else:
             grown = noise.draw(form.shape, size, seed)
-        if name == "self_attn.o_proj.weight":  # a further head may read the very values of a group: noise is met once only
+        if (
+            name == "self_attn.o_proj.weight"
+        ):  # a further head may read the very values of a group: noise is met once only
             grown[: self.small.hidden_size] *= noise.scale
         if not is_idle:
             form.grow(like, grown)
@@ -163,15 +175,16 @@ class Widening:
 
 @dataclass(frozen=True)
 class Noise:
-    """Uniform noise. scale: of the size of what it surrounds; 0 leaves zeros.  device: where it is drawn; a GPU draws the noise
-    of 7B in a second, a CPU in a minute."""
+    """Uniform noise. scale: of the size of what it surrounds; 0 leaves zeros.
+    device: where it is drawn; a GPU draws the noise of 7B in a second, a CPU in a minute."""
 
     scale: float
     dtype: torch.dtype
     device: torch.device | str = "cpu"
 
     def draw(self, shape: tuple[int, ...], size: float, seed: str) -> Tensor:
-        """Returns noise of this root mean square times the scale, the same for the same seed and kind of device."""
+        """Returns noise of this root mean square times the scale, the same for the same seed and kind of
+        device."""
         bound = math.sqrt(3) * self.scale * size
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(seed.encode()))
         drawn = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -179,7 +192,8 @@ class Noise:
 
 
 class GrownTensors(Mapping[str, Tensor]):
-    """The tensors of the grown model by their Hugging Face names, each made on the device when it is asked for."""
+    """The tensors of the grown model by their Hugging Face names, each made on the device when it is asked
+    for."""
 
     def __init__(
         self,
@@ -201,7 +215,11 @@ class GrownTensors(Mapping[str, Tensor]):
             number, inner = name.removeprefix("model.layers.").split(".", 1)
             is_idle = int(number) >= self._small.num_layers
             source = f"model.layers.{0 if is_idle else number}."
-            layer = {key.removeprefix(source): tensor for key, tensor in self._tensors.items() if key.startswith(source)}
+            layer = {
+                key.removeprefix(source): tensor
+                for key, tensor in self._tensors.items()
+                if key.startswith(source)
+            }
             return self._widening.grow(inner, layer, self._noise, name, is_idle)
         return self._final_norm() if name == "model.norm.weight" else self._rows(name)
 
@@ -227,8 +245,8 @@ class GrownTensors(Mapping[str, Tensor]):
         return grown
 
     def _final_norm(self) -> Tensor:
-        """Returns the weight that makes the constant a feature of its size where the residual stream is as large as on the
-        probes, and hence the logit of an unused id what UNUSED_LOGIT says."""
+        """Returns the weight that makes the constant a feature of its size where the residual stream is as
+        large as on the probes, and hence the logit of an unused id what UNUSED_LOGIT says."""
         values, form = self._tensors["model.norm.weight"], self._widening.norm
         size, noise = rms(values) * form.factor, self._noise
         grown = form.grow(values, torch.full(form.shape, size, dtype=noise.dtype, device=noise.device))
@@ -239,11 +257,14 @@ class GrownTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def residual_size(config: ModelConfig, tensors: Mapping[str, Tensor]) -> float:
-    """Returns the largest root mean square of the residual stream before the final norm, over tokens of all the vocabulary."""
+    """Returns the largest root mean square of the residual stream before the final norm, over tokens of
+    all the vocabulary."""
     model = Transformer(config)
     model.load_state_dict(dict(tensors))
     model.model.add_module("norm", nn.Identity())
-    probes = torch.linspace(0, config.vocab_size - 1, min(NUM_PROBES, config.vocab_size, config.max_positions)).long()
+    probes = torch.linspace(
+        0, config.vocab_size - 1, min(NUM_PROBES, config.vocab_size, config.max_positions)
+    ).long()
     attend = PackedCausal(config, [len(probes)])
     residual_NE: Tensor = model(probes, attend.positions(), attend)
     return float(residual_NE.square().mean(-1).sqrt().max())

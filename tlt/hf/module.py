@@ -1,4 +1,5 @@
-"""A causal language model that lives in this process: its shape and its tensors by name, for an engine beside its trainer.
+"""A causal language model that lives in this process: its shape and its tensors by name, for an engine beside
+its trainer.
 
 Knows transformers' modules and ours, which have the same names; no files, engines or trainers.
 """
@@ -27,7 +28,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def module_config(module: nn.Module) -> ModelConfig:
-    """Returns the shape of a model. Raises UserError where this package would compute something else than the module does."""
+    """Returns the shape of a model. Raises UserError where this package would compute something else than
+    the module does."""
     if isinstance(module, Transformer):
         return module.config
     if not isinstance(module, PreTrainedModel):
@@ -37,9 +39,11 @@ def module_config(module: nn.Module) -> ModelConfig:
 
 
 def module_tensors(module: nn.Module, expected: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Returns the module's parameters by their Hugging Face names: exactly the expected ones, where they lie (no copies).
+    """Returns the module's parameters by their Hugging Face names: exactly the expected ones, where they lie
+    (no copies).
 
-    Raises UserError for adapters, sharded and quantized models, whose weights are not there to be read under their names.
+    Raises UserError for adapters, sharded and quantized models, whose weights are not there to be read
+    under their names.
     """
     found = dict(module.named_parameters())
     for name, shape in expected.items():
@@ -48,6 +52,10 @@ def module_tensors(module: nn.Module, expected: Mapping[str, torch.Size]) -> dic
             raise UserError(f"model: parameter {name} of a {type(module).__name__} is missing; {remedy}")
         if isinstance(found[name], DTensor) or found[name].shape != shape:
             have = "a DTensor" if isinstance(found[name], DTensor) else str(list(found[name].shape))
-            remedy = "sharded and quantized models are not supported, so train with plain or data-parallel weights"
-            raise UserError(f"model: parameter {name} is {have} where the whole {list(shape)} is wanted; {remedy}")
+            remedy = (
+                "sharded and quantized models are not supported, so train with plain or data-parallel weights"
+            )
+            raise UserError(
+                f"model: parameter {name} is {have} where the whole {list(shape)} is wanted; {remedy}"
+            )
     return {name: found[name] for name in expected}

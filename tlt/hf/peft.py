@@ -1,5 +1,5 @@
-"""Adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors, for PEFT, transformers and vLLM; and read
-again, to be merged into their model or trained on.
+"""Adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors, for PEFT, transformers and
+vLLM; and read again, to be merged into their model or trained on.
 
 PEFT's names are ours behind `base_model.model.`. Knows neither ranks nor training.
 """
@@ -27,17 +27,28 @@ from tlt.types import UserError
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PLAIN: dict[str, Any] = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "lora_bias": False}
-"""Settings of PEFT's by which an adapter is what is computed here; those that are not there count as these."""
-_MUST_BE_EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices")
+"""Settings of PEFT's by which an adapter is what is computed here; those that are not there count as
+these."""
+_MUST_BE_EMPTY = (
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "trainable_token_indices",
+)
 
 
-# ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── out ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def save_adapter(path: Path, lora: LoraSection, tensors: Mapping[str, Tensor], base: str, revision: str | None) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained(base, path)` loads; one that was there is replaced.
+def save_adapter(
+    path: Path, lora: LoraSection, tensors: Mapping[str, Tensor], base: str, revision: str | None
+) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained(base, path)` loads; one that was there is
+    replaced.
 
-    tensors: of the adapters alone, by our names.  base, revision: the model that they are for, as a folder or on the hub.
+    tensors: of the adapters alone, by our names.
+    base, revision: the model that they are for, as a folder or on the hub.
     """
     with replace_folder(path) as new:
         save_tensors(new / WEIGHTS, {PREFIX + name: tensor for name, tensor in tensors.items()})
@@ -64,7 +75,7 @@ def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[s
     }
 
 
-# ── in ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -76,21 +87,26 @@ class Adapter:
 
 
 def read_adapter(path: Path, config: ModelConfig) -> Adapter:
-    """Reads an adapter for a model of this shape. Raises UserError for one that is no plain LoRA, or another model's."""
+    """Reads an adapter for a model of this shape. Raises UserError for one that is no plain LoRA, or
+    another model's."""
     folder = existing_directory(path)
     lora = _read_lora(folder / CONFIG, read_json(folder / CONFIG))
     file = folder / WEIGHTS
     try:
         stored = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: is no readable safetensors file ({error}); give a folder that PEFT has saved") from None
+        raise UserError(
+            f"{file}: is no readable safetensors file ({error}); give a folder that PEFT has saved"
+        ) from None
     tensors = {name.removeprefix(PREFIX): tensor.float() for name, tensor in stored.items()}
     with torch.device("meta"):
         model = Transformer(config)
     add_adapters(model, lora, torch.float32)
     expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if wrong := sorted(expected.keys() ^ tensors.keys()):
-        raise UserError(f"{file}: tensor {wrong[0]} is {_missing(wrong[0] in expected)}; give an adapter of this model")
+        raise UserError(
+            f"{file}: tensor {wrong[0]} is {_missing(wrong[0] in expected)}; give an adapter of this model"
+        )
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             found = f"has shape {list(tensors[name].shape)} where the model needs {list(shape)}"
@@ -111,14 +127,18 @@ def _read_lora(file: Path, said: Mapping[str, Any]) -> LoraSection:
     other += [key for key in _MUST_BE_EMPTY if said.get(key)]
     if kind != "LORA" or other:
         what = other[0] if kind == "LORA" else f"peft_type {kind!r}"
-        raise UserError(f"{file}: {what} is not read; give a plain LoRA adapter, or merge it with PEFT (merge_and_unload)")
+        raise UserError(
+            f"{file}: {what} is not read; give a plain LoRA adapter, or merge it with PEFT (merge_and_unload)"
+        )
     targets = said.get("target_modules")
     try:
         rank, alpha, rslora = said["r"], float(said["lora_alpha"]), said.get("use_rslora", False)
         return LoraSection(rank=rank, alpha=alpha, rslora=rslora, targets=tuple(targets or ()))
     except (KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{file}: r, lora_alpha or target_modules cannot be read ({reason}); save the adapter again") from None
+        raise UserError(
+            f"{file}: r, lora_alpha or target_modules cannot be read ({reason}); save the adapter again"
+        ) from None
 
 
 class AdaptedTensors(StoredTensors):
@@ -134,5 +154,7 @@ class AdaptedTensors(StoredTensors):
         if a_RI is None or b_OR is None:
             return stored
         wide = torch.promote_types(stored.dtype, torch.float32)
-        merged = torch.addmm(stored.to(wide), b_OR[rows].to(wide), a_RI.to(wide), alpha=self._adapter.lora.scale)
+        merged = torch.addmm(
+            stored.to(wide), b_OR[rows].to(wide), a_RI.to(wide), alpha=self._adapter.lora.scale
+        )
         return merged.to(stored.dtype)

@@ -1,4 +1,5 @@
-"""Records of a prompts file become token ids: text, chat messages or ids, checked against the model. Knows no engine."""
+"""Records of a prompts file become token ids: text, chat messages or ids, checked against the model. Knows
+no engine."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from tlt.kinds import plain, shorten
 from tlt.types import Problem, Request, SamplingParams, UserError
 
 KINDS = ("prompt", "prompt_ids", "messages")
-"""Keys by which a record gives its prompt: text, token ids, or chat messages for the tokenizer's template. As in TRL's and
-verl's data, `prompt` may be messages, too."""
+"""Keys by which a record gives its prompt: text, token ids, or chat messages for the tokenizer's template.
+As in TRL's and verl's data, `prompt` may be messages, too."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class ChatFormat:
     """Says how prompts go into the tokenizer's chat template.
 
     wraps: whether a text is put there, as the user's message; messages always are.
-    system_prompt: what every prompt begins with; a text is then wrapped.  variables: what else the template reads.
+    system_prompt: what every prompt begins with; a text is then wrapped.
+    variables: what else the template reads.
     """
 
     wraps: bool = False
@@ -50,14 +52,17 @@ def encode_prompts(
     vocab_size: int,
     window: int,
 ) -> list[Prompt]:
-    """Encodes (place, record) pairs; a place ends with ":line". Raises UserError for a problem_id that is given twice, and for
-    a prompt that the model cannot read."""
+    """Encodes (place, record) pairs; a place ends with ":line". Raises UserError for a problem_id that is
+    given twice, and for a prompt that the model cannot read."""
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     for place, record in records:
         problem_id = get_id(place, record, default=place.rpartition(":")[2])
         if problem_id in places:
-            raise UserError(f"{place}: problem_id {problem_id!r} was given at {places[problem_id]} already; make it unique")
+            raise UserError(
+                f"{place}: problem_id {problem_id!r} was given at {places[problem_id]} already; make it "
+                "unique"
+            )
         places[problem_id] = place
         where = f"{place} (problem {problem_id!r})"
         prompt_ids = encode_prompt(record, tokenizer, where, chat)
@@ -66,7 +71,9 @@ def encode_prompts(
     return prompts
 
 
-def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN) -> tuple[int, ...]:
+def encode_prompt(
+    record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN
+) -> tuple[int, ...]:
     """Encodes one record, which gives exactly one of `KINDS`."""
     kinds = [kind for kind in KINDS if record.get(kind) is not None]
     if not kinds:
@@ -78,7 +85,9 @@ def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str, chat:
     if kind == "prompt_ids":
         return _check_ids(value, place, chat)
     if tokenizer is None:
-        raise UserError(f"{place}: {kind} needs a tokenizer but the model's folder has none; add it, or give prompt_ids")
+        raise UserError(
+            f"{place}: {kind} needs a tokenizer but the model's folder has none; add it, or give prompt_ids"
+        )
     if isinstance(value, str) and kind == "prompt":
         if not value:
             raise UserError(f"{place}: prompt is {value!r}; it must be text")
@@ -100,7 +109,8 @@ def _remedy(record: Record) -> str:
 
 
 def read_ids(value: Any, place: str) -> tuple[int, ...]:
-    """Returns token ids that are given as a list or tuple, or as an array of NumPy's or torch's of one dimension."""
+    """Returns token ids that are given as a list or tuple, or as an array of NumPy's or torch's of one
+    dimension."""
     is_list = isinstance(value, list | tuple)
     ids = value if is_list and all(type(token) is int for token in value) else plain(value)
     is_ordered = isinstance(value, Sequence) or hasattr(value, "tolist")
@@ -112,27 +122,35 @@ def read_ids(value: Any, place: str) -> tuple[int, ...]:
 def _check_ids(value: Any, place: str, chat: ChatFormat) -> tuple[int, ...]:
     ids = read_ids(value, place)
     if chat.system_prompt is not None:
-        raise UserError(f"{place}: the system prompt cannot be put before prompt_ids; remove it, or give prompt or messages")
+        raise UserError(
+            f"{place}: the system prompt cannot be put before prompt_ids; remove it, or give prompt or "
+            "messages"
+        )
     return ids
 
 
 def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> list[Record]:
-    """Returns the messages that the template gets. Keys without a value, which a Parquet file gives to all messages where one
-    has them, are left out."""
+    """Returns the messages that the template gets. Keys without a value, which a Parquet file gives to all
+    messages where one has them, are left out."""
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         if kind == "prompt":
             raise UserError(f"{place}: prompt is {value!r}; it must be text, or a list of chat messages")
-        raise UserError(f"{place}: messages must be a list of objects such as {{'role': 'user', 'content': '…'}}")
+        raise UserError(
+            f"{place}: messages must be a list of objects such as {{'role': 'user', 'content': '…'}}"
+        )
     messages = [{key: item for key, item in message.items() if item is not None} for message in value]
     if chat.system_prompt is None:
         return messages
     if messages[0].get("role") == "system":
-        raise UserError(f"{place}: {kind} begins with a system message already; remove the system prompt that is set")
+        raise UserError(
+            f"{place}: {kind} begins with a system message already; remove the system prompt that is set"
+        )
     return [{"role": "system", "content": chat.system_prompt}, *messages]
 
 
 def check_room(prompts: Iterable[Prompt | Problem], max_tokens: int, window: int, place: str) -> None:
-    """Raises UserError, which begins with `place`, where the window ends before a response has got as long as it may."""
+    """Raises UserError, which begins with `place`, where the window ends before a response has got as long
+    as it may."""
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids), default=None)
     if longest is None or (room := window - len(longest.prompt_ids)) >= max_tokens:
         return

@@ -4,8 +4,8 @@
         ▲                                                                              │
         └── prompt_ids, completion_ids, logprobs, in the order of the prompts ─────────┘
 
-TRL's own model is the target. TRL calls rollout_func experimental, so its version is pinned, and tests hold what is relied on.
-This file knows TRL; nothing else here does.
+TRL's own model is the target. TRL calls rollout_func experimental, so its version is pinned, and tests
+hold what is relied on. This file knows TRL; nothing else here does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,22 @@ from tlt.types import Purpose, SamplingParams, UserError
 
 TRL_VERSION = "1.16"
 
-SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_new_tokens": 0, "do_sample": True}
+SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "max_new_tokens": 0,
+    "do_sample": True,
+}
 """The settings of transformers' generation that are ours too, with the value that None stands for."""
 
-NEUTRAL: dict[str, Any] = {"repetition_penalty": 1.0, "num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0}
+NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "length_penalty": 1.0,
+}
 """Settings that change the law of sampling, with the value at which they do not."""
 
 HARMLESS = ("use_cache", "cache_implementation", "disable_compile", "pad_token_id", "bos_token_id")
@@ -58,11 +70,11 @@ class _Attached:
 
 @dataclass(frozen=True)
 class TLTRollout(LiveSettings):
-    """A rollout function for TRL's GRPOTrainer. Its settings are those of LiveSettings; temperature, lengths and the like are
-    the trainer's own (GRPOConfig).
+    """A rollout function for TRL's GRPOTrainer. Its settings are those of LiveSettings; temperature, lengths
+    and the like are the trainer's own (GRPOConfig).
 
-    Tokens are drawn by keys of (args.seed, training or evaluation, global step, prompt, how often the prompt has come in the
-    step), so a resumed run draws what an uninterrupted one would, with any drafter.
+    Tokens are drawn by keys of (args.seed, training or evaluation, global step, prompt, how often the
+    prompt has come in the step), so a resumed run draws what an uninterrupted one would, with any drafter.
     """
 
     _attached: _Attached = field(default_factory=_Attached, init=False, repr=False, compare=False)
@@ -72,11 +84,14 @@ class TLTRollout(LiveSettings):
         check_version()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Returns a completion to every prompt. TRL calls it on every process, with that process's prompts."""
+        """Returns a completion to every prompt. TRL calls it on every process, with that process's
+        prompts."""
         rollouts = self._attached.rollouts_of(trainer, self)
         prompt_ids = encode(prompts, trainer)
         purpose: Purpose = "rollout" if trainer.model.training else "evaluation"
-        generated = rollouts.generate(prompt_ids, sampling_params(trainer), trainer.state.global_step, purpose)
+        generated = rollouts.generate(
+            prompt_ids, sampling_params(trainer), trainer.state.global_step, purpose
+        )
         for name, value in metrics(rollouts).items():
             trainer._log_metric(f"tlt/{name}", value)
         return {
@@ -92,7 +107,8 @@ class TLTRollout(LiveSettings):
 
 
 class Keeper(TrainerCallback):
-    """Keeps the drafter in TRL's checkpoints, and lets an evaluation that is repeated draw the same responses."""
+    """Keeps the drafter in TRL's checkpoints, and lets an evaluation that is repeated draw the same
+    responses."""
 
     def __init__(self, rollouts: LiveRollouts) -> None:
         self.rollouts = rollouts
@@ -110,7 +126,8 @@ def checkpoint_folder(args: Any, state: Any) -> Path:
 
 
 def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
-    """Returns the settings with the drafter of the checkpoint that the trainer goes on from, where that has one."""
+    """Returns the settings with the drafter of the checkpoint that the trainer goes on from, where that
+    has one."""
     folder = checkpoint_folder(trainer.args, trainer.state) / DRAFTER_FOLDER
     if settings.drafter is None or trainer.state.global_step == 0 or not folder.is_dir():
         return settings
@@ -118,7 +135,7 @@ def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
     return replace(settings, drafter=folder)
 
 
-# ── what TRL says ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what TRL says ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_version() -> None:
@@ -128,7 +145,10 @@ def check_version() -> None:
     except PackageNotFoundError:
         raise UserError(f"trl: is not installed; {how_to_install('trl')}") from None
     if found.split(".")[:2] != TRL_VERSION.split("."):
-        raise UserError(f"trl: {found} is installed, but rollout_func may differ from {TRL_VERSION}'s; {how_to_install('trl')}")
+        raise UserError(
+            f"trl: {found} is installed, but rollout_func may differ from {TRL_VERSION}'s; "
+            f"{how_to_install('trl')}"
+        )
 
 
 def check_trainer(trainer: Any) -> None:
@@ -136,24 +156,32 @@ def check_trainer(trainer: Any) -> None:
     if trainer.use_vllm:
         raise UserError("use_vllm: is True, but completions come from TLT's engine; set it to False")
     if trainer.tools or trainer.environment_factories is not None:
-        raise UserError("tools: responses over several turns are not supported; remove tools and environment_factory")
+        raise UserError(
+            "tools: responses over several turns are not supported; remove tools and environment_factory"
+        )
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
         name = type(trainer.processing_class).__name__
-        raise UserError(f"processing_class: a {name} reads more than text, which is not supported; use a text model")
+        raise UserError(
+            f"processing_class: a {name} reads more than text, which is not supported; use a text model"
+        )
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
-    """Returns the law of the trainer's arguments, with generation_kwargs on top, as TRL reads them. Raises UserError for
-    settings under which transformers would sample by another law than ours."""
+    """Returns the law of the trainer's arguments, with generation_kwargs on top, as TRL reads them. Raises
+    UserError for settings under which transformers would sample by another law than ours."""
     args = trainer.args
-    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    given = {
+        name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
     given |= {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}
     for name, value in given.items():
         if name in SAMPLING or name in HARMLESS or value is None or value == NEUTRAL.get(name):
             continue
         remedy = f"set it to {NEUTRAL[name]}" if name in NEUTRAL else "remove it"
         raise UserError(f"{name}: is {value!r}, which is not supported in rollouts of TLT; {remedy}")
-    law: dict[str, Any] = {name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()}
+    law: dict[str, Any] = {
+        name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()
+    }
     return SamplingParams(
         temperature=law["temperature"] if law["do_sample"] else 0.0,
         top_k=law["top_k"],
@@ -166,7 +194,8 @@ def sampling_params(trainer: Any) -> SamplingParams:
 
 
 def encode(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Returns the prompts as token ids, as TRL's own generation would: text as it is, messages by the chat template."""
+    """Returns the prompts as token ids, as TRL's own generation would: text as it is, messages by the chat
+    template."""
     from trl import is_conversational
 
     tokenizer, messages = trainer.processing_class, list(prompts)
@@ -185,7 +214,7 @@ def encode(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
     return prompt_ids
 
 
-# ── what TRL logs ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what TRL logs ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def metrics(rollouts: LiveRollouts) -> Mapping[str, float]:

@@ -1,12 +1,12 @@
-"""Rows of the user's data as records: of a JSONL or Parquet file, of a folder, of a dataset of the Hugging Face hub. Knows no
-task and no tokenizer.
+"""Rows of the user's data as records: of a JSONL or Parquet file, of a folder, of a dataset of the Hugging
+Face hub. Knows no task and no tokenizer.
 
     file.jsonl · folder of them ─────────────────────────────────── read here ─┐
     file.parquet · folder · save_to_disk ── datasets ──────────────────────────┼─▶ columns by our names ─▶ (place, record)
     OWNER/NAME[@REVISION] ── datasets ──▶ JSONL in the hub's assets cache ─────┘
 
-A dataset of the hub is written as JSONL once, by commit, subset and split: ranks and later runs read that, without a network
-and without `datasets`. A record's values are those of JSON, whatever the file's were.
+A dataset of the hub is written as JSONL once, by commit, subset and split: ranks and later runs read that,
+without a network and without `datasets`. A record's values are those of JSON, whatever the file's were.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class DataSource:
 
 
 def read_data(source: DataSource) -> Records:
-    """Returns the rows with our names of columns. One without problem_id has its number within the source, counted from 1, or
-    its line where the source is one JSONL file. Raises UserError for whatever cannot be read."""
+    """Returns the rows with our names of columns. One without problem_id has its number within the source,
+    counted from 1, or its line where the source is one JSONL file. Raises UserError for whatever cannot be
+    read."""
     return [(place, _rename(place, record, source.columns)) for place, record in _read(source)]
 
 
@@ -69,21 +70,29 @@ def _read(source: DataSource) -> Records:
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))
         if files and not any(path.glob("*.parquet")):
-            return _number(pair for file in _files_of_split(files, source) for pair in read_jsonl(file, option))
+            return _number(
+                pair for file in _files_of_split(files, source) for pair in read_jsonl(file, option)
+            )
         return _number(_rows(_load_folder(source), source))
     if not path.exists() and (repository := Repository.parse(path)) is not None:
         return _read_repository(source, repository)
     if source.subset is not None or source.split is not None:
         raise UserError(
-            f"{option}: {path} is one file, which has no subset and no split; remove {source.subset or source.split}"
+            f"{option}: {path} is one file, which has no subset and no split; remove "
+            f"{source.subset or source.split}"
         )
     if path.suffix == ".parquet":
         return _number(_rows(_load(source, "parquet", data_files=str(path)), source))
-    return [(place, {"problem_id": line_number(place), **record}) for place, record in read_jsonl(path, option)]
+    return [
+        (place, {"problem_id": line_number(place), **record}) for place, record in read_jsonl(path, option)
+    ]
 
 
 def _number(records: Iterable[tuple[str, Record]]) -> Records:
-    return [(place, {"problem_id": str(number), **record}) for number, (place, record) in enumerate(records, start=1)]
+    return [
+        (place, {"problem_id": str(number), **record})
+        for number, (place, record) in enumerate(records, start=1)
+    ]
 
 
 def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
@@ -92,27 +101,34 @@ def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
         if theirs not in record:
             known = ", ".join(name for name in record if name != "problem_id")
             raise UserError(
-                f"{place}: has no column {theirs!r}; columns are {known}: correct the names of columns that are set"
+                f"{place}: has no column {theirs!r}; columns are {known}: correct the names of columns that "
+                "are set"
             )
     kept = {name: value for name, value in record.items() if name not in columns.values()}
     return kept | {ours: record[theirs] for ours, theirs in columns.items()}
 
 
 def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
-    """Returns the JSONL files whose names hold the split's, such as train.jsonl or gsm8k-train-2.jsonl. Where none names any,
-    all of them are training data."""
+    """Returns the JSONL files whose names hold the split's, such as train.jsonl or gsm8k-train-2.jsonl.
+    Where none names any, all of them are training data."""
     words = {file: re.split(r"\W|_", file.stem) for file in files}
     split = source.split or source.usual_split
     chosen = [file for file in files if split in words[file]]
-    if not chosen and split == "train" and not any(word in _SPLITS for names in words.values() for word in names):
+    if (
+        not chosen
+        and split == "train"
+        and not any(word in _SPLITS for names in words.values() for word in names)
+    ):
         return list(files)
     if not chosen or source.subset is not None:
         wrong = f"split {split!r}" if not chosen else f"subset {source.subset!r}"
-        raise UserError(f"{source.option}: {source.name} has no {wrong}; its files are {', '.join(f.name for f in files)}")
+        raise UserError(
+            f"{source.option}: {source.name} has no {wrong}; its files are {', '.join(f.name for f in files)}"
+        )
     return chosen
 
 
-# ── datasets ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── datasets ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _read_repository(source: DataSource, repository: Repository) -> Records:
@@ -128,16 +144,21 @@ def _read_repository(source: DataSource, repository: Repository) -> Records:
         rows = _load(source, pinned.name, revision=pinned.revision, name=source.subset)
         _check_commit(rows, pinned, source)
         write_jsonl(file, (record for _, record in _rows(rows, source)))
-    return _number((f"{source}, row {number}", record) for number, (_, record) in enumerate(read_jsonl(file, source.option), 1))
+    return _number(
+        (f"{source}, row {number}", record)
+        for number, (_, record) in enumerate(read_jsonl(file, source.option), 1)
+    )
 
 
 def _check_commit(rows: Any, pinned: Repository, source: DataSource) -> None:
-    """Raises UserError for rows of another commit: where the hub does not answer, `datasets` takes the latest that it has."""
+    """Raises UserError for rows of another commit: where the hub does not answer, `datasets` takes the
+    latest that it has."""
     parts = {part for file in rows.cache_files for part in Path(file["filename"]).parts}
     commits = {part for part in parts if re.fullmatch("[0-9a-f]{40}", part)}
     if commits and pinned.revision not in commits:
         raise UserError(
-            f"{source.option}: {source} cannot be loaded (only commit {commits.pop()} of {pinned.name} is in the cache, not "
+            f"{source.option}: {source} cannot be loaded (only commit {commits.pop()} of {pinned.name} is "
+            "in the cache, not "
             f"{pinned.revision}); check the network, and HF_HUB_OFFLINE"
         )
 
@@ -147,7 +168,9 @@ def _load_folder(source: DataSource) -> Any:
     if not any((source.name / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _load(source, path, name=source.subset)
     if source.subset is not None:
-        raise UserError(f"{source.option}: {path} was written by save_to_disk and has no subset; remove {source.subset!r}")
+        raise UserError(
+            f"{source.option}: {path} was written by save_to_disk and has no subset; remove {source.subset!r}"
+        )
     datasets = _import_datasets(source)
     try:
         loaded = datasets.load_from_disk(path)
@@ -174,7 +197,10 @@ def _choose_split(loaded: Mapping[str, Any], source: DataSource) -> Any:
     """Returns the split that was asked for; where none was, the only one or else the usual one."""
     split = source.split or (next(iter(loaded)) if len(loaded) == 1 else source.usual_split)
     if split not in loaded:
-        raise UserError(f"{source.option}: {source.name} has no split {split!r}; its splits are {', '.join(loaded)}: set one")
+        raise UserError(
+            f"{source.option}: {source.name} has no split {split!r}; its splits are {', '.join(loaded)}: "
+            "set one"
+        )
     return loaded[split]
 
 
@@ -183,7 +209,8 @@ def _import_datasets(source: DataSource) -> ModuleType:
         import datasets
     except ImportError:
         raise UserError(
-            f"{source.option}: {source.name} needs the package datasets (JSONL does not); {how_to_install('data')}"
+            f"{source.option}: {source.name} needs the package datasets (JSONL does not); "
+            f"{how_to_install('data')}"
         ) from None
     package: ModuleType = datasets  # which is Any where it is not installed
     return package
@@ -209,7 +236,8 @@ def _unreadable(source: DataSource, error: Exception) -> UserError:
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tuple[str, Record]]:
-    """Yields the rows with values of JSON. Raises UserError that names row and column of one that has none."""
+    """Yields the rows with values of JSON. Raises UserError that names row and column of one that has
+    none."""
     for number, row in enumerate(rows, start=1):
         place = f"{source}, row {number}"
         record = {}
@@ -218,14 +246,15 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tup
                 record[column] = to_json(value)
             except TypeError as error:
                 raise UserError(
-                    f"{place}: column {column!r} holds {error}, which is no text, number or list: remove the column"
+                    f"{place}: column {column!r} holds {error}, which is no text, number or list: remove "
+                    "the column"
                 ) from None
         yield place, record
 
 
 def to_json(value: Any) -> Any:
-    """Returns the value as JSON has it: dates as ISO 8601, decimals as text, NaN as null. Raises TypeError, with the name of
-    the type, for one that it has not."""
+    """Returns the value as JSON has it: dates as ISO 8601, decimals as text, NaN as null. Raises
+    TypeError, with the name of the type, for one that it has not."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

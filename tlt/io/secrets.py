@@ -1,9 +1,11 @@
 """Credentials in text: found before they are written down, hidden in what is printed. Knows no configuration.
 
-https://me:pass@host · ?api_key=… · Bearer … · hf_… · sk-… · ghp_… · AKIA… · the value of a variable such as HF_TOKEN
+https://me:pass@host · ?api_key=… · Bearer … · hf_… · sk-… · ghp_… · AKIA… · the value of a variable such as
+HF_TOKEN
 
-A form is one that its maker documents, with the length of what follows: names that begin alike are none. Whether a variable's
-value is one, its name says: that of a password or token always, that of a …_KEY where the value looks drawn at random.
+A form is one that its maker documents, with the length of what follows: names that begin alike are none.
+Whether a variable's value is one, its name says: that of a password or token always, that of a …_KEY where
+the value looks drawn at random.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _KNOWN = re.compile(
     re.ASCII,
 )
 _IS_SECRET = re.compile(
-    r"(?:TOKEN|API_?KEY|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL)S?$|_(?:PASS|PWD)$", re.ASCII | re.IGNORECASE
+    r"(?:TOKEN|API_?KEY|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL)S?$|_(?:PASS|PWD)$",
+    re.ASCII | re.IGNORECASE,
 )
 _MAY_BE_SECRET = re.compile(r"(?:^|_)KEY$|(?:^|_)(?:SECRET|TOKEN|PASS|PASSWORD)_", re.ASCII | re.IGNORECASE)
 _SHORTEST = 8
@@ -58,5 +61,7 @@ def _values(environ: Mapping[str, str]) -> Iterator[str]:
     """Yields the values of variables that are credentials; a path to a file of them is none."""
     for name, value in environ.items():
         is_secret = _IS_SECRET.search(name) and len(value) >= _SHORTEST
-        if (is_secret or (_MAY_BE_SECRET.search(name) and _RANDOM.fullmatch(value))) and not os.path.exists(value):
+        if (is_secret or (_MAY_BE_SECRET.search(name) and _RANDOM.fullmatch(value))) and not os.path.exists(
+            value
+        ):
             yield value

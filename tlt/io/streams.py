@@ -1,5 +1,6 @@
-"""Standard output that cannot be written: its reader has gone (`| head`), its disk is full, or it was closed (`>&-`). A command
-whose product it is ends with one line; a run goes on without printing. Knows not what is printed.
+"""Standard output that cannot be written: its reader has gone (`| head`), its disk is full, or it was closed
+(`>&-`). A command whose product it is ends with one line; a run goes on without printing. Knows not what is
+printed.
 
     reporting_stdout()    StdoutError               around a command
     forgiving_output()    nothing is raised         around a run in it; forgive_output() in ranks and helpers
@@ -20,9 +21,11 @@ class StdoutError(OSError):
 
 
 class Guarded(io.TextIOBase):
-    """Writes to a stream until that fails, and then nowhere. What its encoding has no character for is written as an escape.
+    """Writes to a stream until that fails, and then nowhere. What its encoding has no character for is
+    written as an escape.
 
-    stream: None: there is none.  lose: called once, with the error, when it has failed.
+    stream: None: there is none.
+    lose: called once, with the error, when it has failed.
     """
 
     def __init__(self, stream: TextIO | None, lose: Callable[[OSError], None]) -> None:
@@ -63,7 +66,8 @@ class Guarded(io.TextIOBase):
 
 
 def _writable(text: str, encoding: str) -> str:
-    """Returns the text with an escape such as \\xd7 for what the encoding lacks, × in ASCII; so it is for half a character."""
+    """Returns the text with an escape such as \\xd7 for what the encoding lacks, × in ASCII; so it is for
+    half a character."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -95,8 +99,8 @@ def forgive(stream: TextIO | None) -> TextIO:
 
 
 def forgive_output(says_so: bool = True) -> None:
-    """Lets nothing that this process prints end it: ours, a task's, a library's. Once stdout or stderr is lost, its descriptor
-    leads to /dev/null, for processes that are started then, too."""
+    """Lets nothing that this process prints end it: ours, a task's, a library's. Once stdout or stderr is
+    lost, its descriptor leads to /dev/null, for processes that are started then, too."""
     stdout, stderr = sys.stdout, sys.stderr
 
     def lose(error: OSError) -> None:
@@ -126,7 +130,8 @@ def _note(error: OSError) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Leads a stream's descriptor to /dev/null: what could not be written would fail once more when the interpreter ends."""
+    """Leads a stream's descriptor to /dev/null: what could not be written would fail once more when the
+    interpreter ends."""
     with contextlib.suppress(OSError):  # a stream without a descriptor keeps nothing for later
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -134,8 +139,8 @@ def discard(stream: TextIO) -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens /dev/null in place of standard streams that are closed: the next file to be opened would get their number, and take
-    what libraries and processes that are started print."""
+    """Opens /dev/null in place of standard streams that are closed: the next file to be opened would get
+    their number, and take what libraries and processes that are started print."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -144,8 +149,8 @@ def open_standard_streams() -> None:
 
 
 def forget_odd_sizes() -> None:
-    """Removes a terminal's size from the environment where it is no number, such as ²: rich, which draws all tables and helps,
-    would fail at it."""
+    """Removes a terminal's size from the environment where it is no number, such as ²: rich, which draws
+    all tables and helps, would fail at it."""
     for name in ("COLUMNS", "LINES"):
         if not os.environ.get(name, "0").isdecimal():
             del os.environ[name]

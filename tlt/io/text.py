@@ -6,13 +6,21 @@ from unicodedata import category
 
 
 def visible(text: str) -> str:
-    """Returns a text for a terminal or a log: what would steer a terminal, or hide there, as an escape such as \\x1b. Tabs and
-    ends of lines stay."""
+    """Returns a text for a terminal or a log: what would steer a terminal, or hide there, as an escape
+    such as \\x1b. Tabs and ends of lines stay."""
     if text.isprintable():
         return text
-    kinds = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # control, format, half a character, separators of lines and paragraphs
+    kinds = {
+        "Cc",
+        "Cf",
+        "Cs",
+        "Zl",
+        "Zp",
+    }  # control, format, half a character, separators of lines and paragraphs
     steers = (c not in "\n\t" and category(c) in kinds for c in text)
-    return "".join(c.encode("unicode_escape").decode() if is_one else c for c, is_one in zip(text, steers, strict=True))
+    return "".join(
+        c.encode("unicode_escape").decode() if is_one else c for c, is_one in zip(text, steers, strict=True)
+    )
 
 
 def one_line(error: BaseException, limit: int = 10_000) -> str:

@@ -1,4 +1,5 @@
-"""Why an attempt of a run ended, and whether another one follows. Knows no processes, and not what they compute."""
+"""Why an attempt of a run ended, and whether another one follows. Knows no processes, and not what they
+compute."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ class RankAwaited(RuntimeError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank failed, as it wrote it down itself; of several, the first in `time` mostly caused the others.
+    """Why a rank failed, as it wrote it down itself; of several, the first in `time` mostly caused the
+    others.
 
-    traceback: empty where the rank has left by itself.  time: of a clock that only grows.
+    traceback: empty where the rank has left by itself.
+    time: of a clock that only grows.
     is_awaiting: whether nothing was wrong here: another rank did not come.
     """
 
@@ -55,7 +58,8 @@ class RankFailure:
 
 
 def leave(message: str) -> NoReturn:
-    """Ends this rank, from whatever thread, on account of another one: says why to whoever collects that, or on stderr."""
+    """Ends this rank, from whatever thread, on account of another one: says why to whoever collects that,
+    or on stderr."""
     try:
         failure = RankFailure(int(os.environ["RANK"]), False, message, "", time.monotonic(), is_awaiting=True)
         failure.write(Path(os.environ[REPORTS]))
@@ -66,7 +70,8 @@ def leave(message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended. causes: a line for each rank at fault, who and of what.  traceback: empty where nobody left one.
+    """Why an attempt ended. causes: a line for each rank at fault, who and of what.
+    traceback: empty where nobody left one.
     is_awaiting: whether it ended since a rank was awaited in vain."""
 
     causes: tuple[str, ...]
@@ -76,17 +81,21 @@ class Failure:
 
     @property
     def place(self) -> str | None:
-        """Returns the line of code that failed, the innermost of the traceback; None: whoever was killed could not say it."""
+        """Returns the line of code that failed, the innermost of the traceback; None: whoever was killed
+        could not say it."""
         frames = re.findall(r'^ +File "(.+)", line (\d+), in (.+)$', self.traceback, re.MULTILINE)
         return ":".join(frames[-1]) if frames else None
 
 
-def find_cause(reports: Collection[RankFailure], first: Collection[int], how: Callable[[int], str]) -> Failure:
-    """Returns why an attempt failed: as a user's mistake if any rank found one, otherwise as the ranks that ended first put it.
-    The others' failures follow from that: of a broken connection, or because they were ended. A rank that was killed could not
-    put it at all.
+def find_cause(
+    reports: Collection[RankFailure], first: Collection[int], how: Callable[[int], str]
+) -> Failure:
+    """Returns why an attempt failed: as a user's mistake if any rank found one, otherwise as the ranks that
+    ended first put it. The others' failures follow from that: of a broken connection, or because they were
+    ended. A rank that was killed could not put it at all.
 
-    first: the ranks that ended first.  how: says of a rank how its process ended.
+    first: the ranks that ended first.
+    how: says of a rank how its process ended.
     """
     mistakes = [report for report in reports if report.is_user_error]
     if mistakes:
@@ -101,18 +110,25 @@ def find_cause(reports: Collection[RankFailure], first: Collection[int], how: Ca
 class Restarts:
     """Decides whether the ranks are started again, and says so in one line.
 
-    A user's mistake would come again, and so would an error at the line of code where the last attempt failed, unless something
-    was saved in between.
+    A user's mistake would come again, and so would an error at the line of code where the last attempt
+    failed, unless something was saved in between.
 
-    limit: of restarts in all.  progress: says where another attempt would go on.  log: file that tracebacks are appended to.
+    limit: of restarts in all.
+    progress: says where another attempt would go on.
+    log: file that tracebacks are appended to.
     """
 
     def __init__(
-        self, limit: int = 0, progress: Callable[[], str] = lambda: "from the beginning", log: Path | None = None
+        self,
+        limit: int = 0,
+        progress: Callable[[], str] = lambda: "from the beginning",
+        log: Path | None = None,
     ) -> None:
         self.limit, self.num_done = limit, 0
         self._progress, self._log = progress, log
-        self._last: tuple[str, str] | None = None  # (line of code, where the attempt that failed there would have gone on)
+        self._last: tuple[str, str] | None = (
+            None  # (line of code, where the attempt that failed there would have gone on)
+        )
 
     def follows(self, failure: Failure) -> bool:
         """Returns whether another attempt follows, and says where it goes on, or why none does."""
@@ -125,12 +141,18 @@ class Restarts:
             _tell(failure, f"not started again: run.max_restarts is {self.limit}")
             return False
         if same is not None and same == self._last:
-            _tell(failure, f"not started again: it failed there before, and nothing was saved since ({progress})")
+            _tell(
+                failure,
+                f"not started again: it failed there before, and nothing was saved since ({progress})",
+            )
             return False
         self._last = same
         self.num_done += 1
         written = self._write(failure)
-        say(f"{'; '.join(failure.causes)}; starting again {progress} (restart {self.num_done} of {self.limit}{written})")
+        say(
+            f"{'; '.join(failure.causes)}; starting again {progress} (restart {self.num_done} of "
+            f"{self.limit}{written})"
+        )
         return True
 
     def _write(self, failure: Failure) -> str:

@@ -1,12 +1,14 @@
-"""Starts the ranks of a run on this machine, again where one has died, and says why they ended. Knows not what they compute.
+"""Starts the ranks of a run on this machine, again where one has died, and says why they ended. Knows not
+what they compute.
 
     tlt train ── launch ─┬─ somebody has started this rank (place.py), or one is enough: the entry runs right here
                          └─ torch's elastic agent ─┬─ rank 0: entry(argument, stop)      one agent and one store an attempt:
                               ▲                    └─ rank 1: entry(argument, stop)      nothing old is there to be read
                               └─ Supervisor (signals.py): hears SIGINT and SIGTERM, sets `stop` in every rank
 
-The first signal, to the launcher or to any rank, only sets `stop`, which the entries poll; the agent waits. The second Ctrl-C,
-or the end of the grace period, kills the ranks at once. After a signal no attempt follows.
+The first signal, to the launcher or to any rank, only sets `stop`, which the entries poll; the agent
+waits. The second Ctrl-C, or the end of the grace period, kills the ranks at once. After a signal no
+attempt follows.
 """
 
 from __future__ import annotations
@@ -66,11 +68,13 @@ def launch(
 ) -> int:
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
 
-    0: all ranks returned. 2: a rank raised UserError; its one line is on stderr. 1: a rank failed otherwise; its own traceback
-    is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped by SIGINT, SIGTERM, which the
-    launcher or a rank has heard, all ranks having returned, one being awaited in vain, or the grace period being over.
+    0: all ranks returned. 2: a rank raised UserError; its one line is on stderr. 1: a rank failed otherwise;
+    its own traceback is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped
+    by SIGINT, SIGTERM, which the launcher or a rank has heard, all ranks having returned, one being awaited
+    in vain, or the grace period being over.
 
-    argument: any text that `entry` understands: a configuration as JSON, or JSON that holds one and what else the ranks need.
+    argument: any text that `entry` understands: a configuration as JSON, or JSON that holds one and what else
+        the ranks need.
     entry: an importable function, or "package.module:function".
     grace_seconds: how long the ranks may take to finish after the first signal.
     restarts: whether they are started again where one has failed; None: they are not.
@@ -101,7 +105,7 @@ def is_rank(num_ranks: int) -> bool:
     return num_ranks == 1 or find_place() is not None
 
 
-# -- one rank, in this process ---------------------------------------------------------------------------------------------
+# -- one rank, in this process -------------------------------------------------------------------------------
 
 
 def run_here(argument: str, entry: Entry | str) -> int:
@@ -124,10 +128,12 @@ def _resolve(entry: Entry | str) -> Entry:
     return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
 
 
-# -- several ranks: what each of them runs ---------------------------------------------------------------------------------
+# -- several ranks: what each of them runs -------------------------------------------------------------------
 
 
-def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: SharedStop, launcher: int) -> None:
+def _run_rank(
+    entry: Entry | str, argument: str, report_dir: str, shared_stop: SharedStop, launcher: int
+) -> None:
     """Runs one launched rank. It writes a failure down for the launcher; the exit code says the rest."""
     stop = StopRequest(shared_stop)
     is_finished = listen_as_rank(stop, launcher)
@@ -141,16 +147,20 @@ def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: S
         is_user_error = isinstance(error, UserError)
         message = str(error) if is_user_error else traceback.format_exception_only(error)[-1].strip()
         is_awaiting = isinstance(error, RankAwaited)
-        RankFailure(rank, is_user_error, message, traceback.format_exc(), time.monotonic(), is_awaiting).write(Path(report_dir))
+        RankFailure(
+            rank, is_user_error, message, traceback.format_exc(), time.monotonic(), is_awaiting
+        ).write(Path(report_dir))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_USER_ERROR if is_user_error else EXIT_FAILURE)
 
 
-# -- several ranks: the launcher ---------------------------------------------------------------------------------------------
+# -- several ranks: the launcher -----------------------------------------------------------------------------
 
 
-def _attempt(argument: str, entry: Entry | str, supervisor: Supervisor, monitor_seconds: float) -> int | Failure:
+def _attempt(
+    argument: str, entry: Entry | str, supervisor: Supervisor, monitor_seconds: float
+) -> int | Failure:
     """Starts all ranks and waits for their end. Returns the exit code of the command, or why they failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -185,7 +195,9 @@ def _attempt(argument: str, entry: Entry | str, supervisor: Supervisor, monitor_
         exit_codes |= {rank: child.exitcode for rank, child in failed.failures.items()}
         ended = ([rank for rank in group if exit_codes.get(rank) != EXIT_OK] for group in supervisor.deaths)
         first = next(filter(None, ended), list(exit_codes))
-        reports = [RankFailure(**json.loads(path.read_text())) for path in Path(report_dir).glob("rank*.json")]
+        reports = [
+            RankFailure(**json.loads(path.read_text())) for path in Path(report_dir).glob("rank*.json")
+        ]
         return find_cause(reports, first, lambda rank: how_it_ended(exit_codes.get(rank)))
     finally:
         shutil.rmtree(report_dir, ignore_errors=True)
@@ -194,7 +206,9 @@ def _attempt(argument: str, entry: Entry | str, supervisor: Supervisor, monitor_
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
     """Silences the agent's own account of what `Restarts` says."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    loggers = [
+        logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
@@ -207,15 +221,20 @@ def _quiet_agent() -> Iterator[None]:
 
 @contextmanager
 def _environment(threads_per_rank: int) -> Iterator[None]:
-    """Sets what the ranks inherit. The store of the rendezvous is not shared with them: across restarts gloo would read stale
-    addresses from it (torch issue 135712). RES_OPTIONS: a reverse look-up of localhost may otherwise take 5 s. Ranks of one
-    machine talk over its loopback: other machines cannot reach them. Other users of this one can; those who do not know the
-    attempt's secret say nothing that its ranks would read (docs/security.md)."""
+    """Sets what the ranks inherit. The store of the rendezvous is not shared with them: across restarts
+    gloo would read stale addresses from it (torch issue 135712). RES_OPTIONS: a reverse look-up of
+    localhost may otherwise take 5 s. Ranks of one machine talk over its loopback: other machines cannot
+    reach them. Other users of this one can; those who do not know the attempt's secret say nothing that
+    its ranks would read (docs/security.md)."""
     added = {
         "OMP_NUM_THREADS": str(threads_per_rank),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
-        **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}),
+        **(
+            {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+            if sys.platform == "linux"
+            else {}
+        ),
     }
     previous = {name: os.environ.get(name) for name in (*added, SECRET, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
     os.environ.update(added)

@@ -1,5 +1,6 @@
-"""The rendezvous of an elastic agent that is the only one, so that there is nothing to agree on and no port to open: torch's
-own opens one to all networks. Knows no ranks; they meet in a store of their own (store.py)."""
+"""The rendezvous of an elastic agent that is the only one, so that there is nothing to agree on and no
+port to open: torch's own opens one to all networks. Knows no ranks; they meet in a store of their own
+(store.py)."""
 
 from __future__ import annotations
 

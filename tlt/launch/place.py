@@ -1,11 +1,11 @@
-"""Who this process is among the ranks, as whoever started it has written into the environment. Reads that alone: it joins
-nobody and starts nothing.
+"""Who this process is among the ranks, as whoever started it has written into the environment. Reads that
+alone: it joins nobody and starts nothing.
 
     torchrun, Kubernetes, Ray, tlt train   RANK · WORLD_SIZE · LOCAL_RANK · LOCAL_WORLD_SIZE · MASTER_ADDR · MASTER_PORT
     srun, where RANK is absent             SLURM_PROCID · SLURM_NTASKS · SLURM_LOCALID · SLURM_NODELIST …
 
-What the launcher says is the truth: WORLD_SIZE is the number of ranks. Where two of its words contradict each other, or the
-user's configuration, that is one line.
+What the launcher says is the truth: WORLD_SIZE is the number of ranks. Where two of its words contradict
+each other, or the user's configuration, that is one line.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ class Place:
     """Says which of the ranks a process is.
 
     local_rank, local_world_size: its number among the ranks of its machine, and how many they are.
-    master_addr, master_port: where the ranks meet.  is_server: whether this one opens that port, for the launcher has not.
-    secret: names the ranks' part of the store, for whoever does not know it to write elsewhere; empty: all of it is theirs.
+    master_addr, master_port: where the ranks meet.
+    is_server: whether this one opens that port, for the launcher has not.
+    secret: names the ranks' part of the store, for whoever does not know it to write elsewhere; empty: all of
+        it is theirs.
     has_own_gpu: whether the launcher shows each rank one GPU, its own.
     is_restart: whether the launcher has started these ranks before.
     """
@@ -56,11 +58,15 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """Returns this process's place; None: nobody has started it as a rank, so it is on its own or starts the ranks itself. A
-    step of Slurm's with one task is no rank: `tlt train` starts them all there. Raises UserError for what cannot be."""
+    """Returns this process's place; None: nobody has started it as a rank, so it is on its own or starts
+    the ranks itself. A step of Slurm's with one task is no rank: `tlt train` starts them all there. Raises
+    UserError for what cannot be."""
     if "RANK" in environ:
         place = _torchrun_place(environ)
-    elif "SLURM_PROCID" in environ and _slurm_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1) > 1:
+    elif (
+        "SLURM_PROCID" in environ
+        and _slurm_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1) > 1
+    ):
         place = _slurm_place(environ)
     else:
         return None
@@ -69,10 +75,16 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
         ("local rank", place.local_rank, "ranks of its machine", place.local_world_size),
     ):
         if not 0 <= value < limit:
-            raise UserError(f"{_source(environ)}: {name} {value}, but there are {limit} {limit_name}; start all ranks alike")
+            raise UserError(
+                f"{_source(environ)}: {name} {value}, but there are {limit} {limit_name}; start all ranks "
+                "alike"
+            )
     if place.local_world_size > place.world_size:
         of_machine, of_all = place.local_world_size, place.world_size
-        raise UserError(f"{_source(environ)}: {of_machine} ranks on this machine, but {of_all} in all; start all ranks alike")
+        raise UserError(
+            f"{_source(environ)}: {of_machine} ranks on this machine, but {of_all} in all; start all ranks "
+            "alike"
+        )
     return place
 
 
@@ -80,16 +92,21 @@ def check_num_ranks(place: Place | None, num_ranks: int) -> None:
     """Raises UserError where the user asks for another number of ranks than the launcher has started."""
     if place is not None and place.world_size != num_ranks:
         raise UserError(
-            f"run.num_ranks: is {num_ranks}, but {place.world_size} ranks were started (WORLD_SIZE or SLURM_NTASKS); "
+            f"run.num_ranks: is {num_ranks}, but {place.world_size} ranks were started (WORLD_SIZE or "
+            "SLURM_NTASKS); "
             f"remove it, or give --run.num_ranks {place.world_size}"
         )
 
 
 def _source(environ: Mapping[str, str]) -> str:
-    return "RANK, WORLD_SIZE, LOCAL_RANK" if "RANK" in environ else "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
+    return (
+        "RANK, WORLD_SIZE, LOCAL_RANK" if "RANK" in environ else "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
+    )
 
 
-def read_number(environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is") -> int:
+def read_number(
+    environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is"
+) -> int:
     """Returns the number that a variable holds. because: why it has to be set, where there is no default."""
     text = environ.get(name)
     if text is None and default is not None:
@@ -111,7 +128,9 @@ def _port(environ: Mapping[str, str], default: int | None = None) -> int:
 def _torchrun_place(environ: Mapping[str, str]) -> Place:
     rank, world_size = read_number(environ, "RANK"), read_number(environ, "WORLD_SIZE")
     local_rank, local_world_size = 0, 1
-    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:  # neither: a process to a machine, as Kubernetes starts them
+    if (
+        "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ
+    ):  # neither: a process to a machine, as Kubernetes starts them
         local_rank = read_number(environ, "LOCAL_RANK", because="LOCAL_WORLD_SIZE is")
         local_world_size = read_number(environ, "LOCAL_WORLD_SIZE", because="LOCAL_RANK is")
     address, port = "127.0.0.1", 0
@@ -137,7 +156,7 @@ def _is_restart(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name, "0") not in ("", "0") for name in ATTEMPTS)
 
 
-# -- Slurm -----------------------------------------------------------------------------------------------------------------
+# -- Slurm ---------------------------------------------------------------------------------------------------
 
 
 def _slurm_number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
@@ -149,7 +168,12 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
     """Reads what srun sets for every task. A step's own variables go before those of the job."""
     rank = _slurm_number(environ, "SLURM_PROCID")
     world_size = _slurm_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    nodes = (
+        environ.get("SLURM_STEP_NODELIST")
+        or environ.get("SLURM_NODELIST")
+        or environ.get("SLURM_JOB_NODELIST")
+        or ""
+    )
     hosts = expand_hosts(nodes)
     if not hosts:
         raise UserError("SLURM_NODELIST: SLURM_PROCID is set, but this is not; start the ranks with srun")
@@ -169,7 +193,8 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> int:
-    """Returns the tasks on this machine, from a list such as "4(x2),3": two machines with 4 and one with 3."""
+    """Returns the tasks on this machine, from a list such as "4(x2),3": two machines with 4 and one with
+    3."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if text is None:
         return num_tasks if num_hosts == 1 else -(-num_tasks // num_hosts)
@@ -178,13 +203,16 @@ def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> i
         counts += [int(number)] * min(int(times or 1), num_tasks + 1)  # more machines than tasks cannot be
     node = _slurm_number(environ, "SLURM_NODEID", default=0)
     if sum(counts) != num_tasks or node >= len(counts):
-        raise UserError(f"SLURM_TASKS_PER_NODE: {text} does not make SLURM_NTASKS = {num_tasks}; start the ranks with srun")
+        raise UserError(
+            f"SLURM_TASKS_PER_NODE: {text} does not make SLURM_NTASKS = {num_tasks}; start the ranks with "
+            "srun"
+        )
     return counts[node]
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Returns the hosts of a list as Slurm writes it: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7 and login. Raises
-    UserError for a list that Slurm would not write."""
+    """Returns the hosts of a list as Slurm writes it: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7
+    and login. Raises UserError for a list that Slurm would not write."""
     item = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"
     if not re.fullmatch(rf"(?:{item}(?:,{item})*)?", nodelist):
         raise UserError(f"SLURM_NODELIST: {nodelist!r} is no list of hosts; start the ranks with srun")

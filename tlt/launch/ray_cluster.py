@@ -1,11 +1,13 @@
-"""Runs the ranks as actors on an existing Ray cluster, and all of them again where one has died. Knows not what they compute.
+"""Runs the ranks as actors on an existing Ray cluster, and all of them again where one has died. Knows not
+what they compute.
 
     driver ── placement group ─┬─ actor on node a: rank 0: entry(argument, stop)       plain actors: no Ray Train, whose
        ▲                       ├─ actor on node a: rank 1                              checkpoints and restarts would be
        │                       └─ actor on node b: rank 2                              there beside our own
        └─ waits for the first that ends; one has died ─▶ ends the others ─▶ another attempt, in a new placement group
 
-The actors live as long as the driver: whatever kills it, Ray ends them. Ranks meet as everywhere (store.py), where rank 0 is.
+The actors live as long as the driver: whatever kills it, Ray ends them. Ranks meet as everywhere
+(store.py), where rank 0 is.
 """
 
 from __future__ import annotations
@@ -24,14 +26,23 @@ from pathlib import Path
 from typing import Any
 
 from tlt.io.extras import how_to_install
-from tlt.launch.failures import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, Failure, RankFailure, Restarts, find_cause
+from tlt.launch.failures import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+    Failure,
+    RankFailure,
+    Restarts,
+    find_cause,
+)
 from tlt.launch.place import SECRET
 from tlt.launch.signals import StopRequest, handling_stop_signals, say
 from tlt.types import UserError
 
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 3.0
-"""So long after the first failure the driver waits for others: the death that caused it may reach it later."""
+"""So long after the first failure the driver waits for others: the death that caused it may reach it
+later."""
 
 _REACH_SECONDS = 10.0
 
@@ -50,8 +61,8 @@ class RankNeeds:
 
 
 def connect() -> Any:
-    """Returns the module `ray`, connected to the cluster that RAY_ADDRESS names or that this machine belongs to. Raises
-    UserError where it is not installed, or there is none."""
+    """Returns the module `ray`, connected to the cluster that RAY_ADDRESS names or that this machine
+    belongs to. Raises UserError where it is not installed, or there is none."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # every line of the ranks' is said, however often
     try:
         import ray
@@ -64,13 +75,15 @@ def connect() -> Any:
         except ConnectionError as error:
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"run.launcher: ray, but no Ray cluster was found ({reason}); run ray start --head, or set RAY_ADDRESS"
+                f"run.launcher: ray, but no Ray cluster was found ({reason}); run ray start --head, or set "
+                "RAY_ADDRESS"
             ) from None
     return ray
 
 
 def _reach(address: str) -> None:
-    """Raises ConnectionError where nobody listens at HOST:PORT: Ray itself would try for minutes. Others are Ray's to read."""
+    """Raises ConnectionError where nobody listens at HOST:PORT: Ray itself would try for minutes. Others
+    are Ray's to read."""
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
         try:
@@ -123,9 +136,12 @@ def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iter
     actors: list[Any] = []
     try:
         if not group.wait(timeout_seconds=patience):
-            has = {name: number for name, number in ray.available_resources().items() if name in ("CPU", "GPU")}
+            has = {
+                name: number for name, number in ray.available_resources().items() if name in ("CPU", "GPU")
+            }
             raise UserError(
-                f"run.num_ranks: the Ray cluster had no room for {num_ranks} × {needs.bundle} within {patience:g} s, free are"
+                f"run.num_ranks: the Ray cluster had no room for {num_ranks} × {needs.bundle} within "
+                f"{patience:g} s, free are"
                 f" {has}; give fewer, or add nodes"
             )
         environ = {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": str(needs.num_threads)}
@@ -133,7 +149,11 @@ def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iter
         kind = ray.remote(RankActor)
         for index in range(num_ranks):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            options: dict[str, Any] = {"num_cpus": needs.num_threads, "num_gpus": needs.num_gpus, "scheduling_strategy": where}
+            options: dict[str, Any] = {
+                "num_cpus": needs.num_threads,
+                "num_gpus": needs.num_gpus,
+                "scheduling_strategy": where,
+            }
             options |= {"max_restarts": 0, "max_concurrency": 2, "runtime_env": {"env_vars": environ}}
             actors.append(kind.options(**options).remote())
         yield actors
@@ -156,22 +176,34 @@ class RankActor:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), port
+        return (
+            ray.get_runtime_context().get_node_id(),
+            ray.util.get_node_ip_address(),
+            socket.gethostname(),
+            port,
+        )
 
-    def run(self, environ: Mapping[str, str], folder: str, entry: str, argument: str) -> dict[str, Any] | None:
+    def run(
+        self, environ: Mapping[str, str], folder: str, entry: str, argument: str
+    ) -> dict[str, Any] | None:
         """Runs the entry in the driver's folder; returns a RankFailure as a dictionary, or None."""
         os.environ.update(environ)
         try:
             if not Path(folder).is_dir():
                 raise UserError(
-                    f"working directory: {folder} is not on {socket.gethostname()}; start in one that all nodes share"
+                    f"working directory: {folder} is not on {socket.gethostname()}; start in one that all "
+                    "nodes share"
                 )
             os.chdir(folder)
             pkgutil.resolve_name(entry)(argument, self._stop)
         except Exception as error:  # whatever it is, the driver has to hear of it in words
             is_mistake = isinstance(error, UserError)
             message = str(error) if is_mistake else traceback.format_exception_only(error)[-1].strip()
-            return asdict(RankFailure(int(environ["RANK"]), is_mistake, message, traceback.format_exc(), time.monotonic()))
+            return asdict(
+                RankFailure(
+                    int(environ["RANK"]), is_mistake, message, traceback.format_exc(), time.monotonic()
+                )
+            )
         return None
 
     def stop(self, number: int) -> None:
@@ -198,7 +230,8 @@ class Attempt:
         self.environs = _environs([places[index] for index in order], has_own_gpu)
 
     def run(self, entry: str, argument: str, stop: StopRequest, grace_seconds: float) -> Failure | None:
-        """Waits until all ranks have returned, or one has failed, or the grace period after a signal is over."""
+        """Waits until all ranks have returned, or one has failed, or the grace period after a signal is
+        over."""
         jobs = {
             actor.run.remote(environ, os.getcwd(), entry, argument): rank
             for rank, (actor, environ) in enumerate(zip(self.actors, self.environs, strict=True))
@@ -245,13 +278,28 @@ def _environs(places: list[tuple[str, str, str, int]], has_own_gpu: bool) -> lis
     seen: Counter[str] = Counter()
     environs, secret = [], uuid.uuid4().hex
     for rank, (node, *_) in enumerate(places):
-        values = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": seen[node], "LOCAL_WORLD_SIZE": per_node[node]}
+        values = {
+            "RANK": rank,
+            "WORLD_SIZE": len(places),
+            "LOCAL_RANK": seen[node],
+            "LOCAL_WORLD_SIZE": per_node[node],
+        }
         values |= {"MASTER_PORT": places[0][3], "TLT_OWN_GPU": int(has_own_gpu)}
         seen[node] += 1
-        environs.append({"MASTER_ADDR": places[0][1], SECRET: secret, **{name: str(value) for name, value in values.items()}})
+        environs.append(
+            {
+                "MASTER_ADDR": places[0][1],
+                SECRET: secret,
+                **{name: str(value) for name, value in values.items()},
+            }
+        )
     return environs
 
 
 def _died(error: Exception, host: str) -> str:
     """Returns in words what Ray knows of an actor's death."""
-    return f"its node, {host}, has died" if "its node has died" in str(error) else f"killed on {host} (out of memory?)"
+    return (
+        f"its node, {host}, has died"
+        if "its node has died" in str(error)
+        else f"killed on {host} (out of memory?)"
+    )

@@ -5,8 +5,8 @@
     terminal, kill ──▶ a thread of every rank ────────────────▶ sets SharedStop, which every rank's entry polls
     torch's agent  ──▶ the same thread: another rank has failed ▶ the rank leaves at once
 
-Ctrl-C reaches the whole process group of a terminal. Without this module the agent would pass it on and kill after 30 s, and
-a rank would die of KeyboardInterrupt in the middle of a step.
+Ctrl-C reaches the whole process group of a terminal. Without this module the agent would pass it on and
+kill after 30 s, and a rank would die of KeyboardInterrupt in the middle of a step.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from tlt.launch.place import find_place
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 120.0
-"""How long ranks may take to finish after the first signal, or their launcher's death, before they are killed or leave."""
+"""How long ranks may take to finish after the first signal, or their launcher's death, before they are
+killed or leave."""
 REPEAT_SECONDS = 1.0
-"""Two signals within this time count as one: torchrun sends its ranks the SIGINT that the terminal has sent them already."""
+"""Two signals within this time count as one: torchrun sends its ranks the SIGINT that the terminal has
+sent them already."""
 
 
 class SharedStop:
-    """The first signal that a process of a launch has heard, in memory that all of them see. It has no lock: a process that is
-    killed would take it along."""
+    """The first signal that a process of a launch has heard, in memory that all of them see. It has no
+    lock: a process that is killed would take it along."""
 
     def __init__(self) -> None:
         self._number = multiprocessing.get_context("spawn").RawValue(ctypes.c_int, 0)
@@ -54,7 +56,8 @@ class SharedStop:
 
 
 class StopRequest:
-    """Whether this process was asked to stop. The entry polls `is_set()` (about 1 µs), finishes its step and returns."""
+    """Whether this process was asked to stop. The entry polls `is_set()` (about 1 µs), finishes its step
+    and returns."""
 
     def __init__(self, shared: SharedStop | None = None) -> None:
         self.signal: signal.Signals | None = None
@@ -71,18 +74,20 @@ class StopRequest:
 
 
 def say(text: str) -> None:
-    """Prints one line of the launcher's to stderr. Where nobody can read it (`2>&1 | head`) it is lost, and ends nothing."""
+    """Prints one line of the launcher's to stderr. Where nobody can read it (`2>&1 | head`) it is lost,
+    and ends nothing."""
     with contextlib.suppress(OSError):
         sys.stderr.write(hide(visible(f"tlt: {text}\n")))
         sys.stderr.flush()
 
 
-# -- one rank, in the process of the command ---------------------------------------------------------------------------------
+# -- one rank, in the process of the command -----------------------------------------------------------------
 
 
 @contextmanager
 def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
-    """Sets `stop` at the first signal; a second Ctrl-C, more than a second later, ends the process at once."""
+    """Sets `stop` at the first signal; a second Ctrl-C, more than a second later, ends the process at
+    once."""
     received_at = float("-inf")
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -106,18 +111,18 @@ def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# -- one of several ranks ----------------------------------------------------------------------------------------------------
+# -- one of several ranks ------------------------------------------------------------------------------------
 
 
 def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
-    """Starts the threads by which a launched rank hears signals and notices that its launcher is gone. The rank sets the event
-    returned here when its entry has returned. Where the launcher is gone already, the rank leaves at once: nobody has heard of
-    it, and nothing is under way.
+    """Starts the threads by which a launched rank hears signals and notices that its launcher is gone. The
+    rank sets the event returned here when its entry has returned. Where the launcher is gone already, the
+    rank leaves at once: nobody has heard of it, and nothing is under way.
 
-    launcher: the process that has started this rank, as it knows itself: a rank imports for seconds, and would take whoever has
-        inherited it since for its launcher.
-    The signals stay blocked, as the rank was born with them (see `Supervisor`): so the thread hears them also while the main
-    thread waits inside a collective.
+    launcher: the process that has started this rank, as it knows itself: a rank imports for seconds, and
+        would take whoever has inherited it since for its launcher. The signals stay blocked, as the rank
+        was born with them (see `Supervisor`): so the thread hears them also while the main thread waits
+        inside a collective.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if os.getppid() != launcher:
@@ -129,7 +134,8 @@ def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
 
 
 def _hear_signals(launcher: int, stop: StopRequest) -> None:
-    """Turns signals into requests to stop, but for a SIGTERM of the launcher: its agent ends this rank since another failed."""
+    """Turns signals into requests to stop, but for a SIGTERM of the launcher: its agent ends this rank
+    since another failed."""
     while True:
         heard = signal.sigwaitinfo(STOP_SIGNALS)
         if heard.si_signo == signal.SIGTERM and heard.si_pid == launcher:
@@ -140,9 +146,9 @@ def _hear_signals(launcher: int, stop: StopRequest) -> None:
 def _leave_when_orphaned(
     launcher: int, stop: StopRequest, is_finished: threading.Event, grace_seconds: float = GRACE_SECONDS
 ) -> None:
-    """Stops as for a signal when the launcher was killed, then leaves. torch's wrapper around a rank would wait forever for the
-    launcher to have read its return value; and a rank that waits for one that has died would be ended by nobody: it leaves when
-    its grace is over."""
+    """Stops as for a signal when the launcher was killed, then leaves. torch's wrapper around a rank would
+    wait forever for the launcher to have read its return value; and a rank that waits for one that has
+    died would be ended by nobody: it leaves when its grace is over."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     stop.signal = signal.SIGTERM
@@ -150,19 +156,21 @@ def _leave_when_orphaned(
     os._exit(128 + signal.SIGTERM)
 
 
-# -- the launcher of several ranks -------------------------------------------------------------------------------------------
+# -- the launcher of several ranks ---------------------------------------------------------------------------
 
 
 class Supervisor(threading.Thread):
     """Hears SIGINT and SIGTERM, and sees ranks end, while the main thread is busy with torch's agent.
 
-    The main thread blocks both signals, and so the ranks are born with them blocked: a Ctrl-C while they still import waits
-    until they listen. The signals are delivered to this thread instead; Python writes their number to a socket (wakeup fd),
-    which works however long the main thread stays inside C++. A signal that one rank alone has heard stops the run as well.
+    The main thread blocks both signals, and so the ranks are born with them blocked: a Ctrl-C while they
+    still import waits until they listen. The signals are delivered to this thread instead; Python writes
+    their number to a socket (wakeup fd), which works however long the main thread stays inside C++. A signal
+    that one rank alone has heard stops the run as well.
 
     grace_seconds: how long the ranks may take to finish after the first signal; then they are killed.
-    deaths: the ranks that have ended, in the order of time; those that ended together are one group. The agent looks ten times
-        a second and then ends all others. This thread is woken by the first death: so the first group holds the cause.
+    deaths: the ranks that have ended, in the order of time; those that ended together are one group. The
+        agent looks ten times a second and then ends all others. This thread is woken by the first death:
+        so the first group holds the cause.
     """
 
     def __init__(self, num_ranks: int, grace_seconds: float) -> None:
@@ -180,7 +188,8 @@ class Supervisor(threading.Thread):
         self._read, self._write = socket.socketpair()
 
     def __enter__(self) -> Supervisor:
-        resource_tracker.ensure_running()  # started later by the first rank, it would unblock the signals (Python 3.11)
+        # started later by the first rank, it would unblock the signals (Python 3.11)
+        resource_tracker.ensure_running()
         self._read.setblocking(False)
         self._write.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
@@ -211,14 +220,20 @@ class Supervisor(threading.Thread):
                         self._hear(signal.Signals(number))
             if self.stop.heard is not None and not self._is_stopping:
                 self._begin_stop()
-                self._repeats_until = time.monotonic() + REPEAT_SECONDS  # the terminal sends one Ctrl-C to all of us
+                self._repeats_until = (
+                    time.monotonic() + REPEAT_SECONDS
+                )  # the terminal sends one Ctrl-C to all of us
             if len(self.processes) < self.num_ranks:
                 self._find_ranks()
             if time.monotonic() > self._deadline and not self.has_killed:
-                self._kill(f"not finished after {self._grace_seconds:g} s: the ranks were killed; the step under way is lost")
+                self._kill(
+                    f"not finished after {self._grace_seconds:g} s: the ranks were killed; the step under "
+                    "way is lost"
+                )
 
     def forget_ranks(self) -> None:
-        """Looks out for the ranks of another attempt. The main thread calls it, when those of the last one have ended."""
+        """Looks out for the ranks of another attempt. The main thread calls it, when those of the last one
+        have ended."""
         with self._lock:
             self._others = set(multiprocessing.active_children())
             self.processes, self.deaths, self._alive = [], [], {}
@@ -230,7 +245,8 @@ class Supervisor(threading.Thread):
                 self._wake()
 
     def _find_ranks(self) -> None:
-        """Finds the ranks' processes, which the agent keeps to itself: it starts them in order and numbers their names."""
+        """Finds the ranks' processes, which the agent keeps to itself: it starts them in order and numbers
+        their names."""
         with self._lock:
             children = set(multiprocessing.active_children()) - self._others
             if len(children) == self.num_ranks:
@@ -252,7 +268,8 @@ class Supervisor(threading.Thread):
             self._wake()
 
     def _wake(self) -> None:
-        """Lets ranks go on that somebody has stopped (SIGSTOP): they could neither finish their step nor leave."""
+        """Lets ranks go on that somebody has stopped (SIGSTOP): they could neither finish their step nor
+        leave."""
         for rank in self._alive.values():
             pid = self.processes[rank].pid
             if pid is not None:

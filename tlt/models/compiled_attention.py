@@ -1,11 +1,13 @@
-"""Attention of few queries over a cache as compiled loops, for CPUs: keys and values are read once, and nothing is padded.
+"""Attention of few queries over a cache as compiled loops, for CPUs: keys and values are read once, and
+nothing is padded.
 
     an item: the new tokens of one sequence, and the query heads that share a key head
       64 keys at a time ─▶ scores ─▶ softmax, corrected when a larger score comes ─▶ sums of the weighed values
                                      (Milakov and Gimelshein, arXiv 1805.02867)
 
-attention.py is the reference, and attends where Numba is missing. Everything is computed in float32. What a query gets depends
-on no other query, on no other sequence and on no key that it does not see, not even in the last bit.
+attention.py is the reference, and attends where Numba is missing. Everything is computed in float32. What
+a query gets depends on no other query, on no other sequence and on no key that it does not see, not even
+in the last bit.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _F32, _U32, _U64 = np.float32, np.uint32, np.uint64
 _1, _2, _3, _4, _64, _128, _BLOCK = _U64(1), _U64(2), _U64(3), _U64(4), _U64(64), _U64(128), _U64(BLOCK)
-"""Indices are unsigned: for signed ones Numba asks whether they are negative, and then no vectors are used."""
+"""Indices are unsigned: for signed ones Numba asks whether they are negative, and then no vectors are
+used."""
 _NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.log(2))
 
 _ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask")
@@ -71,7 +74,9 @@ class CompiledAttention:
         sizes = (num_heads, num_kv // 2, head_dim, capacity, columns_BT.shape[1], mask[1])
         self.call = np.array([(0, len(rows) * (num_kv // 2), 0, 0, 0, *addresses, *sizes)], CALL)
         num_products = 2 * sum(t * n for t, n in rows) * num_heads * head_dim
-        self.loop = loops.Loop(compiled(layers_SKLD[0].dtype), self.call, 1 + num_products // PRODUCTS_PER_THREAD)
+        self.loop = loops.Loop(
+            compiled(layers_SKLD[0].dtype), self.call, 1 + num_products // PRODUCTS_PER_THREAD
+        )
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
         qkv_NSD = qkv_NSD.contiguous()
@@ -84,8 +89,8 @@ class CompiledAttention:
 
 @cache
 def compiled(dtype: torch.dtype) -> int:
-    """Returns the address of the loop for caches of this type. Numba compiles it where nobody has before, which takes some
-    seconds, and keeps it on disk."""
+    """Returns the address of the loop for caches of this type. Numba compiles it where nobody has before,
+    which takes some seconds, and keeps it on disk."""
     function = _attend_float32 if dtype == torch.float32 else _attend_bfloat16
     address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]  # None before compiling
     return address
@@ -101,14 +106,18 @@ def _attend_bfloat16(data):  # type: ignore
     _attend(data, call, (uint16_at(call.qkv), uint16_at(call.layer), uint16_at(call.out)))
 
 
-# ── items ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── items ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @njit(nogil=True, cache=True)
 def _attend(data, call, arrays):  # type: ignore
     """Takes items until none is left: a sequence and a key head each."""
     num_rows = call.num_new * (call.num_heads // call.num_kv_heads) + _1  # queries go in pairs
-    queries, sums, rest = _zeros(num_rows * call.head_dim), _zeros(num_rows * call.head_dim), _zeros(_4 * call.head_dim)
+    queries, sums, rest = (
+        _zeros(num_rows * call.head_dim),
+        _zeros(num_rows * call.head_dim),
+        _zeros(_4 * call.head_dim),
+    )
     scores, largest, totals = _zeros(num_rows * _BLOCK), _zeros(num_rows), _zeros(num_rows)
     while True:
         item = loops.take(data)
@@ -123,7 +132,11 @@ def _attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
     qkv, layer, out = arrays
     queries, scores, sums, largest, totals, rest = work
     dim, rows = call.head_dim, int64_at(call.rows)
-    first, num_new, num_keys = _U64(rows[_3 * sequence]), _U64(rows[_3 * sequence + _1]), _U64(rows[_3 * sequence + _2])
+    first, num_new, num_keys = (
+        _U64(rows[_3 * sequence]),
+        _U64(rows[_3 * sequence + _1]),
+        _U64(rows[_3 * sequence + _2]),
+    )
     keys_at = (_2 * call.num_kv_heads * sequence + kv_head) * call.capacity * dim
     values_at = keys_at + call.num_kv_heads * call.capacity * dim
     new_key, group = call.num_heads + kv_head, call.num_heads // call.num_kv_heads
@@ -151,7 +164,10 @@ def _store(call, qkv, head, first, num_new, sequence, layer, at):  # type: ignor
     """Copies a head of the new tokens to their columns of the cache."""
     columns, dim, step = int64_at(call.columns), call.head_dim, call.num_heads + _2 * call.num_kv_heads
     for i in range(num_new):
-        source, target = ((first + i) * step + head) * dim, at + _U64(columns[sequence * call.num_new + i]) * dim
+        source, target = (
+            ((first + i) * step + head) * dim,
+            at + _U64(columns[sequence * call.num_new + i]) * dim,
+        )
         for d in range(dim):
             layer[target + d] = qkv[source + d]
 
@@ -187,7 +203,12 @@ def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
     q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _BLOCK
     for d in range(dim):
         x, y = queries[q0 + d], queries[q1 + d]
-        z0, z1, z2, z3 = _widen(keys[k0 + d]), _widen(keys[k1 + d]), _widen(keys[k2 + d]), _widen(keys[k3 + d])
+        z0, z1, z2, z3 = (
+            _widen(keys[k0 + d]),
+            _widen(keys[k1 + d]),
+            _widen(keys[k2 + d]),
+            _widen(keys[k3 + d]),
+        )
         a0, a1, a2, a3 = a0 + x * z0, a1 + x * z1, a2 + x * z2, a3 + x * z3
         b0, b1, b2, b3 = b0 + y * z0, b1 + y * z1, b2 + y * z2, b3 + y * z3
     scores[s0], scores[s0 + _1], scores[s0 + _2], scores[s0 + _3] = a0, a1, a2, a3
@@ -270,7 +291,12 @@ def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
     a0, a1, a2, a3 = weights[w0], weights[w0 + _1], weights[w0 + _2], weights[w0 + _3]
     b0, b1, b2, b3 = weights[w1], weights[w1 + _1], weights[w1 + _2], weights[w1 + _3]
     for d in range(dim):
-        x0, x1, x2, x3 = _widen(values[v0 + d]), _widen(values[v1 + d]), _widen(values[v2 + d]), _widen(values[v3 + d])
+        x0, x1, x2, x3 = (
+            _widen(values[v0 + d]),
+            _widen(values[v1 + d]),
+            _widen(values[v2 + d]),
+            _widen(values[v3 + d]),
+        )
         sums[s0 + d] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
         sums[s1 + d] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
 
@@ -281,7 +307,7 @@ def _scale(numbers, at, size, factor):  # type: ignore
         numbers[at + i] *= factor
 
 
-# ── numbers in memory ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── numbers in memory ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @njit(inline="always")

@@ -1,4 +1,5 @@
-"""Everything that is private to the CPU: oneDNN's products, the flash kernel, and from which sizes on each is faster.
+"""Everything that is private to the CPU: oneDNN's products, the flash kernel, and from which sizes on each is
+faster.
 
 It knows no model; decoder.py, packed.py and attention.py call it and have a plain path beside each call.
 """
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 KEPT_KERNELS = "128"
-"""Kernels that oneDNN keeps, one for each shape of a product, and torch once more; they read it when they make the first. Else
-they keep 1,024, and a rank grows by 0.6 GiB within a hundred steps. To make one takes 0.3 ms."""
+"""Kernels that oneDNN keeps, one for each shape of a product, and torch once more; they read it when they
+make the first. Else they keep 1,024, and a rank grows by 0.6 GiB within a hundred steps. To make one takes
+0.3 ms."""
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_KERNELS)
 os.environ.setdefault("LRU_CACHE_CAPACITY", KEPT_KERNELS)
 
@@ -29,8 +31,8 @@ def can_multiply(x_NI: Tensor) -> bool:
 
 
 class OneDnnProduct(torch.autograd.Function):
-    """The product x Wᵀ, whose forward and input gradient run oneDNN's kernel. The weight's gradient, a product of two
-    activations, was not faster there and stays with the BLAS (benchmarks/log.md)."""
+    """The product x Wᵀ, whose forward and input gradient run oneDNN's kernel. The weight's gradient, a
+    product of two activations, was not faster there and stays with the BLAS (benchmarks/log.md)."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -53,17 +55,19 @@ def _onednn(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 MIN_PRODUCTS = 320_000
-"""Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (benchmarks/log.md)."""
+"""Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear
+(benchmarks/log.md)."""
 
 
 FASTEST_ROWS, MIN_REPEATED = 3, 1_500_000
-"""oneDNN reads a matrix faster from memory for three rows than for fewer: 30 GB/s in place of 22 to 25 on an AMD EPYC (Zen 4).
-So a smaller input is repeated, where the matrix has so many elements that this pays for the copy."""
+"""oneDNN reads a matrix faster from memory for three rows than for fewer: 30 GB/s in place of 22 to 25 on
+an AMD EPYC (Zen 4). So a smaller input is repeated, where the matrix has so many elements that this pays
+for the copy."""
 
 
 def has_matrices(dtype: torch.dtype) -> bool:
-    """Returns whether oneDNN multiplies frozen matrices of this type faster than F.linear: in float32, and in bfloat16 on a
-    processor that has instructions for it (AVX-512 BF16 or AMX)."""
+    """Returns whether oneDNN multiplies frozen matrices of this type faster than F.linear: in float32, and
+    in bfloat16 on a processor that has instructions for it (AVX-512 BF16 or AMX)."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
@@ -76,15 +80,18 @@ def has_bfloat16() -> bool:
 
 
 def onednn_matrix(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> OneDnnMatrix | None:
-    """Returns a copy, still empty, of a frozen matrix for oneDNN; None where oneDNN does not compute its products."""
+    """Returns a copy, still empty, of a frozen matrix for oneDNN; None where oneDNN does not compute its
+    products."""
     return OneDnnMatrix(num_in * num_out, dtype) if device.type == "cpu" and has_matrices(dtype) else None
 
 
 class OneDnnMatrix:
-    """A frozen matrix in oneDNN's own layout, laid out once for many products. In float32 these are twice as fast as MKL's,
-    which keeps to AVX2 on processors that are not Intel's; in bfloat16 F.linear lays the matrix out anew for every product.
+    """A frozen matrix in oneDNN's own layout, laid out once for many products. In float32 these are twice as
+    fast as MKL's, which keeps to AVX2 on processors that are not Intel's; in bfloat16 F.linear lays the
+    matrix out anew for every product.
 
-    min_rows: rows of the input from which it is the faster one; 0: it always is, so that no other copy is needed.
+    min_rows: rows of the input from which it is the faster one; 0: it always is, so that no other copy is
+        needed.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -125,9 +132,10 @@ def can_fuse(q: Tensor) -> bool:
 
 
 class CausalAndOwn(torch.autograd.Function):
-    """`causal_and_own` (attention.py) without its T x T matrices: the flash kernel handles the first keys, and the own ones
-    join by log-sum-exp. The kernel's backward is given the output and the log-sum-exp over all keys; with them its
-    probabilities and its correction term (Dao, arXiv 2307.08691, §2.3) are those of the softmax over all keys."""
+    """`causal_and_own` (attention.py) without its T x T matrices: the flash kernel handles the first keys,
+    and the own ones join by log-sum-exp. The kernel's backward is given the output and the log-sum-exp
+    over all keys; with them its probabilities and its correction term (Dao, arXiv 2307.08691, §2.3) are
+    those of the softmax over all keys."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -138,7 +146,9 @@ class CausalAndOwn(torch.autograd.Function):
         own_IHT = (q_HTD * own_k_IHTD).sum(-1) * scale
         whole_1HT = torch.cat([lse_1HT, own_IHT]).logsumexp(0, keepdim=True)
         own_IHT1 = (own_IHT - whole_1HT).exp()[..., None]
-        out_HTD: Tensor = (lse_1HT - whole_1HT).exp()[0, ..., None] * first_1HTD[0] + (own_IHT1 * own_v_IHTD).sum(0)
+        out_HTD: Tensor = (lse_1HT - whole_1HT).exp()[0, ..., None] * first_1HTD[0] + (
+            own_IHT1 * own_v_IHTD
+        ).sum(0)
         ctx.save_for_backward(*tensors, out_HTD, whole_1HT, own_IHT1)
         return out_HTD
 
@@ -147,7 +157,9 @@ class CausalAndOwn(torch.autograd.Function):
         q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD, out_HTD, whole_1HT, own_IHT1 = ctx.saved_tensors
         (d_HTD,) = gradients
         scale = q_HTD.shape[-1] ** -0.5
-        lse_1HT = torch.empty_like(whole_1HT.transpose(1, 2)).transpose(1, 2).copy_(whole_1HT)  # the kernel's own layout
+        lse_1HT = (
+            torch.empty_like(whole_1HT.transpose(1, 2)).transpose(1, 2).copy_(whole_1HT)
+        )  # the kernel's own layout
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         first = (q_HTD[None], k_HTD[None], v_HTD[None], out_HTD[None])
         dq_1HTD, dk_1HTD, dv_1HTD = flash(d_HTD[None], *first, lse_1HT, 0.0, True, scale=scale)

@@ -1,12 +1,12 @@
 """One decoder for the Llama, Qwen2 and Qwen3 families: training, prefill, decode and tree verification.
 
-Every caller runs the same code on a flat batch of N tokens. Which token attends to which is decided by an `Attend`, an
-argument, so this file knows neither caches nor masks:
+Every caller runs the same code on a flat batch of N tokens. Which token attends to which is decided by an
+`Attend`, an argument, so this file knows neither caches nor masks:
 
     token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE ─ head ─▶ logits_NV
 
-`Transformer` is the trainable module; its parameters are separate and carry Hugging Face's names. The engine's frozen copy
-(packed.py) runs the same steps on fused matrices.
+`Transformer` is the trainable module; its parameters are separate and carry Hugging Face's names. The
+engine's frozen copy (packed.py) runs the same steps on fused matrices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. `max_positions` is the window: how many tokens prompt and response may have together."""
+    """The shape of a decoder. `max_positions` is the window: how many tokens prompt and response may have
+    together."""
 
     architecture: Architecture
     vocab_size: int
@@ -71,19 +72,21 @@ class ModelConfig:
         return self.num_heads + 2 * self.num_kv_heads
 
 
-# ── positions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── positions ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Returns float64[D/2]. With llama3 scaling, long wavelengths are stretched and the middle band is interpolated
-    (the rule published with Llama 3.1)."""
+    """Returns float64[D/2]. With llama3 scaling, long wavelengths are stretched and the middle band is
+    interpolated (the rule published with Llama 3.1)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(
+        0, 1
+    )
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
@@ -109,7 +112,8 @@ class Rope:
 
 
 def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-    """Returns qkv with its first heads, queries and keys, rotated. Without autograd it happens in place, without a copy."""
+    """Returns qkv with its first heads, queries and keys, rotated. Without autograd it happens in place,
+    without a copy."""
     qk = qkv_NSD[:, :num_rotated]
     rolled = qk.roll(qk.shape[-1] // 2, -1)
     if torch.is_grad_enabled():
@@ -119,11 +123,12 @@ def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tens
     return qkv_NSD
 
 
-# ── the computation, once ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the computation, once ───────────────────────────────────────────────────────────────────────────────────
 
 
 class Layer(Protocol):
-    """One decoder layer in three steps, as trainable and packed layers both have them. Attention runs between the first two."""
+    """One decoder layer in three steps, as trainable and packed layers both have them. Attention runs
+    between the first two."""
 
     num_rotated: int
 
@@ -133,7 +138,12 @@ class Layer(Protocol):
 
 
 def run_layer(
-    layer: Layer, index: int, x_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, read_NI: Tensor | None = None
+    layer: Layer,
+    index: int,
+    x_NE: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attend: Attend,
+    read_NI: Tensor | None = None,
 ) -> Tensor:
     """Returns the residual stream x_NE behind the layer.
 
@@ -144,7 +154,7 @@ def run_layer(
     return layer.add_mlp(x_NE)
 
 
-# ── trainable ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── trainable ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Linear(nn.Linear):
@@ -183,7 +193,9 @@ class Attention(nn.Module):
         self.has_qk_norm = c.qk_norm
 
     def qkv(self, h_NE: Tensor) -> Tensor:
-        qkv_NSD = torch.cat([self.q_proj(h_NE), self.k_proj(h_NE), self.v_proj(h_NE)], dim=-1).view(self.shape)
+        qkv_NSD = torch.cat([self.q_proj(h_NE), self.k_proj(h_NE), self.v_proj(h_NE)], dim=-1).view(
+            self.shape
+        )
         if not self.has_qk_norm:
             return qkv_NSD
         q, k, v = qkv_NSD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -206,8 +218,8 @@ INPUT_NORM = ("input_layernorm",)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP. Attention reads one vector per name in `norms`, each through a norm of that name;
-    without names it reads its input as it is (EAGLE's drafter)."""
+    """Pre-norm attention and gated MLP. Attention reads one vector per name in `norms`, each through a
+    norm of that name; without names it reads its input as it is (EAGLE's drafter)."""
 
     def __init__(self, config: ModelConfig, *, norms: Sequence[str] = INPUT_NORM) -> None:
         super().__init__()
@@ -220,9 +232,15 @@ class DecoderLayer(nn.Module):
         self.num_rotated = config.num_heads + config.num_kv_heads
 
     def forward(
-        self, index: int, x_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, read_NI: Tensor | None = None
+        self,
+        index: int,
+        x_NE: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Attend,
+        read_NI: Tensor | None = None,
     ) -> Tensor:
-        """Returns what `run_layer` does. Whoever shards the layer (FSDP2) hooks in here: no tensor of it is read elsewhere."""
+        """Returns what `run_layer` does. Whoever shards the layer (FSDP2) hooks in here: no tensor of it
+        is read elsewhere."""
         return run_layer(self, index, x_NE, rope, attend, read_NI)
 
     def qkv(self, read_NI: Tensor) -> Tensor:
@@ -269,10 +287,11 @@ def features_alone(features_NE: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """The trainable decoder. `state_dict()` has exactly the names of the Hugging Face checkpoint; a tied head has no
-    entry of its own.
+    """The trainable decoder. `state_dict()` has exactly the names of the Hugging Face checkpoint; a tied head
+    has no entry of its own.
 
-    checkpoints_activations: a layer's activations are not kept but computed once more in the backward pass.
+    checkpoints_activations: a layer's activations are not kept but computed once more in the backward
+        pass.
     """
 
     def __init__(self, config: ModelConfig, checkpoints_activations: bool = False) -> None:
@@ -280,11 +299,14 @@ class Transformer(nn.Module):
         self.config = config
         self.checkpoints_activations = checkpoints_activations
         self.model = DecoderStack(config)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (
+            None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         self._rope: Rope | None = None
 
     def initialize(self, seed: int, std: float = 0.02) -> Transformer:
-        """Sets random weights by the seed alone (normal matrices, unit norms, zero biases), and returns the model."""
+        """Sets random weights by the seed alone (normal matrices, unit norms, zero biases), and returns
+        the model."""
         randomize_matrices(self, seed, std)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -302,14 +324,17 @@ class Transformer(nn.Module):
     ) -> Any:  # of `read`
         """Returns what `read` makes of features_NE, the output of the final norm; by default themselves.
 
-        A sharded model is whole only within its forward: whoever needs `logits` of one calls them from `read`.
+        A sharded model is whole only within its forward: whoever needs `logits` of one calls them from
+        `read`.
         """
         x_NE = self.model.embed_tokens(token_ids_N)
         self._rope = Rope.matching(x_NE, self.config, self._rope)
         rope = self._rope.at(positions_N)
         for index, layer in enumerate(self.model.layers):
             if self.checkpoints_activations and torch.is_grad_enabled():
-                x_NE = checkpoint(layer, index, x_NE, rope, attend, use_reentrant=False, preserve_rng_state=False)
+                x_NE = checkpoint(
+                    layer, index, x_NE, rope, attend, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 x_NE = layer(index, x_NE, rope, attend)
         return read(self.model.norm(x_NE))

@@ -1,4 +1,5 @@
-"""How many sequences of how many tokens fit into a memory: the arithmetic of the caches. Knows no tensor and no schedule.
+"""How many sequences of how many tokens fit into a memory: the arithmetic of the caches. Knows no tensor and
+no schedule.
 
     slots × [ keys and values │ the drafter's pairs │ the drafter's features ]  ≤  max_bytes
 
@@ -45,7 +46,9 @@ class Budget:
         if self.max_bytes is None:
             return MOST_TOKENS
         blocks = range(1, MOST_TOKENS // BLOCK)
-        return BLOCK * bisect_right(blocks, self.max_bytes, key=lambda n: num_slots * self.slot_bytes(n * BLOCK))
+        return BLOCK * bisect_right(
+            blocks, self.max_bytes, key=lambda n: num_slots * self.slot_bytes(n * BLOCK)
+        )
 
 
 UNBOUNDED = Budget(None, lambda length: 0)

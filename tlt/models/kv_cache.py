@@ -1,8 +1,8 @@
 """Keys and values of the running sequences, one slot each. Storage only: it knows no model and no schedule.
 
-The running batch lies in slots 0..B-1. When a sequence ends, the last one moves into its slot; nothing else is copied.
-Capacity grows by doubling, within a budget, so that a short run stays small; growing is the only time the cache is copied, a
-group of layers at a time, so that little of it exists twice.
+The running batch lies in slots 0..B-1. When a sequence ends, the last one moves into its slot; nothing
+else is copied. Capacity grows by doubling, within a budget, so that a short run stays small; growing is
+the only time the cache is copied, a group of layers at a time, so that little of it exists twice.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from tlt.uploads import upload
 T = TypeVar("T")
 
 GROUP_BYTES = 2**28
-"""Layers lie together in tensors of at most so many bytes: one operation serves all of a small cache, and a large one grows
-group by group."""
+"""Layers lie together in tensors of at most so many bytes: one operation serves all of a small cache, and
+a large one grows group by group."""
 
 PREFILL_TOKENS = 8192
-"""Tokens of a forward that fills the cache. They bound its activations: about 2 GiB for a model of 7B in bf16."""
+"""Tokens of a forward that fills the cache. They bound its activations: about 2 GiB for a model of 7B in
+bf16."""
 
 
 def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields the items, in order, in groups for one forward each: of at most `PREFILL_TOKENS` tokens, or a single item."""
+    """Yields the items, in order, in groups for one forward each: of at most `PREFILL_TOKENS` tokens, or a
+    single item."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -42,13 +44,16 @@ def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterat
 
 
 class Cache:
-    """Storage whose `layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries beyond a sequence's
-    length are finite but mean nothing: rejected drafts, or zeros.
+    """Storage whose `layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries
+    beyond a sequence's length are finite but mean nothing: rejected drafts, or zeros.
 
-    groups: the tensors that the layers lie in, neighbours together, [layers, slots, 2 × kv heads, length, head dim].
+    groups: the tensors that the layers lie in, neighbours together, [layers, slots, 2 × kv heads, length,
+        head dim].
     """
 
-    def __init__(self, config: ModelConfig, num_layers: int, dtype: torch.dtype, device: torch.device, max_slots: int) -> None:
+    def __init__(
+        self, config: ModelConfig, num_layers: int, dtype: torch.dtype, device: torch.device, max_slots: int
+    ) -> None:
         self.num_layers, self.max_slots, self.dtype, self.device = num_layers, max_slots, dtype, device
         self.num_heads, self.head_dim = 2 * config.num_kv_heads, config.head_dim
         self.num_slots, self.capacity = 0, BLOCK
@@ -67,9 +72,9 @@ class Cache:
         return num_slots <= self.num_slots and length <= self.capacity
 
     def reserve(self, num_slots: int, length: int, budget: Budget = UNBOUNDED) -> None:
-        """Makes room for the `num_slots` running sequences, the longest of `length` tokens, and within the budget for twice as
-        many. Growing in length gives up the other slots: it happens in the long tail, where a few sequences would pay for the
-        memory of all that have ended."""
+        """Makes room for the `num_slots` running sequences, the longest of `length` tokens, and within the
+        budget for twice as many. Growing in length gives up the other slots: it happens in the long tail,
+        where a few sequences would pay for the memory of all that have ended."""
         if self.holds(num_slots, length):
             return
         assert num_slots <= self.max_slots, f"{num_slots} slots wanted of {self.max_slots}"
@@ -82,7 +87,8 @@ class Cache:
         self.resize(max(num_slots, ahead), capacity)
 
     def resize(self, num_slots: int, length: int) -> None:
-        """Gives every one of `num_slots` slots room for `length` tokens; what is in both the old room and the new one stays."""
+        """Gives every one of `num_slots` slots room for `length` tokens; what is in both the old room and
+        the new one stays."""
         kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
         self.num_slots, self.capacity = num_slots, length
         per_group = max(GROUP_BYTES // self._layer_bytes(num_slots * length), 1)
@@ -97,7 +103,8 @@ class Cache:
             self.layers += group
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copies the first `length` entries of one slot to others, which must be neighbours: a prompt shared by its samples."""
+        """Copies the first `length` entries of one slot to others, which must be neighbours: a prompt
+        shared by its samples."""
         if targets:
             first, last = targets[0], targets[-1] + 1
             assert list(targets) == list(range(first, last)), "forks are admitted into neighbouring slots"
@@ -105,9 +112,12 @@ class Cache:
                 group[:, first:last, :, :length] = group[:, source, None, :, :length]
 
     def commit(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: accepted branches of draft trees close up
-        behind their sequences. Paths 0, 1, 2, … (a chain always is one) cost nothing; all others move in one operation."""
-        moved = [slot for slot, path in enumerate(paths) if path[-1] != len(path) - 1]  # columns rise along a path
+        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: accepted branches of
+        draft trees close up behind their sequences. Paths 0, 1, 2, … (a chain always is one) cost nothing;
+        all others move in one operation."""
+        moved = [
+            slot for slot, path in enumerate(paths) if path[-1] != len(path) - 1
+        ]  # columns rise along a path
         if not moved:
             return
         longest = max(len(paths[slot]) for slot in moved)

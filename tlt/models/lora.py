@@ -1,4 +1,5 @@
-"""LoRA (Hu et al., arXiv 2106.09685): frozen matrices, each with a trainable addition of low rank, as PEFT names and starts it.
+"""LoRA (Hu et al., arXiv 2106.09685): frozen matrices, each with a trainable addition of low rank, as PEFT
+names and starts it.
 
     y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [R, I] random, B [O, R] zero: at first the model is its base
     W + scale · B A                     what is published: one matrix that needs no adapter
@@ -25,7 +26,8 @@ from tlt.types import UserError
 
 
 class LoraLinear(Linear):
-    """A linear layer whose own weights are frozen, and its adapter. It computes in the type of its input, as mixed precision
+    """A linear layer whose own weights are frozen, and its adapter. It computes in the type of its input, as
+    mixed precision
     does: the adapter, kept in a wider type, is rounded for a product and not in what is trained.
 
     is_on: whether the adapter takes part.
@@ -60,11 +62,15 @@ def add_adapters(model: Transformer, lora: LoraSection, dtype: torch.dtype) -> N
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
     known = dict.fromkeys(map(_kind, layers))
     if unknown := [target for target in lora.targets if target not in known]:
-        raise UserError(f"lora.targets: the model has no matrix {unknown[0]!r} to adapt; give some of {', '.join(known)}")
+        raise UserError(
+            f"lora.targets: the model has no matrix {unknown[0]!r} to adapt; give some of {', '.join(known)}"
+        )
     targets = {name: layer for name, layer in layers.items() if _kind(name) in lora.targets}
     side, smallest = min((min(layer.weight.shape), _kind(name)) for name, layer in targets.items())
     if lora.rank > side:
-        raise UserError(f"lora.rank: {lora.rank} is more than the smaller side of {smallest}, {side}; give at most {side}")
+        raise UserError(
+            f"lora.rank: {lora.rank} is more than the smaller side of {smallest}, {side}; give at most {side}"
+        )
     model.requires_grad_(False)
     for name, layer in targets.items():
         model.set_submodule(name, LoraLinear(layer, lora, dtype))
@@ -86,8 +92,8 @@ def is_of_adapter(name: str) -> bool:
 
 
 def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Returns what an adapter's matrix begins with, float32 on the CPU: PEFT's default. A follows from seed and name alone, so
-    any rank can make any of them."""
+    """Returns what an adapter's matrix begins with, float32 on the CPU: PEFT's default. A follows from
+    seed and name alone, so any rank can make any of them."""
     start = torch.zeros(shape, device="cpu")
     if ".lora_A." in name:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -97,7 +103,8 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
-    """Returns the number of parameters of all adapters. Allocates nothing; raises what `add_adapters` does."""
+    """Returns the number of parameters of all adapters. Allocates nothing; raises what `add_adapters`
+    does."""
     with torch.device("meta"):
         model = Transformer(config)
     add_adapters(model, lora, torch.float32)
@@ -105,10 +112,14 @@ def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Returns the sum (int64, modulo 2⁶⁴) of a tensor's numbers, their bits read as integers; of a sharded one, of this rank's.
-    Those of all ranks add up to that of the whole."""
+    """Returns the sum (int64, modulo 2⁶⁴) of a tensor's numbers, their bits read as integers; of a sharded
+    one, of this rank's. Those of all ranks add up to that of the whole."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]).sum(dtype=torch.int64)
+    return (
+        local.detach()
+        .view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
+        .sum(dtype=torch.int64)
+    )
 
 
 class BaseOf:

@@ -1,5 +1,6 @@
-"""The engine's copy of a decoder, for inference alone. It computes what decoder.py's trainable module computes, faster:
-projections that read the same input are one matrix, and a norm's weight is folded into the matrix behind the norm.
+"""The engine's copy of a decoder, for inference alone. It computes what decoder.py's trainable module
+computes, faster: projections that read the same input are one matrix, and a norm's weight is folded into the
+matrix behind the norm.
 
 It knows neither caches nor schedules, and of the CPU no more than that cpu_kernels.py may multiply faster.
 """
@@ -23,9 +24,9 @@ LAYER_PREFIX = re.compile(r"model\.layers\.\d+\.")
 
 
 class PackedNorm:
-    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64 the weight is folded into the next matrix, together
-    with the factor sqrt(E): three small kernels are left, where F.rms_norm takes seven on a CPU. In bf16, where folding would
-    round the weights once more, F.rms_norm runs as it is."""
+    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64 the weight is folded into the
+    next matrix, together with the factor sqrt(E): three small kernels are left, where F.rms_norm takes
+    seven on a CPU. In bf16, where folding would round the weights once more, F.rms_norm runs as it is."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.size, self.eps = size, eps
@@ -34,7 +35,8 @@ class PackedNorm:
         self.weight = torch.ones(size, dtype=dtype, device=device)
 
     def load(self, weight_E: Tensor) -> Tensor:
-        """Sets the weight, and returns the float64[E] by which the columns of the next matrix are to be multiplied."""
+        """Sets the weight, and returns the float64[E] by which the columns of the next matrix are to be
+        multiplied."""
         self.weight.copy_(weight_E)
         weight_E = weight_E.to(self.weight.device).double()
         return weight_E * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E)
@@ -46,8 +48,9 @@ class PackedNorm:
 
 
 class PackedLinear:
-    """A frozen matrix, y = x Wᵀ + bias. Where a CPU multiplies faster by a copy in a layout of its own (cpu_kernels.py), large
-    products take that copy. A matrix so large that all its products are large exists as that copy alone."""
+    """A frozen matrix, y = x Wᵀ + bias. Where a CPU multiplies faster by a copy in a layout of its own
+    (cpu_kernels.py), large products take that copy. A matrix so large that all its products are large
+    exists as that copy alone."""
 
     def __init__(
         self,
@@ -62,7 +65,8 @@ class PackedLinear:
     ) -> None:
         """Allocates the matrix, empty.
 
-        storage: where the matrix lies already, for others to read; it is not copied where its own layout serves.
+        storage: where the matrix lies already, for others to read; it is not copied where its own layout
+            serves.
         borrows: a weight of this type and device is read where it lies, rather than copied.
         """
         self.borrows, self.device = borrows, device
@@ -77,7 +81,9 @@ class PackedLinear:
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copies the weight [num_out, num_in] in, from any floating type; RuntimeError for another shape."""
         if tuple(weight.shape) != self.shape:
-            raise RuntimeError(f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected")
+            raise RuntimeError(
+                f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected"
+            )
         if self.weight is not None and self.weight is not weight:
             self.weight = _place(weight, self.weight, self.borrows)
             self.weight_t = self.weight.t()
@@ -120,27 +126,38 @@ class PackedLayer:
         num_read = max(len(norms), 1) * c.hidden_size
         self.mlp_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
         self.qkv_linear = PackedLinear(num_read, c.num_qkv * c.head_dim, dtype, device, has_bias=c.qkv_bias)
-        self.qk_norm_weight = torch.empty(self.num_rotated, c.head_dim, dtype=dtype, device=device) if c.qk_norm else None
-        self.output_linear = PackedLinear(c.num_heads * c.head_dim, c.hidden_size, dtype, device, borrows=borrows)
+        self.qk_norm_weight = (
+            torch.empty(self.num_rotated, c.head_dim, dtype=dtype, device=device) if c.qk_norm else None
+        )
+        self.output_linear = PackedLinear(
+            c.num_heads * c.head_dim, c.hidden_size, dtype, device, borrows=borrows
+        )
         self.gate_up_linear = PackedLinear(c.hidden_size, 2 * c.intermediate_size, dtype, device)
         self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device, borrows=borrows)
 
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies a layer's tensors in, whose Hugging Face names begin with `prefix`; KeyError where one is missing."""
+        """Copies a layer's tensors in, whose Hugging Face names begin with `prefix`; KeyError where one is
+        missing."""
 
         device = self.qkv_linear.device
 
-        def cat(*names: str) -> Tensor:  # on the device: a GPU joins and scales in no time what a CPU takes a second for
+        def cat(
+            *names: str,
+        ) -> Tensor:  # on the device: a GPU joins and scales in no time what a CPU takes a second for
             return torch.cat([tensors[prefix + name].detach().to(device) for name in names])
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gains = [norm.load(tensors[f"{prefix}{name}.weight"].detach()) for name, norm in self.input_norms.items()]
+        gains = [
+            norm.load(tensors[f"{prefix}{name}.weight"].detach()) for name, norm in self.input_norms.items()
+        ]
         weight = cat(*(name + ".weight" for name in qkv)).double()
         bias = cat(*(name + ".bias" for name in qkv)) if self.config.qkv_bias else None
         self.qkv_linear.load(weight * torch.cat(gains) if gains else weight, bias)
         if self.qk_norm_weight is not None:
             q, k = (tensors[f"{prefix}self_attn.{name}_norm.weight"].detach() for name in "qk")
-            self.qk_norm_weight.copy_(torch.stack([q] * self.config.num_heads + [k] * self.config.num_kv_heads))
+            self.qk_norm_weight.copy_(
+                torch.stack([q] * self.config.num_heads + [k] * self.config.num_kv_heads)
+            )
         self.output_linear.load(tensors[prefix + "self_attn.o_proj.weight"].detach())
         gain_E = self.mlp_norm.load(tensors[prefix + "post_attention_layernorm.weight"].detach())
         self.gate_up_linear.load(cat("mlp.gate_proj.weight", "mlp.up_proj.weight").double() * gain_E)
@@ -149,14 +166,20 @@ class PackedLayer:
     def qkv(self, read_NI: Tensor) -> Tensor:
         if len(self.input_norms) > 1:
             parts = read_NI.chunk(len(self.input_norms), dim=-1)
-            read_NI = torch.cat([norm(part) for norm, part in zip(self.input_norms.values(), parts, strict=True)], dim=-1)
+            read_NI = torch.cat(
+                [norm(part) for norm, part in zip(self.input_norms.values(), parts, strict=True)], dim=-1
+            )
         elif self.input_norms:
             (norm,) = self.input_norms.values()
             read_NI = norm(read_NI)
         qkv_NSD = self.qkv_linear(read_NI).view(-1, self.config.num_qkv, self.config.head_dim)
         if self.qk_norm_weight is not None:
             qk = qkv_NSD[:, : self.num_rotated]
-            torch.mul(F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps), self.qk_norm_weight, out=qk)
+            torch.mul(
+                F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps),
+                self.qk_norm_weight,
+                out=qk,
+            )
         return qkv_NSD
 
     def add_attention(self, x_NE: Tensor, attended_NA: Tensor) -> Tensor:
@@ -172,16 +195,23 @@ class PackedTransformer:
 
     `version` counts the policies loaded, as their publisher numbers them.
 
-    borrows: what is used as the policy has it (embedding, head, output and down projections; on a CPU in float32 the embedding,
-        since the others need a layout of their own) is read where it lies, if type and device agree. Whoever trains the policy
-        then changes it here too, so all has to be loaded again before it is used.
+    borrows: what is used as the policy has it (embedding, head, output and down projections; on a CPU in
+        float32 the embedding, since the others need a layout of their own) is read where it lies, if type
+        and device agree. Whoever trains the policy then changes it here too, so all has to be loaded again
+        before it is used.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", borrows: bool = False
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        borrows: bool = False,
     ) -> None:
         self.config, self.dtype, self.device, self.borrows = config, dtype, torch.device(device), borrows
-        self.layers = [PackedLayer(config, dtype, self.device, borrows=borrows) for _ in range(config.num_layers)]
+        self.layers = [
+            PackedLayer(config, dtype, self.device, borrows=borrows) for _ in range(config.num_layers)
+        ]
         self.embedding_VE = _allocate(config.vocab_size, config.hidden_size, dtype, self.device, borrows)
         self.head_VE = self.embedding_VE if config.tie_embeddings else torch.empty_like(self.embedding_VE)
         self.head_linear = PackedLinear(
@@ -193,12 +223,14 @@ class PackedTransformer:
         self.version = -1
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies a policy in by its Hugging Face names. KeyError where a tensor is missing, RuntimeError for another shape."""
+        """Copies a policy in by its Hugging Face names. KeyError where a tensor is missing, RuntimeError
+        for another shape."""
         self.load_parts([tensors], version)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Does so part by part, in any order, and holds on to none; the tensors of a layer lie in one part."""
+        """Does so part by part, in any order, and holds on to none; the tensors of a layer lie in one
+        part."""
         missing = {f"model.layers.{index}." for index in range(len(self.layers))} | {EMBEDDING, FINAL_NORM}
         missing |= set() if self.config.tie_embeddings else {HEAD}
         for part in parts:
@@ -211,8 +243,9 @@ class PackedTransformer:
 
     @cached_property
     def unsound_V(self) -> Tensor | None:
-        """Tokens whose embedding is not finite, as padding may be that is never drawn, bool[V]; None: there are none. No draft
-        may hold one: what it leaves in the cache would spoil what is computed of the tokens before it."""
+        """Tokens whose embedding is not finite, as padding may be that is never drawn, bool[V]; None:
+        there are none. No draft may hold one: what it leaves in the cache would spoil what is computed of
+        the tokens before it."""
         if torch.stack(self.embedding_VE.aminmax()).isfinite().all():
             return None
         return ~self.embedding_VE.isfinite().all(dim=1)
@@ -242,10 +275,11 @@ class PackedTransformer:
     def forward_capturing(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Returns (features_NE, captured_NF): beside the features, the inputs of the layers in `capture`, side by side.
+        """Returns (features_NE, captured_NF): beside the features, the inputs of the layers in `capture`,
+        side by side.
 
-        A layer's input is the residual sum before any norm. The number of layers stands for the features themselves. An empty
-        `capture` returns the features in both places.
+        A layer's input is the residual sum before any norm. The number of layers stands for the features
+        themselves. An empty `capture` returns the features in both places.
         """
         x_NE = F.embedding(token_ids_N, self.embedding_VE)
         rope = self.rope.at(positions_N)
@@ -270,12 +304,14 @@ class PackedTransformer:
         return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)
 
 
-def _allocate(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, borrows: bool) -> Tensor:
+def _allocate(
+    num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, borrows: bool
+) -> Tensor:
     """Returns an empty matrix; one without rows where the values will be borrowed."""
     return torch.empty(0 if borrows else num_rows, num_columns, dtype=dtype, device=device)
 
 
 def _place(given: Tensor, known: Tensor, borrows: bool) -> Tensor:
-    """Returns the given values in the type and on the device of `known`: copied into it, or, where they may be borrowed,
-    as they lie. Borrowed memory is another's, so nothing is ever written into it."""
+    """Returns the given values in the type and on the device of `known`: copied into it, or, where they
+    may be borrowed, as they lie. Borrowed memory is another's, so nothing is ever written into it."""
     return given.detach().to(known) if borrows else known.copy_(given.detach())

@@ -203,8 +203,9 @@ def _idle(r: PlannedRun) -> Iterator[Term]:
 
 
 def activations_per_token(c: ModelConfig) -> int:
-    """Returns the numbers that autograd keeps of a layer at a token: inputs of norms and matrices, queries, keys
-    and values before and behind the rotation, the attention's output, and four of the MLP's width."""
+    """Returns the numbers that autograd keeps of a layer at a token: inputs of norms and matrices,
+    queries, keys and values before and behind the rotation, the attention's output, and four of the MLP's
+    width."""
     return 6 * c.hidden_size + (c.num_qkv + 2 * c.num_heads) * c.head_dim + 4 * c.intermediate_size
 
 
@@ -214,7 +215,9 @@ def _update(r: PlannedRun) -> Iterator[Term]:
     yield Term("gradients", ("update",), r.trained_bytes // slices, "trained parameters / slices")
     per_rank = -(-r.num_responses // r.num_ranks)
     own, prompts = r.longest - r.longest_prompt, per_rank
-    if r.longest_prompt >= MIN_PROMPT * own:  # a problem's prompt is computed once for its responses (rl/plan.py)
+    if (
+        r.longest_prompt >= MIN_PROMPT * own
+    ):  # a problem's prompt is computed once for its responses (rl/plan.py)
         prompts = -(-per_rank // r.config.rollout.samples_per_problem)
     computed = per_rank * own + prompts * r.longest_prompt
     tokens = min(max(r.config.algorithm.tokens_per_micro_batch, r.longest), computed)

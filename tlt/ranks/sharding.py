@@ -3,8 +3,8 @@
     checkpoint ─ fill: the rows of this rank ─▶ [slice] [slice] [slice] ─ whole, layer by layer ─▶ engine, files
                                                    every layer gathered for its forward and its backward alone
 
-A slice is the rank's part of the rows (dimension 0) of every parameter, as torch.chunk cuts them. This file knows neither
-optimizer nor engine; the mesh is an argument.
+A slice is the rank's part of the rows (dimension 0) of every parameter, as torch.chunk cuts them. This
+file knows neither optimizer nor engine; the mesh is an argument.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class LayoutChoice:
 
 
 def choose_layout(wanted: str, num_ranks: int, device: str) -> LayoutChoice:
-    """Decides what `parallel.policy` means. wanted: "auto", "replicate" or "fsdp".  num_ranks: of all machines."""
+    """Decides what `parallel.policy` means. wanted: "auto", "replicate" or "fsdp".
+    num_ranks: of all machines."""
     if wanted != "auto":
         return LayoutChoice(wanted, f"parallel.policy is {wanted}")
     if num_ranks == 1:
@@ -57,15 +58,17 @@ def mesh_of(world: World) -> DeviceMesh:
 
 
 def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) -> None:
-    """Cuts the model, in place: its layers one by one, and what is left. Gradients are sums over the ranks, not means.
+    """Cuts the model, in place: its layers one by one, and what is left. Gradients are sums over the ranks,
+    not means.
 
-    param_dtype: in which layers are gathered and computed; the slices keep their type, and gradients are added up in it. None:
-        theirs.
+    param_dtype: in which layers are gathered and computed; the slices keep their type, and gradients are
+        added up in it. None: theirs.
     """
     trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=trained.dtype)
     for module in (*model.model.layers, model):
-        # The root as well: gathered by a forward without a backward, it would stay as it was before the optimizer's next step.
+        # The root as well: gathered by a forward without a backward, it would stay as it was before the
+        # optimizer's next step.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -92,14 +95,15 @@ def local_rows(tensor: DTensor) -> slice:
     return rows
 
 
-# ── whole again ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── whole again ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Gathered(Mapping[str, Tensor]):
     """The tensors of a policy by name, whole, as `dtype` (None: as they are), one at a time.
 
-    To read a sharded one is a collective: all ranks read the same ones in the same order. One that is not sharded is given
-    where it lies, in its own type. An adapter is no tensor of its own: the matrix that it adapts has it in it.
+    To read a sharded one is a collective: all ranks read the same ones in the same order. One that is not
+    sharded is given where it lies, in its own type. An adapter is no tensor of its own: the matrix that it
+    adapts has it in it.
     """
 
     def __init__(self, policy: Transformer, dtype: torch.dtype | None = None) -> None:
@@ -108,7 +112,9 @@ class Gathered(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._adapted:
-            merged = self._adapted[name].merged(whole)  # of whole matrices, so that the number of ranks changes no bit
+            merged = self._adapted[name].merged(
+                whole
+            )  # of whole matrices, so that the number of ranks changes no bit
             return merged if self._dtype is None else merged.to(self._dtype)
         return whole(self._parameters[name], self._dtype)
 
@@ -120,7 +126,8 @@ class Gathered(Mapping[str, Tensor]):
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a sharded tensor from the slices of all ranks, which are cast before they travel; any other as it is."""
+    """Returns a sharded tensor from the slices of all ranks, which are cast before they travel; any other
+    as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     cast = tensor.detach().to(dtype or tensor.dtype)
@@ -129,6 +136,9 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors in parts, each layer's together. Nothing is read before its part is asked for, nor kept afterwards."""
-    for _, names in groupby(tensors, lambda name: name.split(".")[:3] if name.startswith("model.layers.") else name):
+    """Yields the tensors in parts, each layer's together. Nothing is read before its part is asked for,
+    nor kept afterwards."""
+    for _, names in groupby(
+        tensors, lambda name: name.split(".")[:3] if name.startswith("model.layers.") else name
+    ):
         yield {name: tensors[name] for name in names}

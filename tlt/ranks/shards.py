@@ -4,8 +4,9 @@
     rank 1   ▏policy.b, rows 8 to 15▕▏policy.c▕    ─▶  rank-00001.safetensors     other, are cut into equal stretches of bytes
                                                                                   sharded: every rank writes what it holds
 
-A piece is a box of a tensor: where it begins in the whole, and how large it is. So what some ranks have written any others can
-read, replicated or sharded. Files are hashed while they are written. Knows neither what tensors mean nor when a file counts.
+A piece is a box of a tensor: where it begins in the whole, and how large it is. So what some ranks have
+written any others can read, replicated or sharded. Files are hashed while they are written. Knows neither
+what tensors mean nor when a file counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset,
+)  # as torch's own checkpoints do
 
 CODES = {
     torch.float64: "F64",
@@ -46,8 +49,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece that is ready to be written. shape: of the whole tensor.  offset: where the values begin in it.  values: a copy
-    on the CPU."""
+    """A piece that is ready to be written. shape: of the whole tensor.
+    offset: where the values begin in it.
+    values: a copy on the CPU."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -80,15 +84,18 @@ class StoredTensor:
     def _holds(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         if not len(offset) == len(shape) == len(self.shape):
             return False
-        return all(0 <= start < start + size <= whole for start, size, whole in zip(offset, shape, self.shape, strict=True))
+        return all(
+            0 <= start < start + size <= whole
+            for start, size, whole in zip(offset, shape, self.shape, strict=True)
+        )
 
 
-# ── who writes what ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── who writes what ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Part]:
-    """Returns copies of what this rank writes of the state that all ranks hold together: its shards of DTensors, and its share
-    of the tensors that every rank holds. All ranks give the same names and shapes."""
+    """Returns copies of what this rank writes of the state that all ranks hold together: its shards of
+    DTensors, and its share of the tensors that every rank holds. All ranks give the same names and shapes."""
     shared = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     rows = split_rows({name: (_num_rows(t), t.nbytes) for name, t in shared.items()}, rank, world_size)
     parts: dict[str, Part] = {}
@@ -102,14 +109,18 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
         else:
             is_mine = rows[name] == (0, 1)
         if is_mine and local.numel():
-            values = torch.empty(local.shape, dtype=local.dtype).copy_(local.detach())  # contiguous, and one copy alone
+            values = torch.empty(local.shape, dtype=local.dtype).copy_(
+                local.detach()
+            )  # contiguous, and one copy alone
             parts[name] = Part(tuple(tensor.shape), offset, values)
     return parts
 
 
-def split_rows(sizes: Mapping[str, tuple[int, int]], rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    """Returns rank's rows, [first, end), of tensors of (rows, bytes): laid one behind the other they are cut into `world_size`
-    equal stretches, at the nearest rows."""
+def split_rows(
+    sizes: Mapping[str, tuple[int, int]], rank: int, world_size: int
+) -> dict[str, tuple[int, int]]:
+    """Returns rank's rows, [first, end), of tensors of (rows, bytes): laid one behind the other they are
+    cut into `world_size` equal stretches, at the nearest rows."""
     ends = list(accumulate(num_bytes for _, num_bytes in sizes.values()))
     borders = [ends[-1] * k // world_size for k in (rank, rank + 1)] if ends else []
 
@@ -130,7 +141,9 @@ def local_box(tensor: Tensor) -> tuple[Tensor, Box]:
         return tensor, ((0,) * tensor.dim(), tuple(tensor.shape))
     local = tensor.to_local()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(shape) == tuple(local.shape), f"a shard of shape {list(local.shape)} that should have {list(shape)}"
+    assert tuple(shape) == tuple(local.shape), (
+        f"a shard of shape {list(local.shape)} that should have {list(shape)}"
+    )
     return local, (tuple(offset), tuple(shape))
 
 
@@ -138,25 +151,37 @@ def is_first_copy(tensor: DTensor) -> bool:
     """Whether this process writes its shard: of shards that several ranks hold, the first one does."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh of its own tensor"
-    return all(placement.is_shard() or place == 0 for placement, place in zip(tensor.placements, coordinate, strict=True))
+    return all(
+        placement.is_shard() or place == 0
+        for placement, place in zip(tensor.placements, coordinate, strict=True)
+    )
 
 
 def _num_rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_shard(path: Path, parts: Mapping[str, Part]) -> FileDigest:
-    """Writes a safetensors file, and flushes it to the disk. What each piece belongs to stands in its metadata. A file of that
-    name is left to whoever may still be writing it: this one is new. Raises OSError where it cannot be written."""
-    ordered = dict(sorted(parts.items(), key=lambda item: -item[1].values.element_size()))  # so each begins at its own multiple
-    header: dict[str, object] = {"__metadata__": {"pieces": json.dumps({n: [p.shape, p.offset] for n, p in ordered.items()})}}
+    """Writes a safetensors file, and flushes it to the disk. What each piece belongs to stands in its
+    metadata. A file of that name is left to whoever may still be writing it: this one is new. Raises
+    OSError where it cannot be written."""
+    ordered = dict(
+        sorted(parts.items(), key=lambda item: -item[1].values.element_size())
+    )  # so each begins at its own multiple
+    header: dict[str, object] = {
+        "__metadata__": {"pieces": json.dumps({n: [p.shape, p.offset] for n, p in ordered.items()})}
+    }
     place = 0
     for name, part in ordered.items():
         end = place + part.values.nbytes
-        header[name] = {"dtype": CODES[part.values.dtype], "shape": list(part.values.shape), "data_offsets": [place, end]}
+        header[name] = {
+            "dtype": CODES[part.values.dtype],
+            "shape": list(part.values.shape),
+            "data_offsets": [place, end],
+        }
         place = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -165,7 +190,8 @@ def write_shard(path: Path, parts: Mapping[str, Part]) -> FileDigest:
 
 
 def write_hashed(path: Path, stream: Sequence[memoryview]) -> FileDigest:
-    """Writes a new file and flushes it to the disk; hashes what it writes. Raises OSError where it cannot be written."""
+    """Writes a new file and flushes it to the disk; hashes what it writes. Raises OSError where it cannot
+    be written."""
     path.unlink(missing_ok=True)
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("xb") as file:
@@ -193,7 +219,8 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Returns the tensors that these files hold together. Raises OSError, ValueError or KeyError where one is no such file."""
+    """Returns the tensors that these files hold together. Raises OSError, ValueError or KeyError where one
+    is no such file."""
     found: dict[str, StoredTensor] = {}
     for path in files:
         with path.open("rb") as file:
@@ -213,21 +240,25 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     return json.loads(file.read(length)), 8 + length
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def files_for(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> set[str]:
     """Returns the files that hold something of what this process has of these tensors."""
     boxes = {name: local_box(tensor)[1] for name, tensor in tensors.items()}
     return {
-        file for name, box in boxes.items() for file, *piece in stored[name].pieces if common_box(box, (piece[0], piece[1]))
+        file
+        for name, box in boxes.items()
+        for file, *piece in stored[name].pieces
+        if common_box(box, (piece[0], piece[1]))
     }
 
 
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    """Copies what this process has of each tensor out of the files, in place, a piece at a time. Their names, shapes and types
-    must have been compared, and the files' digests. Files are read, not mapped: one that is removed later leaves the disk."""
+    """Copies what this process has of each tensor out of the files, in place, a piece at a time. Their
+    names, shapes and types must have been compared, and the files' digests. Files are read, not mapped:
+    one that is removed later leaves the disk."""
     wanted: dict[str, list[tuple[str, Box]]] = {}
     for name in tensors:
         for file_name, offset, shape in stored[name].pieces:

@@ -21,9 +21,12 @@ class ReplicaTimeout(RankAwaited):
 
 
 class SignsOfLife:
-    """One replica's own, and what it has seen of the others'. held: units that it has taken and not finished."""
+    """One replica's own, and what it has seen of the others'. held: units that it has taken and not
+    finished."""
 
-    def __init__(self, store: Store, replica: int, num_replicas: int, timeout: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, replica: int, num_replicas: int, timeout: float, clock: Callable[[], float]
+    ) -> None:
         self.store, self.replica, self.num_replicas = store, replica, num_replicas
         self.timeout, self._clock = timeout, clock
         self._changes = 0
@@ -42,8 +45,8 @@ class SignsOfLife:
             self.beat(held)
 
     def watch(self, held: int, phase: str) -> None:
-        """Looks at some of the others, once a second at most. Raises ReplicaTimeout that names one which was silent for longer
-        than the time-out."""
+        """Looks at some of the others, once a second at most. Raises ReplicaTimeout that names one which
+        was silent for longer than the time-out."""
         now = self._clock()
         if now - self._watched_at < WATCH_SECONDS:
             return
@@ -56,15 +59,20 @@ class SignsOfLife:
             if beat != seen:
                 self._watched[replica] = (beat, now)
             elif now - since > self.timeout and replica != self.replica:
-                what = "has not begun it" if beat == ABSENT else f"holds {beat.decode().partition(':')[2]} unit(s)"
+                what = (
+                    "has not begun it"
+                    if beat == ABSENT
+                    else f"holds {beat.decode().partition(':')[2]} unit(s)"
+                )
                 raise ReplicaTimeout(
-                    f"{phase}: replica {self.replica} waits for replica {replica}, which {what} and has shown no "
+                    f"{phase}: replica {self.replica} waits for replica {replica}, which {what} and has "
+                    "shown no "
                     f"sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
                 )
 
     def _next_to_watch(self) -> list[int]:
-        """Returns as many replicas that all have their turn ten times within the time-out: that every one looked at every other
-        once a second would be the store's main work."""
+        """Returns as many replicas that all have their turn ten times within the time-out: that every one
+        looked at every other once a second would be the store's main work."""
         num = min(max(math.ceil(10 * self.num_replicas / self.timeout), 1), self.num_replicas)
         turn = [(self._next_watched + i) % self.num_replicas for i in range(num)]
         self._next_watched = (self._next_watched + num) % self.num_replicas

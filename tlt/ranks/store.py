@@ -1,5 +1,5 @@
-"""The c10d Store as ranks find it: opened, read without waiting, and met on, so that all agree which attempt theirs is. Knows
-no launcher and no work.
+"""The c10d Store as ranks find it: opened, read without waiting, and met on, so that all agree which attempt
+theirs is. Knows no launcher and no work.
 
     rank r    hello/r = its token                    ─▶ waits for a roster with its token ─▶ here/N/r ─▶ waits for go/N
     rank 0    gathers a token of every rank ─▶ roster/N, latest = N ─▶ waits for here/N/… ─▶ go/N
@@ -8,9 +8,10 @@ no launcher and no work.
     stop      the signal that a rank has heard, for all
     later     whoever sees that one more has said hello leaves: it was started again, and this attempt is over
 
-torchrun keeps one store through all restarts of a run, and its machines do not count restarts alike. So nothing but a token
-that a process has just drawn tells it from the one that died in its place, and nothing that an earlier attempt has left in the
-store is read by a later one: everything else lies under the prefix of the attempt.
+torchrun keeps one store through all restarts of a run, and its machines do not count restarts alike. So
+nothing but a token that a process has just drawn tells it from the one that died in its place, and nothing
+that an earlier attempt has left in the store is read by a later one: everything else lies under the prefix
+of the attempt.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def read_now(store: Store, key: str) -> bytes:
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
-    """Returns the ranks' part of the store of the launcher, or of rank 0, which opens it then. Raises UserError where nobody
-    answers there."""
+    """Returns the ranks' part of the store of the launcher, or of rank 0, which opens it then. Raises
+    UserError where nobody answers there."""
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
         store = TCPStore(
@@ -60,22 +61,28 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
     except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
         what = "cannot be opened" if place.is_server else f"nobody answered within {timeout_seconds:g} s"
         reason = str(error).splitlines()[0]
-        raise UserError(f"MASTER_ADDR, MASTER_PORT: {where} {what} ({reason}); every rank needs rank 0's address") from None
+        raise UserError(
+            f"MASTER_ADDR, MASTER_PORT: {where} {what} ({reason}); every rank needs rank 0's address"
+        ) from None
     return PrefixStore(place.secret, store) if place.secret else store
 
 
 def _listen(place: Place) -> int | None:
-    """Opens the store's port to this machine alone, where the ranks meet at an address of its own. None: torch opens it to all
-    networks, and that is said, for the store asks nobody who they are."""
+    """Opens the store's port to this machine alone, where the ranks meet at an address of its own. None:
+    torch opens it to all networks, and that is said, for the store asks nobody who they are."""
     if place.master_addr != "localhost" and not place.master_addr.startswith("127."):
-        say(f"the ranks' store listens on port {place.master_port} of all networks; keep it to one that you trust")
+        say(
+            f"the ranks' store listens on port {place.master_port} of all networks; keep it to one that you "
+            "trust"
+        )
         return None
     return socket.create_server((place.master_addr, place.master_port)).detach()
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The attempt in which ranks have met. number: 1 or more.  num_hellos: how often any rank had said hello by then."""
+    """The attempt in which ranks have met. number: 1 or more.
+    num_hellos: how often any rank had said hello by then."""
 
     number: int
     num_hellos: int
@@ -89,14 +96,17 @@ def meet(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Attempt:
-    """Returns this attempt, when all ranks have come. Raises UserError that names those that have not within the time-out."""
+    """Returns this attempt, when all ranks have come. Raises UserError that names those that have not
+    within the time-out."""
     token, deadline = uuid.uuid4().hex, clock() + timeout_seconds
     meeting = PrefixStore("meeting", store)
     meeting.add("hellos", 1)
     meeting.set(f"hello/{rank}", token)
     number, roster = 0, [""] * world_size
     while True:
-        num_hellos = meeting.add("hellos", 0)  # before the tokens are read: who comes after that is one too many
+        num_hellos = meeting.add(
+            "hellos", 0
+        )  # before the tokens are read: who comes after that is one too many
         if rank == 0:
             tokens = [read_now(meeting, f"hello/{other}").decode() for other in range(world_size)]
             if ABSENT.decode() not in tokens and tokens != roster:
@@ -128,7 +138,8 @@ def is_over(store: Store, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class Watch:
-    """What the threads share that end this process from whatever it waits for. has_left: to be set where it ends by itself.
+    """What the threads share that end this process from whatever it waits for. has_left: to be set where it
+    ends by itself.
     has_answered: set whenever the store has answered."""
 
     has_left: threading.Event = field(default_factory=threading.Event)
@@ -136,8 +147,8 @@ class Watch:
 
 
 def leave_when_over(store: Store, attempt: Attempt) -> Watch:
-    """Starts a thread that ends this process once another attempt begins: a launcher sees those die that it has started, not
-    those on other machines."""
+    """Starts a thread that ends this process once another attempt begins: a launcher sees those die that
+    it has started, not those on other machines."""
     connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
     watch = Watch()
 
@@ -156,8 +167,9 @@ def leave_when_over(store: Store, attempt: Attempt) -> Watch:
 
 
 def share_stop(store: Store, stop: StopRequest, watch: Watch) -> None:
-    """Starts a thread by which a signal that one rank has heard reaches all of the attempt: whoever has started them may send
-    it to one alone, which would stop in the middle of a phase, and wait there for the others to come.
+    """Starts a thread by which a signal that one rank has heard reaches all of the attempt: whoever has
+    started them may send it to one alone, which would stop in the middle of a phase, and wait there for the
+    others to come.
 
     store: the attempt's.
     """
@@ -180,9 +192,9 @@ def share_stop(store: Store, stop: StopRequest, watch: Watch) -> None:
 
 
 def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
-    """Starts a thread that ends this process where the store has not answered for so long: whoever asks a store over a network
-    that is gone waits for the network's own time-out, a quarter of an hour. Rounds are counted, so that a process which was
-    stopped for a while finds the store as it left it.
+    """Starts a thread that ends this process where the store has not answered for so long: whoever asks a
+    store over a network that is gone waits for the network's own time-out, a quarter of an hour. Rounds are
+    counted, so that a process which was stopped for a while finds the store as it left it.
 
     whose: the store's address, to be named.
     """
@@ -193,21 +205,30 @@ def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
             silent = 0.0 if watch.has_answered.is_set() else silent + WATCH_SECONDS
             watch.has_answered.clear()
             if silent > timeout_seconds:
-                leave(f"the store of rank 0 at {whose} has not answered for {silent:g} s (run.timeout_seconds)")
+                leave(
+                    f"the store of rank 0 at {whose} has not answered for {silent:g} s (run.timeout_seconds)"
+                )
 
     threading.Thread(target=look, name="tlt-store", daemon=True).start()
 
 
 def _missing(meeting: Store, number: int, roster: Sequence[str]) -> list[int]:
     """Returns the ranks that have not answered to the roster."""
-    return [rank for rank, token in enumerate(roster) if read_now(meeting, f"here/{number}/{rank}").decode() != token]
+    return [
+        rank
+        for rank, token in enumerate(roster)
+        if read_now(meeting, f"here/{number}/{rank}").decode() != token
+    ]
 
 
 def _refuse(meeting: Store, rank: int, number: int, roster: Sequence[str], timeout_seconds: float) -> None:
     said = [read_now(meeting, f"hello/{other}") != ABSENT for other in range(len(roster))]
-    absent = [other for other, has_said in enumerate(said) if not has_said] or _missing(meeting, number, roster)
+    absent = [other for other, has_said in enumerate(said) if not has_said] or _missing(
+        meeting, number, roster
+    )
     names = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
     raise UserError(
-        f"ranks: {len(absent)} of {len(roster)} did not come within {timeout_seconds:g} s (rank {names}; rank {rank} waited); "
+        f"ranks: {len(absent)} of {len(roster)} did not come within {timeout_seconds:g} s (rank {names}; "
+        f"rank {rank} waited); "
         "start all of them, or raise run.timeout_seconds"
     )

@@ -1,5 +1,6 @@
-"""Waiting for another rank through the Store, outside of any collective: a collective ends the run when one rank takes longer
-than its time-out, and writing a large model may. Knows neither what is waited for nor why."""
+"""Waiting for another rank through the Store, outside of any collective: a collective ends the run when
+one rank takes longer than its time-out, and writing a large model may. Knows neither what is waited for
+nor why."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting
 
 
 def lead(world: World, name: str, work: Callable[[], None]) -> None:
-    """Does `work` on the leader, while the other ranks wait for its end. Every rank calls it; what it raises is raised on all.
+    """Does `work` on the leader, while the other ranks wait for its end. Every rank calls it; what it raises
+    is raised on all.
 
     name: of this work, which no other work of these ranks has.
     """
@@ -84,20 +86,25 @@ def lead(world: World, name: str, work: Callable[[], None]) -> None:
 
 
 ROLL_CALL_SECONDS = 5.0
-"""For so long a rank that has waited in vain looks who else has: their time-outs end together, but for their clocks."""
+"""For so long a rank that has waited in vain looks who else has: their time-outs end together, but for
+their clocks."""
 
 
 @contextmanager
 def naming_who_is_awaited(world: World) -> Iterator[None]:
-    """Turns the time-out of a collective into RankAwaited, which names the ranks that have not come: those that did not wait in
-    vain themselves. Its traceback stays the collective's."""
+    """Turns the time-out of a collective into RankAwaited, which names the ranks that have not come: those
+    that did not wait in vain themselves. Its traceback stays the collective's."""
     try:
         yield
     except RuntimeError as error:
         if world.world_size == 1 or "timed out" not in str(error).lower():
             raise
         absent = _call_the_roll(world)
-        names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}" if absent else "nobody: all ranks waited"
+        names = (
+            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+            if absent
+            else "nobody: all ranks waited"
+        )
         told = f"rank {world.rank} has waited {world.timeout_seconds:g} s (run.timeout_seconds) in a collective for {names}"
         raise RankAwaited(told).with_traceback(error.__traceback__) from None
 
@@ -114,7 +121,8 @@ def _call_the_roll(world: World) -> list[int]:
 
 
 def together(world: World, work: Callable[[], T]) -> T:
-    """Does `work` on every rank, and raises a user's mistake that one of them met on all of them: none goes on alone."""
+    """Does `work` on every rank, and raises a user's mistake that one of them met on all of them: none
+    goes on alone."""
     result: Sequence[T] = ()
     failure = ""
     try:

@@ -1,7 +1,7 @@
 """The world of ranks: who this process is, where it computes, and the few collectives that the package needs.
 
-Every rank of the world calls each collective, or none does. This file does not know who started the ranks (launch.py) nor
-how work is shared out while they generate (work_queue.py).
+Every rank of the world calls each collective, or none does. This file does not know who started the ranks
+(launch.py) nor how work is shared out while they generate (work_queue.py).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class World:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The kind of device that ranks compute on ("cpu" or "cuda"), and why, in a few words for the user. num_idle: GPUs that no
-    rank has, though it might."""
+    """The kind of device that ranks compute on ("cpu" or "cuda"), and why, in a few words for the user.
+    num_idle: GPUs that no rank has, though it might."""
 
     name: str
     reason: str
@@ -67,10 +67,12 @@ class DeviceChoice:
 
 
 def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
-    """Decides what `run.device` means on a machine. Every rank has a GPU of its own, or all compute on the CPU.
+    """Decides what `run.device` means on a machine. Every rank has a GPU of its own, or all compute on the
+    CPU.
 
     wanted: "auto", "cpu" or "cuda".   num_ranks, num_gpus: of this machine.
-    Raises UserError where GPUs are wanted, or there are some, but not one for every rank: nothing falls back in silence.
+    Raises UserError where GPUs are wanted, or there are some, but not one for every rank: nothing falls
+    back in silence.
     """
     if wanted == "cpu":
         return DeviceChoice("cpu", "run.device is cpu")
@@ -119,9 +121,9 @@ def init_process_group_from_env(
     met: Rendezvous | None = None,
     group_of_one: bool = False,
 ) -> World:
-    """Joins the ranks that the environment names (place.py). Where it names none this process is a world of one, and no process
-    group is made. gloo serves tensors on the CPU; NCCL serves those on a GPU. With a GPU both are set up, and objects travel
-    over gloo.
+    """Joins the ranks that the environment names (place.py). Where it names none this process is a world of
+    one, and no process group is made. gloo serves tensors on the CPU; NCCL serves those on a GPU. With a GPU
+    both are set up, and objects travel over gloo.
 
     met: the ranks, where they have met already.
     group_of_one: a process that is alone gets a group nevertheless; FSDP shards over nothing else.
@@ -138,38 +140,51 @@ def init_process_group_from_env(
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
     if world_size > 1:
         leave_when_silent(met.watch, timeout_seconds, f"{place.master_addr}:{place.master_port}")
-    return World(rank, world_size, place.local_rank, device, store, dist.group.WORLD, timeout_seconds, met.watch)
+    return World(
+        rank, world_size, place.local_rank, device, store, dist.group.WORLD, timeout_seconds, met.watch
+    )
 
 
 def _device_of(place: Place, device: torch.device) -> torch.device:
-    """Returns the rank's device; a GPU becomes the current one. Raises UserError where the machine has none for it."""
+    """Returns the rank's device; a GPU becomes the current one. Raises UserError where the machine has
+    none for it."""
     if device.type != "cuda":
         return device
     index, found = 0 if place.has_own_gpu else place.local_rank, torch.cuda.device_count()
     if index >= found:
-        raise UserError(f"device: cuda for rank {index} of this machine, which has {found} GPU(s); give fewer ranks")
+        raise UserError(
+            f"device: cuda for rank {index} of this machine, which has {found} GPU(s); give fewer ranks"
+        )
     torch.cuda.set_device(index)
     keep_to_steady_kernels()
     return torch.device("cuda", index)
 
 
 def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
-    """Returns the world of the default process group that somebody else has made (accelerate, torchrun's own program), with a
-    group and a part of its store that nobody else uses. Without one this process is a world of its own. Every rank calls it."""
+    """Returns the world of the default process group that somebody else has made (accelerate, torchrun's
+    own program), with a group and a part of its store that nobody else uses. Without one this process is a
+    world of its own. Every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World(0, 1, 0, device, dist.HashStore(), None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_seconds))
     names: list[str] = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, src=0, group=group)
-    rank, world_size, local_rank = dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0"))
-    store = dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())  # torch has no public name for it
+    rank, world_size, local_rank = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        int(os.environ.get("LOCAL_RANK", "0")),
+    )
+    store = dist.PrefixStore(
+        names[0], dist.distributed_c10d._get_default_store()
+    )  # torch has no public name for it
     return World(rank, world_size, local_rank, device, store, group, timeout_seconds)
 
 
 def shutdown(world: World) -> None:
-    """Leaves the world, together with all other ranks. Drop models, optimizers and work queues first: what still refers to the
-    group when the interpreter shuts down makes gloo abort (about 30 % of runs without the barrier and the collection)."""
+    """Leaves the world, together with all other ranks. Drop models, optimizers and work queues first: what
+    still refers to the group when the interpreter shuts down makes gloo abort (about 30 % of runs without
+    the barrier and the collection)."""
     if world.group is None:
         return
     dist.barrier(world.group)
@@ -180,7 +195,8 @@ def shutdown(world: World) -> None:
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
-    """Returns every rank's value, in the order of ranks, on every rank. Values are pickled: keep them small."""
+    """Returns every rank's value, in the order of ranks, on every rank. Values are pickled: keep them
+    small."""
     if world.group is None:
         return [value]
     values: list[Any] = [None] * world.world_size
@@ -189,14 +205,14 @@ def gather_objects(world: World, value: Any) -> list[Any]:
 
 
 def any_rank(world: World, is_true: bool) -> bool:
-    """Returns whether it is true on any rank, the same answer on all: ranks see a signal at different times and must act on it
-    together."""
+    """Returns whether it is true on any rank, the same answer on all: ranks see a signal at different
+    times and must act on it together."""
     return any(gather_objects(world, is_true))
 
 
 def tell(world: World, value: Any) -> Any:
-    """Returns the leader's value on every rank: what follows from a file or from a clock is for one rank to decide. It travels
-    as JSON."""
+    """Returns the leader's value on every rank: what follows from a file or from a clock is for one rank
+    to decide. It travels as JSON."""
     return value if world.group is None else json.loads(tell_bytes(world, json.dumps(value).encode()))
 
 
@@ -215,7 +231,8 @@ def tell_bytes(world: World, data: bytes) -> bytes:
 
 
 def refuse_together(world: World, mistake: str | None) -> None:
-    """Raises UserError on all ranks where any has found a mistake: the first one's, with its rank and host."""
+    """Raises UserError on all ranks where any has found a mistake: the first one's, with its rank and
+    host."""
     found = gather_objects(world, None if mistake is None else (mistake, socket.gethostname()))
     for rank, one in enumerate(found):
         if one is not None:
@@ -224,15 +241,19 @@ def refuse_together(world: World, mistake: str | None) -> None:
 
 
 def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> float:
-    """Replaces each tensor by sum(weight × tensor) / sum(weight) over the ranks, in place, and returns the total weight.
+    """Replaces each tensor by sum(weight × tensor) / sum(weight) over the ranks, in place, and returns the
+    total weight.
 
-    With a total of 0 nothing changes. A rank of weight 0 contributes nothing, not even its NaNs; a rank that has all the
-    weight passes its tensors on bit for bit (weights are normalized first: a factor of exactly 1). The tensors travel as one
-    flat bucket on the first one's device, in float64 if any is float64 and in float32 otherwise; shapes and order must agree
-    over the ranks. They may lie on several devices (AdamW counts its steps on the CPU).
+    With a total of 0 nothing changes. A rank of weight 0 contributes nothing, not even its NaNs; a rank
+    that has all the weight passes its tensors on bit for bit (weights are normalized first: a factor of
+    exactly 1). The tensors travel as one flat bucket on the first one's device, in float64 if any is
+    float64 and in float32 otherwise; shapes and order must agree over the ranks. They may lie on several
+    devices (AdamW counts its steps on the CPU).
     """
     assert weight >= 0, f"weight {weight}"
-    assert all(tensor.is_floating_point() for tensor in tensors), "only floating-point tensors have an average"
+    assert all(tensor.is_floating_point() for tensor in tensors), (
+        "only floating-point tensors have an average"
+    )
     if world.group is None:
         return weight
     weights = torch.zeros(world.world_size, dtype=torch.float64)

@@ -1,7 +1,8 @@
-"""The console of a run: a header, a table that grows by one line per step, and a summary at the end. Computes nothing.
+"""The console of a run: a header, a table that grows by one line per step, and a summary at the end. Computes
+nothing.
 
-On a terminal: colours, and a live line below the table that says what is going on now. Into a file or pipe, on a dumb
-terminal or under NO_COLOR: the same table as plain lines, nothing else.
+On a terminal: colours, and a live line below the table that says what is going on now. Into a file or
+pipe, on a dumb terminal or under NO_COLOR: the same table as plain lines, nothing else.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ REFRESHES_PER_SECOND = 2
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity: its two-line heading, its width, and how a record's value is written. is_spare: a narrow terminal goes
-    without it."""
+    """One quantity: its two-line heading, its width, and how a record's value is written. is_spare: a
+    narrow terminal goes without it."""
 
     title: str
     unit: str
@@ -85,8 +86,13 @@ COLUMNS = (
 
 
 def _columns_within(width: int) -> tuple[Column, ...]:
-    """Returns all columns, or, where a row of them would be wider than the terminal, those that are not spare."""
-    return COLUMNS if _row_width(COLUMNS) <= width else tuple(column for column in COLUMNS if not column.is_spare)
+    """Returns all columns, or, where a row of them would be wider than the terminal, those that are not
+    spare."""
+    return (
+        COLUMNS
+        if _row_width(COLUMNS) <= width
+        else tuple(column for column in COLUMNS if not column.is_spare)
+    )
 
 
 def _row_width(columns: Sequence[Column]) -> int:
@@ -94,7 +100,8 @@ def _row_width(columns: Sequence[Column]) -> int:
 
 
 class Console:
-    """Prints a run, on the rank where it is `enabled`; elsewhere every method does nothing. `close` it (or use `with`).
+    """Prints a run, on the rank where it is `enabled`; elsewhere every method does nothing. `close` it (or
+    use `with`).
 
     num_steps: of the whole run, for the progress bar; None: no bar.
     """
@@ -154,7 +161,8 @@ class Console:
 
     @contextmanager
     def status(self, what: str) -> Iterator[None]:
-        """Says what goes on within, such as "evaluating on 256 held-out problems": in the live line, or in its own."""
+        """Says what goes on within, such as "evaluating on 256 held-out problems": in the live line, or in
+        its own."""
         if not self.is_live:
             self.note(f"{what} …")
         outer, self._what = self._what, what
@@ -193,15 +201,22 @@ class Console:
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:
-        """Says that responses of the step could not be scored, and why the first could not; nothing where all could."""
+        """Says that responses of the step could not be scored, and why the first could not; nothing where
+        all could."""
         if num_errors := record.rewards.num_errors:
             counts = f"{num_errors} of {record.rollout.num_responses} responses could not be scored"
             self.note(f"step {record.step + 1}: {counts}; the first: {record.rewards.first_error}")
 
     def evaluation(
-        self, step: int, solve_rate: float | None, seconds: float, reward: float | None = None, is_best: bool = False
+        self,
+        step: int,
+        solve_rate: float | None,
+        seconds: float,
+        reward: float | None = None,
+        is_best: bool = False,
     ) -> None:
-        """Prints an evaluation after `step` updates, in a form unlike that of a step. None: there is no such figure to show.
+        """Prints an evaluation after `step` updates, in a form unlike that of a step. None: there is no such
+        figure to show.
         is_best: it is better than all before it."""
         figures = [] if reward is None else [f"reward {reward:.3f}"]
         figures += [] if solve_rate is None else [f"{solve_rate:.1%} solved"]
@@ -227,23 +242,35 @@ class Console:
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(width=2, justify="right")
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        step = "" if self._step is None else f"after step {self._step}" + (f" of {self._num_steps}" if self._num_steps else "")
+        step = (
+            ""
+            if self._step is None
+            else f"after step {self._step}" + (f" of {self._num_steps}" if self._num_steps else "")
+        )
         text = "  ".join(part for part in (step, self._what) if part) or "first step"
         cells: list[RenderableType] = [self._spinner, Text(text)]
         if self._num_steps and self._step is not None and self._recent:
             seconds_left = (self._num_steps - self._step) * sum(self._recent) / len(self._recent)
-            is_stepping = seconds_left > 0 and not self._what  # how long anything else takes is not known here
+            is_stepping = (
+                seconds_left > 0 and not self._what
+            )  # how long anything else takes is not known here
             line.add_column(width=16)
             line.add_column(justify="right", no_wrap=True)
-            cells.append(ProgressBar(self._num_steps, self._step, complete_style="cyan", finished_style="cyan"))
+            cells.append(
+                ProgressBar(self._num_steps, self._step, complete_style="cyan", finished_style="cyan")
+            )
             cells.append(Text(f"{duration(seconds_left)} left" if is_stepping else "", style="dim"))
         line.add_row(*cells)
         return Padding(line, (1, 0, 0, 0))
 
-    def summary(self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str], title: str = "training complete") -> None:
-        """Prints what the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
+    def summary(
+        self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str], title: str = "training complete"
+    ) -> None:
+        """Prints what the run achieved and where it lies: a panel, or plain "name value" lines where there is
+        no terminal.
 
-        rows: names and values.  next_commands: what one may try with it; lines of their own, so that they can be copied.
+        rows: names and values.
+        next_commands: what one may try with it; lines of their own, so that they can be copied.
         """
         self.close()
         self._rich.print()
@@ -258,7 +285,9 @@ class Console:
         grid.add_column(overflow="fold")
         for name, value in rows:
             grid.add_row(name, value)
-        panel = Panel(grid, title=Text(title, style="bold"), title_align="left", border_style="green", padding=(1, 2))
+        panel = Panel(
+            grid, title=Text(title, style="bold"), title_align="left", border_style="green", padding=(1, 2)
+        )
         self._rich.print(panel, width=min(self._rich.width, WIDTH))
         self._try(next_commands)
 
@@ -270,7 +299,9 @@ class Console:
 
 
 def _row(columns: Sequence[Column], cells: Sequence[tuple[str, str]]) -> Text:
-    return Text(" ").join(Text(f"{text:>{column.width}}", style) for column, (text, style) in zip(columns, cells, strict=True))
+    return Text(" ").join(
+        Text(f"{text:>{column.width}}", style) for column, (text, style) in zip(columns, cells, strict=True)
+    )
 
 
 def when(step: int) -> str:

@@ -1,5 +1,5 @@
-"""What a run has come to, as the rows of its summary: its gain on held-out problems, its time, and where its products lie.
-Computes nothing."""
+"""What a run has come to, as the rows of its summary: its gain on held-out problems, its time, and where
+its products lie. Computes nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from tlt.report.console import duration, near
 
 @dataclass(frozen=True)
 class Gain:
-    """Compares two evaluations of the same held-out problems: pairs of the first one's figure and the last one's.
+    """Compares two evaluations of the same held-out problems: pairs of the first one's figure and the last
+    one's.
 
-    steps: updates done.  rewards: mean rewards; None: the solve rate alone is what counts.
+    steps: updates done.
+    rewards: mean rewards; None: the solve rate alone is what counts.
     p_value: of the paired difference of what counts.
     """
 
@@ -31,10 +33,13 @@ class Gain:
 class Outcome:
     """Says what a run has come to.
 
-    gain: None: there are no two evaluations to compare.  left_out: why the first or the last evaluation is not in it.
-    num_steps: updates done.  seconds: since the user's command began.
+    gain: None: there are no two evaluations to compare.
+    left_out: why the first or the last evaluation is not in it.
+    num_steps: updates done.
+    seconds: since the user's command began.
     recorded_seconds: of all steps and evaluations together; None: this command has done all of them.
-    drafted: tokens that the drafter could propose in the last step, and the part of its tokens among them; None: all could be.
+    drafted: tokens that the drafter could propose in the last step, and the part of its tokens among them;
+        None: all could be.
     """
 
     gain: Gain | None
@@ -63,8 +68,11 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
         yield name, Text(near(path), style="cyan")
 
 
-def evaluation_rows(solved: Mapping[str, float], seconds: float, products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
-    """Yields names and values of an evaluation alone. solved: by problem, the share of its responses that were right."""
+def evaluation_rows(
+    solved: Mapping[str, float], seconds: float, products: Mapping[str, Path]
+) -> Iterator[tuple[str, Text]]:
+    """Yields names and values of an evaluation alone. solved: by problem, the share of its responses that
+    were right."""
     rate = sum(solved.values()) / len(solved)
     error = math.sqrt(sum((share - rate) ** 2 for share in solved.values())) / len(solved)
     yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
@@ -79,14 +87,19 @@ def _gain_rows(gain: Gain) -> Iterator[tuple[str, Text]]:
     if gain.rewards is not None:
         yield "reward", _rise(*gain.rewards, ".3f").append(f" on held-out problems, {between}", style="dim")
     else:
-        yield "solved", _rise(*gain.solve_rates, ".1%").append(f" of held-out problems, {between}", style="dim")
+        yield (
+            "solved",
+            _rise(*gain.solve_rates, ".1%").append(f" of held-out problems, {between}", style="dim"),
+        )
     yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(gain.p_value)}", style="dim")
     if gain.rewards is not None:
         yield "solved", _rise(*gain.solve_rates, ".1%")
 
 
 def _rise(before: float, after: float, form: str) -> Text:
-    return Text(f"{before:{form}} → ").append(f"{after:{form}}", style="bold green" if after > before else "bold")
+    return Text(f"{before:{form}} → ").append(
+        f"{after:{form}}", style="bold green" if after > before else "bold"
+    )
 
 
 def _p_value(value: float) -> str:

@@ -58,7 +58,9 @@ class StepRecord:
         try:
             return _STEP_RECORD.validate_python(values)
         except ValidationError as error:
-            wrong = (f"{'.'.join(map(str, fault['loc'])) or 'line'}: {fault['msg']}" for fault in error.errors())
+            wrong = (
+                f"{'.'.join(map(str, fault['loc'])) or 'line'}: {fault['msg']}" for fault in error.errors()
+            )
             raise ValueError("; ".join(wrong)) from None
 
     def figures(self) -> dict[str, float]:
@@ -108,7 +110,10 @@ def _nested(old: dict[str, Any]) -> dict[str, Any]:
     for part, record in get_type_hints(StepRecord).items():
         if dataclasses.is_dataclass(record):
             names = [f.name for f in dataclasses.fields(record)]
-            then = {**{name: name for name in names}, **{f"{part.rstrip('s')}_{name}": name for name in names}}
+            then = {
+                **{name: name for name in names},
+                **{f"{part.rstrip('s')}_{name}": name for name in names},
+            }
             line[part] = {then[name]: line.pop(name) for name in then.keys() & line.keys()}
     return line
 
@@ -155,7 +160,7 @@ def _read_lines(path: Path) -> list[tuple[str, StepRecord]]:
     return read_appended(path, lambda line: (line, StepRecord.from_json(line)), "step record")
 
 
-# -- statistics --------------------------------------------------------------------------------------------------------
+# -- statistics ----------------------------------------------------------------------------------------------
 
 
 def paired_sign_flip_test(
@@ -173,7 +178,10 @@ def paired_sign_flip_test(
     that many random patterns, the observed one counted among them (p is never 0; Phipson & Smyth 2010).
     """
     if len(before) != len(after):
-        raise ValueError(f"paired test: {len(before)} scores before and {len(after)} after; they must be of the same problems")
+        raise ValueError(
+            f"paired test: {len(before)} scores before and {len(after)} after; they must be of the same "
+            "problems"
+        )
     change_P = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     if not np.isfinite(change_P).all():
         raise ValueError("paired test: a score is not finite")
@@ -189,7 +197,9 @@ def paired_sign_flip_test(
     if num_pairs < 60 and 2**num_pairs <= num_permutations:
         num_patterns = int(2**num_pairs)
         bits_P = np.arange(num_pairs)
-        patterns = (np.arange(start, min(start + chunk, num_patterns)) for start in range(0, num_patterns, chunk))
+        patterns = (
+            np.arange(start, min(start + chunk, num_patterns)) for start in range(0, num_patterns, chunk)
+        )
         return sum(count_extreme(pattern_M[:, None] >> bits_P & 1) for pattern_M in patterns) / num_patterns
     generator = np.random.default_rng(seed)
     num_extreme = 0

@@ -1,12 +1,14 @@
-"""The time of each rank as spans, and their picture (a Chrome trace: chrome://tracing, ui.perfetto.dev). Knows no work.
+"""The time of each rank as spans, and their picture (a Chrome trace: chrome://tracing, ui.perfetto.dev).
+Knows no work.
 
     rank 0   | step ......................................................... |
              | prefill | decode | speculate                | update           |
     rank 1   | prefill | decode | train drafter ........... | update           |
 
-Recording appends to a list; `flush` appends to `timeline.rank<R>.jsonl`; `merge_timelines` makes one timeline.json of all.
-Times in these files are Unix seconds of rank 0's clock, so that ranks and resumed runs share one axis. It is a picture: what
-of it cannot be read or written is said and left out, and ends no run.
+Recording appends to a list; `flush` appends to `timeline.rank<R>.jsonl`; `merge_timelines` makes one
+timeline.json of all. Times in these files are Unix seconds of rank 0's clock, so that ranks and resumed
+runs share one axis. It is a picture: what of it cannot be read or written is said and left out, and ends
+no run.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
 DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
 """Training itself, and what ends it: averaging, publishing and measuring."""
 MERGE_GAP_SECONDS = 0.001
-"""Adjacent spans of one name are one where at most this lies between them (an engine step follows another)."""
+"""Adjacent spans of one name are one where at most this lies between them (an engine step follows
+another)."""
 
 _EPOCH_ROUNDS = 7
 """Exchanges by which ranks on different machines compare their clocks."""
@@ -46,7 +49,8 @@ _LONGEST_LINE = 1 << 16
 
 @dataclass(frozen=True)
 class Epoch:
-    """Says how a rank's monotonic clock, which counts from its machine's start, becomes comparable with that of others.
+    """Says how a rank's monotonic clock, which counts from its machine's start, becomes comparable with that
+    of others.
 
     to_rank_0: seconds to add to get rank 0's monotonic clock; exactly 0 on the same machine.
     to_unix: seconds to add to get rank 0's Unix time.
@@ -92,7 +96,10 @@ class Timeline:
             yield path
         except OSError as error:
             self._is_lost = True
-            self._say(f"{path}: cannot be written ({error.strerror}); timeline.json will lack what this rank does now")
+            self._say(
+                f"{path}: cannot be written ({error.strerror}); timeline.json will lack what this rank does "
+                "now"
+            )
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -124,11 +131,15 @@ class Timeline:
         return [Span(name, start, end) for name, start, end, _, _ in self._spans]
 
     def flush(self) -> None:
-        """Moves what was recorded to the end of the file. Call it once a step; without a file all stays here, until `clear`."""
+        """Moves what was recorded to the end of the file. Call it once a step; without a file all stays
+        here, until `clear`."""
         if self._path is None or not self._spans:
             return
         epoch = self.epoch.to_unix
-        lines = [json.dumps([name, start + epoch, end + epoch, busy, count]) for name, start, end, busy, count in self._spans]
+        lines = [
+            json.dumps([name, start + epoch, end + epoch, busy, count])
+            for name, start, end, busy, count in self._spans
+        ]
         self.clear()
         if not self._is_lost:
             with self._writing(self._path) as path, path.open("a", encoding="utf-8") as file:
@@ -142,9 +153,9 @@ class Timeline:
 def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
     """Compares this rank's clock with rank 0's. Every rank calls it.
 
-    gather: returns every rank's value in the order of ranks, when all have called it (a barrier). On one machine the monotonic
-        clock is shared and the answer exact; between machines it is the median over rounds, as exact as the ranks leave
-        `gather` together.
+    gather: returns every rank's value in the order of ranks, when all have called it (a barrier). On one
+        machine the monotonic clock is shared and the answer exact; between machines it is the median over
+        rounds, as exact as the ranks leave `gather` together.
     """
     machine = machine_name() or f"rank {rank}"
     rounds = []
@@ -159,7 +170,7 @@ def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
     return Epoch(to_rank_0, float(wall_0 - clock_0 + to_rank_0), machine)
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------------------
 
 
 def rank_path(directory: str | Path, rank: int) -> Path:
@@ -167,14 +178,17 @@ def rank_path(directory: str | Path, rank: int) -> Path:
 
 
 def read_spans(directory: str | Path) -> dict[int, list[Span]]:
-    """Returns the flushed spans of every rank of a run, in Unix seconds of rank 0. UserError for a file that is damaged."""
+    """Returns the flushed spans of every rank of a run, in Unix seconds of rank 0. UserError for a file
+    that is damaged."""
     rows = {rank: read_appended(path, _read_row, "span") for rank, path in _paths_in(Path(directory)).items()}
-    return {rank: [Span(name, start, end) for name, start, end, _, _ in of_rank] for rank, of_rank in rows.items()}
+    return {
+        rank: [Span(name, start, end) for name, start, end, _, _ in of_rank] for rank, of_rank in rows.items()
+    }
 
 
 def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
-    """Writes one Chrome trace of all ranks' files, a row per rank, starting at 0. Returns a line about each thing that is not
-    in it, because it could not be read or written."""
+    """Writes one Chrome trace of all ranks' files, a row per rank, starting at 0. Returns a line about
+    each thing that is not in it, because it could not be read or written."""
     paths, rows, missing = _paths_in(Path(directory)), dict[int, _Rows](), []
     for rank, path in paths.items():
         try:
@@ -218,8 +232,9 @@ def _paths_in(directory: Path) -> dict[int, Path]:
 class _Rows:
     """The rows of a file, which stay there: what is kept of each is where it begins.
 
-    offsets: by start, and of those that start together the longest first, as nested spans are drawn.  first: the earliest
-    start.  num_bad: lines that are none.
+    offsets: by start, and of those that start together the longest first, as nested spans are drawn.
+    first: the earliest start.
+    num_bad: lines that are none.
     """
 
     path: Path
@@ -243,7 +258,9 @@ def _find_rows(path: Path) -> _Rows:
             try:
                 _, start, end, _, _ = _read_row(line)
             except (ValueError, TypeError, OverflowError, RecursionError):
-                num_bad += line.endswith(b"\n")  # what is longer than any of ours is one line, however many pieces it has
+                num_bad += line.endswith(
+                    b"\n"
+                )  # what is longer than any of ours is one line, however many pieces it has
             else:
                 if line.endswith(b"\n"):
                     offsets.append(offset)
@@ -264,8 +281,8 @@ def _read_row(line: str | bytes) -> list[Any]:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Drops a last line that a kill tore, so that appending starts on a line of its own. Something longer than any line of ours
-    is ended in its place."""
+    """Drops a last line that a kill tore, so that appending starts on a line of its own. Something longer
+    than any line of ours is ended in its place."""
     if not path.exists():
         return
     check_is_file(path)
@@ -283,30 +300,38 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 1)
 
 
-# -- what the spans say ------------------------------------------------------------------------------------------------
+# -- what the spans say --------------------------------------------------------------------------------------
 
 
 def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
     """Returns the share of the steps' seconds that drafter training adds to the critical path.
 
-    In each step (spans of that name, on any one rank): from the end of the last response of all ranks, the seconds that some
-    rank still spends in `DRAFTER_TRAINING`; the rank that spends most counts. Before that end the work runs beside the
-    generation and adds nothing (a response handed over to a rank that trains waits for its micro-step, which this does not
-    show). Generation inside an "evaluate" span belongs to no rollout.
+    In each step (spans of that name, on any one rank): from the end of the last response of all ranks, the
+    seconds that some rank still spends in `DRAFTER_TRAINING`; the rank that spends most counts. Before
+    that end the work runs beside the generation and adds nothing (a response handed over to a rank that
+    trains waits for its micro-step, which this does not show). Generation inside an "evaluate" span
+    belongs to no rollout.
     """
     all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
     steps = next((steps for steps in all_steps if steps), [])
-    evaluations = [span for spans in spans_by_rank.values() for span in spans if span.name == SpanName.EVALUATE]
+    evaluations = [
+        span for spans in spans_by_rank.values() for span in spans if span.name == SpanName.EVALUATE
+    ]
     added = 0.0
     for step in steps:
         ends = [
             span.end
             for spans in spans_by_rank.values()
             for span in spans
-            if span.name in GENERATION and step.start <= span.start < step.end and not _lies_in(span, evaluations)
+            if span.name in GENERATION
+            and step.start <= span.start < step.end
+            and not _lies_in(span, evaluations)
         ]
         if ends:
-            added += max(covered_seconds(spans, DRAFTER_TRAINING, max(ends), step.end) for spans in spans_by_rank.values())
+            added += max(
+                covered_seconds(spans, DRAFTER_TRAINING, max(ends), step.end)
+                for spans in spans_by_rank.values()
+            )
     total = sum(step.end - step.start for step in steps)
     return added / total if total > 0 else float("nan")
 
@@ -316,7 +341,8 @@ def _lies_in(span: Span, others: Sequence[Span]) -> bool:
 
 
 def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
-    """Returns the seconds of [start, end] that lie within the union of the spans of these names (nested ones count once)."""
+    """Returns the seconds of [start, end] that lie within the union of the spans of these names (nested
+    ones count once)."""
     pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
     covered, reached = 0.0, start
     for piece_start, piece_end in pieces:

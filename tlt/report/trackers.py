@@ -1,7 +1,7 @@
 """Trackers: those of `accelerate.tracking` by their names, or the user's own, in a process of its own.
 
-Knows figures with names, and neither steps nor models. The process imports this module, so it imports nothing heavy;
-a library is imported when its tracker begins.
+Knows figures with names, and neither steps nor models. The process imports this module, so it imports
+nothing heavy; a library is imported when its tracker begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tlt.types import UserError
 class TrackedRun:
     """What a tracker is told of a run before its first figures.
 
-    run_id: the same in all attempts at this run, and no other run's.  folder: the run's.
+    run_id: the same in all attempts at this run, and no other run's.
+    folder: the run's.
     config: all settings, section → key → value.  step: updates done by earlier attempts; figures of later steps follow.
     """
 
@@ -45,7 +46,8 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds figures, name → finite number, of the policy after `step` updates. A step may come more than once."""
+        """Adds figures, name → finite number, of the policy after `step` updates. A step may come more
+        than once."""
         ...
 
     def finish(self) -> None:
@@ -54,7 +56,10 @@ class Tracker(Protocol):
 
 
 NAMES = {
-    **{name: name for name in ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive")},
+    **{
+        name: name
+        for name in ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
+    },
     "tensorboard": "tensorboardX",
 }
 """The trackers of accelerate, and the package that each needs."""
@@ -64,7 +69,8 @@ RANK_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"
 
 
 class Accelerated:
-    """A tracker of `accelerate.tracking`. Account, server and mode are its library's own settings in the environment."""
+    """A tracker of `accelerate.tracking`. Account, server and mode are its library's own settings in the
+    environment."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -81,7 +87,9 @@ class Accelerated:
         self._tracker.start()
         if self.name == "tensorboard":  # its hyperparameters would be a run of their own in each attempt
             config = json.dumps(run.config, indent=2)
-            self._tracker.log({"config": "\n".join(f"    {line}" for line in config.splitlines())}, step=run.step)
+            self._tracker.log(
+                {"config": "\n".join(f"    {line}" for line in config.splitlines())}, step=run.step
+            )
         elif "config" not in options:
             self._tracker.store_init_configuration(_flat(run.config))
         return self._where(run)
@@ -107,19 +115,31 @@ class Accelerated:
 def options_of(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
     """Returns what a tracker of accelerate is made with: the project, and options that its library takes.
 
-    W&B goes on in the run of the same id, Trackio in that of the same name, so the id is part of it; TensorBoard hides
-    what an earlier attempt wrote of later steps. The others begin a run for each attempt, with the id in its name.
+    W&B goes on in the run of the same id, Trackio in that of the same name, so the id is part of it;
+    TensorBoard hides what an earlier attempt wrote of later steps. The others begin a run for each
+    attempt, with the id in its name.
     """
     unique = f"{run.name}-{run.run_id}"
     match name:
         case "wandb":
             settings = {"console": "off", "silent": True}
             where = {"dir": os.environ.get("WANDB_DIR", str(run.folder)), "settings": settings}
-            return run.project, {"name": run.name, "id": run.run_id, "resume": "allow", "config": dict(run.config), **where}
+            return run.project, {
+                "name": run.name,
+                "id": run.run_id,
+                "resume": "allow",
+                "config": dict(run.config),
+                **where,
+            }
         case "tensorboard":
             return "tensorboard", {"logging_dir": str(run.folder), "purge_step": run.step + 1}
         case "trackio":
-            return run.project, {"name": unique, "resume": "allow", "config": dict(run.config), "embed": False}
+            return run.project, {
+                "name": unique,
+                "resume": "allow",
+                "config": dict(run.config),
+                "embed": False,
+            }
         case "mlflow":
             return run.project, {"run_name": unique}
         case "swanlab":
@@ -140,7 +160,8 @@ def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UserError for a tracker that is unknown, or whose package is not installed; imports the user's own alone."""
+    """Raises UserError for a tracker that is unknown, or whose package is not installed; imports the
+    user's own alone."""
     for name in names:
         if name in NAMES:
             if missing := [package for package in (NAMES[name], "accelerate") if not _is_installed(package)]:
@@ -149,17 +170,21 @@ def check_trackers(names: Sequence[str]) -> None:
                 raise UserError(f"tracking.use: {name} needs {needs}, which is not installed; {remedy}")
         elif not all(name.partition(":")):
             known = ", ".join(sorted(NAMES))
-            raise UserError(f"tracking.use: unknown tracker {name!r}; use {known}, or your own as 'package.module:Class'")
+            raise UserError(
+                f"tracking.use: unknown tracker {name!r}; use {known}, or your own as 'package.module:Class'"
+            )
         else:
             get_object(f"tracking.use: {name}", name)
 
 
 def _is_installed(package: str) -> bool:
     spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None  # None: a folder ./wandb, as W&B itself leaves it, is no package
+    return (
+        spec is not None and spec.origin is not None
+    )  # None: a folder ./wandb, as W&B itself leaves it, is no package
 
 
-# ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the process ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Point(NamedTuple):

@@ -1,11 +1,12 @@
-"""Tracking: hands a run's figures to its trackers, and never waits for one. Knows records and processes, and no library.
+"""Tracking: hands a run's figures to its trackers, and never waits for one. Knows records and processes, and
+no library.
 
     run   log ─▶ queue, one per tracker ─▶ its thread ─▶ pipe ─▶ its process: begin · log · log · … · finish
                                                ▲                        │
                                                └── done, or why not ────┘
 
-A tracker that cannot begin, hangs or dies is dropped, one whose `log` fails misses that step: either is said in one line, once,
-and the run goes on. metrics.jsonl holds all figures in any case.
+A tracker that cannot begin, hangs or dies is dropped, one whose `log` fails misses that step: either is
+said in one line, once, and the run goes on. metrics.jsonl holds all figures in any case.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from tlt.types import UserError
 def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda text: None) -> str:
     """Returns the id by which trackers know the run in this folder: made once, kept in its tracking.json.
 
-    known: the id by the run's checkpoint or journal; empty: there is none. UserError where tracking.json has another: two runs
-        are mixed.
+    known: the id by the run's checkpoint or journal; empty: there is none. UserError where tracking.json has
+        another: two runs are mixed.
     say: is told where tracking.json cannot be read; it is moved aside then.
     """
     path = folder / "tracking.json"
@@ -44,11 +45,14 @@ def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda te
         if os.path.lexists(path):
             aside = _move_aside(path)
             whose = "the id that its checkpoint or journal knows" if known else "a new id"
-            say(f"{path}: cannot be read, and is kept as {aside.name}; the run goes on under {found}, {whose}")
+            say(
+                f"{path}: cannot be read, and is kept as {aside.name}; the run goes on under {found}, {whose}"
+            )
         write_json(path, {"run_id": found})
     if known and found != known:
         raise UserError(
-            f"{folder}: is run {found} by its tracking.json, but its checkpoint is of run {known}; bring back the one that"
+            f"{folder}: is run {found} by its tracking.json, but its checkpoint is of run {known}; bring "
+            "back the one that"
             " belongs here, or remove tracking.json to go on as the checkpoint's"
         )
     return found
@@ -64,17 +68,22 @@ def read_run_id(folder: Path) -> str | None:
 
 def _move_aside(path: Path) -> Path:
     """Gives a file another name, which is returned, so that nothing of it is lost."""
-    names = (path.with_name(f"{path.name}.unreadable{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    names = (
+        path.with_name(f"{path.name}.unreadable{suffix}")
+        for suffix in ("", *(f"-{n}" for n in range(2, 1000)))
+    )
     return path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
-# ── the run's side ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the run's side ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Seconds until a tracker is given up. answer: to begin, or to take a step's figures; the run does not wait meanwhile.
-    finish: for all trackers together, at the run's end; here it waits.  exit: for a process to end once all is delivered."""
+    """Seconds until a tracker is given up. answer: to begin, or to take a step's figures; the run does not
+    wait meanwhile.
+    finish: for all trackers together, at the run's end; here it waits.
+    exit: for a process to end once all is delivered."""
 
     answer: float = 120.0
     finish: float = 60.0
@@ -82,7 +91,8 @@ class Patience:
 
 
 class Tracking:
-    """Hands figures to trackers (`track` makes it); without any, every method does nothing. Use it from one thread."""
+    """Hands figures to trackers (`track` makes it); without any, every method does nothing. Use it from
+    one thread."""
 
     def __init__(self, feeds: Sequence[_Feed] = (), finish_seconds: float = 0.0) -> None:
         self._feeds, self._finish_seconds = feeds, finish_seconds
@@ -93,7 +103,8 @@ class Tracking:
             feed.put(Point(step, values))
 
     def finish(self) -> None:
-        """Waits until all is delivered or patience is over, and ends the processes. Once more does nothing."""
+        """Waits until all is delivered or patience is over, and ends the processes. Once more does
+        nothing."""
         deadline = time.monotonic() + self._finish_seconds
         feeds, self._feeds = self._feeds, ()
         for feed in feeds:
@@ -108,7 +119,9 @@ class Tracking:
 NO_TRACKING: Final = Tracking()
 
 
-def track(names: Sequence[str], run: TrackedRun, say: Callable[[str], None], patience: Patience = Patience()) -> Tracking:
+def track(
+    names: Sequence[str], run: TrackedRun, say: Callable[[str], None], patience: Patience = Patience()
+) -> Tracking:
     """Starts the trackers called `names`. say: takes one line for the user, from any thread."""
     feeds = [_Feed(name, run, say, patience) for name in names]
     for feed in feeds:
@@ -158,12 +171,17 @@ class _Feed(threading.Thread):
         except Exception as error:  # whatever it is, it is this tracker's loss alone
             self._is_lost = True
             why = self._given_up or (str(error) if isinstance(error, _Lost) else self._how_it_ended(error))
-            self._say(f"tracking: {self._tracker}: {why}; the run goes on, and its metrics.jsonl has all figures")
+            self._say(
+                f"tracking: {self._tracker}: {why}; the run goes on, and its metrics.jsonl has all figures"
+            )
         if self._helper is not None:
             self._helper.pipe.close()  # the process sees its end
             self._helper.end(self._patience.exit)
         if self._num_missed:
-            self._say(f"tracking: {self._tracker}: {self._num_missed} steps are missing there; metrics.jsonl has them")
+            self._say(
+                f"tracking: {self._tracker}: {self._num_missed} steps are missing there; metrics.jsonl has "
+                "them"
+            )
 
     def _begin(self, pipe: Connection[Message, Answer]) -> None:
         answer = self._ask(pipe, self._run)
@@ -172,7 +190,8 @@ class _Feed(threading.Thread):
         self._say(f"tracking: {self._tracker}: {answer.text}".removesuffix(": "))
 
     def _deliver(self, pipe: Connection[Message, Answer], point: Message) -> None:
-        """Hands over a step's figures. A failure may pass, so the next step is tried again; it is said once."""
+        """Hands over a step's figures. A failure may pass, so the next step is tried again; it is said
+        once."""
         if (answer := self._ask(pipe, point)).is_done:
             return
         if not self._num_missed:

@@ -1,12 +1,13 @@
-"""Rewards, computed in worker processes beside the generation. Knows scores by name, and neither models nor engines.
+"""Rewards, computed in worker processes beside the generation. Knows scores by name, and neither models nor
+engines.
 
     submit ─▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
                          │ ▲
                          ▼ │
                    worker process        killed at the time-out; a spare one, started after the first such death, tries again
 
-A response that cannot be scored says why in `Reward.error`. The update leaves it out, `summarize` counts it for the step's
-record, and `check_scorable` ends a run at whose beginning none can be scored.
+A response that cannot be scored says why in `Reward.error`. The update leaves it out, `summarize` counts
+it for the step's record, and `check_scorable` ends a run at whose beginning none can be scored.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from tlt.types import Key, Reward, UserError
 MAX_LOST_WITH = 2
 """Workers that are lost with a response before it has no score: the first may have been killed by anybody."""
 MAX_LOST_BEFORE = 3
-"""Workers that are lost before they take the response up, until it has none, either: one may have died at its start."""
+"""Workers that are lost before they take the response up, until it has none, either: one may have died at
+its start."""
 
 
 def summarize(rewards: Sequence[Reward]) -> RewardSummary:
@@ -59,8 +61,8 @@ def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
-    """Raises UserError where not one response of `where`, a run's first step or evaluation, could be scored: the task is at
-    fault, and nothing can be learned."""
+    """Raises UserError where not one response of `where`, a run's first step or evaluation, could be
+    scored: the task is at fault, and nothing can be learned."""
     summary = summarize(rewards)
     if rewards and summary.num_errors == len(rewards):
         raise UserError(
@@ -75,11 +77,12 @@ class Job(NamedTuple):
 
 
 class RewardPool:
-    """Scores responses in `num_workers` processes; with 0 inside `submit` and without time-out, to debug a task.
+    """Scores responses in `num_workers` processes; with 0 inside `submit` and without time-out, to debug a
+    task.
 
     spec: what they are scored by.
-    timeout_seconds: of one response, from the moment a worker takes it up.
-    Use it from one thread. `submit` never waits.
+    timeout_seconds: of one response, from the moment a worker takes it up. Use it from one thread.
+        `submit` never waits.
     """
 
     def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
@@ -95,7 +98,9 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int] = (), step: int = 0) -> None:
+    def submit(
+        self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int] = (), step: int = 0
+    ) -> None:
         """Queues a response. step: updates behind the policy that wrote it."""
         assert not self._is_closed, "the pool is closed"
         assert key not in self._pending, f"{key} was submitted twice"
@@ -114,16 +119,20 @@ class RewardPool:
         return rewards
 
     def drain(self, patience: float = math.inf) -> dict[Key, Reward]:
-        """Waits for everything submitted and returns the rewards not returned before. One response takes its time-out at most
-        twice, and the start of a worker where one has died; many take many times that, divided by the number of workers.
+        """Waits for everything submitted and returns the rewards not returned before. One response takes its
+        time-out at most twice, and the start of a worker where one has died; many take many times that,
+        divided by the number of workers.
 
-        patience: seconds after which it raises UserError, naming the task and the responses that are being scored.
+        patience: seconds after which it raises UserError, naming the task and the responses that are being
+            scored.
         """
         deadline = time.monotonic() + patience
         rewards: dict[Key, Reward] = {}
         while self._pending:
             try:
-                rewards.update(self._next(None if patience == math.inf else max(deadline - time.monotonic(), 0.0)))
+                rewards.update(
+                    self._next(None if patience == math.inf else max(deadline - time.monotonic(), 0.0))
+                )
             except Empty:
                 raise self._too_slow(patience) from None
         return rewards
@@ -131,12 +140,15 @@ class RewardPool:
     def _too_slow(self, patience: float) -> Exception:
         first = ", ".join(f"{problem} sample {sample}" for problem, sample in islice(self._pending, 3))
         return UserError(
-            f"task {self.spec.task}: {len(self._pending)} responses were not scored within {patience:g} s, and the other ranks "
-            f"wait no longer; the first are {first}; raise rewards.num_workers or lower rewards.timeout_seconds"
+            f"task {self.spec.task}: {len(self._pending)} responses were not scored within {patience:g} s, "
+            "and the other ranks "
+            f"wait no longer; the first are {first}; raise rewards.num_workers or lower "
+            "rewards.timeout_seconds"
         )
 
     def abandon(self) -> None:
-        """Forgets all that was submitted. What a worker is scoring right now goes on, to its second time-out at most."""
+        """Forgets all that was submitted. What a worker is scoring right now goes on, to its second
+        time-out at most."""
         self._pending.clear()
         while True:
             try:
@@ -145,7 +157,8 @@ class RewardPool:
                 return
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing. Nothing is left running, and closing twice is harmless."""
+        """Ends the workers, whatever they are doing. Nothing is left running, and closing twice is
+        harmless."""
         self.abandon()
         with self._lock:
             self._is_closed = True
@@ -165,7 +178,8 @@ class RewardPool:
         self.close()
 
     def _next(self, timeout: float | None) -> dict[Key, Reward]:
-        """Waits for the next result; nothing where it was abandoned. Raises Empty after `timeout` seconds (None: never)."""
+        """Waits for the next result; nothing where it was abandoned. Raises Empty after `timeout` seconds
+        (None: never)."""
         job, result = self._done.get(timeout=timeout)
         if self._pending.get(job.key) is not job:
             return {}
@@ -201,7 +215,9 @@ class RewardPool:
                 if lost_with == MAX_LOST_WITH:
                     return Reward(0.0, False, f"{loss}; tried twice")
                 if lost_before == MAX_LOST_BEFORE:
-                    return Reward(0.0, False, f"{loss}; the last of {lost_before} workers lost before they took it up")
+                    return Reward(
+                        0.0, False, f"{loss}; the last of {lost_before} workers lost before they took it up"
+                    )
 
     def _start(self) -> Worker:
         """Starts a worker. Raises _Closed once the pool is closed, and OSError."""
@@ -218,8 +234,8 @@ class _Closed(Exception):
 
 
 class _Place:
-    """The worker of one thread, started ahead of its first response and replaced when it was killed. The first such death
-    starts a spare one, too: a task that imports much takes longer to start than to score."""
+    """The worker of one thread, started ahead of its first response and replaced when it was killed. The
+    first such death starts a spare one, too: a task that imports much takes longer to start than to score."""
 
     def __init__(self, start: Callable[[], Worker]) -> None:
         self._start = start
@@ -227,7 +243,8 @@ class _Place:
         self._spare: Worker | None = None
 
     def score(self, response: Response, timeout_seconds: float) -> Reward:
-        """Has the worker score a response. Raises WorkerLost; the next one is another. Raises what `start` does."""
+        """Has the worker score a response. Raises WorkerLost; the next one is another. Raises what `start`
+        does."""
         worker = self._worker = self._worker or self._start()
         try:
             return worker.score(response, timeout_seconds)

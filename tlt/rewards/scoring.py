@@ -1,6 +1,8 @@
-"""The score of one response: its task's own, the weighted sum of reward functions, or both. Knows no processes (rewards.py).
+"""The score of one response: its task's own, the weighted sum of reward functions, or both. Knows no
+processes (rewards.py).
 
-A reward function is called as TRL calls it (1.16, `GRPOTrainer._calculate_rewards`), with a batch of one response:
+A reward function is called as TRL calls it (1.16, `GRPOTrainer._calculate_rewards`), with a batch of one
+response:
 
     f(prompts=[p], completions=[c], completion_ids=[[…]], **columns, trainer_state=…, log_metric=…, …) -> [float | None]
 
@@ -42,9 +44,11 @@ class RewardSpec:
     """Says what responses are scored by; processes hand it on as JSON.
 
     task: a registered task, or "package.module:object".
-    functions: reward functions as "package.module:object", "task" among them for the task's own score. Empty: that alone.
+    functions: reward functions as "package.module:object", "task" among them for the task's own score. Empty:
+        that alone.
     weights: one for each function; empty: 1 each.
-    solved_at: where the task's own score is not among the functions, a response is solved from this reward on.
+    solved_at: where the task's own score is not among the functions, a response is solved from this reward
+        on.
     options: the task's, for those that have something to get ready.
     """
 
@@ -60,7 +64,9 @@ class RewardSpec:
     @staticmethod
     def from_json(text: str) -> RewardSpec:
         values = json.loads(text)
-        return RewardSpec(**{**values, "functions": tuple(values["functions"]), "weights": tuple(values["weights"])})
+        return RewardSpec(
+            **{**values, "functions": tuple(values["functions"]), "weights": tuple(values["weights"])}
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,8 @@ class RewardFunction:
     call: Callable[..., Any] = field(repr=False)
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those of the offered arguments that the function takes: all where it has **kwargs, as TRL asks for."""
+        """Returns those of the offered arguments that the function takes: all where it has **kwargs, as
+        TRL asks for."""
         parameters = inspect.signature(self.call).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return dict(offered)
@@ -102,7 +109,9 @@ class RewardFunction:
             inspect.signature(self.call).bind(**self.arguments(offered))
         except TypeError as error:
             columns = ", ".join(name for name in offered)
-            raise UserError(f"rewards.functions: {self.spec}: {error}; the problems offer {columns}") from None
+            raise UserError(
+                f"rewards.functions: {self.spec}: {error}; the problems offer {columns}"
+            ) from None
 
 
 class Failure(Exception):
@@ -112,7 +121,8 @@ class Failure(Exception):
 class Scorer:
     """Scores responses as its spec says. Raises UserError where that names what is not there.
 
-    Coroutines of reward functions run in one event loop, which lives as long as the scorer: clients may keep connections.
+    Coroutines of reward functions run in one event loop, which lives as long as the scorer: clients may
+    keep connections.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -122,7 +132,8 @@ class Scorer:
         self.own_weight = weights.pop(OWN_SCORE, None)
         names = _short_names(weights)
         self.functions = tuple(
-            RewardFunction(names[function], function, weight, load_function(function)) for function, weight in weights.items()
+            RewardFunction(names[function], function, weight, load_function(function))
+            for function, weight in weights.items()
         )
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -145,7 +156,9 @@ class Scorer:
             return Reward(0.0, False, str(failure), task=task)
         except KeyboardInterrupt:  # Ctrl-C, unless this is a worker, which sees to it
             raise
-        except BaseException as error:  # the user's code may raise anything, also when what it returned is looked at
+        except (
+            BaseException
+        ) as error:  # the user's code may raise anything, also when what it returned is looked at
             return Reward(0.0, False, describe(error), task=task)
 
     def warm_up(self) -> None:
@@ -169,7 +182,9 @@ class Scorer:
         if not parts:
             raise Failure("not applicable: every reward function returned None")
         total = _to_number(total, "the weighted sum: ")
-        return Reward(total, total >= self.spec.solved_at if is_solved is None else is_solved, "", parts, metrics, task)
+        return Reward(
+            total, total >= self.spec.solved_at if is_solved is None else is_solved, "", parts, metrics, task
+        )
 
     def _call_functions(self, offered: Mapping[str, Any]) -> dict[str, float]:
         """Returns function → reward, without those that say None. Coroutines run side by side."""
@@ -208,7 +223,9 @@ def score_by_task(task: Task, response: Response) -> tuple[float, bool]:
     except (Exception, SystemExit) as error:
         raise Failure(describe(error)) from None
     if not isinstance(result, Mapping) or not {"reward", "solved"} <= set(result):
-        raise Failure(f'score() returned {_shorten(result)}; it must be {{"reward": a number, "solved": whether it is right}}')
+        raise Failure(
+            f'score() returned {_shorten(result)}; it must be {{"reward": a number, "solved": whether it is right}}'
+        )
     if isinstance(result["solved"], str):
         raise Failure(f"solved is {_shorten(result['solved'])}; it must be True or False")
     return _to_number(result["reward"]), bool(result["solved"])
@@ -223,8 +240,8 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def _offer(response: Response, metrics: dict[str, float]) -> dict[str, Any]:
-    """Returns all arguments that there are. `log_metric` writes into `metrics`; `log_extra` into nothing, as no table of
-    completions is kept."""
+    """Returns all arguments that there are. `log_metric` writes into `metrics`; `log_extra` into nothing,
+    as no table of completions is kept."""
     problem = response.problem
     prompt = next((problem[key] for key in PROMPT_KEYS if problem.get(key) is not None), None)
     is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)

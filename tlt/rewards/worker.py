@@ -1,9 +1,11 @@
-"""A process that scores responses one after another: as its parent sees it, and what runs in it. Knows neither tasks nor pools.
+"""A process that scores responses one after another: as its parent sees it, and what runs in it. Knows
+neither tasks nor pools.
 
     parent    Worker.score ─▶ pipe: Request ─▶ Scorer.score       killed once it is lost; whoever holds it starts another
     worker    ready, or why not ◀─ work() ─▶ pipe: Answer, for every request
 
-A worker is lost when it dies, is late, or says what nobody has asked for. One pipe per worker tells which response it had.
+A worker is lost when it dies, is late, or says what nobody has asked for. One pipe per worker tells which
+response it had.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from tlt.types import Reward
 START_SECONDS = 120.0
 """Time limit for a worker to start and to import its task."""
 EXIT_SECONDS = 5.0
-"""Time limit for a worker to end after it has closed its pipe: its own exit code says more than that it was killed."""
+"""Time limit for a worker to end after it has closed its pipe: its own exit code says more than that it
+was killed."""
 NO_ANSWER = "the worker's pipe brought what is no answer to the request"
 
 
@@ -38,7 +41,8 @@ class Answer(NamedTuple):
 
 
 class WorkerLost(Exception):
-    """A worker was lost, and has been killed; the text says how. had_response: it had taken up the response, or may have."""
+    """A worker was lost, and has been killed; the text says how. had_response: it had taken up the
+    response, or may have."""
 
     def __init__(self, how: str, had_response: bool) -> None:
         super().__init__(how)
@@ -60,8 +64,8 @@ class Worker:
         self.is_ready = self.is_killed = False
 
     def score(self, response: Response, timeout_seconds: float) -> Reward:
-        """Has the worker score a response. Raises WorkerLost. A worker that cannot import its task is killed and says why: this
-        is the response's reason, as the next worker could not either."""
+        """Has the worker score a response. Raises WorkerLost. A worker that cannot import its task is
+        killed and says why: this is the response's reason, as the next worker could not either."""
         if not self.is_ready and (reason := self._await_start()):
             self.kill()
             return Reward(0.0, False, f"the worker could not start: {reason}")
@@ -118,18 +122,20 @@ class Worker:
         return WorkerLost(how, had_response)
 
 
-# ── in the worker ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def work(pipe: Connection[Answer | str, Request], spec: str) -> None:
-    """Runs in the worker: says why it cannot begin, or "", and then scores until the pipe ends. It ends as well in a fork that
-    the user's code lets return here: there it is closed."""
+    """Runs in the worker: says why it cannot begin, or "", and then scores until the pipe ends. It ends as
+    well in a fork that the user's code lets return here: there it is closed."""
     be_first_to_go()
     with contextlib.suppress(EOFError, OSError):
         try:
             scorer = Scorer(RewardSpec.from_json(spec))
             scorer.warm_up()
-        except BaseException as error:  # a KeyboardInterrupt as well is the user's code's own: no Ctrl-C comes here
+        except (
+            BaseException
+        ) as error:  # a KeyboardInterrupt as well is the user's code's own: no Ctrl-C comes here
             pipe.send(describe(error))
             return
         pipe.send("")

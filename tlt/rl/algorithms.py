@@ -1,5 +1,5 @@
-"""The algorithms as pure functions of tensors: advantages, ratios, losses, estimators, means. Each computes one choice of
-config/algorithm.py. Knows no model, no batch layout and no process group.
+"""The algorithms as pure functions of tensors: advantages, ratios, losses, estimators, means. Each computes
+one choice of config/algorithm.py. Knows no model, no batch layout and no process group.
 
     rewards_R ─ group_advantages ──────┐
     returns   ─ whitened_advantages ───┴─▶ one per response token ─┐
@@ -23,7 +23,7 @@ STD_FLOOR = 1e-6
 """Added to a standard deviation: it bounds the advantage where rewards differ by rounding only."""
 
 
-# ── advantages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── advantages ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = "group-std") -> Tensor:
@@ -31,7 +31,8 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = 
 
     group-std      (r_i - mean(r)) / std(r), the sample standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)
     group-mean     r_i - mean(r) (Dr. GRPO, arXiv 2503.20783, section 3.2)
-    leave-one-out  r_i - mean of the others' r (RLOO, arXiv 2402.14740, section 2.3), which is n / (n - 1) (r_i - mean(r))
+    leave-one-out  r_i - mean of the others' r (RLOO, arXiv 2402.14740, section 2.3), which is n / (n - 1)
+    (r_i - mean(r))
 
     They are exactly 0 where rewards are equal, as that of a response alone is.
     rewards_R: any float dtype; computed in float64.   group_R: int64[R], numbers from 0; groups may differ in size.
@@ -40,7 +41,9 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = 
     rewards_R = rewards_R.double()
 
     def per_group(values_R: Tensor, reduce: str) -> Tensor:
-        return torch.zeros(num_groups, dtype=torch.float64).scatter_reduce(0, group_R, values_R, reduce, include_self=False)
+        return torch.zeros(num_groups, dtype=torch.float64).scatter_reduce(
+            0, group_R, values_R, reduce, include_self=False
+        )
 
     advantages_R = rewards_R - per_group(rewards_R, "mean")[group_R]
     size_G = torch.bincount(group_R, minlength=num_groups)
@@ -56,8 +59,8 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = 
 
 
 def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
-    """Returns (return - mean) / std of every token, mean and standard deviation over all tokens of the step (REINFORCE++, arXiv
-    2501.03262, section 3). They are exactly 0 where all returns are equal.
+    """Returns (return - mean) / std of every token, mean and standard deviation over all tokens of the step
+    (REINFORCE++, arXiv 2501.03262, section 3). They are exactly 0 where all returns are equal.
 
     returns: float64, for each response one per token.
     """
@@ -69,19 +72,20 @@ def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
 
 
 def rewards_to_go(reward: float, penalties_T: Tensor) -> Tensor:
-    """Returns a response's return at each token, r - Σ_{s ≥ t} penalty_s: the reward comes after the last token, a KL penalty
-    with every one (REINFORCE++, arXiv 2501.03262, section 3)."""
+    """Returns a response's return at each token, r - Σ_{s ≥ t} penalty_s: the reward comes after the last
+    token, a KL penalty with every one (REINFORCE++, arXiv 2501.03262, section 3)."""
     return reward - penalties_T.flip(0).cumsum(0).flip(0)
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
-    """Returns 0 for a response that ends before the buffer, and up to 1 where it has used up the buffer, the last
-    `buffer_tokens` before `max_tokens` (DAPO, arXiv 2503.14476, equation 13, which counts it negative)."""
+    """Returns 0 for a response that ends before the buffer, and up to 1 where it has used up the buffer,
+    the last `buffer_tokens` before `max_tokens` (DAPO, arXiv 2503.14476, equation 13, which counts it
+    negative)."""
     excess = num_tokens - (max_tokens - buffer_tokens)
     return min(max(excess / buffer_tokens, 0.0), 1.0) if buffer_tokens else 0.0
 
 
-# ── the policy loss ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the policy loss ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class PolicyLoss(NamedTuple):
@@ -91,7 +95,9 @@ class PolicyLoss(NamedTuple):
     is_clipped_N: Tensor
 
 
-def policy_loss(ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, algorithm: Algorithm) -> PolicyLoss:
+def policy_loss(
+    ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, algorithm: Algorithm
+) -> PolicyLoss:
     """Returns the loss of every token."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     if algorithm.loss == "cispo":
@@ -99,7 +105,9 @@ def policy_loss(ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, algor
     return clipped_loss(ratio_N, advantages_N, low, high)
 
 
-def importance_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, lengths: Sequence[int], level: Ratio) -> Tensor:
+def importance_ratio(
+    logprobs_N: Tensor, old_logprobs_N: Tensor, lengths: Sequence[int], level: Ratio
+) -> Tensor:
     """Returns ρ = π / π_old for every token:
 
     token       of that token (PPO, arXiv 1707.06347, section 3)
@@ -117,34 +125,36 @@ def importance_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, lengths: Sequen
 
 
 def clipped_loss(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> PolicyLoss:
-    """Returns -min(ρ A, clip(ρ, low, high) A) (PPO, arXiv 1707.06347, equation 7; DAPO, arXiv 2503.14476, equation 8, has
-    bounds that differ)."""
+    """Returns -min(ρ A, clip(ρ, low, high) A) (PPO, arXiv 1707.06347, equation 7; DAPO, arXiv 2503.14476,
+    equation 8, has bounds that differ)."""
     unclipped_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(low, high) * advantages_N
     return PolicyLoss(-torch.minimum(unclipped_N, clipped_N), clipped_N < unclipped_N)
 
 
-def cispo_loss(ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, low: float, high: float) -> PolicyLoss:
-    """Returns -clip(ρ, low, high) A log π, with the clipped ratio as a constant: no token loses its gradient (MiniMax-M1, arXiv
-    2506.13585, equations 4 and 5)."""
+def cispo_loss(
+    ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, low: float, high: float
+) -> PolicyLoss:
+    """Returns -clip(ρ, low, high) A log π, with the clipped ratio as a constant: no token loses its
+    gradient (MiniMax-M1, arXiv 2506.13585, equations 4 and 5)."""
     weight_N = ratio_N.detach().clamp(low, high)
     return PolicyLoss(-weight_N * advantages_N * logprobs_N, (weight_N != ratio_N) & (advantages_N != 0))
 
 
 def importance_weights(old_logprobs_N: Tensor, engine_logprobs_N: Tensor, *, cap: float) -> Tensor:
-    """Returns min(π_trainer / π_engine, cap) per token, a constant of the loss. It corrects for an engine whose arithmetic
-    samples a slightly different policy (truncated importance sampling, Ionides 2008, as Yao et al. 2025 apply it to
-    RL engines)."""
+    """Returns min(π_trainer / π_engine, cap) per token, a constant of the loss. It corrects for an engine
+    whose arithmetic samples a slightly different policy (truncated importance sampling, Ionides 2008, as
+    Yao et al. 2025 apply it to RL engines)."""
     return (old_logprobs_N - engine_logprobs_N).exp().clamp(max=cap).detach()
 
 
-# ── estimators ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── estimators ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """Returns, with r = π_reference / π, k1 = -log r, k2 = (log r)² / 2 or k3 = r - log r - 1 (Schulman 2020, "Approximating KL
-    divergence"). Under tokens of π, k1 and k3 are unbiased for KL(π ‖ π_reference), and k2 has its gradient; k3 is never
-    negative (GRPO, arXiv 2402.03300, equation 4)."""
+    """Returns, with r = π_reference / π, k1 = -log r, k2 = (log r)² / 2 or k3 = r - log r - 1 (Schulman
+    2020, "Approximating KL divergence"). Under tokens of π, k1 and k3 are unbiased for KL(π ‖
+    π_reference), and k2 has its gradient; k3 is never negative (GRPO, arXiv 2402.03300, equation 4)."""
     log_ratio_N = reference_logprobs_N - logprobs_N
     match estimator:
         case "k1":
@@ -155,8 +165,8 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KLE
 
 
 def entropy(logprobs_NV: Tensor) -> Tensor:
-    """Returns H_N = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing. A CPU goes row by row:
-    what is made of a row stays in its cache, which is six times as fast."""
+    """Returns H_N = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing. A
+    CPU goes row by row: what is made of a row stays in its cache, which is six times as fast."""
     if logprobs_NV.device.type != "cpu" or not len(logprobs_NV):
         entropy_NV: Tensor = torch.special.entr(logprobs_NV.exp())
         return entropy_NV.sum(-1)
@@ -164,7 +174,7 @@ def entropy(logprobs_NV: Tensor) -> Tensor:
     return torch.stack([-(row_V.exp() @ row_V.clamp(min=least)) for row_V in logprobs_NV])
 
 
-# ── one loss of many tokens ──────────────────────────────────────────────────────────────────────────────────────────
+# ── one loss of many tokens ─────────────────────────────────────────────────────────────────────────────────
 
 
 def loss_weight(num_tokens: int, aggregation: Aggregation) -> float:
@@ -173,7 +183,8 @@ def loss_weight(num_tokens: int, aggregation: Aggregation) -> float:
 
 
 def loss_divisor(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int) -> int:
-    """Returns what the weighted sum over an optimizer step is divided by, *all* its micro-batches and ranks: parts add up.
+    """Returns what the weighted sum over an optimizer step is divided by, *all* its micro-batches and ranks:
+    parts add up.
 
     token      the tokens: every one weighs the same, whatever response it lies in (DAPO, arXiv 2503.14476, equation 12)
     sequence   the responses (GRPO, arXiv 2402.03300, equation 3)

@@ -1,4 +1,5 @@
-"""What the update learns from: rollouts and rewards become responses with advantages. Knows no model and no tensors of logits.
+"""What the update learns from: rollouts and rewards become responses with advantages. Knows no model and no
+tensors of logits.
 
 rewards ─ those there are ─ minus overlong penalty ─ minus β KL, if it is in the reward ─▶ returns ─ advantage ─▶ one per token
 (of all ranks, in canonical order)
@@ -20,23 +21,34 @@ from tlt.rl.plan import Response
 from tlt.types import Reward, Rollout, key_of
 
 
-def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str) -> None:
+def check_batch(
+    rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str
+) -> None:
     """Raises ValueError, beginning with `where`, unless the batch can be trained on."""
     if not rollouts:
         raise ValueError(f"{where}: the batch is empty; every step needs at least one response")
     if len(rewards) != len(rollouts):
-        raise ValueError(f"{where}: {len(rollouts)} rollouts but {len(rewards)} rewards; give one reward per rollout")
+        raise ValueError(
+            f"{where}: {len(rollouts)} rollouts but {len(rewards)} rewards; give one reward per rollout"
+        )
     if len(rollouts) < num_minibatches:
-        raise ValueError(f"{where}: {len(rollouts)} responses cannot fill algorithm.minibatches = {num_minibatches}; lower it")
+        raise ValueError(
+            f"{where}: {len(rollouts)} responses cannot fill algorithm.minibatches = {num_minibatches}; "
+            "lower it"
+        )
     twice = next((key for key, times in Counter(map(key_of, rollouts)).items() if times > 1), None)
     if twice is not None:
-        raise ValueError(f"{where}: response {twice} occurs twice; each (problem id, sample index) must be there once")
+        raise ValueError(
+            f"{where}: response {twice} occurs twice; each (problem id, sample index) must be there once"
+        )
     for rollout, reward in zip(rollouts, rewards, strict=True):
         place = f"{where}: response {key_of(rollout)}"
         if not rollout.prompt_ids or not rollout.token_ids:
             raise ValueError(f"{place} is empty; prompt and response need at least one token each")
         if len(rollout.logprobs) != len(rollout.token_ids):
-            raise ValueError(f"{place} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} logprobs")
+            raise ValueError(
+                f"{place} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} logprobs"
+            )
         if not math.isfinite(reward.value):
             raise ValueError(f"{place} has reward {reward.value}; rewards must be finite")
 
@@ -47,8 +59,11 @@ def num_problems(rollouts: Sequence[Rollout]) -> int:
 
 
 def scored_ones(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
-    """Returns the responses that have a score, and their rewards: an update is that of the batch without the others."""
-    return [r for r, w in zip(rollouts, rewards, strict=True) if w.is_scored], [w for w in rewards if w.is_scored]
+    """Returns the responses that have a score, and their rewards: an update is that of the batch without
+    the others."""
+    return [r for r, w in zip(rollouts, rewards, strict=True) if w.is_scored], [
+        w for w in rewards if w.is_scored
+    ]
 
 
 def make_responses(
@@ -61,7 +76,8 @@ def make_responses(
     """Returns the responses with their advantages, in the same order, and how many problems have none but 0.
 
     rollouts, rewards: in canonical order, all of them scored; there may be none.
-    kl: for each response its estimate at every token, float64, where the KL is in the reward; None: it is not.
+    kl: for each response its estimate at every token, float64, where the KL is in the reward; None: it is
+        not.
     """
     if not rollouts:
         return [], 0
@@ -79,7 +95,9 @@ def make_responses(
             responses.append(Response(rollout, (0.0,) * len(of_tokens), needs_grad=False, is_masked=True))
         else:
             responses.append(Response(rollout, of_tokens, needs_grad=has_kl_loss or any(of_tokens)))
-    with_advantage = {rollout.problem_id for rollout, of_tokens in zip(rollouts, advantages, strict=True) if any(of_tokens)}
+    with_advantage = {
+        rollout.problem_id for rollout, of_tokens in zip(rollouts, advantages, strict=True) if any(of_tokens)
+    }
     return responses, num_problems(rollouts) - len(with_advantage)
 
 
@@ -88,22 +106,40 @@ def _overlong(rollout: Rollout, algorithm: Algorithm) -> float:
 
 
 def _grouped(
-    rollouts: Sequence[Rollout], rewards: Sequence[Reward], algorithm: Algorithm, penalties: Sequence[Tensor] | None
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[Reward],
+    algorithm: Algorithm,
+    penalties: Sequence[Tensor] | None,
 ) -> list[tuple[float, ...]]:
     """Returns advantages over the responses to one problem: the same for all tokens of a response."""
     values = [reward.value for reward in rewards]
     if penalties is not None:
-        values = [value - float(penalties_T.sum()) for value, penalties_T in zip(values, penalties, strict=True)]
-    group_of = {problem_id: i for i, problem_id in enumerate(dict.fromkeys(rollout.problem_id for rollout in rollouts))}
+        values = [
+            value - float(penalties_T.sum()) for value, penalties_T in zip(values, penalties, strict=True)
+        ]
+    group_of = {
+        problem_id: i
+        for i, problem_id in enumerate(dict.fromkeys(rollout.problem_id for rollout in rollouts))
+    }
     group_R = torch.tensor([group_of[rollout.problem_id] for rollout in rollouts])
     advantages_R = group_advantages(torch.tensor(values, dtype=torch.float64), group_R, algorithm.advantage)
-    return [(advantage,) * len(r.token_ids) for r, advantage in zip(rollouts, advantages_R.tolist(), strict=True)]
+    return [
+        (advantage,) * len(r.token_ids) for r, advantage in zip(rollouts, advantages_R.tolist(), strict=True)
+    ]
 
 
 def _whitened(
-    rollouts: Sequence[Rollout], rewards: Sequence[Reward], algorithm: Algorithm, penalties: Sequence[Tensor] | None
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[Reward],
+    algorithm: Algorithm,
+    penalties: Sequence[Tensor] | None,
 ) -> list[tuple[float, ...]]:
     """Returns advantages over all tokens of the step."""
-    penalties = penalties or [torch.zeros(len(rollout.token_ids), dtype=torch.float64) for rollout in rollouts]
-    returns = [rewards_to_go(reward.value, penalties_T) for reward, penalties_T in zip(rewards, penalties, strict=True)]
+    penalties = penalties or [
+        torch.zeros(len(rollout.token_ids), dtype=torch.float64) for rollout in rollouts
+    ]
+    returns = [
+        rewards_to_go(reward.value, penalties_T)
+        for reward, penalties_T in zip(rewards, penalties, strict=True)
+    ]
     return [tuple(advantages_T.tolist()) for advantages_T in whitened_advantages(returns)]

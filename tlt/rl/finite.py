@@ -1,5 +1,6 @@
-"""Refuses updates that are not finite: rewards of which no advantage can be made, a loss, a gradient, weights. Each refusal is
-one line with the step and the likeliest cause, on all ranks, before anything of the update is published or saved."""
+"""Refuses updates that are not finite: rewards of which no advantage can be made, a loss, a gradient,
+weights. Each refusal is one line with the step and the likeliest cause, on all ranks, before anything of
+the update is published or saved."""
 
 from __future__ import annotations
 
@@ -22,14 +23,17 @@ _LARGE_REWARD = 1e6
 
 
 class NonFiniteUpdate(UserError):
-    """Something in an update was not finite. As the update is a pure function it would come again, so no restart follows."""
+    """Something in an update was not finite. As the update is a pure function it would come again, so no
+    restart follows."""
 
 
 def check_rewards(rewards: Iterable[Reward], step: int) -> float:
     """Returns the largest absolute reward; NonFiniteUpdate where it is too large for an advantage."""
     largest = max((abs(reward.value) for reward in rewards if reward.is_scored), default=0.0)
     if largest > LARGEST_REWARD:
-        raise NonFiniteUpdate(f"policy update of step {step + 1}: no advantage can be computed; {_remedy(largest)}")
+        raise NonFiniteUpdate(
+            f"policy update of step {step + 1}: no advantage can be computed; {_remedy(largest)}"
+        )
     return largest
 
 
@@ -38,7 +42,8 @@ def check_loss(loss: float, grad_norm: float, step: int, largest_reward: float) 
     values = {"loss": loss, "gradient norm": grad_norm}
     if wrong := ", ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value)):
         raise NonFiniteUpdate(
-            f"policy update of step {step + 1}: {wrong}; the weights did not take it: tlt train --resume tries again; where it"
+            f"policy update of step {step + 1}: {wrong}; the weights did not take it: tlt train --resume "
+            "tries again; where it"
             f" comes again, {_remedy(largest_reward)}"
         )
 
@@ -46,8 +51,8 @@ def check_loss(loss: float, grad_norm: float, step: int, largest_reward: float) 
 def check_weights(
     trained: Mapping[str, Tensor], step: int, chosen: OptimizerSection, sharded_over: dist.ProcessGroup | None
 ) -> None:
-    """Raises NonFiniteUpdate where the optimizer's step has left a weight that is not finite. It reads the weights once, where
-    the step reads and writes them, gradients and both moments.
+    """Raises NonFiniteUpdate where the optimizer's step has left a weight that is not finite. It reads the
+    weights once, where the step reads and writes them, gradients and both moments.
 
     sharded_over: the ranks that hold slices; None: each holds the same weights, and finds the same.
     """
@@ -57,10 +62,14 @@ def check_weights(
         dist.all_reduce(is_finite_P, op=dist.ReduceOp.MIN, group=sharded_over)
     found = is_finite_P.tolist()
     if not all(found):
-        keys = ", ".join(f"optimizer.{key} {getattr(chosen, key):g}" for key in ("learning_rate", "eps", "weight_decay"))
+        keys = ", ".join(
+            f"optimizer.{key} {getattr(chosen, key):g}" for key in ("learning_rate", "eps", "weight_decay")
+        )
         raise NonFiniteUpdate(
-            f"policy update of step {step + 1}: the optimizer's step leaves weights that are not finite, first"
-            f" {[*trained][found.index(0)]}; they are written nowhere; begin a run with more usual values of {keys}"
+            f"policy update of step {step + 1}: the optimizer's step leaves weights that are not finite, "
+            "first"
+            f" {[*trained][found.index(0)]}; they are written nowhere; begin a run with more usual values "
+            f"of {keys}"
         )
 
 

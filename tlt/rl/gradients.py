@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 
 class Gradients(Protocol):
-    """The use of it, on every rank: with collect(): backward, backward, …, reduce, norm, scale, optimizer step."""
+    """The use of it, on every rank: with collect(): backward, backward, …, reduce, norm, scale, optimizer
+    step."""
 
     @property
     def needs_equal_shares(self) -> bool:
@@ -46,7 +47,8 @@ class Gradients(Protocol):
 
 
 def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each: bool) -> Gradients:
-    """Returns who adds up the model's gradients. reduces_each: see Sharded; of no meaning to a replicated model."""
+    """Returns who adds up the model's gradients. reduces_each: see Sharded; of no meaning to a replicated
+    model."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(model, FSDPModule):
         assert group is not None
@@ -55,7 +57,8 @@ def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each
 
 
 class Replicated:
-    """Every rank holds all parameters; the gradients are views of one bucket, in the order of the parameters."""
+    """Every rank holds all parameters; the gradients are views of one bucket, in the order of the
+    parameters."""
 
     needs_equal_shares = False
 
@@ -66,7 +69,9 @@ class Replicated:
     @contextmanager
     def collect(self) -> Iterator[None]:
         sizes = [p.numel() for p in self.parameters]
-        self._bucket = torch.zeros(sum(sizes), dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+        self._bucket = torch.zeros(
+            sum(sizes), dtype=self.parameters[0].dtype, device=self.parameters[0].device
+        )
         try:
             for parameter, part in zip(self.parameters, self._bucket.split(sizes), strict=True):
                 parameter.grad = part.view_as(parameter)
@@ -93,14 +98,19 @@ class Replicated:
 class Sharded:
     """Every rank holds slices (ranks/sharding.py), and FSDP adds up their gradients within the backward pass.
 
-    reduces_each: after every micro-batch, so that no rank ever holds the gradients of more than a layer. Else they are added up
-        whole on every rank and reduced once, with the last: less traffic, and sums in the order of the replicated update.
+    reduces_each: after every micro-batch, so that no rank ever holds the gradients of more than a layer.
+        Else they are added up whole on every rank and reduced once, with the last: less traffic, and sums
+        in the order of the replicated update.
     """
 
     needs_equal_shares = True
 
     def __init__(
-        self, model: FSDPModule, parameters: Sequence[Tensor], group: dist.ProcessGroup, reduces_each: bool = True
+        self,
+        model: FSDPModule,
+        parameters: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        reduces_each: bool = True,
     ) -> None:
         self.model, self.parameters, self.group, self.reduces_each = model, parameters, group, reduces_each
 
@@ -117,14 +127,17 @@ class Sharded:
         loss.backward()
 
     def reduce(self) -> None:
-        """Has little left to do: a gradient that nothing contributed to is 0, for the optimizer leaves out what has none."""
+        """Has little left to do: a gradient that nothing contributed to is 0, for the optimizer leaves out
+        what has none."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def norm(self) -> float:
         """Adds up in float64, parameter by parameter, so that the cut does not show."""
-        squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._local()])
+        squares = torch.stack(
+            [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._local()]
+        )
         dist.all_reduce(squares, group=self.group)
         return math.sqrt(float(squares.sum()))
 

@@ -19,17 +19,24 @@ from tlt.rl.algorithms import entropy
 from tlt.rl.plan import Response, families_of
 
 LOGITS_PER_CHUNK = 2**24
-"""Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in the backward pass."""
+"""Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in
+the backward pass."""
 
 
-def response_logprobs(model: Transformer | BaseOf, batch: Sequence[Response], temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns (logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow through the logprobs; the
-    entropy is a metric. bf16 logits are widened to float32 first."""
+def response_logprobs(
+    model: Transformer | BaseOf, batch: Sequence[Response], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Returns (logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow
+    through the logprobs; the entropy is a metric. bf16 logits are widened to float32 first."""
     device = model.head_weight.device
     families = families_of(batch)
-    attend = SharedPrompts(model.config, [(batch[f[0]].num_prompt, [batch[i].num_own for i in f]) for f in families])
+    attend = SharedPrompts(
+        model.config, [(batch[f[0]].num_prompt, [batch[i].num_own for i in f]) for f in families]
+    )
     tokens: list[int] = []
-    readers: dict[int, list[int]] = {}  # of each response, where its tokens are predicted: the first one by the prompt's end
+    readers: dict[
+        int, list[int]
+    ] = {}  # of each response, where its tokens are predicted: the first one by the prompt's end
     for family in families:
         tokens += batch[family[0]].rollout.prompt_ids
         end = len(tokens) - 1
@@ -57,13 +64,16 @@ def response_logprobs(model: Transformer | BaseOf, batch: Sequence[Response], te
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    result: tuple[Tensor, Tensor] = model(torch.tensor(tokens, device=device), attend.positions(device), attend, read)
+    result: tuple[Tensor, Tensor] = model(
+        torch.tensor(tokens, device=device), attend.positions(device), attend, read
+    )
     return result
 
 
 class ChosenLogprobs(torch.autograd.Function):
-    """Maps (logits_TV, chosen_T, temperature) to log-softmax(logits / temperature) at the chosen tokens, and to its entropy,
-    which has no gradient. It keeps one matrix for the backward pass and makes one there; autograd would make five."""
+    """Maps (logits_TV, chosen_T, temperature) to log-softmax(logits / temperature) at the chosen tokens,
+    and to its entropy, which has no gradient. It keeps one matrix for the backward pass and makes one
+    there; autograd would make five."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, chosen_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,13 @@
-"""Who computes what in a policy update, from the lengths of the responses and which prompts are equal. Knows no tensors and no
-clock.
+"""Who computes what in a policy update, from the lengths of the responses and which prompts are equal. Knows
+no tensors and no clock.
 
     responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
                                                         rank 1: responses                         [micro-batch]
 
-Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank, or is divided where
-that balances the ranks better. Every rank plans for all, and comes to the same plan. Where a forward of one rank waits for the
-others' (a sharded model), ranks with fewer micro-batches get dummies.
+Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank,
+or is divided where that balances the ranks better. Every rank plans for all, and comes to the same plan.
+Where a forward of one rank waits for the others' (a sharded model), ranks with fewer micro-batches get
+dummies.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from tlt.types import Rollout
 
 @dataclass(frozen=True)
 class Response:
-    """A rollout as the update sees it: with the advantage of each of its tokens, and whether it needs a backward pass. In the
-    means of the metrics it stands for `weight` responses like itself (0: another one stands for it).
+    """A rollout as the update sees it: with the advantage of each of its tokens, and whether it needs a
+    backward pass. In the means of the metrics it stands for `weight` responses like itself (0: another one
+    stands for it).
 
     is_masked: it is left out of the loss.
     """
@@ -62,7 +64,8 @@ class Response:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """The responses of one forward, all with or all without a backward pass. Compared by identity, so that it can be a key."""
+    """The responses of one forward, all with or all without a backward pass. Compared by identity, so that
+    it can be a key."""
 
     responses: tuple[Response, ...]
 
@@ -72,30 +75,34 @@ class MicroBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it stands for nothing: it is computed to keep step with other ranks, its loss is 0 and it counts nowhere."""
+        """Whether it stands for nothing: it is computed to keep step with other ranks, its loss is 0 and
+        it counts nowhere."""
         return self.responses[0].weight == 0
 
 
 def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response]:
-    """Returns the same responses with weights: of those without a gradient, a sample of about `num_tokens` tokens stands for
-    all, so that sums stay unbiased."""
+    """Returns the same responses with weights: of those without a gradient, a sample of about `num_tokens`
+    tokens stands for all, so that sums stay unbiased."""
     flat = [i for i, r in enumerate(responses) if not r.needs_grad]
     num_flat = sum(responses[i].num_tokens for i in flat)
     if num_flat <= num_tokens:
         return list(responses)
     count = math.ceil(len(flat) * num_tokens / num_flat)
-    sampled = set(random.Random(num_flat).sample(flat, count))  # a function of the tokens, like all of the update
+    sampled = set(
+        random.Random(num_flat).sample(flat, count)
+    )  # a function of the tokens, like all of the update
     weights = {i: len(flat) / count if i in sampled else 0.0 for i in flat}
     return [dataclasses.replace(r, weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
 
 
 MIN_PROMPT = 1 / 16
-"""Tokens of a prompt for each token of a response from which it is worth sharing: less saves nothing (benchmarks/log.md)."""
+"""Tokens of a prompt for each token of a response from which it is worth sharing: less saves nothing
+(benchmarks/log.md)."""
 
 
 def families_of(responses: Sequence[Response]) -> list[list[int]]:
-    """Returns which responses share a prompt, by their places, in the order of the first of each family. One whose prompt is
-    hardly worth it is alone."""
+    """Returns which responses share a prompt, by their places, in the order of the first of each family.
+    One whose prompt is hardly worth it is alone."""
     families: dict[object, list[int]] = {}
     for i, r in enumerate(responses):
         shares = r.num_prompt >= MIN_PROMPT * r.num_own
@@ -104,19 +111,22 @@ def families_of(responses: Sequence[Response]) -> list[list[int]]:
 
 
 def sequence_cost(length: int, config: ModelConfig) -> float:
-    """Estimates the work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one token / that of one
-    token's projections). Attention counts its full square: measured on a CPU, SDPA's causal half runs at half the speed of a
-    matrix product."""
+    """Estimates the work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one
+    token / that of one token's projections). Attention counts its full square: measured on a CPU, SDPA's
+    causal half runs at half the speed of a matrix product."""
     c = config
     projections = c.hidden_size * (c.head_dim * (c.num_qkv + c.num_heads) + 3 * c.intermediate_size)
     return length + length**2 * (7 / 3 * c.num_heads * c.head_dim) / projections
 
 
-def plan_ranks(families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float]) -> Shares:
-    """Returns each rank's items, by family: whole families, or halves, quarters and so on of all, whichever gives the rank with
-    most the least.
+def plan_ranks(
+    families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float]
+) -> Shares:
+    """Returns each rank's items, by family: whole families, or halves, quarters and so on of all, whichever
+    gives the rank with most the least.
 
-    own: the cost of each item without its prompt.  prompts: of each family's, for every rank that has some of it.
+    own: the cost of each item without its prompt.
+    prompts: of each family's, for every rank that has some of it.
     """
     plans = []
     num_parts = 1
@@ -131,10 +141,14 @@ Shares = list[dict[int, list[int]]]
 
 
 def _deal(
-    families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float], num_parts: int
+    families: Sequence[Sequence[int]],
+    own: Sequence[float],
+    num_ranks: int,
+    prompts: Sequence[float],
+    num_parts: int,
 ) -> tuple[float, Shares]:
-    """Returns the largest load of a rank, and each rank's items. The costliest parts of families go first, each to the rank
-    that has the least with it. Ties go to the earlier item and the lower rank."""
+    """Returns the largest load of a rank, and each rank's items. The costliest parts of families go first,
+    each to the rank that has the least with it. Ties go to the earlier item and the lower rank."""
     parts = []
     for number, family in enumerate(families):
         falling = sorted(family, key=lambda i: (-own[i], i))
@@ -145,7 +159,8 @@ def _deal(
     for p in sorted(range(len(parts)), key=lambda p: (-costs[p], parts[p][1])):
         number, part = parts[p]
         after = [
-            load + costs[p] - (prompts[number] if number in share else 0) for load, share in zip(loads, shares, strict=True)
+            load + costs[p] - (prompts[number] if number in share else 0)
+            for load, share in zip(loads, shares, strict=True)
         ]
         rank = after.index(min(after))
         shares[rank].setdefault(number, []).extend(part)
@@ -154,7 +169,8 @@ def _deal(
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Packs sequences by first-fit decreasing: a micro-batch holds at most `budget` tokens, or one sequence that is longer."""
+    """Packs sequences by first-fit decreasing: a micro-batch holds at most `budget` tokens, or one
+    sequence that is longer."""
     room: list[int] = []
     batches: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -167,9 +183,11 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
-def plan_shares(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of every rank, those that need a gradient first. The others lie in none of these: a forward
-    pass alone costs a third. Responses without weight are left out."""
+def plan_shares(
+    responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int
+) -> list[list[MicroBatch]]:
+    """Returns the micro-batches of every rank, those that need a gradient first. The others lie in none of
+    these: a forward pass alone costs a third. Responses without weight are left out."""
     responses = [r for r in responses if r.weight]
     families = families_of(responses)
     prompts = [responses[family[0]].num_prompt * _passes(responses[family[0]]) for family in families]
@@ -177,7 +195,9 @@ def plan_shares(responses: Sequence[Response], config: ModelConfig, budget: int,
     shares: list[list[MicroBatch]] = []
     for share in plan_ranks(families, own, num_ranks, prompts):
         mine = [[responses[i] for i in sorted(items)] for _, items in sorted(share.items())]
-        kinds = [[family for family in mine if family[0].needs_grad == needs_grad] for needs_grad in (True, False)]
+        kinds = [
+            [family for family in mine if family[0].needs_grad == needs_grad] for needs_grad in (True, False)
+        ]
         shares.append([batch for same in kinds for batch in pack_families(same, budget)])
     return shares
 
@@ -187,17 +207,21 @@ def _passes(response: Response) -> float:
 
 
 def pack_families(families: Sequence[Sequence[Response]], budget: int) -> list[MicroBatch]:
-    """Returns micro-batches of at most `budget` tokens that are computed, each prompt once. A family lies in one of them, or is
-    divided where it is longer than the budget."""
+    """Returns micro-batches of at most `budget` tokens that are computed, each prompt once. A family lies
+    in one of them, or is divided where it is longer than the budget."""
     parts = []
     for family in families:
         room = budget - family[0].num_prompt
         parts += [[family[i] for i in part] for part in plan_micro_batches([r.num_own for r in family], room)]
     lengths = [part[0].num_prompt + sum(r.num_own for r in part) for part in parts]
-    return [MicroBatch(tuple(r for p in batch for r in parts[p])) for batch in plan_micro_batches(lengths, budget)]
+    return [
+        MicroBatch(tuple(r for p in batch for r in parts[p])) for batch in plan_micro_batches(lengths, budget)
+    ]
 
 
-def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int) -> list[MicroBatch]:
+def plan_share(
+    responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int
+) -> list[MicroBatch]:
     """Returns the micro-batches of one rank."""
     return plan_shares(responses, config, budget, num_ranks)[rank]
 
@@ -205,8 +229,8 @@ def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, 
 def plan_equal_share(
     responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int
 ) -> list[MicroBatch]:
-    """Returns the micro-batches of one rank, filled up with dummies: every rank has as many with a backward pass, and then as
-    many without."""
+    """Returns the micro-batches of one rank, filled up with dummies: every rank has as many with a
+    backward pass, and then as many without."""
     shares = plan_shares(responses, config, budget, num_ranks)
     filled: list[MicroBatch] = []
     for needs_grad in (True, False):

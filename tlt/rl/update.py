@@ -1,16 +1,18 @@
-"""The policy update: a pure function of (tokens, rewards, weights). Knows no engine, no files and no loop around it.
+"""The policy update: a pure function of (tokens, rewards, weights). Knows no engine, no files and no loop
+around it.
 
     scored rollouts ─ sort by (problem, sample index) ─ advantages ─▶ minibatch 0 ─ plan ─▶ rank 0: [micro-batch] [micro-batch]
     (every rank has them all)                                         minibatch 1           rank 1: [micro-batch]
                                                                                               │ forward, backward
                                       AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
 
-Logprobs are recomputed here, log-softmax(logits / temperature); the engine's serve the reported gap and an optional
-importance correction alone. Who computes what follows from the lengths (and from which responses need a gradient), so
-neither the order in which rollouts arrive nor the rank that generated them can change a weight. What the loss is divided by
-counts the tokens or responses of all ranks, known before the first forward: partial gradients only have to be added up. A
-response lies in one micro-batch, whole, and with it what is a mean over it. A KL in the reward is measured beforehand. Where no
-token of a minibatch is in the loss, its optimizer step is not taken: the moments of earlier ones would move the weights.
+Logprobs are recomputed here, log-softmax(logits / temperature); the engine's serve the reported gap and an
+optional importance correction alone. Who computes what follows from the lengths (and from which responses
+need a gradient), so neither the order in which rollouts arrive nor the rank that generated them can change a
+weight. What the loss is divided by counts the tokens or responses of all ranks, known before the first
+forward: partial gradients only have to be added up. A response lies in one micro-batch, whole, and with it
+    what is a mean over it. A KL in the reward is measured beforehand. Where no token of a minibatch is in the
+    loss, its optimizer step is not taken: the moments of earlier ones would move the weights.
 
 Axes: T response tokens of a flat batch
 """
@@ -35,7 +37,14 @@ from tlt.config.schema import OptimizerSection
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf, bit_sum
-from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
+from tlt.rl.algorithms import (
+    importance_ratio,
+    importance_weights,
+    kl_estimate,
+    loss_divisor,
+    loss_weight,
+    policy_loss,
+)
 from tlt.rl.batch import check_batch, make_responses, num_problems, scored_ones
 from tlt.rl.finite import check_loss, check_rewards, check_weights
 from tlt.rl.gradients import gradients_of
@@ -45,8 +54,8 @@ from tlt.rl.schedule import learning_rate
 from tlt.types import Reward, Rollout, UserError, in_order, key_of
 
 SAMPLED_TOKENS = 4096
-"""Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole responses drawn at random,
-stand for all of them in the means."""
+"""Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole
+responses drawn at random, stand for all of them in the means."""
 
 
 @dataclass
@@ -77,13 +86,15 @@ COLDEST = 1e-6
 
 
 class PolicyTrainer:
-    """Owns the optimizer of `model`; every rank of `process_group` holds one and calls `update` with the same rollouts.
+    """Owns the optimizer of `model`; every rank of `process_group` holds one and calls `update` with the same
+    rollouts.
 
-    sampling: the policy trained is softmax(logits / temperature); its longest response is a constant of some losses.
+    sampling: the policy trained is softmax(logits / temperature); its longest response is a constant of some
+        losses.
     num_steps: policy steps of the whole run, for the schedule.
     process_group: None when this process is alone.
-    reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where the model is. It is
-        `BaseOf(model)` where adapters alone are trained.
+    reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where
+        the model is. It is `BaseOf(model)` where adapters alone are trained.
     reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
 
     base: identifies the weights that the policy began with, which are the reference's, too.
@@ -103,7 +114,9 @@ class PolicyTrainer:
         if sampling.temperature < COLDEST:
             needs = f"a policy gradient needs samples: set it to {COLDEST} or more"
             raise UserError(f"sampling: temperature is {sampling.temperature}; {needs}")
-        assert (reference is not None) == (algorithm.kl_coefficient > 0), "a reference policy is for a KL coefficient above 0"
+        assert (reference is not None) == (algorithm.kl_coefficient > 0), (
+            "a reference policy is for a KL coefficient above 0"
+        )
         self.settings, self.schedule = algorithm, optimizer
         self.algorithm = algorithm.resolve(sampling.max_tokens)
         self.model, self.reference = model, reference
@@ -119,7 +132,10 @@ class PolicyTrainer:
         self.device = parameters[0].device
         matrices = [p for p in parameters if p.dim() > 1]
         vectors = [p for p in parameters if p.dim() <= 1]  # norms and biases are not decayed
-        groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": optimizer.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         # Fused, a CPU goes through memory once rather than a dozen times; GPUs keep torch's own choice.
         self.optimizer = torch.optim.AdamW(
             groups,
@@ -130,9 +146,11 @@ class PolicyTrainer:
         )
 
     def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
-        """Takes one policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`. Then all ranks hold the same weights.
+        """Takes one policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`. Then all ranks hold
+        the same weights.
 
-        Raises NonFiniteUpdate, before the optimizer's step where it can be known then, ValueError for an empty batch.
+        Raises NonFiniteUpdate, before the optimizer's step where it can be known then, ValueError for an
+        empty batch.
         """
         start = time.perf_counter()
         a = self.settings
@@ -141,7 +159,11 @@ class PolicyTrainer:
         rollouts, rewards = scored_ones(*in_order(rollouts, rewards))
         num_unscored_groups = num_groups - num_problems(rollouts)
         largest = check_rewards(rewards, step)
-        kl = None if self.reference is None or self.has_kl_loss else self._estimate_kl(rollouts, self.reference)
+        kl = (
+            None
+            if self.reference is None or self.has_kl_loss
+            else self._estimate_kl(rollouts, self.reference)
+        )
         responses, num_flat_groups = make_responses(rollouts, rewards, a, self.algorithm, kl)
         lr = self._set_learning_rate(step)
         responses = sample_flat(responses, SAMPLED_TOKENS)
@@ -149,7 +171,9 @@ class PolicyTrainer:
         shares = [self._plan(minibatch) for minibatch in minibatches]
         is_on_policy = a.epochs * a.minibatches == 1  # then the old logprobs are this pass's own
         old = {} if is_on_policy else self._frozen(self.model, shares)
-        reference = self._frozen(self.reference, shares) if self.reference is not None and self.has_kl_loss else {}
+        reference = (
+            self._frozen(self.reference, shares) if self.reference is not None and self.has_kl_loss else {}
+        )
 
         sums = Totals()
         grad_norms = []
@@ -161,7 +185,11 @@ class PolicyTrainer:
                 with self.gradients.collect():
                     totals = Totals()
                     for batch in share:
-                        totals.add(self._accumulate(batch, divisor, old.get(batch), reference.get(batch), batch is last))
+                        totals.add(
+                            self._accumulate(
+                                batch, divisor, old.get(batch), reference.get(batch), batch is last
+                            )
+                        )
                     totals = self._reduce(totals)
                     if any(lengths):
                         grad_norms.append(self._optimizer_step(totals.loss, step, largest))
@@ -190,7 +218,9 @@ class PolicyTrainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what training changes, by name: weights and Adam's moments, the tensors themselves."""
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        trained = {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
         return trained_tensors("policy", self.optimizer, trained)
 
     def counters(self) -> dict[str, Any]:
@@ -217,21 +247,27 @@ class PolicyTrainer:
     def _plan(self, responses: Sequence[Response]) -> list[MicroBatch]:
         """Returns this rank's micro-batches."""
         plan = plan_equal_share if self.gradients.needs_equal_shares else plan_share
-        return plan(responses, self.model.config, self.settings.tokens_per_micro_batch, self.num_ranks, self.rank)
+        return plan(
+            responses, self.model.config, self.settings.tokens_per_micro_batch, self.num_ranks, self.rank
+        )
 
     @torch.no_grad()
     def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer | BaseOf) -> list[Tensor]:
-        """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each rollout. Every rank computes
-        a share and gets all: what one rank writes, the others add 0 to."""
+        """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each
+        rollout. Every rank computes a share and gets all: what one rank writes, the others add 0 to."""
         responses = [Response(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
         flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
         places = dict(zip(map(key_of, rollouts), flat.split(lengths), strict=True))
         for batch in self._plan(responses):
             models: tuple[Transformer | BaseOf, ...] = (self.model, reference)
-            logprobs_T, reference_T = (response_logprobs(model, batch.responses, self.temperature)[0] for model in models)
+            logprobs_T, reference_T = (
+                response_logprobs(model, batch.responses, self.temperature)[0] for model in models
+            )
             kl_T = kl_estimate(logprobs_T, reference_T, self.algorithm.kl_estimator)
-            for r, part in zip(batch.responses, kl_T.split([r.num_tokens for r in batch.responses]), strict=True):
+            for r, part in zip(
+                batch.responses, kl_T.split([r.num_tokens for r in batch.responses]), strict=True
+            ):
                 if not batch.is_dummy:
                     places[key_of(r.rollout)].copy_(part)
         if self.group is not None and lengths:
@@ -239,10 +275,16 @@ class PolicyTrainer:
         return list(flat.cpu().split(lengths))
 
     @torch.no_grad()
-    def _frozen(self, model: Transformer | BaseOf, shares: Sequence[Sequence[MicroBatch]]) -> dict[MicroBatch, Frozen]:
-        """Returns what a policy that does not move says of every micro-batch. They are those of the update itself: with equal
-        weights the logprobs are equal to the last bit (ratio 1)."""
-        return {batch: response_logprobs(model, batch.responses, self.temperature) for share in shares for batch in share}
+    def _frozen(
+        self, model: Transformer | BaseOf, shares: Sequence[Sequence[MicroBatch]]
+    ) -> dict[MicroBatch, Frozen]:
+        """Returns what a policy that does not move says of every micro-batch. They are those of the update
+        itself: with equal weights the logprobs are equal to the last bit (ratio 1)."""
+        return {
+            batch: response_logprobs(model, batch.responses, self.temperature)
+            for share in shares
+            for batch in share
+        }
 
     def _accumulate(
         self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None, is_last: bool
@@ -267,8 +309,13 @@ class PolicyTrainer:
             if reference is not None:
                 kl_T = kl_estimate(logprobs_T, reference[0], self.algorithm.kl_estimator)
                 kl_T = kl_T * ratio_T if a.kl_bias_correction else kl_T
-            weights = [0.0 if r.is_masked else loss_weight(r.num_tokens, self.algorithm.aggregation) for r in responses]
-            weight_T = torch.cat([logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)])
+            weights = [
+                0.0 if r.is_masked else loss_weight(r.num_tokens, self.algorithm.aggregation)
+                for r in responses
+            ]
+            weight_T = torch.cat(
+                [logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)]
+            )
             loss = ((loss_T + a.kl_coefficient * kl_T) * weight_T).sum() / divisor
         if batch.needs_grad:
             self.gradients.backward(loss, is_last)
@@ -276,7 +323,12 @@ class PolicyTrainer:
             return Totals()
         gap_T = (engine_T - old_T).abs()
         weight = responses[0].weight  # in the means; one for all: of responses with a gradient 1
-        means = [entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum() * weight, gap_T.sum() * weight]
+        means = [
+            entropy_T.sum() * weight,
+            is_clipped_T.sum(),
+            kl_T.detach().sum() * weight,
+            gap_T.sum() * weight,
+        ]
         sums = torch.stack([loss.detach(), *means, gap_T.max()])
         return Totals(*sums.tolist())
 
@@ -300,6 +352,8 @@ class PolicyTrainer:
         if grad_norm > self.schedule.clip_grad_norm:
             self.gradients.scale(self.schedule.clip_grad_norm / grad_norm)
         self.optimizer.step()
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        trained = {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
         check_weights(trained, step, self.schedule, self.group if self.gradients.needs_equal_shares else None)
         return grad_norm

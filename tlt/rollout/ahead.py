@@ -42,13 +42,19 @@ class AheadOfPolicy(Ahead):
     ) -> None:
         self.engine, self.references = engine, references
         self.past = [request.key for request in past]
-        offered = [known for key in self.past if (known := references.get(key)) is not None and known.version != REPLAY]
+        offered = [
+            known
+            for key in self.past
+            if (known := references.get(key)) is not None and known.version != REPLAY
+        ]
         self.num_offered = sum(len(known.token_ids) for known in offered)
         by_step = sorted(requests, key=lambda request: request.policy_step)
         nearest: dict[tuple[str, int], Request] = {}  # the next step's request of a problem comes first
         for request in by_step:
             nearest.setdefault((request.problem_id, request.sample_index), request)
-        self.requests = sorted(nearest.values(), key=lambda r: (self._is_known(r), r.policy_step, -self._expected(r, lengths)))
+        self.requests = sorted(
+            nearest.values(), key=lambda r: (self._is_known(r), r.policy_step, -self._expected(r, lengths))
+        )
         self._number_of = {(r.problem_id, r.sample_index): number for number, r in enumerate(self.requests)}
         self.found: dict[NoiseKey, Found] = {}
         self._begun: set[int] = set()

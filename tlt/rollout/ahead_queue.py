@@ -1,4 +1,5 @@
-"""What is generated ahead in a phase, as keys of its store: who begins which request, and which of them are done.
+"""What is generated ahead in a phase, as keys of its store: who begins which request, and which of them are
+done.
 
     ahead           the requests, numbered from 0 on, that were given out; moved by add alone
     ahead/notes     how many notes there are; moved by add alone
@@ -38,9 +39,12 @@ class AheadQueue:
             self.store.set(f"ahead/note/{note}", ",".join(map(str, sorted(new))))
 
     def done(self) -> set[int]:
-        """Returns what all replicas together have said to be done. A note that is still being written is read the next time."""
+        """Returns what all replicas together have said to be done. A note that is still being written is
+        read the next time."""
         num = self.store.add("ahead/notes", 0)
-        while self._num_read < num and (note := read_now(self.store, f"ahead/note/{self._num_read}")) != ABSENT:
+        while (
+            self._num_read < num and (note := read_now(self.store, f"ahead/note/{self._num_read}")) != ABSENT
+        ):
             self._done.update(map(int, note.decode().split(",")))
             self._num_read += 1
         return self._done

@@ -1,13 +1,13 @@
-"""The choice among the uses of idle time, by worth: seconds by which a step gets shorter for each second that a rank
-spends on a use.
+"""The choice among the uses of idle time, by worth: seconds by which a step gets shorter for each second that
+a rank spends on a use.
 
     worth(ahead) = seconds won / tokens offered to a step · tokens generated ahead / second / ranks at work
                    - cost(ahead)
     worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained
                    - cost(train) - publication seconds / seconds trained
 
-slowdown.py estimates the costs. Everything is measured, phase by phase. A worthless use is still tried now and then,
-because its worth may change.
+slowdown.py estimates the costs. Everything is measured, phase by phase. A worthless use is still tried now
+and then, because its worth may change.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from tlt.rollout.slowdown import Slowdown, SlowdownSums
 REST_SECONDS = 0.2
 """Length of a rest: some tens of engine steps of a small model, a few of a large one."""
 TRIAL_EVERY = 8
-"""One phase in so many, the first among them, tries what is worth nothing, and puts what is worth most behind the others."""
+"""One phase in so many, the first among them, tries what is worth nothing, and puts what is worth most
+behind the others."""
 HORIZON = 10
-"""Steps for which a step's training of the drafter is taken to last, at most: the policy moves on, and a drafter that is not
-trained falls behind by as much as a step's training makes up."""
+"""Steps for which a step's training of the drafter is taken to last, at most: the policy moves on, and a
+drafter that is not trained falls behind by as much as a step's training makes up."""
 
 _FADE = 0.8
 """The weight of older phases, per phase."""
 _RESTS = ((0.05, 1 / 4), (0.025, 1 / 8), (0.0, 1 / 32))
 """The share of idle time that ranks rest, by the standard deviation of the cost that is known least well."""
 _PRIOR_WON, _PRIOR_TOKENS = 0.3, 500.0
-"""Seconds won by a second of generating ahead, for one rank at work, and the tokens that this guess counts for."""
+"""Seconds won by a second of generating ahead, for one rank at work, and the tokens that this guess counts
+for."""
 _PRIOR_TRAINING, _PRIOR_CHECKS = 0.1, 2.0
 """Seconds won by a second of the drafter's training, and the measurements that this guess counts for."""
 
@@ -42,7 +44,8 @@ _PRIOR_TRAINING, _PRIOR_CHECKS = 0.1, 2.0
 class IdlePlan:
     """What ranks without work do in a phase.
 
-    order: what is done first where there is something to do.  rest: share of idle time in which a rank rests, to measure.
+    order: what is done first where there is something to do.
+    rest: share of idle time in which a rank rests, to measure.
     offset: where in its first turn of work and rest a phase begins, as a share of it.
     """
 
@@ -62,10 +65,14 @@ class IdlePlan:
 class IdleFacts:
     """What a phase says of its idle time and of what earlier idle time has brought, all ranks together.
 
-    ahead_tokens, ahead_seconds: generated ahead.  offered_tokens: generated ahead for this step before.
-    won_seconds: rank-seconds that following references has saved (EngineStats); None: no tuner says what else there was.
-    rollout_seconds: of the phase.  busy_ranks: rank-seconds at work / rollout_seconds.
-    train_seconds: rank-seconds of drafter training.  publish_seconds: that its end took.
+    ahead_tokens, ahead_seconds: generated ahead.
+    offered_tokens: generated ahead for this step before.
+    won_seconds: rank-seconds that following references has saved (EngineStats); None: no tuner says what else
+        there was.
+    rollout_seconds: of the phase.
+    busy_ranks: rank-seconds at work / rollout_seconds.
+    train_seconds: rank-seconds of drafter training.
+    publish_seconds: that its end took.
     acceptance_before, acceptance: of the drafter, without and with it; NaN.
     steps_left: further policy steps of the run.
     """
@@ -84,8 +91,9 @@ class IdleFacts:
 
     @property
     def training_gain(self) -> float | None:
-        """Seconds won by a second of training, at least: a verification brings 1 + acceptance tokens if one is drafted. Longer
-        drafts gain more, but never as much as a chain of independent tokens would. None: not measured."""
+        """Seconds won by a second of training, at least: a verification brings 1 + acceptance tokens if
+        one is drafted. Longer drafts gain more, but never as much as a chain of independent tokens would.
+        None: not measured."""
         if not self.train_seconds or math.isnan(self.acceptance_before):
             return None
         change = (self.acceptance - self.acceptance_before) / (1 + self.acceptance)
@@ -94,7 +102,8 @@ class IdleFacts:
 
 @dataclass
 class _Sums:
-    """Sums over phases, of which older ones have faded; beside a guess, only where a phase had something to add."""
+    """Sums over phases, of which older ones have faded; beside a guess, only where a phase had something
+    to add."""
 
     ahead_tokens: float = 0.0
     ahead_seconds: float = 0.0
@@ -132,7 +141,8 @@ class IdleChoice:
     """Decides how ranks without work spend their time.
 
     uses: those that there are, in the order in which they come where they are not compared.
-    compares: whether the one that is worth most comes first. If not, generating ahead is done whatever it is worth.
+    compares: whether the one that is worth most comes first. If not, generating ahead is done whatever it is
+        worth.
     has_neighbours: whether any machine has several ranks, so that one may slow another.
     """
 
@@ -161,7 +171,10 @@ class IdleChoice:
             IdleUse.AHEAD: 0.0,
             IdleUse.TRAIN: s.publish_seconds / s.train_seconds if s.train_seconds else 0.0,
         }
-        return {use: Worth(gains[use], max(costs[use].mean, 0.0) + ends[use], costs[use].deviation) for use in self.uses}
+        return {
+            use: Worth(gains[use], max(costs[use].mean, 0.0) + ends[use], costs[use].deviation)
+            for use in self.uses
+        }
 
     def _gain_ahead(self) -> float:
         s = self._sums
@@ -180,7 +193,11 @@ class IdleChoice:
         order = list(self.uses)
         if self.compares:
             order.sort(key=lambda use: worth[use].net, reverse=not is_trial)
-        order = [use for use in order if is_trial or worth[use].net > 0 or (use is IdleUse.AHEAD and not self.compares)]
+        order = [
+            use
+            for use in order
+            if is_trial or worth[use].net > 0 or (use is IdleUse.AHEAD and not self.compares)
+        ]
         return IdlePlan(tuple(order), self._rest(), (step * 0.618) % 1.0)
 
     def _rest(self) -> float:

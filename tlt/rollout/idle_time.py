@@ -71,7 +71,9 @@ class IdleTime:
     @property
     def ahead_report(self) -> AheadReport:
         """The account of generating ahead so far, its rests excluded."""
-        return replace(self._ahead_report, seconds=sum(s.end - s.start for s in self.stretches if s.use is IdleUse.AHEAD))
+        return replace(
+            self._ahead_report, seconds=sum(s.end - s.start for s in self.stretches if s.use is IdleUse.AHEAD)
+        )
 
     def spend(self) -> None:
         """Does the first work of the plan that has something to do, until there is better; rests if nothing
@@ -110,7 +112,9 @@ class IdleTime:
         report = self.drafter.train(lambda: self._is_time_to_rest() or self.has_better_to_do())
         self._use = IdleUse.TRAIN if report.num_micro_steps else IdleUse.REST
         self._turn_to(IdleUse.REST)
-        self.drafter_report = self.drafter_report.plus(report) if report.num_micro_steps else self.drafter_report
+        self.drafter_report = (
+            self.drafter_report.plus(report) if report.num_micro_steps else self.drafter_report
+        )
         return report.num_micro_steps > 0
 
     def _is_time_to_rest(self) -> bool:
@@ -127,7 +131,11 @@ class IdleTime:
             self._seconds += now - self._since
             if last in _SPANS:
                 self.timeline.record(_SPANS[last], self._since, now)
-            is_one = bool(self.stretches) and self.stretches[-1].use is last and self.stretches[-1].end == self._since
+            is_one = (
+                bool(self.stretches)
+                and self.stretches[-1].use is last
+                and self.stretches[-1].end == self._since
+            )
             start = self.stretches.pop().start if is_one else self._since
             self.stretches.append(IdleStretch(last, start, now))
         self._use, self._since = use, now

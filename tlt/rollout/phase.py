@@ -125,7 +125,9 @@ class RolloutPhase:
         name: a name that no other phase of the run has.
         """
         self._begin(drafter)
-        draws = [Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)]
+        draws = [
+            Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)
+        ]
         groups, replicas = self._round(draws, requests, name, drafter, idle)
         return self._end(groups, [replicas], requests[0][0].params.temperature, drafter)
 
@@ -194,7 +196,9 @@ class RolloutPhase:
             self.receivers.scorers.abandon()
             drafter.abandon()
             first = requests[0][0]
-            raise StopRequested(f"in step {first.policy_step + 1}" if first.purpose == "rollout" else "in an evaluation")
+            raise StopRequested(
+                f"in step {first.policy_step + 1}" if first.purpose == "rollout" else "in an evaluation"
+            )
         with self.timeline.span(SpanName.SCORE):
             ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         end = self.timeline.clock()
@@ -212,7 +216,9 @@ class RolloutPhase:
             machine=self.timeline.epoch.machine,
         ).shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
-            gathered = gather_objects(self.world, (ended.rollouts, ended.rewards, replica, idle.ahead.take_found()))
+            gathered = gather_objects(
+                self.world, (ended.rollouts, ended.rewards, replica, idle.ahead.take_found())
+            )
         idle.ahead.keep(found for *_, found in gathered)
         asked = [key_of(request) for group in requests for request in group]
         check_complete(asked, [([*map(key_of, found)], [*scored]) for found, scored, *_ in gathered], name)
@@ -221,7 +227,9 @@ class RolloutPhase:
         groups = []
         for draw, group in zip(draws, requests, strict=True):
             keys = [key_of(request) for request in group]
-            groups.append(Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys)))
+            groups.append(
+                Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys))
+            )
         reports = [report for _, _, report, _ in gathered]
         self._measure_slowdown(steps, reports)
         return groups, reports
@@ -231,11 +239,15 @@ class RolloutPhase:
         work."""
         epoch, rank = self.timeline.epoch, self.world.rank
         if any(stretch.use is not IdleUse.REST for replica in replicas for stretch in replica.idle):
-            beside = [r.idle for number, r in enumerate(replicas) if number != rank and r.machine == epoch.machine]
+            beside = [
+                r.idle for number, r in enumerate(replicas) if number != rank and r.machine == epoch.machine
+            ]
             own = sums_of([step.shifted(epoch.to_rank_0) for step in steps], beside)
             self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
 
-    def generate(self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime) -> tuple[float, list[TimedStep]]:
+    def generate(
+        self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime
+    ) -> tuple[float, list[TimedStep]]:
         """Runs this replica until the whole round is done, without a collective. Returns (time of the last
         token, engine steps)."""
         last_token = self.timeline.clock()
@@ -261,7 +273,9 @@ class RolloutPhase:
                 self.receivers.journal.note_running(self.engine.running)
                 self.coordinator.heartbeat()
                 if self.migrates and (num_offers := self.coordinator.num_offers()):
-                    queue_is_empty = True  # or nobody would offer; and what is handed over is not to be taken back
+                    queue_is_empty = (
+                        True  # or nobody would offer; and what is handed over is not to be taken back
+                    )
                     work.share(self.engine, num_offers)
             elif self._has_better_to_do():
                 spare.leave()

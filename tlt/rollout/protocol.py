@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 class Scorers(Protocol):
     """Scores responses while others are generated. `RewardPool` is the one that runs in processes."""
 
-    def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int) -> None:
+    def submit(
+        self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int
+    ) -> None:
         """Queues a response for scoring and returns at once.
 
         step: policy updates before the policy that wrote the response.

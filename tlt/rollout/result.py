@@ -1,5 +1,5 @@
-"""The result of a rollout phase: the responses with their rewards, and where each replica's time went. Knows no engine and no
-queue."""
+"""The result of a rollout phase: the responses with their rewards, and where each replica's time went.
+Knows no engine and no queue."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ from tlt.types import Key, Reward, Rollout
 class ReplicaReport:
     """Says what one replica did in a phase; times are on rank 0's monotonic clock.
 
-    gap_seconds: seconds without work before the last token.  gap_training: the part of them in which it trained the drafter.
+    gap_seconds: seconds without work before the last token.
+    gap_training: the part of them in which it trained the drafter.
     num_migrated: responses that it took over.
-    ahead: what it generated of later steps.  idle: its idle time by use.  machine: names what its clock belongs to.
+    ahead: what it generated of later steps.
+    idle: its idle time by use.
+    machine: names what its clock belongs to.
     """
 
     start: float
@@ -51,7 +54,10 @@ class ReplicaReport:
         times = {name: getattr(self, name) + seconds for name in ("start", "last_token", "end")}
         preempted_at = self.drafter.preempted_at
         drafter = replace(self.drafter, preempted_at=None if preempted_at is None else preempted_at + seconds)
-        idle = tuple(replace(stretch, start=stretch.start + seconds, end=stretch.end + seconds) for stretch in self.idle)
+        idle = tuple(
+            replace(stretch, start=stretch.start + seconds, end=stretch.end + seconds)
+            for stretch in self.idle
+        )
         return replace(self, drafter=drafter, idle=idle, **times)
 
     def idle_seconds(self, last_token_of_all: float) -> float:
@@ -59,17 +65,24 @@ class ReplicaReport:
 
     def training_seconds(self, last_token_of_all: float) -> float:
         """Returns the part of the idle seconds in which it trained the drafter."""
-        at_the_end = min(self.drafter.seconds - self.gap_training, max(last_token_of_all - self.last_token, 0.0))
+        at_the_end = min(
+            self.drafter.seconds - self.gap_training, max(last_token_of_all - self.last_token, 0.0)
+        )
         return self.gap_training + at_the_end
 
     def preemption_seconds(self, last_token_of_all: float) -> float | None:
-        """Returns the seconds from the last token of all to the trainer's return; None: it was not at work then."""
+        """Returns the seconds from the last token of all to the trainer's return; None: it was not at work
+        then."""
         preempted_at = self.drafter.preempted_at
-        return None if preempted_at is None or preempted_at < last_token_of_all else preempted_at - last_token_of_all
+        return (
+            None
+            if preempted_at is None or preempted_at < last_token_of_all
+            else preempted_at - last_token_of_all
+        )
 
     def then(self, later: ReplicaReport, last_token_of_all: float) -> ReplicaReport:
-        """Returns this round and the next as one; what was idle at this one's end, `last_token_of_all`, is now a gap. `stats`
-        counts on through a phase."""
+        """Returns this round and the next as one; what was idle at this one's end, `last_token_of_all`, is
+        now a gap. `stats` counts on through a phase."""
         return replace(
             later,
             start=self.start,
@@ -84,11 +97,14 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time went.
+    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time
+    went.
 
     check: of the learned drafter; None where there is none or it was not asked for.
-    groups: the same responses by problem, in the order drawn.  kept: those of them that the update takes.
-    num_rounds: rounds in which they were sampled.  recalled_tokens: those of the responses that an earlier attempt generated.
+    groups: the same responses by problem, in the order drawn.
+    kept: those of them that the update takes.
+    num_rounds: rounds in which they were sampled.
+    recalled_tokens: those of the responses that an earlier attempt generated.
     slowdown: by what idle ranks did, of those at work beside them.
     """
 
@@ -124,7 +140,10 @@ class PhaseResult:
     def idle_seconds_by_use(self) -> dict[str, float]:
         """Seconds without work until the phase's end, summed over replicas, by what they were spent on."""
         idle = [stretch for replica in self.replicas for stretch in replica.idle]
-        return {use.value: sum(s.end - s.start for s in idle if s.use is use) for use in sorted({s.use for s in idle})}
+        return {
+            use.value: sum(s.end - s.start for s in idle if s.use is use)
+            for use in sorted({s.use for s in idle})
+        }
 
     @property
     def drafter_seconds(self) -> float:
@@ -133,7 +152,8 @@ class PhaseResult:
 
     @property
     def preemption_seconds(self) -> tuple[float, ...]:
-        """Seconds for which drafter training outlasted the last token; one value for each replica that trained then."""
+        """Seconds for which drafter training outlasted the last token; one value for each replica that
+        trained then."""
         seconds = [r.preemption_seconds(self.last_token) for r in self.replicas]
         return tuple(s for s in seconds if s is not None)
 
@@ -153,7 +173,8 @@ class PhaseResult:
             num_responses=len(lengths),
             num_tokens=sum(lengths),
             response_tokens=LengthStats.of(lengths),
-            truncated_share=sum(rollout.finish_reason == "length" for rollout in self.rollouts) / len(lengths),
+            truncated_share=sum(rollout.finish_reason == "length" for rollout in self.rollouts)
+            / len(lengths),
             tokens_per_second=(sum(lengths) - self.recalled_tokens) / self.seconds,
             accept_length=_number(stats.accept_length),
             accept_by_depth=tuple(stats.accept_by_depth),
@@ -170,7 +191,9 @@ class PhaseResult:
             groups_sampled=len(self.groups),
             groups_discarded=len(self.groups) - len(self.kept),
             resample_rounds=self.num_rounds - 1,
-            followed_by_age=dict(sorted(stats.followed_by_age.items(), key=lambda pair: (len(pair[0]), pair[0]))),
+            followed_by_age=dict(
+                sorted(stats.followed_by_age.items(), key=lambda pair: (len(pair[0]), pair[0]))
+            ),
             won_seconds=stats.won_seconds,
         )
 
@@ -218,9 +241,12 @@ class IncompleteBatch(RuntimeError):
     """Responses that were asked for are not there, or without a reward, or some that nobody asked for are."""
 
 
-def check_complete(asked: Sequence[Key], brought: Sequence[tuple[Sequence[Key], Sequence[Key]]], where: str) -> None:
-    """Raises IncompleteBatch, beginning with `where`, unless the ranks have brought each response asked for, once and with its
-    reward. asked: keys.  brought: by rank, the keys of (responses, rewards)."""
+def check_complete(
+    asked: Sequence[Key], brought: Sequence[tuple[Sequence[Key], Sequence[Key]]], where: str
+) -> None:
+    """Raises IncompleteBatch, beginning with `where`, unless the ranks have brought each response asked for,
+    once and with its reward. asked: keys.
+    brought: by rank, the keys of (responses, rewards)."""
     responses, rewards = (Counter(key for rank in brought for key in rank[kind]) for kind in (0, 1))
     wanted = Counter(asked)
     for what, found in (
@@ -231,6 +257,7 @@ def check_complete(asked: Sequence[Key], brought: Sequence[tuple[Sequence[Key], 
         if found:
             counts = ", ".join(f"{len(keys)} by rank {rank}" for rank, (keys, _) in enumerate(brought))
             raise IncompleteBatch(
-                f"{where}: {found.total()} of {len(asked)} requests {what}, such as {min(found)} (responses: {counts}); "
+                f"{where}: {found.total()} of {len(asked)} requests {what}, such as {min(found)} "
+                f"(responses: {counts}); "
                 "nothing is trained on them"
             )

@@ -1,9 +1,10 @@
-"""How much slower ranks decode while idle ranks of the same machine do some work: a regression over engine steps.
+"""How much slower ranks decode while idle ranks of the same machine do some work: a regression over engine
+steps.
 
     log seconds(step) = level(strategy, batch size, idle ranks) + Σ_use cost(use) · number of ranks at that use during the step
 
-Idle ranks rest for short windows between their work, so that each level has steps with and without it: what differs between
-them is the work's doing. Knows neither ranks nor clocks.
+Idle ranks rest for short windows between their work, so that each level has steps with and without it:
+what differs between them is the work's doing. Knows neither ranks nor clocks.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ Array = NDArray[np.float64]
 USES = (IdleUse.AHEAD, IdleUse.TRAIN)
 
 _PRIOR = 0.2
-"""Prior standard deviation of a cost: nobody expects an idle neighbour to make a step more than half as long again."""
+"""Prior standard deviation of a cost: nobody expects an idle neighbour to make a step more than half as
+long again."""
 _NOISE, _NOISE_STEPS = 0.25, 20.0
 """Prior standard deviation of a step's log seconds about its level, and how many steps it counts for."""
 _MEMORY = 4000.0
 """Steps that an estimate remembers: work and batches change."""
 _LIMIT = 0.7
-"""A step that is further from its level than this, as a logarithm, counts as being that far: memory was allocated, or the
-machine was busy with something else."""
+"""A step that is further from its level than this, as a logarithm, counts as being that far: memory was
+allocated, or the machine was busy with something else."""
 _SLACK = 0.01
-"""A step counts where the same number of neighbours was idle all through it, but for this share of the step."""
+"""A step counts where the same number of neighbours was idle all through it, but for this share of the
+step."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class SlowdownSums:
-    """The sums of one regression: of products of the uses' shares, of those with log seconds, of squared log seconds, all about
-    their level's mean; and the steps in them, less one per level."""
+    """The sums of one regression: of products of the uses' shares, of those with log seconds, of squared
+    log seconds, all about their level's mean; and the steps in them, less one per level."""
 
     xx_UU: Array
     xy_U: Array
@@ -84,7 +87,10 @@ class Slowdown:
         covariance_UU = np.linalg.inv(s.xx_UU / variance + np.eye(len(USES)) / _PRIOR**2)
         mean_U = covariance_UU @ s.xy_U / variance
         deviation_U = np.sqrt(np.diag(covariance_UU))
-        return {use: Cost(mean, dev) for use, mean, dev in zip(USES, mean_U.tolist(), deviation_U.tolist(), strict=True)}
+        return {
+            use: Cost(mean, dev)
+            for use, mean, dev in zip(USES, mean_U.tolist(), deviation_U.tolist(), strict=True)
+        }
 
     def counters(self) -> dict[str, Any]:
         """Returns the sums, as JSON."""
@@ -100,7 +106,8 @@ class Slowdown:
 def sums_of(steps: Sequence[TimedStep], neighbours: Sequence[Sequence[IdleStretch]]) -> SlowdownSums:
     """Returns the sums over one rank's engine steps of a phase.
 
-    neighbours: the stretches of each other rank of the same machine, on the same clock; a stretch of rest is one, too.
+    neighbours: the stretches of each other rank of the same machine, on the same clock; a stretch of rest
+        is one, too.
     """
     if not steps or not neighbours:
         return SlowdownSums.zero()

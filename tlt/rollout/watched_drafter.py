@@ -59,7 +59,7 @@ class WatchedDrafter(DrafterSide):
     def version(self) -> int:
         return self.learned.version
 
-    # ── during a phase ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── during a phase ──────────────────────────────────────────────────────────────────────────────────────
 
     def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
         if self.choice is not None:
@@ -111,7 +111,7 @@ class WatchedDrafter(DrafterSide):
         if self.spot is not None:
             self.spot.abandon()
 
-    # ── between phases ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── between phases ──────────────────────────────────────────────────────────────────────────────────────
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.spot is None else self.spot.trainer.tensors()

@@ -58,7 +58,9 @@ class Work:
     def share(self, engine: RolloutBackend, num_offers: int) -> None:
         """Hands a helper its share of the waiting or running responses, if that is worth it."""
         num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
-        slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
+        slots = worth_migrating(
+            [(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers
+        )
         if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
             return
         requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
@@ -75,7 +77,9 @@ class Work:
     def _pack(self, request: Request) -> bytes:
         """Encodes what another replica does not know yet; all know the phase's requests. JSON keeps floats
         exactly."""
-        return json.dumps([request.problem_id, request.sample_index, request.token_ids, request.logprobs]).encode()
+        return json.dumps(
+            [request.problem_id, request.sample_index, request.token_ids, request.logprobs]
+        ).encode()
 
     def _unpack(self, part: bytes) -> Request:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)
@@ -134,6 +138,8 @@ def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> li
     """
     if len(responses) < 2:
         return []
-    worth = sorted((num_cached, slot) for slot, (num_cached, num_left) in enumerate(responses) if num_cached <= num_left)
+    worth = sorted(
+        (num_cached, slot) for slot, (num_cached, num_left) in enumerate(responses) if num_cached <= num_left
+    )
     num = min(max(len(responses) // (1 + num_offers), 1), len(worth))
     return [worth[i * len(worth) // num][1] for i in range(num)]

@@ -1,10 +1,12 @@
-"""The shared queue of a phase, as a few counters in the c10d Store. Knows neither what a unit is nor how it is worked on.
+"""The shared queue of a phase, as a few counters in the c10d Store. Knows neither what a unit is nor how it
+is worked on.
 
     replica 0   take(12) → [0..3]   finish finish finish …      take → [9]  finish       all_done
     replica 1   take(12) → [4..6]   finish …     take → [7,8]   finish   take → []  ░ polls: trains the drafter ░
                      └──────────── one linear order: whoever adds to `next` first ───────────┘
 
-Keys, under one prefix per phase (its number), so that phases never mix; all of them lie under the store that is handed in:
+Keys, under one prefix per phase (its number), so that phases never mix; all of them lie under the store that
+is handed in:
 
     next      units of the phase's own that were asked for; moved by add only, so that a crowd takes its first units without a
               race. It may exceed their number: who is given one beyond has none
@@ -18,8 +20,8 @@ Keys, under one prefix per phase (its number), so that phases never mix; all of 
 
 Outside of phases there is `at/R`: the phase that replica R is in. Phases that all have left are deleted.
 
-There is no server of ours, no collective, and no call that blocks but for parts that are being written. A key that may be
-absent is read by a compare_set that cannot match.
+There is no server of ours, no collective, and no call that blocks but for parts that are being written. A
+key that may be absent is read by a compare_set that cannot match.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ from tlt.rollout.ahead_queue import AheadQueue
 
 POLL_SECONDS = 0.002
 IDLE_SHARE, MAX_POLL_SECONDS = 0.01, 0.01
-"""A replica that waits asks for news at intervals of this share of the time for which nothing has changed, or so often."""
+"""A replica that waits asks for news at intervals of this share of the time for which nothing has changed,
+or so often."""
 CROWD, CROWD_SECONDS = 16, 0.0002
-"""Where there are more replicas than this each of them waits so long, times their number, at least: all together ask at most
-5,000 times a second."""
+"""Where there are more replicas than this each of them waits so long, times their number, at least: all
+together ask at most 5,000 times a second."""
 RACE_SECONDS = 0.0001
-"""About a round trip. Who has lost a race for an added unit waits so long, times the number of replicas at most, before its
-next try: otherwise N replicas would need N²/2 tries to take one each."""
+"""About a round trip. Who has lost a race for an added unit waits so long, times the number of replicas at
+most, before its next try: otherwise N replicas would need N²/2 tries to take one each."""
 HELP_SECONDS = 0.02
 """A replica at work asks at most once in the second time who offers help, for that costs it a round trip."""
 
@@ -73,13 +76,19 @@ class Coordinator:
         self._oldest_kept = 0
         self._serial = 0
         self._random = random.Random(replica)
-        self._asks_at, self.pause = float("-inf"), POLL_SECONDS  # seconds between two questions of one who waits
+        self._asks_at, self.pause = (
+            float("-inf"),
+            POLL_SECONDS,
+        )  # seconds between two questions of one who waits
 
-    # -- phases ------------------------------------------------------------------------------------------------------
+    # -- phases ----------------------------------------------------------------------------------------------
 
     def begin(self, phase_name: str, num_units: int) -> None:
-        """Enters the next phase. Every replica calls it with the same arguments, in the same order; nobody waits."""
-        assert not (self._index >= 0 and self._held), f"{self._label}: units {sorted(self._held)} were taken and not finished"
+        """Enters the next phase. Every replica calls it with the same arguments, in the same order; nobody
+        waits."""
+        assert not (self._index >= 0 and self._held), (
+            f"{self._label}: units {sorted(self._held)} were taken and not finished"
+        )
         self._index += 1
         self._name = phase_name
         self._num_units = num_units
@@ -88,7 +97,9 @@ class Coordinator:
         self._next, self._queue = 0, b""
         mine = f"{phase_name}: {num_units} units"
         agreed = self.store.compare_set("args", "", mine).decode()
-        assert agreed == mine, f"replica {self.replica} began phase {self._index} as {mine!r}, another as {agreed!r}"
+        assert agreed == mine, (
+            f"replica {self.replica} began phase {self._index} as {mine!r}, another as {agreed!r}"
+        )
         self._root.set(f"at/{self.replica}", str(self._index))
         self._life = SignsOfLife(self.store, self.replica, self.num_replicas, self.timeout, self._clock)
         self._open = 0
@@ -110,12 +121,12 @@ class Coordinator:
                 old.delete_key(key)
             self._oldest_kept = index + 1
 
-    # -- the queue ---------------------------------------------------------------------------------------------------
+    # -- the queue -------------------------------------------------------------------------------------------
 
     def take(self, room: int) -> list[int]:
-        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and there is room: of the
-        phase's own first, then of those added. Returns none where nothing remains now (more may come, see `has_work`) or there
-        is no room."""
+        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and
+        there is room: of the phase's own first, then of those added. Returns none where nothing remains
+        now (more may come, see `has_work`) or there is no room."""
         units = (self._take_own(room) or self._take_added(room)) if room > 0 else []
         if units:
             self._held.update(units)
@@ -147,7 +158,8 @@ class Coordinator:
         return -(-num // (2 * self.num_replicas))
 
     def add_units(self, count: int) -> range:
-        """Appends units and returns their indices. New work that follows from a unit is added *before* that is finished."""
+        """Appends units and returns their indices. New work that follows from a unit is added *before*
+        that is finished."""
         self.store.add("open", count)
         while True:
             first, total = self._position()
@@ -157,14 +169,16 @@ class Coordinator:
 
     def finish(self, unit: int) -> None:
         """Counts a unit that this replica took as completed."""
-        assert unit in self._held, f"{self._label}: replica {self.replica} finished unit {unit}, which it does not hold"
+        assert unit in self._held, (
+            f"{self._label}: replica {self.replica} finished unit {unit}, which it does not hold"
+        )
         self._held.remove(unit)
         self._beat()
         self.store.add("open", -1)
 
     def abandon(self) -> None:
-        """Lets go of what this replica holds, unfinished, because the run stops. The phase is never done then, and the next
-        `begin` does not object."""
+        """Lets go of what this replica holds, unfinished, because the run stops. The phase is never done
+        then, and the next `begin` does not object."""
         self._held.clear()
 
     def has_work(self) -> bool:
@@ -176,19 +190,21 @@ class Coordinator:
         return first < total
 
     def all_done(self) -> bool:
-        """Returns whether every unit is finished, those added included; once true, it stays true. It costs one round trip. At
-        most once a second it also looks whether the others show signs of life, and raises `ReplicaTimeout` if one does not."""
+        """Returns whether every unit is finished, those added included; once true, it stays true. It costs
+        one round trip. At most once a second it also looks whether the others show signs of life, and
+        raises `ReplicaTimeout` if one does not."""
         self._open = self.store.add("open", 0)
         if self._num_units + self._open == 0:
             return True
         self._life.watch(len(self._held), self._label)
         return False
 
-    # -- waiting for work --------------------------------------------------------------------------------------------
+    # -- waiting for work ------------------------------------------------------------------------------------
 
     def has_news(self, offers_help: bool = False) -> bool:
-        """Returns whether there is something to do for a replica without work: a unit, or the end of the phase. In a crowd it
-        does not ask each time, and says no meanwhile. Whoever waits calls it at intervals of `pause` seconds, which grow.
+        """Returns whether there is something to do for a replica without work: a unit, or the end of the
+        phase. In a crowd it does not ask each time, and says no meanwhile. Whoever waits calls it at
+        intervals of `pause` seconds, which grow.
 
         offers_help: whether it offers its help to the others where there is no news.
         """
@@ -202,7 +218,9 @@ class Coordinator:
             self._quiet_since = now
         crowd = CROWD_SECONDS * self.num_replicas if self.num_replicas > CROWD else 0.0
         self._asks_at = now + crowd
-        self.pause = max(min(max(IDLE_SHARE * (now - self._quiet_since), POLL_SECONDS), MAX_POLL_SECONDS), crowd)
+        self.pause = max(
+            min(max(IDLE_SHARE * (now - self._quiet_since), POLL_SECONDS), MAX_POLL_SECONDS), crowd
+        )
         if offers_help and (has_changed or not self._offers_help):
             self.offer_help()
         return False
@@ -230,8 +248,9 @@ class Coordinator:
         return int(first), int(total)
 
     def _move(self, first: int, total: int) -> bool:
-        """Moves the queue on from where it was last seen; returns whether no other replica was faster. The value names its
-        author, so that a loser does not take the winner's for its own. Either way `_queue` is the latest state afterwards."""
+        """Moves the queue on from where it was last seen; returns whether no other replica was faster. The
+        value names its author, so that a loser does not take the winner's for its own. Either way `_queue`
+        is the latest state afterwards."""
         self._serial += 1
         wanted = f"{first}/{total}#{self.replica}.{self._serial}".encode()
         self._queue = self.store.compare_set("queue", self._queue.decode(), wanted.decode())
@@ -246,24 +265,26 @@ class Coordinator:
         seen, self._queue = self._queue, b"" if value == ABSENT else value
         return self._queue != seen
 
-    # -- handing work over --------------------------------------------------------------------------------------------
+    # -- handing work over -----------------------------------------------------------------------------------
 
     def offer_help(self) -> None:
-        """Says that this replica has run dry; the offer stands until it takes a unit. Call it again while waiting: another
-        replica may have taken what was handed over because of this offer."""
+        """Says that this replica has run dry; the offer stands until it takes a unit. Call it again while
+        waiting: another replica may have taken what was handed over because of this offer."""
         self._offers_help = True
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
     def num_offers(self) -> int:
-        """Returns how many replicas offer help; asks at most once in `HELP_SECONDS`, and says 0 in between."""
+        """Returns how many replicas offer help; asks at most once in `HELP_SECONDS`, and says 0 in
+        between."""
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
         return len(offers_in(read_now(self.store, "help")))
 
     def accept_help(self) -> int | None:
-        """Accepts one offer, so that no other replica does, and adds a unit for it, which anyone may take: `hand_over` has to
-        follow at once. None: nobody offers help any more. Call it *before* you finish what the unit is taken from."""
+        """Accepts one offer, so that no other replica does, and adds a unit for it, which anyone may take:
+        `hand_over` has to follow at once. None: nobody offers help any more. Call it *before* you finish
+        what the unit is taken from."""
         if not self._change_help(lambda offers: offers[1:]):
             return None
         (unit,) = self.add_units(1)
@@ -276,11 +297,14 @@ class Coordinator:
         self.store.set(f"load/{unit}", str(len(parts)))
 
     def receive(self, unit: int) -> list[bytes]:
-        """Returns the parts of a unit that was handed over and that this replica took. They may still be written: it waits."""
+        """Returns the parts of a unit that was handed over and that this replica took. They may still be
+        written: it waits."""
         since = self._clock()
         while (num_parts := read_now(self.store, f"load/{unit}")) == ABSENT:
             if self._clock() - since > self.timeout:
-                raise ReplicaTimeout(f"{self._label}: unit {unit} was handed over, but not its parts, for {self.timeout:g} s")
+                raise ReplicaTimeout(
+                    f"{self._label}: unit {unit} was handed over, but not its parts, for {self.timeout:g} s"
+                )
             self._sleep(POLL_SECONDS)
         keys = [f"load/{unit}/{index}" for index in range(int(num_parts))]
         parts = [read_now(self.store, key) for key in keys]
@@ -294,7 +318,8 @@ class Coordinator:
             self._change_help(lambda offers: [replica for replica in offers if replica != self.replica])
 
     def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
-        """Changes the list of offers; returns whether that made a difference. Like the queue's, the value names its author."""
+        """Changes the list of offers; returns whether that made a difference. Like the queue's, the value
+        names its author."""
         seen = read_now(self.store, "help")
         while (changed := change(offers_in(seen))) != offers_in(seen):
             self._serial += 1
@@ -304,10 +329,11 @@ class Coordinator:
                 return True
         return False
 
-    # -- signs of life -----------------------------------------------------------------------------------------------
+    # -- signs of life ---------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Says that this replica is at work. Call it every engine step: it writes once a second, and else costs a clock."""
+        """Says that this replica is at work. Call it every engine step: it writes once a second, and else
+        costs a clock."""
         self._life.beat_now_and_then(len(self._held))
 
     def _beat(self) -> None:
@@ -324,8 +350,8 @@ def local_coordinator(timeout: float = float("inf")) -> Coordinator:
 
 
 def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: float) -> Coordinator:
-    """Makes a coordinator with a client connection of its own, which nobody's blocking wait holds up, and a key prefix of its
-    own."""
+    """Makes a coordinator with a client connection of its own, which nobody's blocking wait holds up, and
+    a key prefix of its own."""
     if num_replicas == 1:
         return local_coordinator(timeout)
     connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs

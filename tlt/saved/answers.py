@@ -1,5 +1,5 @@
-"""Responses as files hold them, one a line (`tlt generate`, run.keep_responses), read again: their ids, checked against a
-model. Knows no use of them beyond drafting."""
+"""Responses as files hold them, one a line (`tlt generate`, run.keep_responses), read again: their ids,
+checked against a model. Knows no use of them beyond drafting."""
 
 from __future__ import annotations
 
@@ -16,27 +16,34 @@ Ids = tuple[int, ...]
 def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]:
     """Reads responses to train a drafter on; only their ids are needed."""
     read = _read(path, "--responses", vocab_size=vocab_size, window=window)
-    return [Rollout(f"line {i}", 0, prompt, tokens, (), "stop", 0) for i, (_, prompt, tokens) in enumerate(read)]
+    return [
+        Rollout(f"line {i}", 0, prompt, tokens, (), "stop", 0) for i, (_, prompt, tokens) in enumerate(read)
+    ]
 
 
 def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
-    """Reads responses to draft the answers to these requests from: those to the same prompts, by problem and sample. Raises
-    UserError where there is none among them."""
+    """Reads responses to draft the answers to these requests from: those to the same prompts, by problem
+    and sample. Raises UserError where there is none among them."""
     asked = {(request.problem_id, request.sample_index, request.prompt_ids): request for request in requests}
     references, num_read = References(None), 0
-    for (problem_id, sample_index), prompt_ids, token_ids in _read(path, "--references", vocab_size=vocab_size, window=window):
+    for (problem_id, sample_index), prompt_ids, token_ids in _read(
+        path, "--references", vocab_size=vocab_size, window=window
+    ):
         num_read += 1
         if (request := asked.get((problem_id, sample_index, prompt_ids))) is not None:
             references.keep(request.key, token_ids)
     if not len(references):
         raise UserError(
-            f"--references: {path} has {num_read} responses, but none to a problem and sample that is asked for here; "
+            f"--references: {path} has {num_read} responses, but none to a problem and sample that is asked "
+            "for here; "
             "give a file that tlt generate has written for these prompts"
         )
     return references
 
 
-def read_answers(path: Path, prompts: Mapping[str, Ids], *, vocab_size: int, window: int) -> list[tuple[str, int, Ids]]:
+def read_answers(
+    path: Path, prompts: Mapping[str, Ids], *, vocab_size: int, window: int
+) -> list[tuple[str, int, Ids]]:
     """Reads the responses to these prompts, given by problem: (problem, sample, token ids) of each."""
     found, read = [], _read(path, "rollout.replay", vocab_size=vocab_size, window=window)
     for (problem_id, sample_index), prompt_ids, token_ids in read:
@@ -45,7 +52,9 @@ def read_answers(path: Path, prompts: Mapping[str, Ids], *, vocab_size: int, win
     return found
 
 
-def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[tuple[tuple[str, int], Ids, Ids]]:
+def _read(
+    path: Path, option: str, *, vocab_size: int, window: int
+) -> Iterator[tuple[tuple[str, int], Ids, Ids]]:
     """Yields (problem and sample, ids of the prompt, ids of the response) of every line."""
     for place, record in read_jsonl(path, option):
         ids = response_ids(place, record, vocab_size=vocab_size, window=window)
@@ -53,7 +62,8 @@ def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[
 
 
 def response_ids(place: str, record: Record, *, vocab_size: int, window: int) -> tuple[Ids, Ids]:
-    """Returns the ids of the prompt and of the response. Raises UserError for ids that the model does not have or hold."""
+    """Returns the ids of the prompt and of the response. Raises UserError for ids that the model does not
+    have or hold."""
     from tlt.hf.tokenizer import check_prompt
 
     ids: list[Ids] = []

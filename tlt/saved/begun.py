@@ -1,5 +1,5 @@
-"""What a folder says of the run that has begun in it, and who goes on with it is held to: its id and its inputs, by the
-checkpoint that it would go on from, or by its journal where there is none."""
+"""What a folder says of the run that has begun in it, and who goes on with it is held to: its id and its
+inputs, by the checkpoint that it would go on from, or by its journal where there is none."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ class Begun:
 
 
 def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
-    """Returns what is known of the run in a folder; None: nothing. checkpoint: the one to go on from; None: the newest. Raises
-    UserError where that is damaged."""
+    """Returns what is known of the run in a folder; None: nothing. checkpoint: the one to go on from;
+    None: the newest. Raises UserError where that is damaged."""
     checkpoint = checkpoint or latest_checkpoint(folder / "checkpoints")
     if checkpoint is not None:
         manifest = read_manifest(checkpoint)
         return Begun(manifest.run, manifest.inputs, f"at its checkpoint of step {manifest.step}")
     header = read_header(folder / "journal")
-    if header is None or read_run_id(folder) not in (None, header["run"]):  # another run's journal says nothing of this one
+    if header is None or read_run_id(folder) not in (
+        None,
+        header["run"],
+    ):  # another run's journal says nothing of this one
         return None
     try:
         return Begun(str(header["run"]), _INPUTS.validate_python(header["inputs"]), "when its journal began")
@@ -44,8 +47,8 @@ def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
 
 
 def identify_run(folder: Path, config: Config, inputs: Inputs, say: Callable[[str], None]) -> str:
-    """Returns the id of the run in a folder, one that begins or goes on. Raises UserError where these are not the inputs of the
-    run that has begun there; `say` is told of reward code that is another."""
+    """Returns the id of the run in a folder, one that begins or goes on. Raises UserError where these are
+    not the inputs of the run that has begun there; `say` is told of reward code that is another."""
     begun = read_begun(folder)
     if begun is None:
         return run_id(folder, say=say)

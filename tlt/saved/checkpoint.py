@@ -1,14 +1,16 @@
-"""Checkpoints of a run: everything the rest of it depends on, written by all ranks beside it, whole or not at all.
+"""Checkpoints of a run: everything the rest of it depends on, written by all ranks beside it, whole or not at
+all.
 
     checkpoints/step-00000020/   rank-00000.safetensors · rank-00000.json · rank-00001.safetensors · … · manifest.json
 
     run       ── copy ─▶ next step ────────────────────────────────────────────▶ copy ─▶ …
     threads          └▶ each rank: write, hash, flush ─▶ told to rank 0 ─▶ manifest ─▶ rename ─▶ remove older   one in flight
 
-A rank copies and writes its own shards and an equal share of what all ranks hold; any number can read it (shards.py). A folder
-appears under its name only when its manifest is in it; the newest one is where a run goes on. It holds only what trains:
-embedding and head of a drafter are the policy's, and whatever else is frozen comes from its own folder. Weights are kept in
-the precision they are trained in, so that a resumed run is the same run. Knows neither trainers nor drafters.
+A rank copies and writes its own shards and an equal share of what all ranks hold; any number can read it
+(shards.py). A folder appears under its name only when its manifest is in it; the newest one is where a run
+goes on. It holds only what trains: embedding and head of a drafter are the policy's, and whatever else is
+frozen comes from its own folder. Weights are kept in the precision they are trained in, so that a resumed
+run is the same run. Knows neither trainers nor drafters.
 """
 
 from __future__ import annotations
@@ -66,9 +68,13 @@ _GRACE_SECONDS = 10.0
 class Checkpoint:
     """What one rank holds of a run.
 
-    step: updates done.  run: the run's id.  tensors: all that trains, by name, DTensors where it is sharded; on every rank the
-    same names.  counters: what all ranks hold alike.  own: what this rank alone knows, made for this checkpoint: it is read
-    later, by a thread. Both are of kinds that JSON has.  inputs: what the run computes from.
+    step: updates done.
+    run: the run's id.
+    tensors: all that trains, by name, DTensors where it is sharded; on every rank the same names.
+    counters: what all ranks hold alike.
+    own: what this rank alone knows, made for this checkpoint: it is read later, by a thread. Both are of
+        kinds that JSON has.
+    inputs: what the run computes from.
     """
 
     step: int
@@ -107,14 +113,15 @@ class _Report:
     failure: str = ""
 
 
-# ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `folder` off the critical path, together with the writers of the other ranks: all make the same
-    calls. End it with `wait`, or the last failure stays unsaid.
+    """Writes checkpoints into `folder` off the critical path, together with the writers of the other ranks:
+    all make the same calls. End it with `wait`, or the last failure stays unsaid.
 
-    keep: checkpoints that stay, the newest ones.  seconds: spent in this rank's thread so far, beside the run.
+    keep: checkpoints that stay, the newest ones.
+    seconds: spent in this rank's thread so far, beside the run.
     saved: the latest that is whole, or that the run goes on from; None: there is none.
     """
 
@@ -128,8 +135,8 @@ class CheckpointWriter:
         self._step = self._number = 0
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Returns as soon as everything is copied; at once where this step is saved. Raises what became of the one before, as
-        `wait` does."""
+        """Returns as soon as everything is copied; at once where this step is saved. Raises what became of
+        the one before, as `wait` does."""
         self.wait()
         if self.saved is not None and checkpoint.step == self.saved.step:
             return
@@ -137,12 +144,14 @@ class CheckpointWriter:
         parts = parts_of(checkpoint.tensors, self.world.rank, self.world.world_size)
         counters = json.dumps(checkpoint.counters, allow_nan=False)
         share = _Share(checkpoint.step, checkpoint.run, parts, counters, checkpoint.own, checkpoint.inputs)
-        self._thread = threading.Thread(target=self._write, args=(share,), name="checkpoint writer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(share,), name="checkpoint writer", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until nothing is in flight on any rank. Raises UserError, on all ranks, when it could not be written: nearly
-        always a full disk."""
+        """Waits until nothing is in flight on any rank. Raises UserError, on all ranks, when it could not
+        be written: nearly always a full disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -151,10 +160,13 @@ class CheckpointWriter:
             kept = latest_checkpoint(self.folder)
             left = "there is none before it" if kept is None else f"the one before, {kept}, is whole"
             remedy = f"{way_out(str(error))}, then tlt train --resume {self.folder.parent}"
-            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); {left}; {remedy}") from error
+            raise UserError(
+                f"the checkpoint of step {self._step} is not written ({error}); {left}; {remedy}"
+            ) from error
 
     def close(self) -> None:
-        """Leaves, where the run ends by an error: gives the checkpoint in flight a moment, and waits for no other rank then."""
+        """Leaves, where the run ends by an error: gives the checkpoint in flight a moment, and waits for
+        no other rank then."""
         if self._thread is not None:
             self._thread.join(_GRACE_SECONDS)
             self._waiting.is_over.set()
@@ -182,7 +194,10 @@ class CheckpointWriter:
         failure, digest = "it was interrupted", ""
         try:
             others = range(1, self.world.world_size)
-            reports = [mine, *(_Report(**self._waiting.hear(f"{key}/{rank}", f"rank {rank}")) for rank in others)]
+            reports = [
+                mine,
+                *(_Report(**self._waiting.hear(f"{key}/{rank}", f"rank {rank}")) for rank in others),
+            ]
             digest = commit(partial, share, reports).digest
             remove_older(self.folder, share.step, self.keep)
             failure = ""
@@ -204,11 +219,14 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, world: World, keep: in
 
 
 def _write_share(partial: Path, share: _Share, rank: int) -> _Report:
-    """Writes this rank's files. A failure is told to the others, so that none of them waits for these files."""
+    """Writes this rank's files. A failure is told to the others, so that none of them waits for these
+    files."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
         shard, own = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-        written = {own: write_hashed(partial / own, [memoryview(json.dumps(share.own, allow_nan=False).encode())])}
+        written = {
+            own: write_hashed(partial / own, [memoryview(json.dumps(share.own, allow_nan=False).encode())])
+        }
         if share.parts:
             written[shard] = write_shard(partial / shard, share.parts)
         return _Report({name: (digest.num_bytes, digest.sha256) for name, digest in written.items()})
@@ -258,13 +276,16 @@ def _await_file(path: Path, expected: FileDigest) -> None:
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not path.exists() or path.stat().st_size != expected.num_bytes:
         if time.monotonic() > deadline:
-            raise OSError(f"rank 0 does not see {path}; run.out_dir must lie where all hosts read and write the same files")
+            raise OSError(
+                f"rank 0 does not see {path}; run.out_dir must lie where all hosts read and write the same "
+                "files"
+            )
         time.sleep(0.2)
 
 
 def remove_older(folder: Path, step: int, keep: int) -> None:
-    """Removes what is older than the `keep` newest checkpoints up to this step, and what killed writers have left. A newer one
-    is not this run's and stays; a damaged one is not counted."""
+    """Removes what is older than the `keep` newest checkpoints up to this step, and what killed writers
+    have left. A newer one is not this run's and stays; a damaged one is not counted."""
     left = keep
     for path in all_checkpoints(folder):
         if path.name > folder_of(folder, step).name:
@@ -293,12 +314,12 @@ def _has_manifest(path: Path) -> bool:
     return True
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
-    """Returns the newest checkpoint and its manifest, the same on all ranks: rank 0 reads it. None: there is none. Raises
-    UserError, on all ranks, where it is damaged."""
+    """Returns the newest checkpoint and its manifest, the same on all ranks: rank 0 reads it. None: there
+    is none. Raises UserError, on all ranks, where it is damaged."""
 
     def read() -> tuple[str, str] | None:
         if not world.is_leader:
@@ -311,13 +332,18 @@ def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
     return None if found is None else (Path(found[0]), parse_manifest(found[1].encode(), Path(found[0])))
 
 
-def load_checkpoint(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], world: World) -> list[dict[str, Any]]:
-    """Fills the tensors of this rank, in place, with what the checkpoint holds of them, after all ranks have found all that
-    they need as it was written. Returns what single ranks knew: first the one that this rank goes on for, then others that
-    nobody does. Raises UserError, on all ranks, where anything is damaged, missing or another run's."""
+def load_checkpoint(
+    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], world: World
+) -> list[dict[str, Any]]:
+    """Fills the tensors of this rank, in place, with what the checkpoint holds of them, after all ranks
+    have found all that they need as it was written. Returns what single ranks knew: first the one that
+    this rank goes on for, then others that nobody does. Raises UserError, on all ranks, where anything is
+    damaged, missing or another run's."""
     described = {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     if difference := describe_state(described, manifest):
-        raise UserError(f"{path}: holds {difference}, not what this run trains; start a new run in another folder")
+        raise UserError(
+            f"{path}: holds {difference}, not what this run trains; start a new run in another folder"
+        )
     before, now = manifest.num_ranks, world.world_size
     heirs = range(world.rank, before, now) if world.rank < before else [world.rank % before]
     own = [f"rank-{rank:05d}.json" for rank in heirs]
@@ -327,7 +353,8 @@ def load_checkpoint(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes what killed writers have left; a checkpoint that was moved away, and never replaced, comes back."""
+    """Removes what killed writers have left; a checkpoint that was moved away, and never replaced, comes
+    back."""
     for leftover in folder.glob(".step-*"):
         match = _REPLACED.fullmatch(leftover.name)
         if match is not None and not (folder / match[1]).exists():
@@ -337,12 +364,15 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def go_back_to(path: Path) -> list[Path]:
-    """Makes this checkpoint the one that a run goes on from: newer ones get another name, which is returned, and stay. Raises
-    UserError where it is not whole."""
+    """Makes this checkpoint the one that a run goes on from: newer ones get another name, which is
+    returned, and stay. Raises UserError where it is not whole."""
     manifest = read_manifest(path)
     verify(path, manifest, manifest.files)
     aside = []
     for newer in (other for other in all_checkpoints(path.parent) if other.name > path.name):
-        names = (newer.with_name(f"{newer.name}.aside{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+        names = (
+            newer.with_name(f"{newer.name}.aside{suffix}")
+            for suffix in ("", *(f"-{n}" for n in range(2, 1000)))
+        )
         aside.append(newer.rename(next(name for name in names if not name.exists())))
     return aside

@@ -1,5 +1,5 @@
-"""The journal: what the replicas have generated since the latest checkpoint, written as it comes about. A run that goes on
-takes it from there, and generates none of it twice.
+"""The journal: what the replicas have generated since the latest checkpoint, written as it comes about. A run
+that goes on takes it from there, and generates none of it twice.
 
     journal/step-00000020/replica-00001.0     header ▏ 1,000 tokens of a response ▏ the next 1,000 ▏ the response ▏ its reward
             └ of the latest checkpoint  └ attempt: each writes files of its own
@@ -7,9 +7,9 @@ takes it from there, and generates none of it twice.
     begin(phase)     rank 0 reads what earlier attempts have left of it ─▶ told to all ranks ─▶ fewer and shorter requests
     new checkpoint   begins a new folder; the one before stays, for responses of steps after that checkpoint may stand in it
 
-So the steps since the checkpoint are redone as updates alone. What is lost, or not as it was written, is generated again, by
-the law with the same tokens. Files survive the death of any process, and of a machine as far as its file system had written
-them. Knows neither engine nor queue.
+So the steps since the checkpoint are redone as updates alone. What is lost, or not as it was written, is
+generated again, by the law with the same tokens. Files survive the death of any process, and of a machine
+as far as its file system had written them. Knows neither engine nor queue.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from tlt.types import LAW_VERSION, Key, Request, Reward, Rollout, key_of
 
 FORMAT = 2
 RUNNING_TOKENS = 1000
-"""A response that runs is written whenever it has grown by so many tokens: at most these are generated again."""
+"""A response that runs is written whenever it has grown by so many tokens: at most these are generated
+again."""
 _NAME = re.compile(r"replica-(\d{5})\.(\d+)", re.ASCII)
 _STEPS = 32
 """Engine steps between two looks at what runs."""
@@ -49,9 +50,11 @@ _STEPS = 32
 class FileJournal(Journal):
     """The journal of one replica, in the run's folder `journal`.
 
-    run: the run's id.  saved: returns the latest checkpoint that is whole.  follows: digest of the one that came before what
-    `saved` returns now. A file that was begun after neither of the two is not of this run's policies: it is removed, and `say`
-    is told so.  inputs: what the run computes from.
+    run: the run's id.
+    saved: returns the latest checkpoint that is whole.
+    follows: digest of the one that came before what `saved` returns now. A file that was begun after neither
+        of the two is not of this run's policies: it is removed, and `say` is told so.
+    inputs: what the run computes from.
     """
 
     def __init__(
@@ -113,7 +116,12 @@ class FileJournal(Journal):
             self._file = None
 
     def _append(
-        self, kind: str, key: Key, token_ids: tuple[int, ...] = (), logprobs: tuple[float, ...] = (), **about: Any
+        self,
+        kind: str,
+        key: Key,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[float, ...] = (),
+        **about: Any,
     ) -> None:
         with self.timeline.span(SpanName.JOURNAL):
             if self._file is None:
@@ -123,10 +131,16 @@ class FileJournal(Journal):
 
     def _create(self) -> int:
         folder = folder_of(self.folder, self._base.step)
-        self.folder.mkdir(exist_ok=True)  # without its parent, which is the run's folder: one that was removed stays so
+        self.folder.mkdir(
+            exist_ok=True
+        )  # without its parent, which is the run's folder: one that was removed stays so
         folder.mkdir(exist_ok=True)
         names = (path.name for path in folder.iterdir())
-        earlier = [int(match[2]) for match in map(_NAME.fullmatch, names) if match and int(match[1]) == self.world.rank]
+        earlier = [
+            int(match[2])
+            for match in map(_NAME.fullmatch, names)
+            if match and int(match[1]) == self.world.rank
+        ]
         path = folder / f"replica-{self.world.rank:05d}.{max(earlier, default=-1) + 1}"
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         whose = {"run": self._run, "checkpoint": self._base.digest, "inputs": asdict(self.inputs)}
@@ -134,7 +148,8 @@ class FileJournal(Journal):
         return file
 
     def _follow_checkpoint(self) -> None:
-        """Goes on in a new folder where a checkpoint has become whole, and removes what lies before the one before it."""
+        """Goes on in a new folder where a checkpoint has become whole, and removes what lies before the
+        one before it."""
         now = self._saved()
         if now == self._base:
             return
@@ -157,7 +172,7 @@ def fingerprint(prompt_ids: tuple[int, ...]) -> int:
     return crc32(np.array(prompt_ids, "<i4").tobytes())
 
 
-# ── what earlier attempts have left ──────────────────────────────────────────────────────────────────────────────────
+# ── what earlier attempts have left ─────────────────────────────────────────────────────────────────────────
 
 Place = tuple[Path, int]
 """A record's file, and where it begins there."""
@@ -166,8 +181,9 @@ Place = tuple[Path, int]
 def find_phases(
     folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
 ) -> dict[str, list[Place]]:
-    """Returns the records of every phase, in the order written, of the run's files that follow one of these checkpoints (their
-    digests). Other files are removed, and `say` is told of them, and of what is damaged."""
+    """Returns the records of every phase, in the order written, of the run's files that follow one of
+    these checkpoints (their digests). Other files are removed, and `say` is told of them, and of what is
+    damaged."""
     phases: dict[str, list[Place]] = defaultdict(list)
     for path in _files_in(folder):
         if not path.is_file():
@@ -182,7 +198,10 @@ def find_phases(
             for place, record in read_records(file):
                 phases[record.about["phase"]].append((path, place))
             if num_left := path.stat().st_size - file.tell():
-                say(f"{path}: its last {num_left:,} bytes are torn or damaged; what they held is generated again")
+                say(
+                    f"{path}: its last {num_left:,} bytes are torn or damaged; what they held is generated "
+                    "again"
+                )
     return phases
 
 
@@ -192,11 +211,16 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def read_header(folder: Path) -> Mapping[str, Any] | None:
-    """Returns the header of a journal's newest file that has one, without looking whose it is; None: none has."""
+    """Returns the header of a journal's newest file that has one, without looking whose it is; None: none
+    has."""
     for path in reversed([path for path in _files_in(folder) if path.is_file()]):
         with path.open("rb") as file:
             header = read_record(file)
-        if header is not None and header.about.get("kind") == "journal" and header.about.get("format") == FORMAT:
+        if (
+            header is not None
+            and header.about.get("kind") == "journal"
+            and header.about.get("format") == FORMAT
+        ):
             return header.about
     return None
 
@@ -210,7 +234,11 @@ def _fault(header: Record | None, run: str, checkpoints: set[str]) -> str:
         return f"has format {about.get('format')} and law {about.get('law')}, not {FORMAT} and {LAW_VERSION}"
     if about.get("run") != run:
         return f"is of another run, {about.get('run')}"
-    return "" if about.get("checkpoint") in checkpoints else "does not follow the checkpoint that the run goes on from"
+    return (
+        ""
+        if about.get("checkpoint") in checkpoints
+        else "does not follow the checkpoint that the run goes on from"
+    )
 
 
 def read_places(places: Iterable[Place]) -> Iterable[tuple[Path, Record]]:
@@ -224,8 +252,9 @@ def read_places(places: Iterable[Place]) -> Iterable[tuple[Path, Record]]:
 
 
 def choose(records: Iterable[tuple[Path, Record]]) -> list[Record]:
-    """Returns of every response what is known of it: of several files the best, one with a reward before one that is finished
-    before one that has most tokens. Stretches of a response and its reward count only behind what they follow in their file."""
+    """Returns of every response what is known of it: of several files the best, one with a reward before
+    one that is finished before one that has most tokens. Stretches of a response and its reward count only
+    behind what they follow in their file."""
     known: dict[tuple[Path, str, int], Record] = {}
     for path, record in records:
         problem_id, sample_index = record.about["key"]
@@ -238,7 +267,9 @@ def choose(records: Iterable[tuple[Path, Record]]) -> list[Record]:
         elif record.about["kind"] == "reward":
             known[place] = replace(before, about={**before.about, "reward": record.about["reward"]})
         elif before.num_tokens == record.about["first"]:
-            known[place] = Record(before.about, before.tokens + record.tokens, before.numbers + record.numbers)
+            known[place] = Record(
+                before.about, before.tokens + record.tokens, before.numbers + record.numbers
+            )
     best: dict[Key, Record] = {}
     for (_, problem_id, sample_index), record in known.items():
         other = best.get((problem_id, sample_index))
@@ -252,7 +283,8 @@ def _worth(record: Record) -> tuple[bool, bool, int]:
 
 
 def recall(requests: Sequence[Sequence[Request]], records: Iterable[Record]) -> Recalled:
-    """Returns what these records leave to do of the requests. A response to another prompt is none of theirs."""
+    """Returns what these records leave to do of the requests. A response to another prompt is none of
+    theirs."""
     known = {tuple(record.about["key"]): record for record in records}
     rollouts: list[Rollout] = []
     rewards: dict[Key, Reward] = {}

@@ -1,10 +1,11 @@
-"""The records of a journal's file: appended, and each whole or found out. Knows neither who writes them nor what for.
+"""The records of a journal's file: appended, and each whole or found out. Knows neither who writes them nor
+what for.
 
     record     bytes of the payload, u32 │ CRC-32 of the payload, u32 │ payload
     payload    a line of JSON │ token ids, int32 │ log-probabilities, float64
 
-A process that is killed tears the last record at most. One that is not as it was written ends its file, for nothing says where
-the next one begins.
+A process that is killed tears the last record at most. One that is not as it was written ends its file,
+for nothing says where the next one begins.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 @dataclass(frozen=True)
 class Record:
-    """about: facts, of kinds that JSON has.  tokens, numbers: a stretch of a response as the file holds it, its token ids and
-    their log-probabilities; empty where the record is about none."""
+    """about: facts, of kinds that JSON has.
+    tokens, numbers: a stretch of a response as the file holds it, its token ids and their
+        log-probabilities; empty where the record is about none."""
 
     about: Mapping[str, Any]
     tokens: bytes = field(default=b"", repr=False)
@@ -81,7 +83,8 @@ def read_record(file: BinaryIO) -> Record | None:
 
 
 def read_records(file: BinaryIO) -> Iterator[tuple[int, Record]]:
-    """Yields the records from here on, each with its place in the file, which stands behind the last of them at the end."""
+    """Yields the records from here on, each with its place in the file, which stands behind the last of
+    them at the end."""
     while True:
         place = file.tell()
         record = read_record(file)

@@ -1,11 +1,12 @@
-"""The manifest of a checkpoint: all its files with their digests, and what fits on a page of what they hold. A folder counts as
-a checkpoint through it alone; so it is written last.
+"""The manifest of a checkpoint: all its files with their digests, and what fits on a page of what they hold.
+A folder counts as a checkpoint through it alone; so it is written last.
 
     manifest.json   {"manifest": {step, ranks, version, run, inputs, counters, files: {name: bytes, SHA-256},
                                   tensors: {name: pieces}},
                      "sha256": of the manifest}
 
-Whatever is wrong with a checkpoint is one line with the file, the fault and the way on. Nothing goes back to an older one by
+Whatever is wrong with a checkpoint is one line with the file, the fault and the way on. Nothing goes back to
+an older one by
 itself: that is the user's to decide.
 """
 
@@ -36,8 +37,13 @@ _OLD_FORMAT = "training.pt"
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: updates done.  num_ranks: that wrote it.  law: version of the sampling law.  tlt: version of the package.
-    run: the run's id, as trackers know it.  inputs: what the run computes from.  counters: what all ranks hold alike, as JSON.
+    """step: updates done.
+    num_ranks: that wrote it.
+    law: version of the sampling law.
+    tlt: version of the package.
+    run: the run's id, as trackers know it.
+    inputs: what the run computes from.
+    counters: what all ranks hold alike, as JSON.
     files, tensors: by name."""
 
     format: int
@@ -67,7 +73,7 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
-# ── which checkpoints there are ──────────────────────────────────────────────────────────────────────────────────────
+# ── which checkpoints there are ─────────────────────────────────────────────────────────────────────────────
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -83,7 +89,9 @@ def step_of(path: Path) -> int | None:
 
 def all_checkpoints(checkpoints: Path) -> list[Path]:
     """Returns the folders that have a checkpoint's name, whole or damaged, the newest first."""
-    found = [path for path in checkpoints.iterdir() if step_of(path) is not None] if checkpoints.is_dir() else []
+    found = (
+        [path for path in checkpoints.iterdir() if step_of(path) is not None] if checkpoints.is_dir() else []
+    )
     return sorted(found, reverse=True)
 
 
@@ -92,18 +100,20 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return next(iter(all_checkpoints(checkpoints)), None)
 
 
-# ── reading one ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading one ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of the checkpoint in a folder. UserError, one line, for anything that is wrong with it."""
+    """Returns the manifest of the checkpoint in a folder. UserError, one line, for anything that is wrong
+    with it."""
     file = path / MANIFEST
     try:
         text = read_file(file)
     except FileNotFoundError:
         if (path / _OLD_FORMAT).exists():
             raise UserError(
-                f"{path}: was written by an older version of TLT and cannot be resumed; go on with the version that wrote it,"
+                f"{path}: was written by an older version of TLT and cannot be resumed; go on with the "
+                "version that wrote it,"
                 " or start a new run in another --run.out_dir"
             ) from None
         raise damaged(path, MANIFEST, "is missing") from None
@@ -123,28 +133,37 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
     if not is_unchanged:
         raise damaged(path, MANIFEST, "is not as it was written (its SHA-256 differs)")
     if body.get("format") != FORMAT:
-        raise UserError(f"{path}: has format {body.get('format')!r}, not {FORMAT}; go on with the version of TLT that wrote it")
+        raise UserError(
+            f"{path}: has format {body.get('format')!r}, not {FORMAT}; go on with the version of TLT that "
+            "wrote it"
+        )
     try:
         manifest = _READER.validate_python(body)
     except ValidationError as error:
-        raise damaged(path, MANIFEST, f"does not describe a checkpoint ({error.errors()[0]['msg']})") from None
+        raise damaged(
+            path, MANIFEST, f"does not describe a checkpoint ({error.errors()[0]['msg']})"
+        ) from None
     if manifest.step != step_of(path):
         raise damaged(path, MANIFEST, f"is of step {manifest.step}, which is not this folder's")
     if fault := _contradiction(manifest):
         raise damaged(path, MANIFEST, f"contradicts itself: {fault}")
     if manifest.law != LAW_VERSION:
         raise UserError(
-            f"{path}: was sampled by version {manifest.law} of the law, this TLT has version {LAW_VERSION} and would draw other"
+            f"{path}: was sampled by version {manifest.law} of the law, this TLT has version {LAW_VERSION} "
+            "and would draw other"
             f" tokens; go on with TLT {manifest.tlt}, or start a new run in another --run.out_dir"
         )
     return manifest
 
 
 def _contradiction(manifest: Manifest) -> str:
-    """Returns what cannot be true of any checkpoint; empty: nothing. An editor can bring the digest up to date, too."""
+    """Returns what cannot be true of any checkpoint; empty: nothing. An editor can bring the digest up to
+    date, too."""
     if strange := [name for name in manifest.files if not _FILES.fullmatch(name)]:
         return f"no checkpoint has a file {strange[0]!r}"
-    if {f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)} != {n for n in manifest.files if n.endswith(".json")}:
+    if {f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)} != {
+        n for n in manifest.files if n.endswith(".json")
+    }:
         return f"its files are not those of {manifest.num_ranks} ranks"
     for name, tensor in manifest.tensors.items():
         if not tensor.is_whole or not all(file in manifest.files for file, _, _ in tensor.pieces):
@@ -153,7 +172,8 @@ def _contradiction(manifest: Manifest) -> str:
 
 
 def verify(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises UserError for the first of these files that is not as it was written, or holds other pieces than it should."""
+    """Raises UserError for the first of these files that is not as it was written, or holds other pieces
+    than it should."""
     for name in sorted(names):
         expected = manifest.files.get(name)
         if expected is None:
@@ -177,22 +197,28 @@ def verify(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 def _pieces_in(file: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Returns what one file holds of the tensors."""
-    found = {name: tuple(piece for piece in tensor.pieces if piece[0] == file) for name, tensor in tensors.items()}
+    found = {
+        name: tuple(piece for piece in tensor.pieces if piece[0] == file) for name, tensor in tensors.items()
+    }
     return {name: replace(tensors[name], pieces=pieces) for name, pieces in found.items() if pieces}
 
 
 def damaged(path: Path, file: str, fault: str) -> UserError:
-    """Returns the error for a file of a checkpoint, with the way on: by an explicit choice the next older one, if any."""
+    """Returns the error for a file of a checkpoint, with the way on: by an explicit choice the next older
+    one, if any."""
     older = [other for other in all_checkpoints(path.parent) if other.name < path.name]
     if older:
         remedy = f"bring the file back, or go on from the checkpoint before it: tlt train --resume {older[0]}"
     else:
-        remedy = "bring the file back, or start a new run in another --run.out_dir: there is no older checkpoint"
+        remedy = (
+            "bring the file back, or start a new run in another --run.out_dir: there is no older checkpoint"
+        )
     return UserError(f"{path / file}: {fault}; {remedy}")
 
 
 def describe_state(tensors: Mapping[str, tuple[str, tuple[int, ...]]], manifest: Manifest) -> str:
-    """Returns how the tensors of a run, name → (type, shape), differ from those of a checkpoint, in a few words; empty: not."""
+    """Returns how the tensors of a run, name → (type, shape), differ from those of a checkpoint, in a few
+    words; empty: not."""
     stored = {name: (tensor.code, tensor.shape) for name, tensor in manifest.tensors.items()}
     differing = sorted({name for name, _ in stored.items() ^ tensors.items()})
     if not differing:

@@ -1,11 +1,11 @@
-"""Replay: the responses of another run with the same seed are references, so that a sweep, or a run repeated after a change of
-code, drafts from what was said before. The law fixes each token; so they change time alone.
+"""Replay: the responses of another run with the same seed are references, so that a sweep, or a run repeated
+after a change of code, drafts from what was said before. The law fixes each token; so they change time alone.
 
     RUN/responses/rollout-00000012.jsonl ─▶ rank 0 reads ─▶ all ranks: references of step 12 ─▶ its phase ─▶ forgotten
 
-What idle ranks have generated ahead goes first: it is of this run's own policy, one update ago; the other run's response goes
-on where it ends. In an evaluation the other run's responses, which are as many updates old, go before this one's last. Knows no
-drafter.
+What idle ranks have generated ahead goes first: it is of this run's own policy, one update ago; the other
+run's response goes on where it ends. In an evaluation the other run's responses, which are as many updates
+old, go before this one's last. Knows no drafter.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Replay:
     """Lends a run the responses of another; this one of none."""
 
     def lend(self, purpose: Purpose, policy_step: int, number: int) -> AbstractContextManager[None]:
-        """Makes them references within. policy_step: of the requests.  number: of the step, or of updates before an evaluation.
-        Every rank calls it."""
+        """Makes them references within. policy_step: of the requests.
+        number: of the step, or of updates before an evaluation. Every rank calls it."""
         return nullcontext()
 
 
 @dataclass
 class ReplayOf(Replay):
-    """Lends a run the responses of the run in `folder`. prompts: of this run's problems, by purpose.  say: is told, once each,
-    where they end and what of them cannot be read."""
+    """Lends a run the responses of the run in `folder`. prompts: of this run's problems, by purpose.
+    say: is told, once each, where they end and what of them cannot be read."""
 
     folder: Path
     references: References
@@ -77,13 +77,15 @@ class ReplayOf(Replay):
                 self.references.drop(key)
 
     def _read(self, purpose: Purpose, number: int) -> Sequence[tuple[str, int, Sequence[int]]]:
-        """Returns (problem, sample, token ids) of the responses to this run's prompts. A guess is worth no run's end: what
-        cannot be read is said, and left out."""
+        """Returns (problem, sample, token ids) of the responses to this run's prompts. A guess is worth no
+        run's end: what cannot be read is said, and left out."""
         path = path_of(self.folder, purpose, number)
         if not path.exists():
             if purpose == "rollout" and not self.is_over:
                 self.is_over = True
-                self.say(f"rollout.replay: {self.folder} has kept nothing of step {number + 1}; it goes on without")
+                self.say(
+                    f"rollout.replay: {self.folder} has kept nothing of step {number + 1}; it goes on without"
+                )
             return []
         bounds: dict[str, Any] = {"vocab_size": self.model.vocab_size, "window": self.model.max_positions}
         try:
@@ -99,7 +101,8 @@ def prompts_of(problems: Sequence[Problem]) -> Prompts:
 
 
 def check_replay(config: Config, problems: Sequence[Problem], model: ModelConfig) -> None:
-    """Raises UserError where the run that is to be replayed is none, has kept nothing, or was asked for other tokens."""
+    """Raises UserError where the run that is to be replayed is none, has kept nothing, or was asked for
+    other tokens."""
     folder = config.rollout.replay
     if folder is None:
         return
@@ -115,11 +118,17 @@ def check_replay(config: Config, problems: Sequence[Problem], model: ModelConfig
                 raise UserError(f"rollout.replay: {differs}; give a run with the same, or leave it out")
     kept = [*kept_by(folder, "rollout"), *kept_by(folder, "evaluation")]
     if not kept:
-        raise UserError(f"rollout.replay: {folder} has kept no responses; repeat it with --run.keep_responses true")
-    answers = read_answers(kept[0], prompts_of(problems), vocab_size=model.vocab_size, window=model.max_positions)
+        raise UserError(
+            f"rollout.replay: {folder} has kept no responses; repeat it with --run.keep_responses true"
+        )
+    answers = read_answers(
+        kept[0], prompts_of(problems), vocab_size=model.vocab_size, window=model.max_positions
+    )
     if kept[0].name.startswith("rollout") and not answers:
         theirs, ours = (values["task"].get("data") for values in (other, own))
-        differs = f"{kept[0]} answers none of this run's prompts (task.data is {theirs} there, and {ours} here)"
+        differs = (
+            f"{kept[0]} answers none of this run's prompts (task.data is {theirs} there, and {ours} here)"
+        )
         raise UserError(f"rollout.replay: {differs}; give a run with the same prompts, or leave it out")
 
 
@@ -130,5 +139,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         values = None
     if not isinstance(values, dict) or not all(isinstance(section, dict) for section in values.values()):
-        raise UserError(f"rollout.replay: {folder} holds no run (no config.json that can be read); give the folder of a run")
+        raise UserError(
+            f"rollout.replay: {folder} holds no run (no config.json that can be read); give the folder of a "
+            "run"
+        )
     return values

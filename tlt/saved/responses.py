@@ -1,11 +1,12 @@
-"""A run's responses with their rewards, as JSON lines: for people to read, and for other runs to draft from (replay.py). The
-run that writes them reads none of them.
+"""A run's responses with their rewards, as JSON lines: for people to read, and for other runs to draft from
+(replay.py). The run that writes them reads none of them.
 
     responses/rollout-00000012.jsonl      of step 12, as metrics.jsonl counts
     responses/evaluation-00000020.jsonl   of the evaluation after 20 updates
 
-A line has what `tlt generate` writes (but logprobs), and whose response it is: purpose, policy_step (both of the noise's key),
-policy_version, reward (null: it could not be scored), is_solved, and where there are any reward_parts and reward_error.
+A line has what `tlt generate` writes (but logprobs), and whose response it is: purpose, policy_step (both
+of the noise's key), policy_version, reward (null: it could not be scored), is_solved, and where there are
+any reward_parts and reward_error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def kept_by(run: Path, purpose: Purpose) -> list[Path]:
 
 
 def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
-    """Removes what an earlier attempt has kept of steps from `step` on, and of evaluations that are not among these."""
+    """Removes what an earlier attempt has kept of steps from `step` on, and of evaluations that are not
+    among these."""
     remains_of: dict[Purpose, Container[int]] = {"rollout": range(step), "evaluation": evaluated}
     for purpose, remains in remains_of.items():
         for path in kept_by(run, purpose):
@@ -54,7 +56,12 @@ class KeptResponses:
 
     def _records(self, about: Record, phase: PhaseResult) -> Iterable[Record]:
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
-            yield {**self._response(rollout), **about, "policy_version": rollout.policy_version, **_judgement(reward)}
+            yield {
+                **self._response(rollout),
+                **about,
+                "policy_version": rollout.policy_version,
+                **_judgement(reward),
+            }
 
     def _response(self, rollout: Rollout) -> Record:
         return {

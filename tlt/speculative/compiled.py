@@ -1,4 +1,5 @@
-"""The law as compiled loops, for CPUs: noise is made, added and forgotten while a row is read, so it is never in memory.
+"""The law as compiled loops, for CPUs: noise is made, added and forgotten while a row is read, so it is never
+in memory.
 
     a row of logits, 1,024 at a time, in the fastest cache
       Philox ─▶ 32-bit words ─▶ a bound of each score, from the word's leading bit: no logarithm
@@ -6,13 +7,14 @@
                                   └─ above: its score, with the law's own noise
       Σ exp(logit - largest)  ─▶ the log-probability
 
-sampling.py is the reference. The bound: E = -log(1 - w) ≥ w, so the noise G = -log E is at most -log w, and that at most
-(number of leading zero bits + 1) ln 2. Two libraries may differ in the last bit of a float64 logarithm; where two tokens are
-so close that this could matter, the row is drawn again by the reference. So the tokens are its own. A log-probability sums in
-another order than the reference's; in float32 the two differ by 2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|) at most.
+sampling.py is the reference. The bound: E = -log(1 - w) ≥ w, so the noise G = -log E is at most -log w, and
+that at most (number of leading zero bits + 1) ln 2. Two libraries may differ in the last bit of a float64
+logarithm; where two tokens are so close that this could matter, the row is drawn again by the reference. So
+the tokens are its own. A log-probability sums in another order than the reference's; in float32 the two
+differ by 2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|) at most.
 
-Numba compiles the loops at their first use and keeps them on disk. This file imports it, and is imported for float32 tensors
-on a CPU alone. It knows no sequence and no tree.
+Numba compiles the loops at their first use and keeps them on disk. This file imports it, and is imported
+for float32 tensors on a CPU alone. It knows no sequence and no tree.
 """
 
 from __future__ import annotations
@@ -50,21 +52,26 @@ _UNCHECKED = REORDERED | {"nnan"}
 """For loops that only bound or approximate, and meet no number that is none."""
 
 
-# ── Python's side ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Python's side ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load() -> None:
-    """Loads the loops, or compiles them where nobody has before: a second or two, that would else be those of a first step."""
+    """Loads the loops, or compiles them where nobody has before: a second or two, that would else be those
+    of a first step."""
     law = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     draw(torch.zeros(1, 4), *law, BatchParams([SamplingParams()]))
     noise_to_rank_with(*law, 4, None)
     noise_of_tokens(*law, law[1])
 
 
-def draw(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, float32[R]; whether the reference has to draw the row, bool[R]).
+def draw(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (tokens, int64[R]; log-probabilities, float32[R]; whether the reference has to draw the row,
+    bool[R]).
 
-    logits: of at least 16 bits; computed in float32. Rows with a logit that is no number are left to the reference."""
+    logits: of at least 16 bits; computed in float32. Rows with a logit that is no number are left to the
+        reference."""
     kept_RV = logits_RV = logits_RV.float().contiguous()
     inverse_R = _column(params.inverse_temperature_B11, len(logits_RV))
     if params.truncates:
@@ -78,11 +85,15 @@ def draw(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchP
     return torch.from_numpy(tokens_R), torch.from_numpy(logprobs_R), torch.from_numpy(unsure_R)
 
 
-def noise_to_rank_with(keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None) -> Tensor:
+def noise_to_rank_with(
+    keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None
+) -> Tensor:
     """Returns `rows.noise_to_rank_with`, within 2⁻¹⁹ of the law's."""
     token_ids = np.arange(0) if token_ids_V is None else token_ids_V.numpy()
     noise_RV = np.empty((len(keys_R4), len(token_ids) or vocab_size), np.float32)
-    _in_threads(_noise_rows, noise_RV.size, len(noise_RV), (*_words_of_law(keys_R4, positions_R), token_ids, noise_RV))
+    _in_threads(
+        _noise_rows, noise_RV.size, len(noise_RV), (*_words_of_law(keys_R4, positions_R), token_ids, noise_RV)
+    )
     return torch.from_numpy(noise_RV)
 
 
@@ -118,12 +129,13 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), "law")
 
 
-# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @njit(nogil=True, cache=True)
 def _draw_rows(first, end, rows, law, drawn):  # type: ignore
-    """Writes `drawn`: (tokens, log-probabilities, whether in doubt). rows: (logits, what truncation keeps, the largest logit).
+    """Writes `drawn`: (tokens, log-probabilities, whether in doubt). rows: (logits, what truncation keeps,
+    the largest logit).
     law: (1 / temperature, scale of the noise, key, position) of each row."""
     logits, kept, largest = rows
     inverse, scale, keys, positions = law
@@ -133,18 +145,25 @@ def _draw_rows(first, end, rows, law, drawn):  # type: ignore
         unsure[row] = not np.isfinite(largest[row])
         if unsure[row]:
             continue
-        token, margin = _draw_row(kept[row], largest[row], (inverse[row], scale[row], keys[row], positions[row]), words)
+        token, margin = _draw_row(
+            kept[row], largest[row], (inverse[row], scale[row], keys[row], positions[row]), words
+        )
         total = 0.0
         for start in range(0, logits.shape[1], CHUNK):
             total += _sum_of_exp(logits[row, start : start + CHUNK], inverse[row], largest[row])
-        tokens[row], logprobs[row] = token, logits[row, token] * inverse[row] - (largest[row] + _F32(math.log(total)))
-        unsure[row] = not margin > _F32(2.0**-18) + _F32(2.0**-21) * abs(largest[row]) or not math.isfinite(total)
+        tokens[row], logprobs[row] = (
+            token,
+            logits[row, token] * inverse[row] - (largest[row] + _F32(math.log(total))),
+        )
+        unsure[row] = not margin > _F32(2.0**-18) + _F32(2.0**-21) * abs(largest[row]) or not math.isfinite(
+            total
+        )
 
 
 @njit(nogil=True, cache=True)
 def _draw_row(kept, largest, law, words):  # type: ignore
-    """Returns the token with the best score, the first of equal ones, and by how much it leads. A greedy row has no noise, and
-    nothing to be unsure about."""
+    """Returns the token with the best score, the first of equal ones, and by how much it leads. A greedy
+    row has no noise, and nothing to be unsure about."""
     inverse, scale, key, position = law
     if scale == _F32(0):
         for token in range(kept.shape[0]):
@@ -226,14 +245,17 @@ def _noise_of_tokens(keys, positions, tokens, noise):  # type: ignore
 def _near_noise(words, noise):  # type: ignore
     """Writes the noise of these words, within 2⁻¹⁹."""
     for i in range(noise.shape[0]):
-        w, complement = (_F32(words[i]) + _F32(0.5)) * _TO_UNIT, (_F32(_U32(~words[i])) + _F32(0.5)) * _TO_UNIT
+        w, complement = (
+            (_F32(words[i]) + _F32(0.5)) * _TO_UNIT,
+            (_F32(_U32(~words[i])) + _F32(0.5)) * _TO_UNIT,
+        )
         power, rest = _powers_of_two(complement)
         exponential = -_log(power, -w if power == _I32(0) else rest)  # 1 - w has lost the digits of a small w
         power, rest = _powers_of_two(exponential)
         noise[i] = -_log(power, rest)
 
 
-# ── one token ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one token ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @njit(inline="always")

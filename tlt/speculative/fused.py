@@ -1,19 +1,20 @@
-"""The law as a kernel, for GPUs: noise is made, added and forgotten in registers, so a row takes no memory but its logits.
+"""The law as a kernel, for GPUs: noise is made, added and forgotten in registers, so a row takes no memory
+but its logits.
 
     logits [R, V] ─▶ one program for every row and block of the vocabulary
                        Philox ─▶ Gumbel noise ─▶ + logits / T ─▶ the best score and its token
                        logits / T ─▶ the largest, and Σ exp(logit - largest)          ─▶ 20 bytes a block
                   ─▶ the token of the row's best block; its log-probability
 
-sampling.py is the reference: tokens and noise are its own. 1 - w has 33 bits, so it is exact in float64, and the noise is
--log(-log(1 - w)) without a log1p. What may differ is the last bit of a float64 logarithm, between two libraries as on a GPU
-(CUDA promises one unit in the last place). It shows only where the noise lies that close to the border between two float32
-numbers, in one word of some millions, by a unit of float32 or, near noise 0, by 2⁻⁵¹
-(counted in benchmarks/results/law-kernel.md).
-Products and sums are never contracted to an fma, which would round once where the law rounds twice.
+sampling.py is the reference: tokens and noise are its own. 1 - w has 33 bits, so it is exact in float64, and
+the noise is -log(-log(1 - w)) without a log1p. What may differ is the last bit of a float64 logarithm,
+between two libraries as on a GPU (CUDA promises one unit in the last place). It shows only where the noise
+lies that close to the border between two float32 numbers, in one word of some millions, by a unit of float32
+or, near noise 0, by 2⁻⁵¹ (counted in benchmarks/results/law-kernel.md). Products and sums are never
+contracted to an fma, which would round once where the law rounds twice.
 
-A log-probability sums in another order than the reference's; in float32 the two differ by 2⁻¹⁷ + 2⁻²² (|scaled logit| +
-|logsumexp|) at most. Positions, like the words of a key, are below 2³².
+A log-probability sums in another order than the reference's; in float32 the two differ by 2⁻¹⁷ + 2⁻²²
+(|scaled logit| + |logsumexp|) at most. Positions, like the words of a key, are below 2³².
 
 This file imports Triton, and is imported for tensors on a GPU alone. It knows no sequence and no tree.
 """
@@ -32,21 +33,37 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """How the kernels are compiled. Without the latter, logits / T + noise becomes an fma."""
 
 
-def draw(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, [R]) as `rows.draw` does. Truncation sorts, with 60 bytes for each logit
-    meanwhile; without it a row takes 20 bytes for every BLOCK of its logits."""
+def draw(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor]:
+    """Returns (tokens, int64[R]; log-probabilities, [R]) as `rows.draw` does. Truncation sorts, with 60
+    bytes for each logit meanwhile; without it a row takes 20 bytes for every BLOCK of its logits."""
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
-    kept_RV = truncate(params.scale(logits_RV[:, None]), params)[:, 0].contiguous() if params.truncates else None
+    kept_RV = (
+        truncate(params.scale(logits_RV[:, None]), params)[:, 0].contiguous() if params.truncates else None
+    )
     dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     tokens_RK = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits_RV.device)
     parts_RK3 = torch.empty(num_rows, num_blocks, 3, dtype=dtype, device=logits_RV.device)
     columns = (params.inverse_temperature_B11, params.noise_scale_B11)
-    law = (keys_R4.contiguous(), positions_R.contiguous(), *(None if c is None else c.flatten() for c in columns))
+    law = (
+        keys_R4.contiguous(),
+        positions_R.contiguous(),
+        *(None if c is None else c.flatten() for c in columns),
+    )
     with torch.cuda.device_of(logits_RV):
         law_kernel[num_rows, num_blocks](
-            logits_RV, kept_RV, law, tokens_RK, parts_RK3, logits_RV.stride(0), vocab_size, BLOCK=BLOCK, **OPTIONS
+            logits_RV,
+            kept_RV,
+            law,
+            tokens_RK,
+            parts_RK3,
+            logits_RV.stride(0),
+            vocab_size,
+            BLOCK=BLOCK,
+            **OPTIONS,
         )
     best_RK, largest_RK, sums_RK = parts_RK3.unbind(-1)
     tokens_R1 = tokens_RK.gather(1, best_RK.argmax(-1, keepdim=True))  # the first of equal ones
@@ -61,15 +78,21 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
     grid = (num_keys * num_positions, triton.cdiv(vocab_size, BLOCK))
     with torch.cuda.device_of(keys_B4):
         noise_kernel[grid](
-            noise_BTV, keys_B4.contiguous(), positions_BT.contiguous(), num_positions, vocab_size, BLOCK=BLOCK, **OPTIONS
+            noise_BTV,
+            keys_B4.contiguous(),
+            positions_BT.contiguous(),
+            num_positions,
+            vocab_size,
+            BLOCK=BLOCK,
+            **OPTIONS,
         )
     return noise_BTV
 
 
 @triton.jit
 def law_kernel(logits_ptr, kept_ptr, law, token_ptr, part_ptr, stride, vocab_size, BLOCK: tl.constexpr):
-    """Writes the best token of a row's block, and (its score, the largest logit, Σ exp(logit - largest)). A score that is no
-    number is the best, as for torch.argmax; the sum is then none either."""
+    """Writes the best token of a row's block, and (its score, the largest logit, Σ exp(logit - largest)).
+    A score that is no number is the best, as for torch.argmax; the sum is then none either."""
     key_ptr, position_ptr, inverse_ptr, scale_ptr = law
     dtype: tl.constexpr = part_ptr.dtype.element_ty
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK

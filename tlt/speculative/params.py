@@ -1,4 +1,5 @@
-"""The sampling parameters of a batch as tensors, and what they do to logits: temperature, then top-k, top-p and min-p."""
+"""The sampling parameters of a batch as tensors, and what they do to logits: temperature, then top-k,
+top-p and min-p."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from tlt.types import SamplingParams
 from tlt.uploads import upload
 
 MAX_INVERSE_TEMPERATURE = 1e30
-"""Colder counts as this cold, so that a scaled logit fits into float32. Logits that differ in any engine's dtype are then
-farther apart than any noise."""
+"""Colder counts as this cold, so that a scaled logit fits into float32. Logits that differ in any engine's
+dtype are then farther apart than any noise."""
 
 
 class BatchParams:
     """The sampling parameters of B sequences as tensors, made once per change of the batch.
 
-    At temperature 0 the temperature counts as 1 and the noise as 0 (`noise_scale_B11`), which makes the law an argmax
-    of the logits and `logprobs` those of temperature 1.
+    At temperature 0 the temperature counts as 1 and the noise as 0 (`noise_scale_B11`), which makes the
+    law an argmax of the logits and `logprobs` those of temperature 1.
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> None:
@@ -34,7 +35,9 @@ class BatchParams:
         self.noise_scale_B11 = None if all(is_sampled) else column(is_sampled)
         self.truncates = any(p.truncates and p.temperature > 0 for p in params)
         if self.truncates:
-            self.top_k_B11 = column([p.top_k if p.top_k > 0 else torch.iinfo(torch.int64).max for p in params])
+            self.top_k_B11 = column(
+                [p.top_k if p.top_k > 0 else torch.iinfo(torch.int64).max for p in params]
+            )
             self.top_p_B11 = column([float(p.top_p) for p in params])
             self.min_p_B11 = column([float(p.min_p) for p in params])
 
@@ -63,8 +66,9 @@ class BatchParams:
 def truncate(scaled_BNV: Tensor, params: BatchParams) -> Tensor:
     """-inf where top-k, then top-p, then min-p remove a token.
 
-    Tokens are ranked by probability, equal ones by id. top-k keeps the first k; top-p the shortest prefix of those
-    whose renormalized mass reaches p; min-p those of at least min_p times the largest probability. The first always stays.
+    Tokens are ranked by probability, equal ones by id. top-k keeps the first k; top-p the shortest prefix
+    of those whose renormalized mass reaches p; min-p those of at least min_p times the largest
+    probability. The first always stays.
     """
     sorted_logits, order = scaled_BNV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled_BNV.shape[-1], device=scaled_BNV.device)

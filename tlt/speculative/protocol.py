@@ -1,7 +1,7 @@
 """The bases of drafters, which propose candidates for the next tokens as a tree; how is theirs.
 
-The engine keeps its sequences in slots 0..B-1. A drafter with state per slot is told when a sequence enters, moves or
-has grown; it learns the target's features of committed tokens if it wants them.
+The engine keeps its sequences in slots 0..B-1. A drafter with state per slot is told when a sequence enters,
+moves or has grown; it learns the target's features of committed tokens if it wants them.
 
     Drafting          what an engine drafts with, as those see it who train it and keep what it has learned
      └─ Drafter           drafts for our engine: says its kinds, proposes, and overrides what concerns it
@@ -42,24 +42,27 @@ class DraftContext:
 
 
 class DraftNoise(Protocol):
-    """The law's noise of the positions that are drafted for, made where it is asked for. A token at depth d is drafted for the
-    position d + 1 after the root, where the target will draw with this noise. A greedy sequence has none: zeros."""
+    """The law's noise of the positions that are drafted for, made where it is asked for. A token at depth
+    d is drafted for the position d + 1 after the root, where the target will draw with this noise. A
+    greedy sequence has none: zeros."""
 
     def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
         """Returns float32[B, V]: of every token, or of these alone."""
         ...
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
-        """Returns that of single tokens, each given as (row, depth, token). On the host: nothing waits for a device."""
+        """Returns that of single tokens, each given as (row, depth, token). On the host: nothing waits for
+        a device."""
         ...
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts.
+    """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the
+    verdicts.
 
-    references: by row, the policy version of the reference that it was drafted from, or where else it comes from; None: from
-    none. (): no row was.
+    references: by row, the policy version of the reference that it was drafted from, or where else it
+        comes from; None: from none. (): no row was.
     """
 
     tree: DraftTree
@@ -101,8 +104,8 @@ class Drafter(Drafting, ABC, Generic[P]):
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """Says what `remember` is to receive of the target at every position: the inputs of these layers, or (the number of
-        layers) the features; () where it does not matter."""
+        """Says what `remember` is to receive of the target at every position: the inputs of these layers,
+        or (the number of layers) the features; () where it does not matter."""
         return ()
 
     @abstractmethod
@@ -122,13 +125,14 @@ class Drafter(Drafting, ABC, Generic[P]):
         """Takes note of what became of a proposal, row by row: how far the drafter can trust itself."""
 
     def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
-        """Returns what can be drafted from references, responses drawn before with the same noise, for those of
-        these sequences, by slot, that have one."""
+        """Returns what can be drafted from references, responses drawn before with the same noise, for
+        those of these sequences, by slot, that have one."""
         return ()
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Returns the chains that retrieval would have drafted, one after the other, for some of these sequences while it was
-        not asked to: each once, as soon as what came tells how much of it was right. (): none, or nothing retrieves."""
+        """Returns the chains that retrieval would have drafted, one after the other, for some of these
+        sequences while it was not asked to: each once, as soon as what came tells how much of it was
+        right. (): none, or nothing retrieves."""
         return ()
 
     def admit(self, slot: int, request: Request) -> None:
@@ -139,8 +143,8 @@ class Drafter(Drafting, ABC, Generic[P]):
         be among them: they lie beyond the committed tokens and are overwritten before anything reads them."""
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
-        """Returns what `remember` received of the first `num_positions` positions of this slot, [T, F]; None where the drafter
-        does not hold all of it."""
+        """Returns what `remember` received of the first `num_positions` positions of this slot, [T, F];
+        None where the drafter does not hold all of it."""
         return None
 
     def move(self, source: int, target: int) -> None:
@@ -153,12 +157,13 @@ class Drafter(Drafting, ABC, Generic[P]):
         """The sequence in this slot leaves for another engine in the middle of its response."""
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes that its caches take on the device for a sequence with room for `length` tokens."""
+        """Returns the bytes that its caches take on the device for a sequence with room for `length`
+        tokens."""
         return 0
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """The engine has room for so many sequences of so many tokens from now on. Caches of its own may grow to that, but no
-        further, or a memory that is shared by all of them is exceeded."""
+        """The engine has room for so many sequences of so many tokens from now on. Caches of its own may
+        grow to that, but no further, or a memory that is shared by all of them is exceeded."""
 
     def release(self) -> None:
         """Nothing is running any more: memory of running sequences may be given back."""

@@ -1,4 +1,5 @@
-"""The law at rows that stand for themselves: each has logits, a key and a position. So noise need not be anywhere in memory.
+"""The law at rows that stand for themselves: each has logits, a key and a position. So noise need not be
+anywhere in memory.
 
     on a CPU    compiled loops (compiled.py); the reference (sampling.py) for float64, and where Numba is missing
     on a GPU    the kernel (fused.py)
@@ -19,13 +20,14 @@ from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import VALUES_PER_PART, gumbel_noise, kernels, sample
 
 ROW_BYTES = 1 << 28
-"""Memory for the noise of the rows that the reference draws at a time; a value takes 28 bytes while it is made."""
+"""Memory for the noise of the rows that the reference draws at a time; a value takes 28 bytes while it is
+made."""
 
 
 @cache
 def compiled_loops() -> ModuleType | None:
-    """Returns compiled.py, which CPUs draw with; None where Numba, which compiles it, is missing: the reference then draws,
-    thirty times slower at large vocabularies."""
+    """Returns compiled.py, which CPUs draw with; None where Numba, which compiles it, is missing: the
+    reference then draws, thirty times slower at large vocabularies."""
     try:
         from tlt.speculative import compiled
     except ImportError:
@@ -34,8 +36,11 @@ def compiled_loops() -> ModuleType | None:
     return compiled
 
 
-def draw(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, [R]) as `sample` draws them: of row r with keys_R4[r] at positions_R[r].
+def draw(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor]:
+    """Returns (tokens, int64[R]; log-probabilities, [R]) as `sample` draws them: of row r with keys_R4[r] at
+    positions_R[r].
 
     params: of R rows.
     """
@@ -50,8 +55,11 @@ def draw(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchP
     return tokens_R, logprobs_R
 
 
-def noise_to_rank_with(keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None = None) -> Tensor:
-    """Returns the noise of row r's position as float32[R, V], nearly the law's: whoever drafts may rank candidates with it.
+def noise_to_rank_with(
+    keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None = None
+) -> Tensor:
+    """Returns the noise of row r's position as float32[R, V], nearly the law's: whoever drafts may rank
+    candidates with it.
 
     token_ids: of these tokens alone, in this order; None: of the whole vocabulary.
     """
@@ -68,19 +76,25 @@ def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> T
     return noise_K
 
 
-def _in_parts(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
+def _in_parts(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor]:
     """Lets the kernel or the reference draw, so many rows at a time that memory is bounded."""
     num_rows, vocab_size = logits_RV.shape
     law, per_part = reference, ROW_BYTES // (28 * vocab_size)
     if logits_RV.is_cuda:
         law, per_part = kernels().draw, VALUES_PER_PART // vocab_size if params.truncates else num_rows
-    bounds = [(first, min(first + max(per_part, 1), num_rows)) for first in range(0, num_rows, max(per_part, 1))]
+    bounds = [
+        (first, min(first + max(per_part, 1), num_rows)) for first in range(0, num_rows, max(per_part, 1))
+    ]
     parts = [law(logits_RV[i:j], keys_R4[i:j], positions_R[i:j], params.rows(i, j)) for i, j in bounds]
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def reference(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
+def reference(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor]:
     """The reference: noise whole, then the law."""
     noise_R1V = gumbel_noise(keys_R4, positions_R[:, None], logits_RV.shape[1])
     tokens_R1, logprobs_R1 = sample(logits_RV[:, None], noise_R1V, params)

@@ -12,10 +12,11 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes (the root, which
-    is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
+    """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes
+    (the root, which is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
 
-    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference).
+    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no
+        reference).
     """
 
     drafter: str
@@ -36,7 +37,9 @@ class Strategy:
         if self.depth > limit:
             raise UserError(f"strategy {self}: depth {self.depth} is too large; give at most {limit}")
         if self.uses_references and self.width > 1:
-            raise UserError(f"strategy {self}: a reference is a chain; give {self.drafter}:{self.depth}x1x{self.depth}")
+            raise UserError(
+                f"strategy {self}: a reference is a chain; give {self.drafter}:{self.depth}x1x{self.depth}"
+            )
         if self.depth < 0 or self.width < 0 or self.budget < 0:
             raise UserError(f"strategy {self}: depth, width and budget must not be negative")
         if self.depth and not (self.width >= 1 and self.depth <= self.budget):
@@ -63,13 +66,17 @@ class Strategy:
 
     @staticmethod
     def parse(text: str, drafter: str = "learned") -> Strategy:
-        """Reads `off`, `DEPTHxWIDTHxBUDGET` or `DRAFTER:DEPTHxWIDTHxBUDGET`; `drafter` stands in where none is named."""
+        """Reads `off`, `DEPTHxWIDTHxBUDGET` or `DRAFTER:DEPTHxWIDTHxBUDGET`; `drafter` stands in where
+        none is named."""
         if text == "off":
             return Strategy.OFF
         name, _, shape = text.rpartition(":")
         parts = shape.split("x")
         if len(parts) != 3 or not all(re.fullmatch("[0-9]{1,9}", part) and int(part) > 0 for part in parts):
-            raise UserError(f"speculation: {text!r} is no strategy; give off, adaptive or DEPTHxWIDTHxBUDGET such as 4x1x4")
+            raise UserError(
+                f"speculation: {text!r} is no strategy; give off, adaptive or DEPTHxWIDTHxBUDGET such as "
+                "4x1x4"
+            )
         depth, width, budget = map(int, parts)
         return Strategy(name or drafter, depth, width, budget)
 
@@ -92,8 +99,8 @@ class ReferenceDraft:
 
 @dataclass(frozen=True)
 class Hindsight:
-    """A chain that retrieval would have drafted by `STRATEGY`, and how many of its tokens were committed since: as many as a
-    verification would have accepted, for whoever drafts, the tokens are the same."""
+    """A chain that retrieval would have drafted by `STRATEGY`, and how many of its tokens were committed
+    since: as many as a verification would have accepted, for whoever drafts, the tokens are the same."""
 
     drafted: int
     accepted: int
@@ -112,8 +119,8 @@ class Reading(NamedTuple):
 class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
-    mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
-    may have to read their prompts.
+    mean_length: committed tokens per sequence, prompt included.
+    num_admitted: sequences that are new in this step; a drafter may have to read their prompts.
     reference_drafts: one for each sequence that has a reference to draft from.
     hindsight: what retrieval would have drafted before, as far as it is known what was accepted of it.
     num_left: tokens expected for each running sequence, waiting ones' included; None: nobody knows.
@@ -135,8 +142,10 @@ class BatchState:
 class StepOutcome:
     """The tokens that one engine step brought, and the seconds that it took.
 
-    num_tokens: committed by all sequences.  accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
-    drafted: nodes that were drafted for each, as many as `accepted`.  seconds: the whole step, drafting included.
+    num_tokens: committed by all sequences.
+    accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
+    drafted: nodes that were drafted for each, as many as `accepted`.
+    seconds: the whole step, drafting included.
     from_reference: whether each was drafted from a reference; (): none was.
     """
 
@@ -148,7 +157,8 @@ class StepOutcome:
 
 
 class StrategyTuner:
-    """Chooses a strategy for every engine step, and may learn from what it brought and cost: this base learns nothing."""
+    """Chooses a strategy for every engine step, and may learn from what it brought and cost: this base
+    learns nothing."""
 
     predicted_speed: float | None = None
     """Tokens per second expected of the latest choice; None where nothing is predicted."""

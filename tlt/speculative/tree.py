@@ -18,7 +18,8 @@ from tlt.uploads import upload
 
 
 def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
-    """A tree of width 1: column i follows column i - 1. lengths: nodes of each row, the root included; the rest is padding."""
+    """A tree of width 1: column i follows column i - 1. lengths: nodes of each row, the root included; the
+    rest is padding."""
     if lengths is not None:
         tokens_BN = tokens_BN[:, : max(lengths)]
     num_nodes = tokens_BN.shape[1]
@@ -26,7 +27,9 @@ def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
     if lengths is None or min(lengths) == num_nodes:
         return DraftTree(tokens_BN, parents_BN, is_chain=True)
     is_padding_BN = parents_BN + 1 >= upload(lengths, tokens_BN.device)[:, None]
-    return DraftTree(tokens_BN, parents_BN.masked_fill(is_padding_BN, -1), is_chain=True, lengths=tuple(lengths))
+    return DraftTree(
+        tokens_BN, parents_BN.masked_fill(is_padding_BN, -1), is_chain=True, lengths=tuple(lengths)
+    )
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
@@ -43,21 +46,25 @@ def ancestors(parents_BN: Tensor) -> Tensor:
 
 
 def tree_mask(seen_BNC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Additive [B, N, length] for nodes that see the prefix of their sequence's cache and, of the C draft columns behind it,
-    those marked in `seen_BNC`: its ancestors and itself."""
+    """Additive [B, N, length] for nodes that see the prefix of their sequence's cache and, of the C draft
+    columns behind it, those marked in `seen_BNC`: its ancestors and itself."""
     _, num_nodes, num_columns = seen_BNC.shape
     columns_L = torch.arange(length, device=prefix_B.device)
     offset_BL = columns_L - prefix_B[:, None]
     is_draft_BL = (offset_BL >= 0) & (offset_BL < num_columns)
     index_BNL = offset_BL.clamp(0, num_columns - 1)[:, None].expand(-1, num_nodes, -1)
     visible = (offset_BL < 0)[:, None] | (is_draft_BL[:, None] & seen_BNC.gather(2, index_BNL))
-    return torch.zeros(visible.shape, dtype=dtype, device=prefix_B.device).masked_fill_(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=dtype, device=prefix_B.device).masked_fill_(
+        ~visible, float("-inf")
+    )
 
 
 def chain_mask(columns_BN: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """`tree_mask` of chains whose nodes are stored at these columns: each sees all columns up to its own."""
     hidden = torch.arange(length, device=columns_BN.device) > columns_BN[:, :, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=columns_BN.device).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype, device=columns_BN.device).masked_fill_(
+        hidden, float("-inf")
+    )
 
 
 @dataclass(frozen=True)

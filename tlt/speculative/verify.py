@@ -1,7 +1,7 @@
 """Verification: the target draws its own token at every node, and the walk follows the drafts that agree.
 
-Nothing of the drafter's enters but the tokens it proposed, so each committed token is the target's own sample of the
-law (sampling.py): lossless for any drafter and any tree.
+Nothing of the drafter's enters but the tokens it proposed, so each committed token is the target's own
+sample of the law (sampling.py): lossless for any drafter and any tree.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
 
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
-    """One verdict per sequence. `logits_BNV` are the target's at every node, `noise_BNV` the noise of the position
-    that *follows* each node. Synchronizes once: tokens and log-probabilities, and of a draft the tree, go to the host."""
-    drawn = _draw(logits_BNV, noise_BNV, params) if isinstance(noise_BNV, NoiseAt) else sample(logits_BNV, noise_BNV, params)
+    """One verdict per sequence. `logits_BNV` are the target's at every node, `noise_BNV` the noise of the
+    position that *follows* each node. Synchronizes once: tokens and log-probabilities, and of a draft the
+    tree, go to the host."""
+    drawn = (
+        _draw(logits_BNV, noise_BNV, params)
+        if isinstance(noise_BNV, NoiseAt)
+        else sample(logits_BNV, noise_BNV, params)
+    )
     chosen_BN, logprobs_BN = drawn
     if tree.num_nodes == 1:
         (chosen,), logprobs = to_host([chosen_BN], logprobs_BN)
@@ -50,7 +55,8 @@ def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchP
 
 
 def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[int]]], list[list[float]]]:
-    """Returns tensors of one shape as lists, by one transfer: the reals travel as the bits of their float64."""
+    """Returns tensors of one shape as lists, by one transfer: the reals travel as the bits of their
+    float64."""
     packed = torch.stack([*integers, reals.double().view(torch.int64)]).cpu()
     return packed[:-1].tolist(), packed[-1].view(torch.float64).tolist()
 
@@ -82,4 +88,6 @@ def _walk(tokens: list[int], parents: list[int], chosen: list[int], logprobs: li
         if parents[child] == node and tokens[child] == chosen[node]:
             node = child
             path.append(child)
-    return Verdict(tuple(chosen[i] for i in path), len(path) - 1, tuple(path), tuple(logprobs[i] for i in path))
+    return Verdict(
+        tuple(chosen[i] for i in path), len(path) - 1, tuple(path), tuple(logprobs[i] for i in path)
+    )

@@ -1,4 +1,5 @@
-r"""Where a text says its answer: `\boxed{…}`, `#### …`, `Answer: …`, or its last number. Judges no answer, and knows no task.
+r"""Where a text says its answer: `\boxed{…}`, `#### …`, `Answer: …`, or its last number. Judges no answer,
+and knows no task.
 
     boxed     the last \boxed{…} that is closed
     marked    the last of \boxed{…}, `#### …` (GSM8K) and `Answer: …` (DAPO), whichever ends the text
@@ -37,8 +38,8 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
 
 
 def after_thinking(text: str, closing_tag: str) -> str:
-    """Returns what follows the last closing tag, such as `</think>`; the whole text where there is none. A thought that was
-    begun and never closed says nothing yet: then it returns ""."""
+    """Returns what follows the last closing tag, such as `</think>`; the whole text where there is none. A
+    thought that was begun and never closed says nothing yet: then it returns ""."""
     _, tag, rest = text.rpartition(closing_tag)
     if not tag and text.lstrip().startswith(closing_tag.replace("/", "", 1)):
         return ""
@@ -64,7 +65,8 @@ def _last_boxed(text: str) -> tuple[int, str | None]:
 
 
 def _in_braces(text: str, start: int) -> str | None:
-    """Returns what the brace at `start` encloses, escaped braces counted as text; None where it is never closed."""
+    """Returns what the brace at `start` encloses, escaped braces counted as text; None where it is never
+    closed."""
     depth, position = 0, start
     while position < len(text):
         if text[position] == "\\":

@@ -1,11 +1,13 @@
-"""Arithmetic in plain words, for models that read English: asked as a chat message, scored exactly. Knows text, not models.
+"""Arithmetic in plain words, for models that read English: asked as a chat message, scored exactly. Knows
+text, not models.
 
     What is 47 + 35? Reply with the number only.                                   82
     What is 47 + 35 + 18? Write out each step, then the answer after ####.         47 + 35 = 82 … #### 100
     What is 47 + 35 + 18? Write out each step, again from each next number …       … Again: 35 + 18 = 53 … #### 100
     Which is the largest of 47, 35 and 18? Reply with the number only.             47
 
-Whether a problem is for training or for testing depends on its operation and its numbers. Their order counts only where it
+Whether a problem is for training or for testing depends on its operation and its numbers. Their order counts
+only where it
 matters: 35 + 47 is in the split of 47 + 35.
 
 This file runs in reward workers: it imports neither torch nor transformers.
@@ -27,7 +29,9 @@ OPERATIONS = ("+", "-", "*", "max")
 MOST_DIGITS, MOST_TERMS = 12, 32
 NUMBER_ONLY = "Reply with the number only."
 WITH_STEPS = "Write out each step, then the answer after ####."
-CHECKED = "Write out each step, again from each next number until two totals agree, then the answer after ####."
+CHECKED = (
+    "Write out each step, again from each next number until two totals agree, then the answer after ####."
+)
 ASKED = {False: NUMBER_ONLY, True: WITH_STEPS, "checked": CHECKED}
 """How a response is asked for, by the option `steps`."""
 MAX_TRIES = 1_000
@@ -63,7 +67,8 @@ class Question:
         raise ValueError(f"operation {self.operation!r} is none of {OPERATIONS}")
 
     def numbers_from(self, start: int) -> tuple[int, ...]:
-        """The numbers from the one at `start` on, then those before it, in a circle; what is subtracted from stays in front."""
+        """The numbers from the one at `start` on, then those before it, in a circle; what is subtracted
+        from stays in front."""
         kept = 1 if self.operation == "-" else 0
         circle = self.numbers[kept:]
         first = start % len(circle)
@@ -71,7 +76,9 @@ class Question:
 
     def step(self, total: int, number: int) -> tuple[str, int]:
         """Returns how the operation on the total so far and the next number is written, and its result."""
-        written = f"max({total}, {number})" if self.operation == "max" else f"{total} {self.operation} {number}"
+        written = (
+            f"max({total}, {number})" if self.operation == "max" else f"{total} {self.operation} {number}"
+        )
         return written, Question(self.operation, (total, number)).answer
 
     @property
@@ -96,7 +103,8 @@ class Difficulty:
         return Difficulty(_check_operations(operations), *counts)
 
     def draw(self, rng: random.Random) -> Question:
-        """Draws operation, count and each number's length evenly, then the number among those of that length."""
+        """Draws operation, count and each number's length evenly, then the number among those of that
+        length."""
         operation = rng.choice(self.operations)
         return Question(operation, tuple(self._draw_number(rng) for _ in range(rng.randint(*self.terms))))
 
@@ -117,7 +125,8 @@ def draw_questions(rng: random.Random, num: int, split: Split, difficulty: Diffi
             tries = 0
         if tries == MAX_TRIES:
             raise UserError(
-                f"task arithmetic: its options leave about {len(questions)} different {split} problems of the {num} asked for;"
+                f"task arithmetic: its options leave about {len(questions)} different {split} problems of "
+                f"the {num} asked for;"
                 " ask for fewer, or raise digits or terms"
             )
     return list(questions)
@@ -170,8 +179,8 @@ class Arithmetic:
         ]
 
     def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
-        """Rewards 1.0 when the response's answer, sought after any thinking, is the problem's, else 0.0. The problem's `search`
-        says where the answer stands (tlt/tasks/answers.py)."""
+        """Rewards 1.0 when the response's answer, sought after any thinking, is the problem's, else 0.0.
+        The problem's `search` says where the answer stands (tlt/tasks/answers.py)."""
         answer = find_answer(after_thinking(response_text, THINKING_ENDS), problem["search"])
         solved = answer is not None and to_number(answer) == to_number(problem["answer"])
         return {"reward": float(solved), "solved": solved}
@@ -180,15 +189,23 @@ class Arithmetic:
 def _check_operations(operations: Sequence[str]) -> tuple[str, ...]:
     chosen = (operations,) if isinstance(operations, str) else tuple(operations)
     if not chosen or not set(chosen) <= set(OPERATIONS):
-        raise UserError(f"task arithmetic: operations is {operations!r}; give some of {', '.join(OPERATIONS)}")
+        raise UserError(
+            f"task arithmetic: operations is {operations!r}; give some of {', '.join(OPERATIONS)}"
+        )
     return chosen
 
 
 def _range(name: str, value: int | Sequence[int], least: int, most: int) -> tuple[int, int]:
     """Returns (fewest, most) of an option that is a count or both."""
     bounds = tuple(value) if isinstance(value, list | tuple) else (value, value)
-    if len(bounds) != 2 or any(type(bound) is not int for bound in bounds) or not least <= bounds[0] <= bounds[1] <= most:
-        raise UserError(f"task arithmetic: {name} is {value!r}; give a count from {least} to {most}, or [fewest, most]")
+    if (
+        len(bounds) != 2
+        or any(type(bound) is not int for bound in bounds)
+        or not least <= bounds[0] <= bounds[1] <= most
+    ):
+        raise UserError(
+            f"task arithmetic: {name} is {value!r}; give a count from {least} to {most}, or [fewest, most]"
+        )
     return bounds[0], bounds[1]
 
 

@@ -1,4 +1,5 @@
-"""Tasks: the protocol, finding one by name, and checking the problems it makes. Knows no model: reward workers import this.
+"""Tasks: the protocol, finding one by name, and checking the problems it makes. Knows no model: reward
+workers import this.
 
 A task is the user's code. Whatever goes wrong in it is said in one line that names the task and the place.
 """
@@ -35,30 +36,35 @@ class Task(Protocol):
     """Prompts, and a reward for every response."""
 
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-        """Returns `num` problems: each has a `problem_id` (unique among them), a prompt and whatever scoring needs.
+        """Returns `num` problems: each has a `problem_id` (unique among them), a prompt and whatever scoring
+        needs.
 
-        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids` (token ids).
-        Equal arguments give equal problems. Values survive JSON. The option `split` is always given: "train", or "test" for
-        held-out problems, which training must not see. The others are those of the configuration's `task.options`.
+        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids`
+        (token ids). Equal arguments give equal problems. Values survive JSON. The option `split` is always
+        given: "train", or "test" for held-out problems, which training must not see. The others are those
+        of the configuration's `task.options`.
         """
         ...
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Returns at least {"reward": float, "solved": bool}. The text is the response alone, without special tokens."""
+        """Returns at least {"reward": float, "solved": bool}. The text is the response alone, without
+        special tokens."""
         ...
 
 
 @runtime_checkable
 class PreparesRecords(Protocol):
-    """A task that makes problems of records of data, too: of one's own files, or of datasets with columns of their own."""
+    """A task that makes problems of records of data, too: of one's own files, or of datasets with columns
+    of their own."""
 
     def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the problem that a row of `task.data` amounts to: with a prompt, as for `Task.problems`, and whatever scoring
-        needs. None leaves the row out, where an option asks for that. options: `task.options`.
+        """Returns the problem that a row of `task.data` amounts to: with a prompt, as for `Task.problems`,
+        and whatever scoring needs. None leaves the row out, where an option asks for that. options:
+        `task.options`.
 
-        The row's columns have the names that `task.columns` gives them, its values are those of JSON, and it has a
-        `problem_id`. The same row gives the same problem. A problem that `prepare` or `problems` has made is returned as it
-        is, for `tlt task --out` writes those to files that are data again.
+        The row's columns have the names that `task.columns` gives them, its values are those of JSON, and
+        it has a `problem_id`. The same row gives the same problem. A problem that `prepare` or `problems`
+        has made is returned as it is, for `tlt task --out` writes those to files that are data again.
         """
         ...
 
@@ -68,7 +74,8 @@ class WarmsUp(Protocol):
     """A task whose first score takes long, for it imports or builds something."""
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Runs once in every reward worker, before the first response and outside its time-out. options: `task.options`."""
+        """Runs once in every reward worker, before the first response and outside its time-out. options:
+        `task.options`."""
         ...
 
 
@@ -79,8 +86,8 @@ def warm_up(task: Task, options: Mapping[str, Any]) -> None:
 
 
 def get_task(name: str) -> Task:
-    """Returns the task called `name`: one of ours, a family's such as "reasoning-gym:chain_sum", or the user's own as
-    "package.module:object". Raises UserError."""
+    """Returns the task called `name`: one of ours, a family's such as "reasoning-gym:chain_sum", or the
+    user's own as "package.module:object". Raises UserError."""
     family, colon, member = name.partition(":")
     if colon and family in FAMILIES:
         make_task: Callable[[str], Task] = get_object(f"task {name!r}", FAMILIES[family])
@@ -94,22 +101,28 @@ def get_task(name: str) -> Task:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a __getattr__ of the user's raises
-        raise UserError(f"task {name!r}: cannot be asked for its methods ({describe(error)}); correct it") from None
+        raise UserError(
+            f"task {name!r}: cannot be asked for its methods ({describe(error)}); correct it"
+        ) from None
     if not is_task:
-        raise UserError(f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task")
+        raise UserError(
+            f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task"
+        )
     return task
 
 
 def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
-    """Returns the problems that the task called `name` makes, checked. Raises UserError for an option that it does not know or
-    take, for whatever it raises, and for problems that break its promise."""
+    """Returns the problems that the task called `name` makes, checked. Raises UserError for an option that
+    it does not know or take, for whatever it raises, and for problems that break its promise."""
     task = get_task(name)
     if isinstance(task, type):
         raise UserError(f"task {name}: is a class; give an object of it, such as TASK = {task.__name__}()")
     try:
         parameters = inspect.signature(task.problems)
     except (TypeError, ValueError) as error:
-        raise UserError(f"task {name}: problems cannot be called ({describe(error)}); make it a method") from None
+        raise UserError(
+            f"task {name}: problems cannot be called ({describe(error)}); make it a method"
+        ) from None
     try:
         parameters.bind(num, seed, **options)
     except TypeError as error:
@@ -120,11 +133,17 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever the user's code raises
-        raise UserError(f"task {name}: problems() failed ({describe(error)}); correct it, or its options") from None
+        raise UserError(
+            f"task {name}: problems() failed ({describe(error)}); correct it, or its options"
+        ) from None
     if not isinstance(problems, list):
-        raise UserError(f"task {name}: problems() returned a {type(problems).__name__}; it must be a list of problems")
+        raise UserError(
+            f"task {name}: problems() returned a {type(problems).__name__}; it must be a list of problems"
+        )
     if not problems:
-        raise UserError(f"task {name}: gave no problems for seed {seed} and options {dict(options)}; change them")
+        raise UserError(
+            f"task {name}: gave no problems for seed {seed} and options {dict(options)}; change them"
+        )
     numbers: dict[str, int] = {}
     for number, problem in enumerate(problems, start=1):
         place = f"task {name}, problem {number}"
@@ -132,25 +151,35 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
             raise UserError(f"{place}: is a {type(problem).__name__}; it must be a dict")
         problem_id = get_id(place, problem)
         if problem_id in numbers:
-            raise UserError(f"{place}: problem_id {problem_id!r} is that of problem {numbers[problem_id]}; make it unique")
+            raise UserError(
+                f"{place}: problem_id {problem_id!r} is that of problem {numbers[problem_id]}; make it unique"
+            )
         numbers[problem_id] = number
     return problems
 
 
-def prepare_records(name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]) -> list[tuple[str, Record]]:
-    """Returns (place, problem) pairs for pairs of (place, row of data): the rows themselves where the task called `name`
-    prepares none. Raises UserError, which names the place, for whatever its prepare() raises or returns instead."""
+def prepare_records(
+    name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]
+) -> list[tuple[str, Record]]:
+    """Returns (place, problem) pairs for pairs of (place, row of data): the rows themselves where the task
+    called `name` prepares none. Raises UserError, which names the place, for whatever its prepare() raises
+    or returns instead."""
     task = get_task(name)
     if not isinstance(task, PreparesRecords):
         return [*records]
     prepared = [(place, _prepare(name, task, place, row, options)) for place, row in records]
     problems = [(place, problem) for place, problem in prepared if problem is not None]
     if records and not problems:
-        raise UserError(f"{records[0][0]}: task {name}: leaves out this row and all others; change task.options, or the data")
+        raise UserError(
+            f"{records[0][0]}: task {name}: leaves out this row and all others; change task.options, or the "
+            "data"
+        )
     return problems
 
 
-def _prepare(name: str, task: PreparesRecords, place: str, row: Record, options: Mapping[str, Any]) -> Record | None:
+def _prepare(
+    name: str, task: PreparesRecords, place: str, row: Record, options: Mapping[str, Any]
+) -> Record | None:
     try:
         problem = task.prepare(row, options)
     except UserError as error:
@@ -158,17 +187,23 @@ def _prepare(name: str, task: PreparesRecords, place: str, row: Record, options:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the user's code raises
-        raise UserError(f"{place}: task {name}: prepare() failed ({describe(error)}); correct it, or the row") from None
+        raise UserError(
+            f"{place}: task {name}: prepare() failed ({describe(error)}); correct it, or the row"
+        ) from None
     if problem is None:
         return None
     if not isinstance(problem, dict):
-        raise UserError(f"{place}: task {name}: prepare() returned a {type(problem).__name__}; it must be a dict")
+        raise UserError(
+            f"{place}: task {name}: prepare() returned a {type(problem).__name__}; it must be a dict"
+        )
     return {"problem_id": row["problem_id"], **problem} if "problem_id" in row else problem
 
 
 def _describe_refusal(known: list[str], options: Mapping[str, Any], error: TypeError) -> str:
     """Returns why problems() cannot be called with the options: what it takes, and what to remove."""
-    unknown = [option for option in options if option not in known] if "unexpected keyword" in str(error) else []
+    unknown = (
+        [option for option in options if option not in known] if "unexpected keyword" in str(error) else []
+    )
     if "split" in unknown:
         return 'problems() does not take split, which is "train" or "test"; write problems(self, num, seed, split, **options)'
     if not unknown:

@@ -1,15 +1,16 @@
-"""Countdown: reach a target from a few numbers, using every number exactly once. Knows puzzles and text, not models.
+"""Countdown: reach a target from a few numbers, using every number exactly once. Knows puzzles and text, not
+models.
 
-A puzzle is numbers and a target. A step takes two of the remaining numbers and puts back the result of `+ - * /`;
-results are positive integers and division is exact. The text a model reads and writes:
+A puzzle is numbers and a target. A step takes two of the remaining numbers and puts back the result of `+ - *
+/`; results are positive integers and division is exact. The text a model reads and writes:
 
     prompt     [2,9,16:5]                                              numbers in order, then the target
     response   16-9=7[2,7:5]7-2=5!16-9=7,7-2=5                         search, `!`, the answer's steps
     response   16+9=25[2,25:5]25-2=23x25+2=27x25*2=50x[2,9,16:5]16-9=7[2,7:5]7-2=5!16-9=7,7-2=5
 
-`x` marks a last step that missed the target. When every move of a state has failed, its parent is written out again.
-Each state restates what is left *and* the target, so that the next step depends on nearby text only: that is what lets
-a model of a few million parameters learn the search.
+`x` marks a last step that missed the target. When every move of a state has failed, its parent is written out
+again. Each state restates what is left *and* the target, so that the next step depends on nearby text only:
+that is what lets a model of a few million parameters learn the search.
 
 This file runs in reward workers: it imports neither torch nor transformers.
 """
@@ -50,7 +51,7 @@ class Puzzle:
         return split_of(str(self))
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The rules
 
 
@@ -70,7 +71,8 @@ def apply(a: int, operator: str, b: int) -> int | None:
 
 @lru_cache(maxsize=1 << 16)
 def moves(numbers: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns every step and the state it leads to, larger numbers first; one step for each distinct next state."""
+    """Returns every step and the state it leads to, larger numbers first; one step for each distinct next
+    state."""
     found: dict[tuple[int, ...], str] = {}
     for i in range(len(numbers) - 1, 0, -1):
         for j in range(i - 1, -1, -1):
@@ -109,13 +111,15 @@ def is_correct(puzzle: Puzzle, answer: str) -> bool:
     return remaining == [puzzle.target]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The task
 
 
-def draw_puzzle(rng: random.Random, split: Split, mix: Mapping[int, float], max_number: int, max_target: int) -> Puzzle:
-    """Draws a solvable puzzle of the split: how many numbers, then which, then a target among those they reach. Raises
-    UserError for options that leave so few puzzles that none is found."""
+def draw_puzzle(
+    rng: random.Random, split: Split, mix: Mapping[int, float], max_number: int, max_target: int
+) -> Puzzle:
+    """Draws a solvable puzzle of the split: how many numbers, then which, then a target among those they
+    reach. Raises UserError for options that leave so few puzzles that none is found."""
     counts = list(mix)
     (count,) = rng.choices(counts, [mix[c] for c in counts])
     for _ in range(MAX_TRIES):
@@ -125,7 +129,8 @@ def draw_puzzle(rng: random.Random, split: Split, mix: Mapping[int, float], max_
         if puzzles:
             return rng.choice(puzzles)
     raise UserError(
-        f"task countdown: options max_number {max_number}, max_target {max_target}: none of {MAX_TRIES:,} draws of {count}"
+        f"task countdown: options max_number {max_number}, max_target {max_target}: none of {MAX_TRIES:,} "
+        f"draws of {count}"
         f" numbers is a {split} puzzle; raise max_target, change max_number, or leave {count} out of mix"
     )
 
@@ -153,9 +158,13 @@ class Countdown:
         checked = check_split("countdown", split)
         weights = {int(count): float(weight) for count, weight in (mix or DEFAULT_MIX).items()}
         if not set(weights) <= {2, 3, 4, 5} or min(weights.values()) < 0 or sum(weights.values()) <= 0:
-            raise ValueError(f"countdown mix {weights} is not valid: give positive weights to counts between 2 and 5")
+            raise ValueError(
+                f"countdown mix {weights} is not valid: give positive weights to counts between 2 and 5"
+            )
         if max_number < 2 or max_target < 2:
-            raise ValueError(f"countdown max_number {max_number}, max_target {max_target}: both must be at least 2")
+            raise ValueError(
+                f"countdown max_number {max_number}, max_target {max_target}: both must be at least 2"
+            )
         problems = []
         for index in range(num):
             rng = random.Random(f"countdown {split} {seed} {index}")
@@ -171,7 +180,8 @@ class Countdown:
         return problems
 
     def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
-        """Rewards 1.0 when the text after the last `!` solves the puzzle, else 0.0; the search before it is not judged."""
+        """Rewards 1.0 when the text after the last `!` solves the puzzle, else 0.0; the search before it
+        is not judged."""
         puzzle = Puzzle(tuple(problem["numbers"]), problem["target"])
         _, mark, answer = response_text.rpartition("!")
         solved = bool(mark) and is_correct(puzzle, answer)

@@ -8,13 +8,19 @@ from tlt.types import UserError
 
 
 class Data:
-    """Stands for "no task": the rows of the data are the problems, and rewards.functions score the responses."""
+    """Stands for "no task": the rows of the data are the problems, and rewards.functions score the
+    responses."""
 
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
         """Raises UserError: there are the data's rows alone."""
         if options.get("split") == "test":
-            raise UserError("task data: makes no held-out problems; give data to evaluation, or evaluation.num_problems = 0")
-        raise UserError("task data: makes no problems; give a file or dataset of them to [task], or a task.name")
+            raise UserError(
+                "task data: makes no held-out problems; give data to evaluation, or "
+                "evaluation.num_problems = 0"
+            )
+        raise UserError(
+            "task data: makes no problems; give a file or dataset of them to [task], or a task.name"
+        )
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
         """Raises UserError: functions score."""

@@ -1,13 +1,15 @@
-r"""Mathematics with known answers: records of the usual data sets become prompts, responses are scored by math-verify.
+r"""Mathematics with known answers: records of the usual data sets become prompts, responses are scored by
+math-verify.
 
     GSM8K                 question, answer ("… #### 42")
     MATH, MATH-500        problem, solution ("… \boxed{42} …"), perhaps answer; level, type
     DAPO-17k, Eurus-2-RL  data_source, prompt (messages), ability, reward_model.ground_truth, extra_info (verl's columns)
     TRL's                 prompt (text or messages), and answer or solution
 
-Knows records and text, not models. math-verify and sympy are imported when a reward worker starts. math-verify would
-bound its own time with SIGALRM; here the reward worker's process has the time-out (`rewards.timeout_seconds`), which holds for
-sympy's C code, too. With `rewards.num_workers = 0` there is none: an answer such as `9^{9^{9^9}}` may then stop the run.
+Knows records and text, not models. math-verify and sympy are imported when a reward worker starts.
+math-verify would bound its own time with SIGALRM; here the reward worker's process has the time-out
+(`rewards.timeout_seconds`), which holds for sympy's C code, too. With `rewards.num_workers = 0` there is
+none: an answer such as `9^{9^{9^9}}` may then stop the run.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from tlt.types import UserError
 
 QUESTIONS = ("question", "problem", "prompt")
 ANSWERS = ("answer", "solution", "ground_truth")
-"""Columns that hold the question and the answer, the first of them that is there. verl's reward_model goes before."""
+"""Columns that hold the question and the answer, the first of them that is there. verl's reward_model goes
+before."""
 INSTRUCTION = r"{question} Let's think step by step and output the final answer within \boxed{}."
 LONGEST_ANSWER = 200
 """Characters of an answer that stands alone; a longer text without a mark is a derivation."""
@@ -38,19 +41,25 @@ Other = Literal["refuse", "skip"]
 
 
 def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "marked") -> Record:
-    """Returns the problem that a data set's record states: its id (a digest of what it says), its prompt, its answer.
+    """Returns the problem that a data set's record states: its id (a digest of what it says), its prompt, its
+    answer.
 
-    A question becomes text by `template`; one that is chat messages stays as it is. Raises UserError for a record that lacks
-    one of the two, and for another ability than math.
+    A question becomes text by `template`; one that is chat messages stays as it is. Raises UserError for a
+    record that lacks one of the two, and for another ability than math.
     """
     if not is_mathematics(record):
         raise UserError(f"task math: ability is {record['ability']!r}, not math; leave the record out")
     column, text = _answer_column(record)
     if find_answer(text, "marked") is None and len(text) > LONGEST_ANSWER:
-        raise UserError(f"task math: {column} marks no answer by \\boxed{{}}, #### or Answer: {_short(text)}; leave it out")
+        raise UserError(
+            f"task math: {column} marks no answer by \\boxed{{}}, #### or Answer: {_short(text)}; leave it "
+            "out"
+        )
     question, answer = question_of(record), gold_answer(record)
     prompt = (
-        {"prompt": template.replace("{question}", question.strip())} if isinstance(question, str) else {"messages": question}
+        {"prompt": template.replace("{question}", question.strip())}
+        if isinstance(question, str)
+        else {"messages": question}
     )
     digest = hashlib.blake2b(f"{prompt}\n{answer}".encode(), digest_size=8).hexdigest()
     return {"problem_id": f"math-{digest}", **prompt, "answer": answer, "search": search}
@@ -65,17 +74,23 @@ def question_of(record: Mapping[str, Any]) -> str | list[Record]:
     """Returns the record's question: text, or chat messages."""
     column = next((column for column in QUESTIONS if record.get(column)), None)
     if column is None:
-        raise UserError(f"task math: no question among the columns {sorted(record)}; name it one of {', '.join(QUESTIONS)}")
+        raise UserError(
+            f"task math: no question among the columns {sorted(record)}; name it one of "
+            f"{', '.join(QUESTIONS)}"
+        )
     question = record[column]
     if isinstance(question, str):
         return question
-    if isinstance(question, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in question):
+    if isinstance(question, list) and all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in question
+    ):
         return question
     raise UserError(f"task math: {column} is {_short(question)}; it must be text or chat messages")
 
 
 def gold_answer(record: Mapping[str, Any]) -> str:
-    r"""Returns the record's answer: what its text marks by `####`, `\boxed{}` or `Answer:`, else the whole text."""
+    r"""Returns the record's answer: what its text marks by `####`, `\boxed{}` or `Answer:`, else the whole
+    text."""
     _, text = _answer_column(record)
     return find_answer(text, "marked") or text.strip()
 
@@ -87,7 +102,9 @@ def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
     else:
         column, text = next(((c, record[c]) for c in ANSWERS if record.get(c) is not None), ("", None))
     if not column:
-        raise UserError(f"task math: no answer among the columns {sorted(record)}; name it one of {', '.join(ANSWERS)}")
+        raise UserError(
+            f"task math: no answer among the columns {sorted(record)}; name it one of {', '.join(ANSWERS)}"
+        )
     if isinstance(text, int | float) and not isinstance(text, bool):
         text = str(text)
     if not isinstance(text, str) or not text.strip():
@@ -95,16 +112,19 @@ def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
     return column, text
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Scoring
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether an answer equals the gold one as mathematics. Raises ValueError for a gold one that math-verify cannot read."""
+    """Whether an answer equals the gold one as mathematics. Raises ValueError for a gold one that
+    math-verify cannot read."""
     parse, verify = _math_verify()
     expected = _parsed(gold)
     if not expected:
-        raise ValueError(f"the answer {gold!r} is no mathematics that math-verify can read; leave the problem out")
+        raise ValueError(
+            f"the answer {gold!r} is no mathematics that math-verify can read; leave the problem out"
+        )
     return bool(verify(expected, parse(_as_latex(answer)), timeout_seconds=None))
 
 
@@ -119,7 +139,9 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
     require_math_verify()
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing bounds its time: the worker's pool does
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that nothing bounds its time: the worker's pool does
     targets = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig())
     return lambda text: math_verify.parse(text, targets, parsing_timeout=None), math_verify.verify
 
@@ -135,7 +157,7 @@ def require_math_verify() -> None:
         raise UserError(f"task math: math-verify is not installed; {how_to_install('math')}")
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The task
 
 
@@ -155,7 +177,8 @@ class Math:
         search: Search = "marked",
         other: Other = "refuse",
     ) -> list[Record]:
-        r"""Returns up to `num` problems of a file of records, in an order drawn by `seed`. Equal problems count once.
+        r"""Returns up to `num` problems of a file of records, in an order drawn by `seed`. Equal problems
+        count once.
 
         train      JSONL of records to train on, relative to the working directory
         test       JSONL of held-out records; without it one question in eight of `train` is held out, by its text
@@ -182,11 +205,14 @@ class Math:
         return chosen[:num]
 
     def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
-        """Returns the problem that a row of `task.data` states; a problem made here is returned as it is. Of the options,
-        template, search and other count."""
+        """Returns the problem that a row of `task.data` states; a problem made here is returned as it is.
+        Of the options, template, search and other count."""
         chosen = {"template": INSTRUCTION, "search": "marked", "other": "refuse", **options}
         if unknown := set(options) - {"template", "search", "other"}:
-            raise UserError(f"task math: takes no option {min(unknown)!r} with data; known ones are template, search and other")
+            raise UserError(
+                f"task math: takes no option {min(unknown)!r} with data; known ones are template, search "
+                "and other"
+            )
         template, search, other = chosen["template"], chosen["search"], chosen["other"]
         _check_options(template, search, other)
         if other == "skip" and not is_mathematics(record):
@@ -194,14 +220,17 @@ class Math:
         return record if "search" in record else to_problem(record, template, search)
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Imports math-verify and sympy, which takes a second or more, and has them compare a first answer."""
+        """Imports math-verify and sympy, which takes a second or more, and has them compare a first
+        answer."""
         is_equal("1", "1")
 
     def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
-        """Rewards 1.0 when the response's answer, sought after any thinking, equals the problem's as mathematics, else 0.0.
+        """Rewards 1.0 when the response's answer, sought after any thinking, equals the problem's as
+        mathematics, else 0.0.
 
-        A problem of one's own needs an answer in a column that `gold_answer` knows; `search` and `thinking_ends` (the tag
-        after which the answer is sought; "" for a model without one) are optional.
+        A problem of one's own needs an answer in a column that `gold_answer` knows; `search` and
+        `thinking_ends` (the tag after which the answer is sought; "" for a model without one) are
+        optional.
         """
         tag = problem.get("thinking_ends", "</think>")
         text = after_thinking(response_text, tag) if tag else response_text

@@ -1,4 +1,5 @@
-"""Several tasks as one: problems of each by weight, every response scored by the task of its problem. Knows no task itself.
+"""Several tasks as one: problems of each by weight, every response scored by the task of its problem. Knows
+no task itself.
 
     [task]
     name = "mixture"
@@ -10,8 +11,8 @@
     options = { max_terms = 4 }
     label = "sums"                   stands before its problem ids and in metrics.jsonl; by default the name
 
-A problem says which part it is of: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum", …}
-This file runs in reward workers: it imports nothing heavy.
+A problem says which part it is of: {"problem_id": "sums/…", "task": "sums", "scored_by":
+"reasoning-gym:chain_sum", …} This file runs in reward workers: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Part:
-    """One task of a mixture. weight: its share of the problems is weight / sum of all weights.  label: what it is called."""
+    """One task of a mixture. weight: its share of the problems is weight / sum of all weights.
+    label: what it is called."""
 
     name: str
     weight: float
@@ -41,18 +43,23 @@ class Mixture:
     def problems(
         self, num: int, seed: int, split: str, tasks: Sequence[Mapping[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """Returns `num` problems, evenly mixed: of each part its share, rounded to whole problems that sum to `num`.
+        """Returns `num` problems, evenly mixed: of each part its share, rounded to whole problems that sum to
+        `num`.
 
-        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]; a part's seed is the mixture's.
+        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]; a part's seed is the
+            mixture's.
         """
         parts = _read_parts(tasks)
         quotas = divide(num, [part.weight for part in parts])
         mixed = []
         for order, (part, quota) in enumerate(zip(parts, quotas, strict=True)):
-            problems = make_problems(part.name, quota, seed, {"split": split, **part.options}) if quota else []
+            problems = (
+                make_problems(part.name, quota, seed, {"split": split, **part.options}) if quota else []
+            )
             if len(problems) < quota:
                 raise UserError(
-                    f"task mixture: {part.label} gives {len(problems)} {split} problems of the {quota} that are its share;"
+                    f"task mixture: {part.label} gives {len(problems)} {split} problems of the {quota} that "
+                    "are its share;"
                     " lower its weight, or the number of problems"
                 )
             for index, problem in enumerate(problems[:quota]):
@@ -75,8 +82,8 @@ TASK = Mixture()
 
 
 def divide(num: int, weights: Sequence[float]) -> list[int]:
-    """Returns whole numbers in proportion to the weights that sum to `num`: each is its share rounded down, and the largest
-    remainders, the first of equal ones, get one more (Hamilton's method)."""
+    """Returns whole numbers in proportion to the weights that sum to `num`: each is its share rounded
+    down, and the largest remainders, the first of equal ones, get one more (Hamilton's method)."""
     total = sum(weights)
     shares = [num * weight / total for weight in weights]
     quotas = [int(share) for share in shares]
@@ -89,15 +96,25 @@ def divide(num: int, weights: Sequence[float]) -> list[int]:
 def _mark(problem: Mapping[str, Any], part: Part) -> dict[str, Any]:
     for key in ("task", "scored_by"):
         if key in problem:
-            raise UserError(f"task mixture: problems of {part.label} have a column {key!r}, which the mixture gives; rename it")
-    return {**problem, "problem_id": f"{part.label}/{problem['problem_id']}", "task": part.label, "scored_by": part.name}
+            raise UserError(
+                f"task mixture: problems of {part.label} have a column {key!r}, which the mixture gives; "
+                "rename it"
+            )
+    return {
+        **problem,
+        "problem_id": f"{part.label}/{problem['problem_id']}",
+        "task": part.label,
+        "scored_by": part.name,
+    }
 
 
 def _read_parts(tasks: Any) -> list[Part]:
     """Returns the parts that the option `tasks` describes. Raises UserError."""
     place = "task mixture: options.tasks"
     if not isinstance(tasks, list) or not tasks:
-        raise UserError(f'{place} is {tasks!r}; give a list such as [{{"name": "countdown", "weight": 1}}, …]')
+        raise UserError(
+            f'{place} is {tasks!r}; give a list such as [{{"name": "countdown", "weight": 1}}, …]'
+        )
     parts = [_read_part(f"{place}[{index}]", entry) for index, entry in enumerate(tasks)]
     label, count = Counter(part.label for part in parts).most_common(1)[0]
     if count > 1:

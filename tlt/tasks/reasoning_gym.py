@@ -1,13 +1,15 @@
-"""The generators of reasoning-gym as tasks: `reasoning-gym:chain_sum` and a hundred more, scored by their own score_answer.
+"""The generators of reasoning-gym as tasks: `reasoning-gym:chain_sum` and a hundred more, scored by their own
+score_answer.
 
     --task.name reasoning-gym:chain_sum --task.options.max_terms 4
 
-A problem says by which options, seed and index it was made, and the scorer makes it again: what some generators keep beside
-question and answer does not survive JSON. Which split a question belongs to is a function of its text alone: a generator that
-repeats itself under another seed puts no test question into training.
+A problem says by which options, seed and index it was made, and the scorer makes it again: what some
+generators keep beside question and answer does not survive JSON. Which split a question belongs to is a
+function of its text alone: a generator that repeats itself under another seed puts no test question into
+training.
 
-Some generators walk through sets, so that they draw otherwise in every process whose hashes are seeded at random. Problems are
-drawn, and reward workers run, with PYTHONHASHSEED=0.
+Some generators walk through sets, so that they draw otherwise in every process whose hashes are seeded at
+random. Problems are drawn, and reward workers run, with PYTHONHASHSEED=0.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ TEMPLATES = {
     "boxed": "{question}\n\nPut the final answer into \\boxed{}.",
     "whole": "{question}",
 }
-"""Prompts by where the answer is sought: in the last <answer>…</answer>, in the last \\boxed{…}, or in all of the response."""
+"""Prompts by where the answer is sought: in the last <answer>…</answer>, in the last \\boxed{…}, or in all
+of the response."""
 
 OWN_OPTIONS = ("answer_in", "template", "solved_at")
 NO_OPTIONS = ("seed", "size")
@@ -45,7 +48,8 @@ NO_OPTIONS = ("seed", "size")
 
 
 class Drawn(NamedTuple):
-    """A question, the generator's answer where it has one, and the options, seed, size and index that make it again."""
+    """A question, the generator's answer where it has one, and the options, seed, size and index that make
+    it again."""
 
     question: str
     answer: str | None
@@ -63,7 +67,8 @@ def make_task(name: str) -> ReasoningGym:
 
 
 class ReasoningGym:
-    """Problems of one generator. Rewards are its scores, from 0 to 1: some give a part for a part of the answer."""
+    """Problems of one generator. Rewards are its scores, from 0 to 1: some give a part for a part of the
+    answer."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -80,8 +85,10 @@ class ReasoningGym:
     ) -> list[dict[str, Any]]:
         """Returns `num` problems with different questions.
 
-        answer_in: where the response has its answer, "tag", "boxed" or "whole".  template: the prompt, {question} standing for
-        the question; by default one that asks for the answer in its place.  solved_at: the least score of a solved problem.
+        answer_in: where the response has its answer, "tag", "boxed" or "whole".
+        template: the prompt, {question} standing for the question; by default one that asks for the answer in
+            its place.
+        solved_at: the least score of a solved problem.
         options: those of the generator's configuration.
         """
         place = f"task reasoning-gym:{self.name}"
@@ -110,7 +117,8 @@ class ReasoningGym:
         entry = _make_entry(self.name, settings, problem["made_by"]["index"])
         if entry["question"] != problem["question"]:
             raise UserError(
-                f"task reasoning-gym:{self.name}: problem {problem['problem_id']} was drawn otherwise; draw it again with this"
+                f"task reasoning-gym:{self.name}: problem {problem['problem_id']} was drawn otherwise; draw "
+                "it again with this"
                 " version of reasoning-gym, and score in worker processes or with PYTHONHASHSEED=0"
             )
         answer = _extract(response_text, problem["answer_in"])
@@ -119,14 +127,17 @@ class ReasoningGym:
 
 
 def draw(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Returns `num` different questions of a split: the same in every process, for it asks one whose hashes are not random."""
+    """Returns `num` different questions of a split: the same in every process, for it asks one whose
+    hashes are not random."""
     _check_options(name, options)
     if not sys.flags.hash_randomization:
         return _draw_here(name, num, seed, split, options)
     command = [sys.executable, "-c", "from tlt.tasks.reasoning_gym import _answer; _answer()"]
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     asked = json.dumps([name, num, seed, split, options])
-    done = subprocess.run(command, input=asked, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, input=asked, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     mistake, drawn = json.loads(done.stdout)
     if mistake:
         raise UserError(mistake)
@@ -134,21 +145,28 @@ def draw(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any
 
 
 def _answer() -> None:
-    """Runs in the process that draws: reads what is asked for, and writes a user's mistake or "", and what was drawn."""
+    """Runs in the process that draws: reads what is asked for, and writes a user's mistake or "", and what
+    was drawn."""
     name, num, seed, split, options = json.load(sys.stdin)
     try:
         answer = ["", _draw_here(name, num, seed, split, options)]
     except UserError as error:
         answer = [str(error), []]
     except Exception as error:  # a generator raises what it likes; the parent shall say it in one line
-        answer = [f"task reasoning-gym:{name}: the generator failed with options {options} ({describe(error)})", []]
+        answer = [
+            f"task reasoning-gym:{name}: the generator failed with options {options} ({describe(error)})",
+            [],
+        ]
     json.dump(answer, sys.stdout)
 
 
 def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Raises UserError where so many indices give fewer questions that the generator seems to have no more."""
+    """Raises UserError where so many indices give fewer questions that the generator seems to have no
+    more."""
     share = 1 / TEST_ONE_IN if split == "test" else 1 - 1 / TEST_ONE_IN
-    first = int(_digest(f"{name}/{seed}"), 16) % 2**31  # an index counts on from the seed: 0 and 1 would overlap
+    first = (
+        int(_digest(f"{name}/{seed}"), 16) % 2**31
+    )  # an index counts on from the seed: 0 and 1 would overlap
     found: dict[str, Drawn] = {}
     for factor in (2, 8, 32):
         size = factor * math.ceil(num / share) + 64
@@ -159,19 +177,25 @@ def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[st
                 return list(found.values())
             entry = _make_entry(name, _settings(source), index)
             if split_of(entry["question"]) == split:
-                found.setdefault(entry["question"], Drawn(entry["question"], entry["answer"], {**source, "index": index}))
+                found.setdefault(
+                    entry["question"], Drawn(entry["question"], entry["answer"], {**source, "index": index})
+                )
     raise UserError(
-        f"task reasoning-gym:{name}: gives only {len(found)} different {split} questions with options {options};"
+        f"task reasoning-gym:{name}: gives only {len(found)} different {split} questions with options "
+        f"{options};"
         " ask for fewer (task.num_problems, evaluation.num_problems), or widen the options"
     )
 
 
 def _generators() -> Mapping[str, Any]:
-    """Returns name → (data set, configuration). The one that mixes others is left out: TLT has its own mixture."""
+    """Returns name → (data set, configuration). The one that mixes others is left out: TLT has its own
+    mixture."""
     try:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
-        raise UserError(f"task reasoning-gym: no module {error.name!r}; {how_to_install('reasoning-gym')}") from None
+        raise UserError(
+            f"task reasoning-gym: no module {error.name!r}; {how_to_install('reasoning-gym')}"
+        ) from None
     return {name: kinds for name, kinds in DATASETS.items() if name != "composite"}
 
 
@@ -183,7 +207,8 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
             nearest = difflib.get_close_matches(option, known, n=1)
             hint = f"did you mean {nearest[0]}? " if nearest else ""
             raise UserError(
-                f"task reasoning-gym:{name}: unknown option {option!r}; {hint}known are {', '.join([*known, *OWN_OPTIONS])}"
+                f"task reasoning-gym:{name}: unknown option {option!r}; {hint}known are "
+                f"{', '.join([*known, *OWN_OPTIONS])}"
             )
 
 
@@ -194,7 +219,8 @@ def _settings(source: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=8)
 def _make_dataset(name: str, settings: str) -> Any:
-    """Returns the data set. Lists become tuples where the configuration has those. Raises UserError for what it refuses."""
+    """Returns the data set. Lists become tuples where the configuration has those. Raises UserError for
+    what it refuses."""
     dataset, config = _generators()[name]
     defaults, values = config(), json.loads(settings)
     for option, value in values.items():
@@ -206,12 +232,15 @@ def _make_dataset(name: str, settings: str) -> Any:
     except (AssertionError, TypeError, ValueError) as error:
         options = {option: value for option, value in values.items() if option not in NO_OPTIONS}
         reason = " ".join(str(error).split())
-        raise UserError(f"task reasoning-gym:{name}: refuses the options {options} ({reason}); correct them") from None
+        raise UserError(
+            f"task reasoning-gym:{name}: refuses the options {options} ({reason}); correct them"
+        ) from None
 
 
 @lru_cache(maxsize=64)
 def _make_entry(name: str, settings: str, index: int) -> dict[str, Any]:
-    """Returns an entry of the data set; the samples of a group follow each other and share it. Some generators print."""
+    """Returns an entry of the data set; the samples of a group follow each other and share it. Some
+    generators print."""
     with contextlib.redirect_stdout(io.StringIO()):
         entry: dict[str, Any] = _make_dataset(name, settings)[index]
     return entry

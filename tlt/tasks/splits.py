@@ -1,4 +1,5 @@
-"""Train or test: a function of a problem's content alone, so that the two share nothing, whatever the seeds. Knows no task."""
+"""Train or test: a function of a problem's content alone, so that the two share nothing, whatever the
+seeds. Knows no task."""
 
 from __future__ import annotations
 

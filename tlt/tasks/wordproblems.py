@@ -1,12 +1,13 @@
-r"""Arithmetic word problems: drawn, told in English and solved by templates, scored exactly. Knows text, not models.
+r"""Arithmetic word problems: drawn, told in English and solved by templates, scored exactly. Knows text, not
+models.
 
     chain      12+7-4                                            a number, and one to four operations from left to right
     problem    Mia has 12 apples. Ben gives her 7 more. …        the chain told as a story
     worked     12+7=19. 19-4=15. The answer is \boxed{15}.
     terse      The answer is \boxed{15}.
 
-A chain belongs to the train or to the test split whatever story tells it: no arithmetic of a test problem occurs in training
-under other names. Results are positive integers and division is exact.
+A chain belongs to the train or to the test split whatever story tells it: no arithmetic of a test problem
+occurs in training under other names. Results are positive integers and division is exact.
 
 This file runs in reward workers: it imports neither torch nor transformers.
 """
@@ -46,7 +47,8 @@ class Difficulty:
         steps, counts = dict(self.steps), range(1, MAX_STEPS + 1)
         if not set(steps) <= set(counts) or min(steps.values(), default=0) < 0 or sum(steps.values()) <= 0:
             raise UserError(
-                f"word-problems: steps is {steps}; give positive weights to numbers of operations from 1 to {MAX_STEPS}"
+                f"word-problems: steps is {steps}; give positive weights to numbers of operations from 1 to "
+                f"{MAX_STEPS}"
             )
         if self.max_number < 4 or self.max_result < self.max_number:
             raise UserError(
@@ -93,7 +95,7 @@ def apply(a: int, operator: str, b: int) -> int:
     return result
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Arithmetic
 
 
@@ -111,7 +113,9 @@ def draw_chain(rng: random.Random, split: Split, difficulty: Difficulty) -> Chai
         chain = Chain(start, tuple(steps))
         if len(steps) == count and chain.split == split:
             return chain
-    raise UserError(f"word-problems: no {split} problem of {count} operations within {difficulty}; raise the limits")
+    raise UserError(
+        f"word-problems: no {split} problem of {count} operations within {difficulty}; raise the limits"
+    )
 
 
 def _possible_steps(value: int, difficulty: Difficulty) -> dict[str, Sequence[int]]:
@@ -126,7 +130,7 @@ def _possible_steps(value: int, difficulty: Difficulty) -> dict[str, Sequence[in
     return {operator: numbers for operator, numbers in operands.items() if numbers}
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # English
 
 WOMEN = ("Mia", "Anna", "Zoe", "Lena", "Rosa", "Emma", "Nora", "Ines", "Ada", "Tess", "Ruth", "Olga")
@@ -193,7 +197,9 @@ QUESTIONS = (
 def tell(chain: Chain, rng: random.Random) -> str:
     """Returns the chain as a story that ends in a question."""
     is_woman = rng.random() < 0.5
-    people, others = (WOMEN, MEN) if is_woman else (MEN, WOMEN)  # so that a pronoun means one of the two alone
+    people, others = (
+        (WOMEN, MEN) if is_woman else (MEN, WOMEN)
+    )  # so that a pronoun means one of the two alone
     words = {
         "name": rng.choice(people),
         "she": "she" if is_woman else "he",
@@ -205,7 +211,9 @@ def tell(chain: Chain, rng: random.Random) -> str:
     sentences: list[str] = []
 
     def say(templates: tuple[str, ...], operand: int = 0) -> None:
-        text = rng.choice(templates).format_map({**words, "a": chain.start, "n": operand, "other": rng.choice(others)})
+        text = rng.choice(templates).format_map(
+            {**words, "a": chain.start, "n": operand, "other": rng.choice(others)}
+        )
         sentences.append(text[0].upper() + text[1:])
 
     steps = list(chain.steps)
@@ -227,7 +235,7 @@ def solve(chain: Chain, is_worked: bool) -> str:
     return " ".join([*work, rf"The answer is \boxed{{{chain.values[-1]}}}."])
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The task
 
 

@@ -1,4 +1,5 @@
-"""Arithmetic written out: running totals, once more from the next number, and so on until two of the totals agree.
+"""Arithmetic written out: running totals, once more from the next number, and so on until two of the totals
+agree.
 
     47 + 35 = 82           from left to right
     82 + 18 = 110          here a mistake
@@ -10,8 +11,9 @@
     65 + 35 = 100
     #### 100
 
-What a model reads in a warm-up, before RL. Some results may be wrong on purpose, so that it sees what follows a mistake; a
-piece of text says of itself whether it is to be learned. Knows neither models nor tokens.
+What a model reads in a warm-up, before RL. Some results may be wrong on purpose, so that it sees what
+follows a mistake; a piece of text says of itself whether it is to be learned. Knows neither models nor
+tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +36,13 @@ class Piece:
     is_learned: bool = True
 
 
-def write_solution(question: Question, *, is_checked: bool, mistakes: float = 0.0, rng: random.Random) -> list[Piece]:
+def write_solution(
+    question: Question, *, is_checked: bool, mistakes: float = 0.0, rng: random.Random
+) -> list[Piece]:
     """Returns the solution of a question, piece by piece; the answer that it gives at its end is right.
 
-    is_checked: whether it begins again until two totals agree.  mistakes: share of the results that are wrong, if it does.
+    is_checked: whether it begins again until two totals agree.
+    mistakes: share of the results that are wrong, if it does.
     """
     pieces: list[Piece] = []
     totals: list[int] = []
@@ -54,7 +59,9 @@ def write_solution(question: Question, *, is_checked: bool, mistakes: float = 0.
     return pieces
 
 
-def _add_steps(pieces: list[Piece], question: Question, numbers: Sequence[int], mistakes: float, rng: random.Random) -> int:
+def _add_steps(
+    pieces: list[Piece], question: Question, numbers: Sequence[int], mistakes: float, rng: random.Random
+) -> int:
     """Appends a line for each operation on the total so far, and returns the last total."""
     total = numbers[0]
     for number in numbers[1:]:

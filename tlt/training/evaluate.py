@@ -1,4 +1,5 @@
-"""Evaluates the policy on held-out problems: with the same noise every time, so that any two can be compared in pairs.
+"""Evaluates the policy on held-out problems: with the same noise every time, so that any two can be compared
+in pairs.
 
 best/    the policy of the best evaluation; which one that is stands in its config.json, under tlt_evaluation
 """
@@ -25,7 +26,7 @@ from tlt.types import Request
 MARK = "tlt_evaluation"
 
 
-# ── best/ ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── best/ ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def keep_best(run: Run, evaluation: Evaluation) -> None:
@@ -35,8 +36,9 @@ def keep_best(run: Run, evaluation: Evaluation) -> None:
 
 
 def settle_best(run: Run) -> None:
-    """Sees to it that best/ is of the best evaluation that the run has. What lies there may be of one that the run has gone
-    back behind; then the best policy is written again, if it is the one at hand, or nothing stays."""
+    """Sees to it that best/ is of the best evaluation that the run has. What lies there may be of one that
+    the run has gone back behind; then the best policy is written again, if it is the one at hand, or
+    nothing stays."""
     folder, best = run.out_dir / "best", run.evaluations.best
     held = tell(run.world, read_mark(folder) if run.world.is_leader else None)
     if held is None or (best is not None and best.step == held):
@@ -48,22 +50,26 @@ def settle_best(run: Run) -> None:
         return
     if run.world.is_leader:
         shutil.rmtree(folder.resolve())
-    lost = "" if best is None else f", and the best policy left, that {when(best.step)}, had been replaced by it"
+    lost = (
+        "" if best is None else f", and the best policy left, that {when(best.step)}, had been replaced by it"
+    )
     run.console.note(f"{gone}{lost}; it is removed until an evaluation is better")
 
 
 def read_mark(folder: Path) -> int | None:
-    """Returns after how many updates best/ was evaluated; None: there is none, or none that says so, such as an older TLT's."""
+    """Returns after how many updates best/ was evaluated; None: there is none, or none that says so, such
+    as an older TLT's."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(read_file(folder / "config.json"))[MARK]["step"])
     return None
 
 
-# ── evaluating ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluating ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def evaluate(run: Run) -> None:
-    """Solves the held-out problems with the policy as it is, unless that has been done; keeps the policy if it is the best."""
+    """Solves the held-out problems with the policy as it is, unless that has been done; keeps the policy
+    if it is the best."""
     settings = run.config.evaluation
     if not run.held_out or run.evaluations.is_done(run.step):
         return
@@ -94,7 +100,13 @@ def report(run: Run, evaluation: Evaluation, rewards: RewardSummary) -> None:
     if is_best and run.config.evaluation.keep_best and run.config.run.num_steps:
         keep_best(run, evaluation)
     run.evaluations.add(evaluation)
-    figures: Mapping[str, float | None] = {name: getattr(evaluation, name) for name in ("solve_rate", "reward", "seconds")}
-    run.tracking.log(run.step, {f"eval/{name}": value for name, value in figures.items() if value is not None})
+    figures: Mapping[str, float | None] = {
+        name: getattr(evaluation, name) for name in ("solve_rate", "reward", "seconds")
+    }
+    run.tracking.log(
+        run.step, {f"eval/{name}": value for name, value in figures.items() if value is not None}
+    )
     reward = evaluation.reward if run.evaluations.by_reward else None
-    run.console.evaluation(run.step, evaluation.solve_rate, evaluation.seconds, reward, is_best and best is not None)
+    run.console.evaluation(
+        run.step, evaluation.solve_rate, evaluation.seconds, reward, is_best and best is not None
+    )

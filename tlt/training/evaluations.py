@@ -3,8 +3,9 @@
 evaluations.jsonl   {"step": updates done, "solve_rate", "seconds", "by_problem": {problem id: share of samples solved},
                      "by_task": {task: share of samples solved}, "reward", "reward_by_problem", "num_unscored"}
 
-An evaluation is judged by its score: the solve rate, or the mean reward where reward functions alone score. One in which
-responses have no score is incomplete: it is written down, is not judged, and is done again by a resumed run that begins there.
+An evaluation is judged by its score: the solve rate, or the mean reward where reward functions alone
+score. One in which responses have no score is incomplete: it is written down, is not judged, and is done
+again by a resumed run that begins there.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from tlt.types import Reward
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A line of evaluations.jsonl. step: updates done.  solve_rate, reward: means over the problems; None: nothing was scored,
-    or the line is an older TLT's, which wrote no rewards.
-    by_problem, reward_by_problem: the share of a problem's scored samples that were solved, and their mean reward; a problem of
-    which none could be scored is left out.
+    """A line of evaluations.jsonl. step: updates done.
+    solve_rate, reward: means over the problems; None: nothing was scored, or the line is an older TLT's,
+        which wrote no rewards.
+    by_problem, reward_by_problem: the share of a problem's scored samples that were solved, and their mean
+        reward; a problem of which none could be scored is left out.
     by_task: the share of scored samples that were solved, by the problems' column `task`; empty without.
     num_unscored: responses without a score.
     """
@@ -53,7 +55,9 @@ class Evaluation:
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
             if reward.is_scored:
                 scored.setdefault(rollout.problem_id, []).append(reward)
-        solved = {problem: _mean([float(one.is_solved) for one in rewards]) for problem, rewards in scored.items()}
+        solved = {
+            problem: _mean([float(one.is_solved) for one in rewards]) for problem, rewards in scored.items()
+        }
         rewards = {problem: _mean([one.value for one in rewards]) for problem, rewards in scored.items()}
         summary = summarize(phase.rewards)
         return Evaluation(
@@ -81,16 +85,18 @@ _EVALUATION = TypeAdapter(Evaluation)
 
 
 def is_judged_by_reward(functions: Sequence[str]) -> bool:
-    """Returns whether the mean reward is the score: where the task's own score is not among the reward functions, nothing but
-    rewards.solved_at says what is solved, and no response may ever come so far."""
+    """Returns whether the mean reward is the score: where the task's own score is not among the reward
+    functions, nothing but rewards.solved_at says what is solved, and no response may ever come so far."""
     return bool(functions) and OWN_SCORE not in functions
 
 
 class Evaluations:
-    """A run's evaluations so far, the same on every rank; the leader (`writes`) keeps them in a file, and tells the others what
-    it has read there (`tell` returns the leader's value on all of them; None: there are no others).
+    """A run's evaluations so far, the same on every rank; the leader (`writes`) keeps them in a file, and
+    tells the others what it has read there (`tell` returns the leader's value on all of them; None: there are
+    no others).
 
-    Opening at `first_step` leaves out what an attempt did that the run has gone back behind, and a line that a kill tore.
+    Opening at `first_step` leaves out what an attempt did that the run has gone back behind, and a line that
+    a kill tore.
     by_reward: see `is_judged_by_reward`.
     """
 
@@ -151,7 +157,8 @@ class Evaluations:
         return self.all[-1].seconds if self.all else 0.0
 
     def progress(self) -> Gain | None:
-        """Compares the last complete evaluation with the first one of the same problems; None: there are no two."""
+        """Compares the last complete evaluation with the first one of the same problems; None: there are
+        no two."""
         if not self.complete:
             return None
         last = self.complete[-1]

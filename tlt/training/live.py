@@ -1,4 +1,5 @@
-"""Rollouts of a policy that somebody else trains: engine, drafter and work queue beside a loop of the user's own.
+"""Rollouts of a policy that somebody else trains: engine, drafter and work queue beside a loop of the user's
+own.
 
     the caller's module ── weights, at every call ──▶ engine ──▶ one response per prompt, on the rank that gave the prompt
           ▲                                           ▲    │
@@ -40,20 +41,34 @@ from tlt.rollout.protocol import DrafterSide, Receivers
 from tlt.rollout.result import PhaseResult
 from tlt.rollout.work_queue import connect_coordinator
 from tlt.speculative.strategy import Strategy
-from tlt.types import Key, Problem, Purpose, Request, Reward, Rollout, SamplingParams, UserError, checked, resolve_dtype
+from tlt.types import (
+    Key,
+    Problem,
+    Purpose,
+    Request,
+    Reward,
+    Rollout,
+    SamplingParams,
+    UserError,
+    checked,
+    resolve_dtype,
+)
 
 
 @dataclass(frozen=True)
 class LiveSettings:
-    """The settings of TLT's own engine beside somebody else's trainer; vLLM is not offered there. Raises UserError for what
-    cannot be.
+    """The settings of TLT's own engine beside somebody else's trainer; vLLM is not offered there. Raises
+    UserError for what cannot be.
 
     drafter: a drafter's folder; None: drafts are retrieved from earlier responses to the same prompt.
-    speculation: "adaptive" (chosen at every engine step by measured costs), "off", or a strategy such as "4x1x4".
+    speculation: "adaptive" (chosen at every engine step by measured costs), "off", or a strategy such as
+        "4x1x4".
     dtype: of the engine, "float32", "float64" or "bfloat16"; None: the model's.
     max_batch_size: sequences that a rank decodes at a time.
-    drafting: keys of the section [drafter] of a run's configuration, such as {"learning_rate": 1e-4} or {"train": False}.
-    idle_share: a single rank never falls idle; it trains the drafter for this share of a rollout's seconds.
+    drafting: keys of the section [drafter] of a run's configuration, such as {"learning_rate": 1e-4} or
+        {"train": False}.
+    idle_share: a single rank never falls idle; it trains the drafter for this share of a rollout's
+        seconds.
     """
 
     drafter: str | Path | None = None
@@ -64,7 +79,9 @@ class LiveSettings:
     idle_share: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.drafter is not None and not (isinstance(self.drafter, str | Path) and Path(self.drafter).is_dir()):
+        if self.drafter is not None and not (
+            isinstance(self.drafter, str | Path) and Path(self.drafter).is_dir()
+        ):
             raise UserError(f"drafter: {self.drafter} does not exist; give a drafter's folder")
         if checked("speculation", self.speculation, str) != "adaptive":
             Strategy.parse(self.speculation)
@@ -73,7 +90,9 @@ class LiveSettings:
         checked("max_batch_size", self.max_batch_size, BatchSize)
         checked("idle_share", self.idle_share, Share)
         if not isinstance(self.drafting, Mapping):
-            raise UserError(f"drafting: is {shorten(self.drafting)}; give a dict of keys of the section [drafter]")
+            raise UserError(
+                f"drafting: is {shorten(self.drafting)}; give a dict of keys of the section [drafter]"
+            )
         assert self.section is not None, "keys and values are right"
 
     @property
@@ -95,12 +114,14 @@ class LiveSettings:
 class LiveRollouts:
     """Generates with the weights that a module has at the moment of the call.
 
-    model: a Llama, Qwen2 or Qwen3 of transformers, which the caller trains; not sharded, and without adapters. The engine reads
-        what it can where it lies (PackedTransformer) and copies the rest, in a layout of its own.
+    model: a Llama, Qwen2 or Qwen3 of transformers, which the caller trains; not sharded, and without
+        adapters. The engine reads what it can where it lies (PackedTransformer) and copies the rest, in a
+        layout of its own.
 
     Where a default process group exists, every rank makes one of these and takes part in every call.
 
-    latest: the latest call, with all ranks' responses and times.  seconds: this rank's in it, by what it did (spans.py).
+    latest: the latest call, with all ranks' responses and times.
+    seconds: this rank's in it, by what it did (spans.py).
     """
 
     def __init__(self, model: nn.Module, settings: LiveSettings | None = None) -> None:
@@ -116,9 +137,15 @@ class LiveRollouts:
         share = settings.idle_share if world.world_size == 1 else 0.0
         with torch.random.fork_rng():  # the caller's random numbers stay as they are
             stored = None if folder is None else load_drafter(folder, self.config, tensors)
-            self.engine = build_engine(self.config, tensors, settings.of_engine(policy), stored, on_span=self.timeline.add)
-            self.drafter = watch_drafter(settings.section, stored, self.engine, world, self.timeline, seed=0, share=share)
-        coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
+            self.engine = build_engine(
+                self.config, tensors, settings.of_engine(policy), stored, on_span=self.timeline.add
+            )
+            self.drafter = watch_drafter(
+                settings.section, stored, self.engine, world, self.timeline, seed=0, share=share
+            )
+        coordinator = connect_coordinator(
+            world.store, world.rank, world.world_size, timeout=world.timeout_seconds
+        )
         receivers = Receivers(Unscored(), lambda _: "")
         self._phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, lambda: False)
         trains = folder is not None and settings.section.train
@@ -134,16 +161,23 @@ class LiveRollouts:
         return EngineStats() if self.latest is None else self.latest.stats
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, step: int, purpose: Purpose = "rollout"
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        step: int,
+        purpose: Purpose = "rollout",
     ) -> list[Rollout]:
-        """Returns a response to each of this rank's prompts (token ids), in their order. Every rank calls it, with prompts of
-        its own; all of them share the work, and those that run dry train the drafter (not in an evaluation).
+        """Returns a response to each of this rank's prompts (token ids), in their order. Every rank calls it,
+        with prompts of its own; all of them share the work, and those that run dry train the drafter (not in
+        an evaluation).
 
-        A prompt that is given several times gets as many different responses: the key of a response is (params.seed, purpose,
-        step, the prompt's hash, how often the prompt has come before in this step and purpose, on all ranks). So the same calls
-        with the same weights give the same tokens, in a resumed loop too.
+        A prompt that is given several times gets as many different responses: the key of a response is
+        (params.seed, purpose, step, the prompt's hash, how often the prompt has come before in this step and
+        purpose, on all ranks). So the same calls with the same weights give the same tokens, in a resumed
+        loop too.
 
-        step: updates of the policy so far.  Raises UserError, on all ranks, for a prompt that the model cannot read.
+        step: updates of the policy so far.
+        Raises UserError, on all ranks, for a prompt that the model cannot read.
         """
         keys = self._name(gather_objects(self.world, [plain(prompt) for prompt in prompts]), step, purpose)
         groups: dict[str, list[Request]] = {}
@@ -175,12 +209,13 @@ class LiveRollouts:
         return [rollouts[key] for key, _ in keys[self.world.rank]]
 
     def restart(self, purpose: Purpose) -> None:
-        """Lets prompts of this purpose count from the beginning again: an evaluation that is repeated in the same step is then
-        the same one. Every rank calls it."""
+        """Lets prompts of this purpose count from the beginning again: an evaluation that is repeated in
+        the same step is then the same one. Every rank calls it."""
         self._occurrences[purpose] = Occurrences()
 
     def save_drafter(self, folder: str | Path) -> None:
-        """Writes the drafter as it is now, for this class, `tlt train` or another engine to load. One rank calls it."""
+        """Writes the drafter as it is now, for this class, `tlt train` or another engine to load. One rank
+        calls it."""
         self.drafter.save(Path(folder), {})
 
     def close(self) -> None:
@@ -189,11 +224,16 @@ class LiveRollouts:
         del self._phase, self.drafter, self.engine
         shutdown(world)
 
-    def _name(self, prompts: Sequence[Sequence[Any]], step: int, purpose: Purpose) -> list[list[tuple[Key, tuple[int, ...]]]]:
+    def _name(
+        self, prompts: Sequence[Sequence[Any]], step: int, purpose: Purpose
+    ) -> list[list[tuple[Key, tuple[int, ...]]]]:
         """Returns (key, prompt) of every prompt of every rank."""
         counts = self._occurrences[purpose]
         read = [
-            [self._read(prompt, f"prompt {number} of rank {rank}") for number, prompt in enumerate(given, start=1)]
+            [
+                self._read(prompt, f"prompt {number} of rank {rank}")
+                for number, prompt in enumerate(given, start=1)
+            ]
             for rank, given in enumerate(prompts)
         ]
         return [[(counts.next(step, prompt_name(prompt)), prompt) for prompt in given] for given in read]
@@ -221,7 +261,8 @@ class Occurrences:
 
 
 def prompt_name(prompt_ids: Sequence[int]) -> str:
-    """Returns a name by which the same prompt is known again, on all ranks and in all runs: 64 bits of its hash."""
+    """Returns a name by which the same prompt is known again, on all ranks and in all runs: 64 bits of its
+    hash."""
     text = ",".join(map(str, prompt_ids))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -232,7 +273,9 @@ class Unscored:
     def __init__(self) -> None:
         self._keys: list[Key] = []
 
-    def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int) -> None:
+    def submit(
+        self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int
+    ) -> None:
         self._keys.append(key)
 
     def collect(self) -> dict[Key, Reward]:

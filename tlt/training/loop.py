@@ -79,7 +79,9 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
             raise
         raise mistake from error
     del run
-    stop.signal = next(filter(None, gather_objects(world, stop.signal)), None)  # one rank has heard it, and the run has ended
+    stop.signal = next(
+        filter(None, gather_objects(world, stop.signal)), None
+    )  # one rank has heard it, and the run has ended
     shutdown(world)
 
 
@@ -98,7 +100,9 @@ def train(run: Run) -> None:
                 run.checkpoint()
         if run.step < config.run.num_steps:
             ended = f"after {run.step} of {config.run.num_steps} steps; go on with: tlt train --resume {run.out_dir}"
-            run.console.note(f"run.time_limit_minutes, {config.run.time_limit_minutes:g}, ends the run {ended}")
+            run.console.note(
+                f"run.time_limit_minutes, {config.run.time_limit_minutes:g}, ends the run {ended}"
+            )
         evaluate(run)
         (finish if config.run.num_steps else finish_evaluation)(run)
     except StopRequested as where:
@@ -132,7 +136,9 @@ def sample(run: Run) -> PhaseResult:
     idle = IdleWork(ahead_of(run, IdleUse.AHEAD in plan.order), plan)
     run.drafter.foresee(problem.prompt_ids for problem in problems)
     with run.replay.lend("rollout", run.step, run.step):
-        phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
+        phase = run.phase.run(
+            problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle
+        )
     run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
     run.idle.observe(facts_of(phase, idle.ahead.num_offered, steps_left), phase.slowdown)
@@ -140,26 +146,29 @@ def sample(run: Run) -> PhaseResult:
 
 
 def is_due(run: Run, every: int) -> bool:
-    """Whether something that is done every `every` steps (0: never) is due now. After the last step it is done anyway."""
+    """Whether something that is done every `every` steps (0: never) is due now. After the last step it is
+    done anyway."""
     return bool(every) and run.step % every == 0 and run.step < run.config.run.num_steps
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """Whether to evaluate now, unless that has been done: a resumed run may begin where a stop has kept it from that, or where
-    an evaluation is incomplete."""
+    """Whether to evaluate now, unless that has been done: a resumed run may begin where a stop has kept it
+    from that, or where an evaluation is incomplete."""
     was_begun = any(evaluation.step == run.step for evaluation in run.evaluations.all)
     return run.step == 0 or was_begun or is_due(run, run.config.evaluation.every)
 
 
 def is_out_of_time(run: Run) -> bool:
-    """Whether another step could make the run, its last evaluation included, exceed its limit. The leader's clock decides."""
+    """Whether another step could make the run, its last evaluation included, exceed its limit. The
+    leader's clock decides."""
     limit = run.config.run.time_limit_minutes
     spent = run.seconds + run.evaluations.latest_seconds
     return limit is not None and bool(tell(run.world, spent > 60 * limit))
 
 
 def finish(run: Run) -> None:
-    """Writes the run's products: the policy and the drafter, each as others load it, and the picture of the time."""
+    """Writes the run's products: the policy and the drafter, each as others load it, and the picture of
+    the time."""
     run.checkpoint()
     run.checkpoints.wait()
     run.timeline.flush()
@@ -181,7 +190,9 @@ def write_evaluation(run: Run) -> None:
     forget_journal(run.out_dir)
     names = ["evaluations.jsonl", "config.json", *([RESPONSES] if run.responses is not None else [])]
     products = {name: run.out_dir / name for name in names}
-    run.console.summary([*evaluation_rows(run.evaluations.all[-1].by_problem, run.seconds, products)], [], "evaluated")
+    run.console.summary(
+        [*evaluation_rows(run.evaluations.all[-1].by_problem, run.seconds, products)], [], "evaluated"
+    )
 
 
 def write_products(run: Run) -> None:
@@ -192,7 +203,16 @@ def write_products(run: Run) -> None:
     run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
     for missing in merge_timelines(folder, folder / "timeline.json"):
         run.console.note(missing)
-    names = ["policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json"]
+    names = [
+        "policy",
+        "adapter",
+        "best",
+        "drafter",
+        "evaluations.jsonl",
+        "metrics.jsonl",
+        "config.json",
+        "timeline.json",
+    ]
     names += [RESPONSES] if run.responses is not None else []
     products = {name: folder / name for name in names if (folder / name).exists()}
     recorded = recorded_seconds(run) if run.first_step else None
@@ -202,8 +222,8 @@ def write_products(run: Run) -> None:
 
 
 def drafted_from(run: Run) -> tuple[int, float] | None:
-    """Returns the size of the last step's draft vocabulary and what it covered; None where that was the whole one, or nothing
-    was drafted."""
+    """Returns the size of the last step's draft vocabulary and what it covered; None where that was the
+    whole one, or nothing was drafted."""
     records = read_metrics(run.out_dir / "metrics.jsonl")
     size = records[-1].drafter.vocabulary if records else 0
     return (size, records[-1].drafter.coverage) if 0 < size < run.policy.config.vocab_size else None
@@ -216,14 +236,21 @@ def recorded_seconds(run: Run) -> float:
 
 
 def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
-    """Returns commands that use what the run has made: held-out problems of its task, and the policy's responses to them. There
-    are none for a task that lives in this process alone."""
+    """Returns commands that use what the run has made: held-out problems of its task, and the policy's
+    responses to them. There are none for a task that lives in this process alone."""
     if not is_importable(config.task.name):
         return []
-    source = data_source(config, "test") or (data_source(config, "train") if config.task.name == "data" else None)
+    source = data_source(config, "test") or (
+        data_source(config, "train") if config.task.name == "data" else None
+    )
     if source is not None:
         name = near(source.name) if source.name.exists() else str(source.name)
-        given = {"data": name, "subset": source.subset, "split": source.split, "columns": dict(source.columns)}
+        given = {
+            "data": name,
+            "subset": source.subset,
+            "split": source.split,
+            "columns": dict(source.columns),
+        }
     else:
         given = {"split": "test", "options": config.task.options}
     task = f"tlt task {shlex.quote(config.task.name)} --num 8 --out problems.jsonl{_options(given)}"
@@ -241,15 +268,19 @@ def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
 
 def _options(given: Mapping[str, Any]) -> str:
     """Returns options as one types them; those without a value are left out."""
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items() if value}
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items() if value
+    }
     return "".join(f" --{name} {shlex.quote(text)}" for name, text in texts.items())
 
 
 def stop_early(run: Run, where: str) -> None:
-    """Ends the run where the user stopped it. Its last finished step is kept; the unfinished one will be generated again, token
-    for token."""
+    """Ends the run where the user stopped it. Its last finished step is kept; the unfinished one will be
+    generated again, token for token."""
     run.checkpoint()
     run.checkpoints.wait()
     gather_objects(run.world, None)
     run.timeline.flush()
-    run.console.note(f"stopped {where}; {run.step} updates are kept. Continue with: tlt train --resume {run.out_dir}")
+    run.console.note(
+        f"stopped {where}; {run.step} updates are kept. Continue with: tlt train --resume {run.out_dir}"
+    )

@@ -1,4 +1,5 @@
-"""Records a step: a line of metrics.jsonl, a row of the table, and the spans of its time. Measures nothing but seconds."""
+"""Records a step: a line of metrics.jsonl, a row of the table, and the spans of its time. Measures nothing
+but seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, cpu_started: float) -> None:
-    """Writes and prints the step that began at `started` on the wall's clock and at `cpu_started` on this process's."""
+    """Writes and prints the step that began at `started` on the wall's clock and at `cpu_started` on this
+    process's."""
     ended = time.perf_counter()
     run.timeline.record(SpanName.STEP, started, ended)
     cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))

@@ -1,4 +1,5 @@
-"""The objects of a run on one rank, made once. Knows how they are put together, not in which order the loop uses them."""
+"""The objects of a run on one rank, made once. Knows how they are put together, not in which order the
+loop uses them."""
 
 from __future__ import annotations
 
@@ -67,10 +68,14 @@ if TYPE_CHECKING:
 class Run:
     """Holds the objects of one run on one rank, as its last checkpoint left them.
 
-    step: updates done; `first_step` of them by earlier attempts.  id: as trackers know it.  inputs: what it computes from.
-    drafter: who looks after the learned drafter.  metrics: None but on the leader.
+    step: updates done; `first_step` of them by earlier attempts.
+    id: as trackers know it.
+    inputs: what it computes from.
+    drafter: who looks after the learned drafter.
+    metrics: None but on the leader.
 
-    coordinator: one that runs side by side share.  prints: whether the leader shows the run, also to its trackers.
+    coordinator: one that runs side by side share.
+    prints: whether the leader shows the run, also to its trackers.
     began: when the user's command did; None: now.
     """
 
@@ -91,7 +96,9 @@ class Run:
                 file.write(config.to_json())
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
         self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
-        self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch, say=self.console.note)
+        self.timeline = Timeline(
+            world.rank, rank_path(self.out_dir, world.rank), epoch, say=self.console.note
+        )
         try:
             with self.console.status("loading model and problems"):
                 self._load(coordinator, stop)
@@ -113,7 +120,7 @@ class Run:
         """Seconds since the user's command began."""
         return self.began.seconds
 
-    # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── making ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _load(self, coordinator: Coordinator | None, stop: StopRequest) -> None:
         """Makes everything else; worker processes last, for what fails before has none to end."""
@@ -138,7 +145,9 @@ class Run:
         self.lengths: dict[str, float] = {}
         ahead, compares = config.rollout.steps_ahead > 0, config.rollout.compares_idle_work
         self.idle = idle_choice(world, self.timeline.epoch.machine, ahead, config.drafter.train, compares)
-        self.engine = build_backend(model, settings, stored, on_span=self.timeline.add, references=self.references)
+        self.engine = build_backend(
+            model, settings, stored, on_span=self.timeline.add, references=self.references
+        )
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
         self.step = self.first_step = self._resume()
@@ -147,18 +156,26 @@ class Run:
         self.evaluations = Evaluations(kept, self.step, world.is_leader, partial(tell, world), by_reward)
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
         if world.is_leader:
-            forget_responses(self.out_dir, self.step, {evaluation.step for evaluation in self.evaluations.all})
+            forget_responses(
+                self.out_dir, self.step, {evaluation.step for evaluation in self.evaluations.all}
+            )
 
-        self.scorers = RewardPool(reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds)
+        self.scorers = RewardPool(
+            reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds
+        )
         coordinator = coordinator or connect_coordinator(
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds
         )
         self.journal = self._open_journal() if config.run.journal else Journal()
         receivers = Receivers(self.scorers, model.tokenizer.decode, self.journal)
-        self.responses = KeptResponses(self.out_dir, model.tokenizer.decode) if config.run.keep_responses else None
+        self.responses = (
+            KeptResponses(self.out_dir, model.tokenizer.decode) if config.run.keep_responses else None
+        )
         self.replay = self._replay()
         migrates = config.rollout.migrate
-        self.phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, stop.is_set, migrates)
+        self.phase = RolloutPhase(
+            world, self.engine, coordinator, receivers, self.timeline, stop.is_set, migrates
+        )
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         settings, seed = self.config.drafter, self.config.run.seed
@@ -183,7 +200,10 @@ class Run:
         if self.engine.drafter is not None:
             self.engine.drafter.restore([known["drafting"] for known in own])
         self._recall_references()
-        self.checkpoints.saved, self._follows = Saved(manifest.step, manifest.digest), manifest.counters["follows"]
+        self.checkpoints.saved, self._follows = (
+            Saved(manifest.step, manifest.digest),
+            manifest.counters["follows"],
+        )
         self.console.note(f"resumed after {manifest.step} updates from {path}")
         return manifest.step
 
@@ -192,7 +212,8 @@ class Run:
         return self.out_dir / "references.safetensors"
 
     def _recall_references(self) -> None:
-        """Takes up what could be drafted from at the last checkpoint. A guess is worth no run's end: it goes on without."""
+        """Takes up what could be drafted from at the last checkpoint. A guess is worth no run's end: it
+        goes on without."""
         path = self._references_file
         data = path.read_bytes() if self.world.is_leader and path.is_file() else b""
         if data := tell_bytes(self.world, data):
@@ -203,7 +224,11 @@ class Run:
 
     def _keep_references(self) -> None:
         """Writes down what can be drafted from, which is the same on all ranks."""
-        if self.world.is_leader and self.config.rollout.uses_references and (data := self.references.encode()):
+        if (
+            self.world.is_leader
+            and self.config.rollout.uses_references
+            and (data := self.references.encode())
+        ):
             with write_atomically(self._references_file) as file:
                 file.buffer.write(data)
 
@@ -211,9 +236,14 @@ class Run:
         """Returns who lends this run the responses of another."""
         if self.config.rollout.replay is None:
             return Replay()
-        prompts: dict[Purpose, Prompts] = {"rollout": prompts_of(self.problems), "evaluation": prompts_of(self.held_out)}
+        prompts: dict[Purpose, Prompts] = {
+            "rollout": prompts_of(self.problems),
+            "evaluation": prompts_of(self.held_out),
+        }
         shape, say = self.policy.config, self.console.note
-        return ReplayOf(self.config.rollout.replay, self.references, self.world, prompts, self.params, shape, say)
+        return ReplayOf(
+            self.config.rollout.replay, self.references, self.world, prompts, self.params, shape, say
+        )
 
     def _saved(self) -> Saved:
         """Returns the latest checkpoint that is whole, or the run's beginning."""
@@ -246,7 +276,7 @@ class Run:
         run = TrackedRun(settings.run_name or folder.name, project, self.id, folder, config, self.step)
         return track(settings.use, run, self.console.note)
 
-    # ── what the loop asks for ───────────────────────────────────────────────────────────────────────────────────────
+    # ── what the loop asks for ──────────────────────────────────────────────────────────────────────────────
 
     def note_lengths(self, rollouts: Sequence[Rollout]) -> None:
         """Remembers how long the responses to each problem were."""
@@ -256,13 +286,15 @@ class Run:
         self.lengths.update({problem: sum(lengths) / len(lengths) for problem, lengths in by_problem.items()})
 
     def keep_responses(self, purpose: Purpose, phase: PhaseResult) -> None:
-        """Writes the responses of this step, or of an evaluation now, into the run's folder, if that is asked for."""
+        """Writes the responses of this step, or of an evaluation now, into the run's folder, if that is
+        asked for."""
         if self.responses is not None and self.world.is_leader:
             policy_step = self.step if purpose == "rollout" else 0
             self.responses.write(purpose, policy_step, self.step, phase)
 
     def publish(self, version: int) -> None:
-        """Gives the engine the policy as it is now, layer by layer; its version is the number of updates behind it."""
+        """Gives the engine the policy as it is now, layer by layer; its version is the number of updates
+        behind it."""
         with self.timeline.span(SpanName.PUBLISH):
             tensors = Gathered(self.policy, resolve_dtype(self.config.run.dtype))
             self.engine.load_policy_parts(layer_by_layer(tensors), version)
@@ -273,7 +305,11 @@ class Run:
             self.check_folder()
             self._keep_references()
             self.checkpoints.wait()  # this one follows the one before
-            own_state = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "idle": self.idle.counters()}
+            own_state = {
+                "policy": self.trainer.counters(),
+                "drafter": self.drafter.counters(),
+                "idle": self.idle.counters(),
+            }
             counters = {**own_state, "follows": self._saved().digest}
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
             tuner = {} if self.engine.tuner is None else self.engine.tuner.counters()
@@ -281,24 +317,37 @@ class Run:
             self.checkpoints.save(Checkpoint(self.step, self.id, self._tensors(), counters, own, self.inputs))
 
     def check_folder(self) -> None:
-        """Raises UserError, on the leader, where the run's folder is not there any more: writing would make another."""
+        """Raises UserError, on the leader, where the run's folder is not there any more: writing would
+        make another."""
         if self.lock is not None:
             self.lock.check()
 
     def save_policy(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Writes the policy as a checkpoint that transformers loads; every rank calls it, and rank 0 writes. extra: further
-        keys of its config.json."""
+        """Writes the policy as a checkpoint that transformers loads; every rank calls it, and rank 0
+        writes. extra: further keys of its config.json."""
         self.check_folder()
         config, tensors = self.policy.config, Gathered(self.policy)
         if self.is_sharded and not self.world.is_leader:
             for _ in tensors.values():  # rank 0 gathers every tensor, and all take part
                 pass
-        write = partial(save_model, folder, config, tensors, dtype=self.master_dtype, source=self.model_folder, extra=extra)
+        write = partial(
+            save_model,
+            folder,
+            config,
+            tensors,
+            dtype=self.master_dtype,
+            source=self.model_folder,
+            extra=extra,
+        )
         lead(self.world, f"{folder} after {self.step} updates", write)
 
     def save_adapter(self, folder: Path) -> None:
-        """Writes what LoRA has trained as a folder that PEFT loads; every rank calls it, and rank 0 writes."""
-        model, trained = self.config.model, {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        """Writes what LoRA has trained as a folder that PEFT loads; every rank calls it, and rank 0
+        writes."""
+        model, trained = (
+            self.config.model,
+            {name: p for name, p in self.policy.named_parameters() if p.requires_grad},
+        )
         tensors = {name: whole(parameter).cpu() for name, parameter in trained.items()}
         write = partial(save_adapter, folder, self.config.lora, tensors, str(model.path), model.revision)
         lead(self.world, f"{folder} after {self.step} updates", write)
@@ -315,15 +364,16 @@ class Run:
         self._leave()
 
     def _leave(self) -> None:
-        """Gives the terminal back, and the folder: a notebook that keeps an error's traceback keeps this object, too."""
+        """Gives the terminal back, and the folder: a notebook that keeps an error's traceback keeps this
+        object, too."""
         self.console.close()
         if self.lock is not None:
             self.lock.release()
 
 
 def device_of(config: Config) -> DeviceChoice:
-    """Returns the kind of device that the ranks of this machine compute on. Who has started them says how many they are; `tlt
-    train` starts all of them here."""
+    """Returns the kind of device that the ranks of this machine compute on. Who has started them says how
+    many they are; `tlt train` starts all of them here."""
     place = find_place()
     num_ranks = local_ranks(config)
     has_own_gpu = place is not None and place.has_own_gpu and torch.cuda.is_available()
@@ -331,20 +381,24 @@ def device_of(config: Config) -> DeviceChoice:
 
 
 def layout_of(config: Config) -> LayoutChoice:
-    """Returns how the policy lies on the ranks of all machines. Raises UserError for keys that contradict it."""
+    """Returns how the policy lies on the ranks of all machines. Raises UserError for keys that contradict
+    it."""
     wanted = config.parallel.param_dtype
     layout = choose_layout(config.parallel.policy, all_ranks(config), device_of(config).name)
     if not layout.is_sharded and wanted is not None and resolve_dtype(wanted) != master_dtype(config):
         raise UserError(
-            f"parallel.param_dtype: {wanted} is for a sharded policy, and this one is replicated ({layout.reason}); "
+            f"parallel.param_dtype: {wanted} is for a sharded policy, and this one is replicated "
+            f"({layout.reason}); "
             "give --parallel.policy fsdp, or leave param_dtype out"
         )
     return layout
 
 
 def join_ranks(config: Config, met: Rendezvous | None = None) -> World:
-    """Joins the ranks of the run that the environment describes, with the configuration's threads and device. met: the ranks,
-    where they have met already."""
+    """Joins the ranks of the run that the environment describes, with the configuration's threads and
+    device. met: the ranks, where they have met already."""
     torch.set_num_threads(config.run.threads_per_rank)
     is_sharded = layout_of(config).is_sharded
-    return init_process_group_from_env(device_of(config).name, config.run.timeout_seconds, met, group_of_one=is_sharded)
+    return init_process_group_from_env(
+        device_of(config).name, config.run.timeout_seconds, met, group_of_one=is_sharded
+    )

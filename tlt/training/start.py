@@ -1,5 +1,5 @@
-"""Starts a run from the user's own process: everything that can be refused is refused in one line, a header says what will be
-trained, and then the ranks begin."""
+"""Starts a run from the user's own process: everything that can be refused is refused in one line, a
+header says what will be trained, and then the ranks begin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 
 from tlt.assembly.drafter import preset_changes
-from tlt.assembly.model import adapter_folder, all_ranks, drafter_folder, local_ranks, model_folder, read_start
+from tlt.assembly.model import (
+    adapter_folder,
+    all_ranks,
+    drafter_folder,
+    local_ranks,
+    model_folder,
+    read_start,
+)
 from tlt.assembly.policy import reward_spec
 from tlt.clock import Moment
 from tlt.config.drafter import check_served
@@ -62,8 +69,8 @@ SLOW_SAMPLING = "by PyTorch, as attention is: Numba is not installed; with it (p
 
 @dataclass(frozen=True)
 class Findings:
-    """Holds what `preflight` read; the header shows it. num_adapted: parameters of LoRA's adapters; None: it is off.  overlap:
-    one line about problems that are held out and trained on; None: there are none."""
+    """Holds what `preflight` read; the header shows it. num_adapted: parameters of LoRA's adapters; None:
+    it is off.  overlap: one line about problems that are held out and trained on; None: there are none."""
 
     model: ModelConfig
     num_problems: int
@@ -79,12 +86,22 @@ def launch_ranks(config: Config, began: Moment) -> int:
     on_ray = run.launcher == "ray" and find_place() is None
     if on_ray or not is_rank(num_ranks):
         with Console() as console:
-            console.note(f"starting {num_ranks} ranks …")  # which import torch, and are silent until they have
+            console.note(
+                f"starting {num_ranks} ranks …"
+            )  # which import torch, and are silent until they have
     if on_ray:
         needs = RankNeeds(run.threads_per_rank, num_gpus=int(device_of(config).name == "cuda"))
         describe = partial(describe_run, config, began)
-        return launch_on_ray(describe, num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts)
-    return launch(describe_run(config, began), num_ranks, "tlt.training.loop:main", run.threads_per_rank, restarts=restarts)
+        return launch_on_ray(
+            describe, num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts
+        )
+    return launch(
+        describe_run(config, began),
+        num_ranks,
+        "tlt.training.loop:main",
+        run.threads_per_rank,
+        restarts=restarts,
+    )
 
 
 def describe_saved(folder: Path) -> str:
@@ -95,8 +112,8 @@ def describe_saved(folder: Path) -> str:
 
 
 def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Moment, patience: float) -> int:
-    """Runs one of the ranks that torchrun, srun or Kubernetes has started, with the configuration that the leader resolves, for
-    it has the files; returns the exit code.
+    """Runs one of the ranks that torchrun, srun or Kubernetes has started, with the configuration that the
+    leader resolves, for it has the files; returns the exit code.
 
     resolve: checks and returns the configuration, given whether these ranks have been started before.
     patience: seconds for which this rank waits for the others to come; they agree on nothing before.
@@ -107,7 +124,9 @@ def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Mom
     except LeaderRefused:
         return EXIT_USER_ERROR
     if not place.is_leader:
-        pin(Config.from_json(json.loads(description)["config"]))  # brings what this machine lacks into its cache
+        pin(
+            Config.from_json(json.loads(description)["config"])
+        )  # brings what this machine lacks into its cache
     return run_here(description, partial(main, met=met))
 
 
@@ -116,8 +135,8 @@ class LeaderRefused(Exception):
 
 
 def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
-    """Returns the leader's description of the run on every rank, however long it takes to come about: reading models and data,
-    downloading them. Raises LeaderRefused where there is none."""
+    """Returns the leader's description of the run on every rank, however long it takes to come about:
+    reading models and data, downloading them. Raises LeaderRefused where there is none."""
     if met.place.is_leader:
         try:
             description = describe()
@@ -136,14 +155,16 @@ def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
 
 
 def _wait_until_heard(met: Rendezvous) -> None:
-    """Keeps the leader, whose store it may be, until the others know that they are to end. One that has died cannot."""
+    """Keeps the leader, whose store it may be, until the others know that they are to end. One that has
+    died cannot."""
     deadline = time.monotonic() + 100 * WAIT_SECONDS
     while met.store.add("heard", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
         time.sleep(WAIT_SECONDS)
 
 
 def go_back(checkpoint: Path) -> None:
-    """Lets the run go on from this checkpoint of it, which is checked first; newer ones stay, under another name."""
+    """Lets the run go on from this checkpoint of it, which is checked first; newer ones stay, under
+    another name."""
     lock = FolderLock(checkpoint.parents[1])
     try:
         aside = go_back_to(checkpoint)
@@ -155,8 +176,8 @@ def go_back(checkpoint: Path) -> None:
 
 
 def prepare(config: Config, begun: Begun | None = None) -> Config:
-    """Refuses what can be refused now, and prints the header. Returns the configuration with its names pinned. begun: the run
-    that is gone on with; None: a new one begins, or nothing is known of it."""
+    """Refuses what can be refused now, and prints the header. Returns the configuration with its names
+    pinned. begun: the run that is gone on with; None: a new one begins, or nothing is known of it."""
     config = pin(config)
     place = find_place()
     is_first = place is None or place.is_leader
@@ -168,20 +189,27 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
         console.header(describe(config, findings))
         if place is None and (num_idle := device_of(config).num_idle):
             num = all_ranks(config)
-            console.note(f"{num_idle} GPU(s) stay idle, for run.num_ranks is {num}; --run.num_ranks {num + num_idle} takes all")
+            console.note(
+                f"{num_idle} GPU(s) stay idle, for run.num_ranks is {num}; --run.num_ranks {num + num_idle} "
+                "takes all"
+            )
         if findings.overlap is not None:
             console.note(findings.overlap)
     return config
 
 
 def pin(config: Config) -> Config:
-    """Returns the configuration with what it leaves to this moment: the number of ranks, and the commit of whatever it names on
-    the hub, downloaded where it is not in the cache: ranks and a resumed run take the same, without a network."""
+    """Returns the configuration with what it leaves to this moment: the number of ranks, and the commit of
+    whatever it names on the hub, downloaded where it is not in the cache: ranks and a resumed run take the
+    same, without a network."""
     values = config.model_dump()
     values["run"]["num_ranks"] = all_ranks(config)
     if (model := pin_model(config.model.path, config.model.revision)) is not None:
         values["model"] |= {"path": model.name, "revision": model.revision}
-    for section, key, name in (("model", "adapter", config.model.adapter), ("drafter", "path", config.drafter.path)):
+    for section, key, name in (
+        ("model", "adapter", config.model.adapter),
+        ("drafter", "path", config.drafter.path),
+    ):
         if name is not None and (repository := pin_model(name)) is not None:
             values[section][key] = str(repository)
     for section, data in (("task", config.task.data), ("evaluation", config.evaluation.data)):
@@ -191,15 +219,17 @@ def pin(config: Config) -> Config:
 
 
 def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -> Findings:
-    """Raises UserError for everything that can be refused before a process is started. begun: see `prepare`. trains: the
-    policy will be, which takes several times the memory of an engine."""
+    """Raises UserError for everything that can be refused before a process is started. begun: see
+    `prepare`. trains: the policy will be, which takes several times the memory of an engine."""
     layout = layout_of(config)
     if config.rollout.engine == "vllm":
         check_served(config.drafter.vocabulary, "drafter.vocabulary")
         has_learned, dtype = config.drafter.path is not None, resolve_dtype(config.run.dtype)
         is_in_group = layout.is_sharded or all_ranks(config) > 1
         place = device_of(config).name, config.vllm, local_ranks(config), is_in_group
-        check_vllm(config.rollout.speculation, has_learned, dtype, *place, follows=config.rollout.asks_for_references)
+        check_vllm(
+            config.rollout.speculation, has_learned, dtype, *place, follows=config.rollout.asks_for_references
+        )
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config))
     num_adapted = count_adapters(model, config.lora) if config.lora.rank else None
@@ -217,12 +247,19 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
     if begun is not None:
-        inputs = Inputs.of(config, {"train": problems, "test": held_out}, model_folder(config), adapter=adapter_folder(config))
+        inputs = Inputs.of(
+            config,
+            {"train": problems, "test": held_out},
+            model_folder(config),
+            adapter=adapter_folder(config),
+        )
         inputs.refuse_other(begun.inputs, config, begun.when)
     return Findings(model, len(problems), len(held_out), num_adapted, describe_overlap(problems, held_out))
 
 
-def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int) -> PlannedRun:
+def plan_run(
+    config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int
+) -> PlannedRun:
     """Returns the run as a plan of its memory sees it, on the devices of this machine."""
     is_gpu, num_local = device_of(config).name == "cuda", local_ranks(config)
     device_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else machine_bytes()
@@ -232,7 +269,13 @@ def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, l
 
 def describe(config: Config, findings: Findings) -> dict[str, str]:
     """Returns the header's lines, name → text."""
-    model, run, rollout, drafter, device = findings.model, config.run, config.rollout, config.drafter, device_of(config)
+    model, run, rollout, drafter, device = (
+        findings.model,
+        config.run,
+        config.rollout,
+        config.drafter,
+        device_of(config),
+    )
     num_parameters = sum(shape.numel() for shape in expected_shapes(model).values())
     speculation = rollout.speculation
     if speculation != "off":
@@ -241,7 +284,9 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
     held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"
     name = _named(config.model.path, config.model.revision)
     start = f", with adapter {_named(config.model.adapter)}" if config.model.adapter else ""
-    responses = f"{rollout.problems_per_step} × {rollout.samples_per_problem} responses a step, {run.num_steps} steps"
+    responses = (
+        f"{rollout.problems_per_step} × {rollout.samples_per_problem} responses a step, {run.num_steps} steps"
+    )
     responses = responses if run.num_steps else "evaluated alone, for run.num_steps is 0"
     return {
         "model": f"{name}: {model.architecture}, {_short(num_parameters)} parameters" + start,
@@ -277,7 +322,8 @@ def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) 
 
 
 def describe_algorithm(config: Config) -> str:
-    """Returns the algorithm's name and its choices, those of the preset and those of the configuration alike."""
+    """Returns the algorithm's name and its choices, those of the preset and those of the configuration
+    alike."""
     settings, chosen = config.algorithm, config.algorithm.resolve(config.sampling.max_tokens)
     clip = f"{chosen.loss} at [{1 - chosen.clip_low:g}, {1 + chosen.clip_high:g}]"
     parts = [f"advantage {chosen.advantage}", f"{chosen.ratio} ratio {clip}", f"{chosen.aggregation} mean"]

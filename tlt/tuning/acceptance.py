@@ -1,7 +1,8 @@
 """Tokens per verification, predicted from how many drafted tokens were accepted so far. It knows no seconds.
 
-Depth by depth, the target accepts a drafted token with some probability, given that it has accepted all before it. Their
-products are the survival curve; its sum, and one for the bonus token, is what a verification is expected to commit.
+Depth by depth, the target accepts a drafted token with some probability, given that it has accepted all
+before it. Their products are the survival curve; its sum, and one for the bonus token, is what a
+verification is expected to commit.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ _UNWATCHED = 4.0  #            how much faster retrieval's fades while the hybri
 class Curve(NamedTuple):
     """Names the verifications that are counted together, in one survival curve.
 
-    width, budget: the shape of a draft tree. Chains of any depth share a curve: width 1, and no budget (None).
+    width, budget: the shape of a draft tree. Chains of any depth share a curve: width 1, and no budget
+        (None).
     octave: log2 of the batch size, rounded. None: all batch sizes.
-    where_drafted: leaves out the depths that a chain never drafted because it stopped for itself. Otherwise such a depth
-        counts as one that was not accepted.
+    where_drafted: leaves out the depths that a chain never drafted because it stopped for itself.
+        Otherwise such a depth counts as one that was not accepted.
     """
 
     drafter: str
@@ -57,12 +59,15 @@ class Curve(NamedTuple):
 
     @staticmethod
     def of(strategy: Strategy, octave: int | None) -> Curve:
-        return Curve(strategy.drafter, strategy.width, None if strategy.width == 1 else strategy.budget, octave)
+        return Curve(
+            strategy.drafter, strategy.width, None if strategy.width == 1 else strategy.budget, octave
+        )
 
 
 @dataclass
 class _Counts:
-    """Verifications that came to each depth (`tried`), and of those the ones that went on from there (`survived`)."""
+    """Verifications that came to each depth (`tried`), and of those the ones that went on from there
+    (`survived`)."""
 
     tried: Array = field(default_factory=lambda: np.zeros(Strategy.MAX_DEPTH))
     survived: Array = field(default_factory=lambda: np.zeros(Strategy.MAX_DEPTH))
@@ -78,36 +83,46 @@ class _Counts:
 
 
 class Acceptance:
-    """Estimates the acceptance rates of every strategy, each from its own verifications and from those it resembles.
+    """Estimates the acceptance rates of every strategy, each from its own verifications and from those it
+    resembles.
 
-    The texts that are left in the tail are not those of the beginning. So each octave of batch sizes has a curve of its own,
-    to which the evidence from all batch sizes is lent with a bounded weight. A depth that was seldom reached leans on the
-    depth before it.
+    The texts that are left in the tail are not those of the beginning. So each octave of batch sizes has a
+    curve of its own, to which the evidence from all batch sizes is lent with a bounded weight. A depth that
+    was seldom reached leans on the depth before it.
 
-    recorded: the mean overlap of the learned drafter's distribution with the target's, sum_v min(p(v), q(v)), as measured
-        last; None: nobody did. Tokens drawn with the same noise are equal with a chance of overlap / (2 - overlap) at least
-        (Gumbel coupling, arXiv 2408.07978), and that is expected of it.
+    recorded: the mean overlap of the learned drafter's distribution with the target's, sum_v min(p(v),
+        q(v)), as measured last; None: nobody did. Tokens drawn with the same noise are equal with a chance
+        of overlap / (2 - overlap) at least (Gumbel coupling, arXiv 2408.07978), and that is expected of
+        it.
     """
 
     def __init__(self, recorded: float | None = None) -> None:
         self.recorded = recorded
         self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
         self.lasting: dict[Curve, _Counts] = defaultdict(_Counts)
-        """The same, but slow to fade and whatever the version: what a run was like on the whole. Nothing is decided by it."""
+        """The same, but slow to fade and whatever the version: what a run was like on the whole. Nothing
+        is decided by it."""
         self.drafts: dict[str, _Counts] = defaultdict(_Counts)
-        """By drafter: chains that might have drafted a token at each depth, and those that did not stop before."""
+        """By drafter: chains that might have drafted a token at each depth, and those that did not stop
+        before."""
         self._drafted: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
-        """By drafter and batch size: nodes and levels that chains of one token, two, … are expected to draft."""
+        """By drafter and batch size: nodes and levels that chains of one token, two, … are expected to
+        draft."""
         self._rates: dict[Curve, Rates] = {}
         self._tables: dict[Curve, Table] = {}
 
     def observe(
-        self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = (), batch_size: int | None = None
+        self,
+        strategy: Strategy,
+        accepted: Sequence[int],
+        drafted: Sequence[int] = (),
+        batch_size: int | None = None,
     ) -> None:
         """Counts one verification per sequence, of a batch of `batch_size`; None: of as many.
 
-        accepted: drafted tokens that the target accepted.  drafted: levels that were drafted, fewer than the strategy's depth
-        where a chain stopped for itself. Empty: all of them everywhere.
+        accepted: drafted tokens that the target accepted.
+        drafted: levels that were drafted, fewer than the strategy's depth where a chain stopped for
+            itself. Empty: all of them everywhere.
         """
         self._forget_estimates(strategy.drafter)
         depth = strategy.depth
@@ -120,8 +135,15 @@ class Acceptance:
         octave, share = octave_of(batch_size), len(accepted) / batch_size
         num_steps = _MEMORY if strategy.drafter == "ngram" else max(_MEMORY / batch_size, _MIN_STEPS)
         here, whole_run = math.exp(-share / num_steps), math.exp(-share / _MEMORY_OF_RUN)
-        spans = ((self.counts, None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)), (self.counts, octave, here))
-        for counts, where, fade in (*spans, (self.lasting, None, whole_run), (self.lasting, octave, whole_run)):
+        spans = (
+            (self.counts, None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)),
+            (self.counts, octave, here),
+        )
+        for counts, where, fade in (
+            *spans,
+            (self.lasting, None, whole_run),
+            (self.lasting, octave, whole_run),
+        ):
             curve = Curve.of(strategy, where)
             counts[curve].add(tried_D, survived_D, fade)
             if strategy.width == 1:
@@ -147,12 +169,19 @@ class Acceptance:
         """Counts the sequences alone that had no reference; of others, `ReferenceDraft` tells."""
         rows = [row for row, is_followed in enumerate(followed) if not is_followed]
         if rows and not strategy.without_reference.is_off:
-            self.observe(strategy.without_reference, [accepted[i] for i in rows], [drafted[i] for i in rows], len(followed))
+            self.observe(
+                strategy.without_reference,
+                [accepted[i] for i in rows],
+                [drafted[i] for i in rows],
+                len(followed),
+            )
 
     def observe_in_hindsight(self, chains: Sequence[Hindsight], batch_size: int) -> None:
         """Counts what retrieval would have had of a sequence for which another drafter drafted, or none."""
         if chains:
-            self.observe(Hindsight.STRATEGY, [c.accepted for c in chains], [c.drafted for c in chains], batch_size)
+            self.observe(
+                Hindsight.STRATEGY, [c.accepted for c in chains], [c.drafted for c in chains], batch_size
+            )
 
     def age(self, worth: float = _WORTH_OF_OLDER) -> None:
         """Lets each curve's evidence count as `worth` verifications at most."""
@@ -167,15 +196,19 @@ class Acceptance:
         return rates
 
     def is_known(self, arm: Strategy) -> bool:
-        """Returns whether chains of the arm's drafter were verified, in hindsight at least, or when it was trained."""
+        """Returns whether chains of the arm's drafter were verified, in hindsight at least, or when it was
+        trained."""
         if arm.drafter == "learned" and self.recorded is not None:
             return True
         counts = self.counts.get(Curve(arm.drafter, 1, None, None))
         return counts is not None and bool(counts.tried[0] >= _ENOUGH)
 
-    def drafted(self, arm: Strategy, batch_size: int, references: Sequence[ReferenceDraft] = ()) -> tuple[float, float]:
-        """Returns the nodes that an arm is expected to draft for a sequence, on average, and its levels: as many as the longest
-        chain of the batch has. A chain may stop for itself, and where references are followed, they say how long it is."""
+    def drafted(
+        self, arm: Strategy, batch_size: int, references: Sequence[ReferenceDraft] = ()
+    ) -> tuple[float, float]:
+        """Returns the nodes that an arm is expected to draft for a sequence, on average, and its levels:
+        as many as the longest chain of the batch has. A chain may stop for itself, and where references
+        are followed, they say how long it is."""
         if arm.uses_references:
             nodes, levels = self.drafted(arm.without_reference, batch_size)
             followed = sum(min(arm.depth, one.length) for one in references)
@@ -195,12 +228,17 @@ class Acceptance:
         """Returns tokens per verification of one arm that follows no reference, the bonus token included."""
         return float(self._table(Curve.of(arm, octave_of(batch_size))).tokens_D[arm.depth - 1])
 
-    def expected(self, arms: Sequence[Strategy], batch_size: int, references: Sequence[ReferenceDraft] = ()) -> Expectation:
+    def expected(
+        self, arms: Sequence[Strategy], batch_size: int, references: Sequence[ReferenceDraft] = ()
+    ) -> Expectation:
         """Returns tokens per verification, the bonus token included, and how far they may err.
 
         references: of the sequences that have one.
         """
-        octave, drafting = octave_of(batch_size), [arm.without_reference if arm.uses_references else arm for arm in arms]
+        octave, drafting = (
+            octave_of(batch_size),
+            [arm.without_reference if arm.uses_references else arm for arm in arms],
+        )
         curves = [Curve.of(arm, octave) for arm in drafting]
         columns = {curve: column for column, curve in enumerate(dict.fromkeys(curves))}
         tables = [self._table(curve) for curve in columns]
@@ -249,23 +287,31 @@ class Acceptance:
         self.counts = self.lasting
 
     def _prior(self, curve: Curve) -> Sequence[float]:
-        """Returns the rates that are assumed for a curve before it has evidence, by the curves that it resembles. (): by none.
+        """Returns the rates that are assumed for a curve before it has evidence, by the curves that it
+        resembles. (): by none.
 
-        Retrieval resembles the hybrid, where that was tried. The hybrid resembles retrieval, and the learned drafter
-        where nothing is retrieved. A tree, which never stops, resembles the chains of its drafter at the depths that
-        they drafted.
+        Retrieval resembles the hybrid, where that was tried. The hybrid resembles retrieval, and the
+        learned drafter where nothing is retrieved. A tree, which never stops, resembles the chains of its
+        drafter at the depths that they drafted.
         """
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
-            return _mixture(*(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled))
+            return _mixture(
+                *(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled)
+            )
         is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, curve.octave))
         if curve.drafter == "ngram" and hybrid is not None and hybrid.tried[0] >= _MUCH:
             rates: list[float] = ((hybrid.survived + 0.5) / (hybrid.tried + 1.0)).tolist()
             return rates
-        return () if is_chain else self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
+        return (
+            ()
+            if is_chain
+            else self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
+        )
 
     def _estimate(self, curve: Curve) -> Rates:
-        """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
+        """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own
+        octave."""
         prior = self._prior(curve)
         here = self.counts.get(curve, _NOTHING)
         everywhere = self.counts.get(curve._replace(octave=None), _NOTHING)
@@ -279,7 +325,10 @@ class Acceptance:
             learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
             known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)
             known += 0.0 if self.recorded is None else _WORTH_OF_RESEMBLED
-        rate, num_chances = first, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
+        rate, num_chances = (
+            first,
+            math.sqrt(curve.width),
+        )  # further candidates are worth less than the first (DESIGN §2)
         doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
         accepted, counts, survival = [], [], 1.0
         for d in range(Strategy.MAX_DEPTH):
@@ -308,9 +357,12 @@ class Acceptance:
 _NOTHING = _Counts()
 
 
-def _mixture(learned: Sequence[float], retrieved: Sequence[float], where_retrieved: Sequence[float]) -> Sequence[float]:
-    """Returns the rates of a drafter that retrieves where there is something to retrieve, and elsewhere drafts as the learned
-    one does; at depths where the learned one alone survives more often, those of that one."""
+def _mixture(
+    learned: Sequence[float], retrieved: Sequence[float], where_retrieved: Sequence[float]
+) -> Sequence[float]:
+    """Returns the rates of a drafter that retrieves where there is something to retrieve, and elsewhere
+    drafts as the learned one does; at depths where the learned one alone survives more often, those of
+    that one."""
     nothing = 1 - min(retrieved[0] / where_retrieved[0], 1.0)
     survivals = zip(accumulate(learned, operator.mul), accumulate(retrieved, operator.mul), strict=True)
     mixed = [max(alone, found + nothing * alone) for alone, found in survivals]

@@ -3,18 +3,18 @@
     speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, drafting)
                              └ acceptance.py               └ step_costs.py
 
-It takes the arm with which the tokens that are left need the least time, its first step's extra seconds included.
-Speculation counts a little lower there than expected, by CAUTION standard deviations: off is what must not be lost. Another
-arm is tried while that pays:
+It takes the arm with which the tokens that are left need the least time, its first step's extra seconds
+included. Speculation counts a little lower there than expected, by CAUTION standard deviations: off is what
+must not be lost. Another arm is tried while that pays:
 
     gain(arm) = time left x E[share of it that is saved], over what TRIALS steps may teach about the arm
     loss(arm) = what comes once + TRIALS steps - seconds in which the best arm brings as many tokens
     try the arm with the smallest loss of those whose gain is larger. An arm that is not expected to be faster, but only
     may be, must not lose more than MOST_LOST of the time left
 
-This is the knowledge gradient for correlated beliefs (Frazier, Powell and Dayanik, 2009). So little is tried in the last
-tokens of a batch, and never what cannot win. Off comes first, and retrieval is judged in hindsight, for tokens do not
-depend on who drafts. This file knows no statistics of its own.
+This is the knowledge gradient for correlated beliefs (Frazier, Powell and Dayanik, 2009). So little is
+tried in the last tokens of a batch, and never what cannot win. Off comes first, and retrieval is judged in
+hindsight, for tokens do not depend on who drafts. This file knows no statistics of its own.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ TRIALS = 2.0
 CAUTION = 0.7
 """Standard deviations by which speculation is taken to be slower than expected."""
 MARGIN = 0.03
-"""By how much speculation must be faster than off: responses that advance unevenly leave small batches behind."""
+"""By how much speculation must be faster than off: responses that advance unevenly leave small batches
+behind."""
 NUM_FIRST = 3
 """Steps that off has before anything else: the later ones tell what the first, of a new shape, did not."""
 CLEARLY, MOST_LOST = 1.1, 0.02
-"""By how much an arm must be expected to be faster, and else the share of the time left that its trial may lose."""
+"""By how much an arm must be expected to be faster, and else the share of the time left that its trial may
+lose."""
 MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
 HORIZON = 300.0
@@ -52,10 +54,12 @@ DECIDE_EVERY = 0.03
 class Prediction:
     """The expectations of an arm.
 
-    speed: tokens per second of the whole batch.  low: the same less CAUTION standard deviations.
-    doubt: the standard deviation of the logarithm of its speed over that of off.  deviation: the part of it over the best
-    arm's speed that a trial is expected to remove.
-    seconds: of an engine step.  once: those that the next one takes besides.
+    speed: tokens per second of the whole batch.
+    low: the same less CAUTION standard deviations.
+    doubt: the standard deviation of the logarithm of its speed over that of off.
+    deviation: the part of it over the best arm's speed that a trial is expected to remove.
+    seconds: of an engine step.
+    once: those that the next one takes besides.
     """
 
     strategy: Strategy
@@ -70,9 +74,11 @@ class Prediction:
 class CostModel(StrategyTuner):
     """Chooses the arm with the best prediction, and tries others while that pays.
 
-    prior: the drafter's size beside the target's.  acceptance: what was recorded of the drafter; None: nothing.
+    prior: the drafter's size beside the target's.
+    acceptance: what was recorded of the drafter; None: nothing.
     explores: whether anything is tried.
-    has_hindsight: whether batches tell what retrieval would have drafted; else it is tried like any other drafter.
+    has_hindsight: whether batches tell what retrieval would have drafted; else it is tried like any other
+        drafter.
     """
 
     def __init__(
@@ -110,7 +116,9 @@ class CostModel(StrategyTuner):
             self._versions, self._chosen_for = versions, None
         if batch.reading is not None and batch.reading is not self._reading:
             self._reading = batch.reading
-            self.costs.observe_reading(batch.reading.num_tokens, batch.reading.num_forwards, batch.reading.seconds)
+            self.costs.observe_reading(
+                batch.reading.num_tokens, batch.reading.num_forwards, batch.reading.seconds
+            )
         place = batch.num_running, bool(batch.reference_drafts)
         if place != self._chosen_for or self._seconds_since >= min(DECIDE_EVERY, 0.02 * self._seconds):
             predictions, choice = self._decide(batch)
@@ -175,29 +183,42 @@ class CostModel(StrategyTuner):
         nodes, levels = self.acceptance.drafted(arm, size, batch.reference_drafts)
         unread = self._unread * size + batch.num_admitted * batch.mean_length
         unread = min(unread, size * batch.mean_length)
-        return Work(arm, size, batch.mean_length, size * (1 + nodes), levels, unread, (size, arm) not in self._known)
+        return Work(
+            arm, size, batch.mean_length, size * (1 + nodes), levels, unread, (size, arm) not in self._known
+        )
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
         self._seconds += outcome.seconds
         if strategy.uses_references and outcome.from_reference:
-            self.acceptance.observe_without_reference(strategy, outcome.accepted, outcome.drafted, outcome.from_reference)
+            self.acceptance.observe_without_reference(
+                strategy, outcome.accepted, outcome.drafted, outcome.from_reference
+            )
         elif outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
         work = self._work(strategy, batch)
         work = work._replace(rows=batch.num_running + sum(outcome.drafted), levels=_levels(strategy, outcome))
-        self.costs.observe(work, outcome.seconds, is_typical=not batch.num_admitted or batch.reading is not None)
+        self.costs.observe(
+            work, outcome.seconds, is_typical=not batch.num_admitted or batch.reading is not None
+        )
         self._known.add((batch.num_running, strategy))
         if uses(strategy)[0]:
             self._unread = 0.0
         else:
-            self._unread = min(work.unread + outcome.num_tokens, batch.num_running * batch.mean_length) / batch.num_running
+            self._unread = (
+                min(work.unread + outcome.num_tokens, batch.num_running * batch.mean_length)
+                / batch.num_running
+            )
 
     def counters(self) -> dict[str, Any]:
         """Returns the statistics, as JSON. versions: of policy and drafter, that they are about."""
         versions = None if self._versions is None else list(self._versions)
-        return {"acceptance": self.acceptance.counters(), "costs": self.costs.counters(), "versions": versions}
+        return {
+            "acceptance": self.acceptance.counters(),
+            "costs": self.costs.counters(),
+            "versions": versions,
+        }
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         self.acceptance.restore(counters["acceptance"])
@@ -230,8 +251,8 @@ def _trial(predictions: Sequence[Prediction], best: Prediction, num_left: float)
 
 
 def expected_saving(mean: float, deviation: float) -> float:
-    """Returns E[max(0, 1 - exp(-x))] for a normal x: the share of the time that is saved by an arm whose speed, over the best
-    one's, has the logarithm x, where it is not used unless it is faster."""
+    """Returns E[max(0, 1 - exp(-x))] for a normal x: the share of the time that is saved by an arm whose
+    speed, over the best one's, has the logarithm x, where it is not used unless it is faster."""
     place = mean / deviation
     below = -deviation + place
     return _normal(place) - math.exp(deviation**2 / 2 - mean) * _normal(below)

@@ -1,4 +1,5 @@
-"""Tokens per verification, from the chance of every drafted token: what is expected, and by how much that may err."""
+"""Tokens per verification, from the chance of every drafted token: what is expected, and by how much that
+may err."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rates:
-    """For d = 0, 1, …: the probability that the target accepts the token at depth d + 1, given that it has accepted all
-    before it, and the number of verifications behind this estimate."""
+    """For d = 0, 1, …: the probability that the target accepts the token at depth d + 1, given that it has
+    accepted all before it, and the number of verifications behind this estimate."""
 
     accepted: Sequence[float]
     counts: Sequence[float]
@@ -25,7 +26,8 @@ class Table(NamedTuple):
     """For chains of one token, two, …: tokens per verification, and how the standard deviation of the rate at
     each depth changes their logarithm.
 
-    counts_D: verifications behind these rates.  survivals_D: the share of verifications that comes to each depth.
+    counts_D: verifications behind these rates.
+    survivals_D: the share of verifications that comes to each depth.
     """
 
     tokens_D: Array
@@ -46,10 +48,12 @@ class Table(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """Tokens per verification of A arms, and by how much the standard deviation of each of R rates changes their
+    """Tokens per verification of A arms, and by how much the standard deviation of each of R rates changes
+    their
     logarithm: arms of one curve err together.
 
-    counts_R: verifications behind each rate.  survivals_R: the share of verifications that comes to it.
+    counts_R: verifications behind each rate.
+    survivals_R: the share of verifications that comes to it.
     """
 
     tokens_A: Array
@@ -58,8 +62,8 @@ class Expectation(NamedTuple):
     survivals_R: Array
 
     def learned(self, best: int, num_verifications: float) -> Array:
-        """Returns, for each arm, the variance that so many verifications of it are expected to remove from the
-        logarithm of its tokens over the best arm's."""
+        """Returns, for each arm, the variance that so many verifications of it are expected to remove from
+        the logarithm of its tokens over the best arm's."""
         new_R = num_verifications * self.survivals_R
         seen_AR = (self.spread_AR != 0) * (new_R / (self.counts_R + new_R + 1e-9))
         result: Array = ((self.spread_AR - self.spread_AR[best]) ** 2 * seen_AR).sum(1)

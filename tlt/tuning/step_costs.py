@@ -1,4 +1,5 @@
-"""The seconds of an engine step: a sum of parts, each with a physical meaning, whose sizes are learned. It knows no acceptance.
+"""The seconds of an engine step: a sum of parts, each with a physical meaning, whose sizes are learned. It
+knows no acceptance.
 
     seconds = forward(rows)                     the target reads its weights once and computes every row
             + cached tokens x cached            attention reads the caches
@@ -6,9 +7,10 @@
             + sequences x retrieved             retrieval, on the host
             + unread x read + first             once: what the drafter has missed, and what a new shape costs
 
-Before anything was measured, a part is what follows from bytes and operations (`CostPrior`), up to the machine's
-speed. Every measured step then corrects the logarithms of all parts by an extended Kalman filter: a step that took
-longer than expected makes a part longer, the more, the larger its share in the step and the less it is known.
+Before anything was measured, a part is what follows from bytes and operations (`CostPrior`), up to the
+machine's speed. Every measured step then corrects the logarithms of all parts by an extended Kalman
+filter: a step that took longer than expected makes a part longer, the more, the larger its share in the
+step and the less it is known.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ ONCE = slice(_UNREAD, _NUM)
 _NOISE, _NOISE_OF_READING = 0.15, 0.3
 """Standard deviations of one step's log seconds about their mean, and of the reading of prompts."""
 _MAX_SURPRISE = 2.5
-"""Standard deviations that a single step can differ by, as far as it counts: most likely the machine was busy."""
+"""Standard deviations that a single step can differ by, as far as it counts: most likely the machine was
+busy."""
 _FORGET = 1 / 4000
 """The share of the prior's uncertainty that comes back with every step: costs drift."""
 _RETRIEVED_SECONDS = 30e-6
@@ -58,8 +61,8 @@ _DEVIATION_OF_DRAFTER = 0.4
 
 @functools.cache
 def uses(strategy: Strategy) -> tuple[bool, bool]:
-    """Returns whether the learned drafter runs for a strategy, and whether retrieval does. To follow a reference
-    needs neither."""
+    """Returns whether the learned drafter runs for a strategy, and whether retrieval does. To follow a
+    reference needs neither."""
     drafter = (strategy.without_reference if strategy.uses_references else strategy).drafter
     return drafter in ("learned", "hybrid"), drafter in ("ngram", "hybrid")
 
@@ -68,8 +71,10 @@ def uses(strategy: Strategy) -> tuple[bool, bool]:
 class CostPrior:
     """Sizes of a drafter beside its target's, as numbers of weights that a forward reads.
 
-    level: of the drafter with its head, over the target's with its head.  read: of the drafter without a head, over the same.
-    head: of the target's head, over the same.  cached: bytes of keys and values of one token, over the bytes of the weights.
+    level: of the drafter with its head, over the target's with its head.
+    read: of the drafter without a head, over the same.
+    head: of the target's head, over the same.
+    cached: bytes of keys and values of one token, over the bytes of the weights.
     """
 
     level: float = 0.15
@@ -85,8 +90,10 @@ UNKNOWN = CostPrior()
 class Work(NamedTuple):
     """The work of a step.
 
-    rows: of the target's forward.  levels: drafted one after the other by the learned drafter.
-    unread: tokens that this drafter has missed and reads first.  is_first: whether no such step was made before.
+    rows: of the target's forward.
+    levels: drafted one after the other by the learned drafter.
+    unread: tokens that this drafter has missed and reads first.
+    is_first: whether no such step was made before.
     """
 
     strategy: Strategy
@@ -110,8 +117,8 @@ class Work(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What is expected of A steps. seconds_A: without what comes once, which is once_A.  shares_AP: the gradient of their
-    logarithms in the logarithms of all parts."""
+    """What is expected of A steps. seconds_A: without what comes once, which is once_A.
+    shares_AP: the gradient of their logarithms in the logarithms of all parts."""
 
     seconds_A: Array
     once_A: Array
@@ -119,7 +126,8 @@ class Forecast(NamedTuple):
 
 
 class StepCosts:
-    """Predicts the seconds of engine steps. mean_P and covariance_PP: of the logarithms of all parts, the forward's first."""
+    """Predicts the seconds of engine steps. mean_P and covariance_PP: of the logarithms of all parts, the
+    forward's first."""
 
     def __init__(self, prior: CostPrior = UNKNOWN) -> None:
         self.prior = prior
@@ -158,8 +166,8 @@ class StepCosts:
         return result
 
     def learned(self, shares_AP: Array, best: int, num_steps: float) -> Array:
-        """Returns, for each arm, the variance that so many steps of it are expected to remove from the logarithm of
-        its seconds over the best arm's."""
+        """Returns, for each arm, the variance that so many steps of it are expected to remove from the
+        logarithm of its seconds over the best arm's."""
         covariance_AA = shares_AP @ self.covariance_PP @ shares_AP.T
         own_A = covariance_AA.diagonal()
         result: Array = (own_A - covariance_AA[best]) ** 2 / (own_A + _NOISE**2 / num_steps)
@@ -176,7 +184,9 @@ class StepCosts:
         limit = _MAX_SURPRISE * math.sqrt(variance)
         surprise = min(max(math.log(seconds / expected), -limit), limit)
         self.mean_P = self.mean_P + spread_P * (surprise / variance)
-        self.covariance_PP = (1 - _FORGET) * (self.covariance_PP - np.outer(spread_P, spread_P) / variance) + self._drift_PP
+        self.covariance_PP = (1 - _FORGET) * (
+            self.covariance_PP - np.outer(spread_P, spread_P) / variance
+        ) + self._drift_PP
 
     def counters(self) -> dict[str, Any]:
         """Returns what was learned, as JSON."""
@@ -191,8 +201,8 @@ class StepCosts:
 
 
 def _knots(rows_A: Array) -> Array:
-    """Returns the weights of the knots' logarithms in that of a forward of so many rows, [A, K]. Beyond the last it grows as
-    between the last two."""
+    """Returns the weights of the knots' logarithms in that of a forward of so many rows, [A, K]. Beyond
+    the last it grows as between the last two."""
     place_A = np.log2(rows_A)
     below_A = np.minimum(place_A.astype(int), KNOTS - 2)
     weights_AK = np.zeros((len(rows_A), KNOTS))
@@ -209,16 +219,22 @@ def _rising(mean_K: Array, variance_K: Array) -> Array:
         weight, num = 1 / variance, 1
         while pools and pools[-1][0] > value:
             other, beside, more = pools.pop()
-            value, weight, num = (value * weight + other * beside) / (weight + beside), weight + beside, num + more
+            value, weight, num = (
+                (value * weight + other * beside) / (weight + beside),
+                weight + beside,
+                num + more,
+            )
         pools.append((value, weight, num))
     return np.repeat([value for value, _, _ in pools], [num for _, _, num in pools])
 
 
 def _prior(prior: CostPrior) -> tuple[Array, Array]:
-    """Returns mean and covariance of the logarithms of all parts, in seconds of a machine whose forward of one row takes 10 ms.
+    """Returns mean and covariance of the logarithms of all parts, in seconds of a machine whose forward of
+    one row takes 10 ms.
 
-    A forward reads its weights and computes its rows, one while it does the other (the roofline: the longer of the two) or one
-    after the other (their sum), and the machine decides how many rows take as long as the weights. So the prior is that of many
+    A forward reads its weights and computes its rows, one while it does the other (the roofline: the longer
+    of the two) or one after the other (their sum), and the machine decides how many rows take as long as the
+    weights. So the prior is that of many
     machines: from 4 rows to 512, from their maximum to their sum.
     """
     rows_K = 2.0 ** np.arange(KNOTS)
@@ -230,7 +246,16 @@ def _prior(prior: CostPrior) -> tuple[Array, Array]:
             row = forward_K[-1] - math.log(rows_K[-1])
             level, read = math.log(prior.level), math.log(prior.read)
             first = math.log(0.5)
-            parts = [math.log(prior.cached), level - 1.5, level, level + row - 0.7, level, 0.0, read + row, first]
+            parts = [
+                math.log(prior.cached),
+                level - 1.5,
+                level,
+                level + row - 0.7,
+                level,
+                0.0,
+                read + row,
+                first,
+            ]
             machines.append([*forward_K, *parts])
     mean_P, covariance_PP = np.mean(machines, 0), np.cov(np.array(machines).T)
     mean_P += math.log(0.01)

@@ -4,8 +4,8 @@
     CostModel    predicts from measured costs and measured acceptance, so that one arm informs its neighbours (cost_model.py)
     BegMab       the bandit of the TLT paper (beg_mab.py)
 
-A decision is a pure function of the statistics (`decide`); seconds come in with the outcomes, randomness as an argument. No
-tuner reads a clock or knows an engine.
+A decision is a pure function of the statistics (`decide`); seconds come in with the outcomes, randomness
+as an argument. No tuner reads a clock or knows an engine.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ class Fixed(StrategyTuner):
         return self.strategy
 
 
-# ── the arms ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the arms ────────────────────────────────────────────────────────────────────────────────────────────────
 
 _CHAINS = (1, 2, 3, 4, 6, 8, 11, 15)
 _REFERENCE_DEPTHS = (32, 64, 128, 256)
 _TREES = ((3, 2, 6), (5, 2, 10), (7, 2, 14), (6, 3, 24), (10, 4, 48))
 
 
-def default_arms(kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, trees: bool = True) -> tuple[Strategy, ...]:
-    """Returns the strategies worth trying with drafters of these kinds: off, chains, long ones along references, and trees
-    where candidates are ranked.
+def default_arms(
+    kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, trees: bool = True
+) -> tuple[Strategy, ...]:
+    """Returns the strategies worth trying with drafters of these kinds: off, chains, long ones along
+    references, and trees where candidates are ranked.
 
     max_depth, trees: how deep an engine can draft, and whether drafts may branch there.
     """
@@ -66,12 +68,15 @@ def make_tuner(
 ) -> StrategyTuner | None:
     """Makes the tuner that the user asked for.
 
-    speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET. For `off` the result is None: nothing drafts.
-    kinds: the drafters that exist, the preferred one first.  name: the tuner behind `adaptive`, cost-model or beg-mab.
-    max_depth, trees: what the engine can draft (`default_arms`).  prior: the drafter's size beside the target's.
+    speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET. For `off` the result is None: nothing
+        drafts.
+    kinds: the drafters that exist, the preferred one first.
+    name: the tuner behind `adaptive`, cost-model or beg-mab.
+    max_depth, trees: what the engine can draft (`default_arms`).
+    prior: the drafter's size beside the target's.
     has_hindsight: whether the engine says what retrieval would have drafted.
-    acceptance: the rate that the learned drafter's folder records; None: none.
-    Raises UserError for a strategy whose drafter does not exist.
+    acceptance: the rate that the learned drafter's folder records; None: none. Raises UserError for a
+        strategy whose drafter does not exist.
     """
     if speculation == "off":
         return None
@@ -79,7 +84,8 @@ def make_tuner(
         strategy = Strategy.parse(speculation, kinds[0])
         if strategy.is_off or strategy.drafter not in kinds:
             raise UserError(
-                f"speculation: {speculation!r} needs a drafter of kind {strategy.drafter}; there is {', '.join(kinds)}"
+                f"speculation: {speculation!r} needs a drafter of kind {strategy.drafter}; there is "
+                f"{', '.join(kinds)}"
             )
         return Fixed(strategy)
     arms = default_arms(kinds, max_depth, trees)

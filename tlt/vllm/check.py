@@ -2,9 +2,11 @@
 
     every row that vLLM draws from is kept ─▶ drawn again here, from the request's own key and parameters ─▶ the same tokens?
 
-once without drafts, once with as many as vLLM drafts; and where references are followed, once along what was said before.
+once without drafts, once with as many as vLLM drafts; and where references are followed, once along what was
+said before.
 
-A vLLM that has changed where the law is put into it would otherwise sample by another law, and nobody would see it.
+A vLLM that has changed where the law is put into it would otherwise sample by another law, and nobody
+would see it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ NUM_PROMPT = 4
 
 
 def check_law(engine: VllmEngine, vocab_size: int) -> None:
-    """Raises UserError unless the engine draws by the law, without drafts and with them. It leaves nothing behind."""
+    """Raises UserError unless the engine draws by the law, without drafts and with them. It leaves nothing
+    behind."""
     (tuner, engine.tuner), (references, engine.references) = (engine.tuner, None), (engine.references, None)
     requests = probes(vocab_size, min(engine.max_batch_size, 2), engine.window)
     try:
@@ -74,7 +77,11 @@ def _compare_with_the_law(
 ) -> None:
     """Draws again what vLLM drew, row by row, with keys and positions as this process knows them."""
     rows = {}
-    for logits_RV, positions_R, keys_R4 in drawn:  # of a position that was drawn behind a rejected draft the later row counts
+    for (
+        logits_RV,
+        positions_R,
+        keys_R4,
+    ) in drawn:  # of a position that was drawn behind a rejected draft the later row counts
         for logits_V, position, key in zip(logits_RV, positions_R.tolist(), keys_R4.tolist(), strict=True):
             rows[position, tuple(key)] = logits_V
     for request, rollout in zip(requests, rollouts, strict=True):
@@ -90,4 +97,6 @@ def _compare_with_the_law(
 
 
 def _drifted(what: str) -> UserError:
-    return UserError(f"engine: vllm does not sample by the law here ({what}); install a release that docs/vllm.md names")
+    return UserError(
+        f"engine: vllm does not sample by the law here ({what}); install a release that docs/vllm.md names"
+    )

@@ -62,7 +62,9 @@ class VllmDrafter(Drafting):
         """Looks for the head in a part of a new policy, whose rows the drafter uses."""
         if self._head is not None and self._head in part:
             head_VE = part[self._head].detach()
-            self._rows = head_VE.clone() if self._token_ids is None else head_VE[self._token_ids.to(head_VE.device)]
+            self._rows = (
+                head_VE.clone() if self._token_ids is None else head_VE[self._token_ids.to(head_VE.device)]
+            )
 
     def follow(self) -> None:
         """Takes up the head of the policy that has come in whole."""

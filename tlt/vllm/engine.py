@@ -1,10 +1,11 @@
-"""vLLM as a rollout engine: what engine/backend.py promises, kept by an unmodified vLLM with our law inside it.
+"""vLLM as a rollout engine: what engine/backend.py promises, kept by an unmodified vLLM with our law inside
+it.
 
     add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ tokens and log-probabilities ─▶ Sequence ─▶ Finished
                         ▲ draft length of every step: the tuner's;  drafts from references: references.py's
 
-vLLM has the kernels, the caches and the tensor parallelism. What a response is, where it ends and which draft length comes next
-is decided here. Knows neither drafter training nor ranks.
+vLLM has the kernels, the caches and the tensor parallelism. What a response is, where it ends and which
+draft length comes next is decided here. Knows neither drafter training nor ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Speculation:
     """How drafts are made and chosen; by default they are not.
 
     drafter: the learned one; None: there is none.
-    target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody does.
+    target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody
+        does.
     references: what may be drafted from beside them; None: nothing.
     """
 
@@ -72,9 +74,11 @@ class VllmEngine(RolloutBackend):
         self._numbers = itertools.count()
         self._num_admitted = 0
         self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
-        self._otherwise: dict[Strategy, float | None] = {}  # what was expected without it when it was chosen last
+        self._otherwise: dict[
+            Strategy, float | None
+        ] = {}  # what was expected without it when it was chosen last
 
-    # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
         """Publishes a policy by Hugging Face names. Never in the middle of a response."""
@@ -102,7 +106,7 @@ class VllmEngine(RolloutBackend):
                 self.drafter.note(part)
             yield part
 
-    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def running(self) -> list[Sequence]:
@@ -124,7 +128,7 @@ class VllmEngine(RolloutBackend):
         """Ends vLLM."""
         self.link.close()
 
-    # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, captures: bool = False) -> list[Finished]:
         ended = self._admit()
@@ -188,9 +192,9 @@ class VllmEngine(RolloutBackend):
         )
 
     def _choose(self, batch: BatchState) -> None:
-        """Chooses the length of the drafts that this step will end with. A choice is kept for two steps at least: only a step
-        that verifies what it drafts itself, too, tells what the choice costs. References count as drafted then, too, though
-        they are looked up no earlier than they are verified."""
+        """Chooses the length of the drafts that this step will end with. A choice is kept for two steps at
+        least: only a step that verifies what it drafts itself, too, tells what the choice costs.
+        References count as drafted then, too, though they are looked up no earlier than they are verified."""
         if self.tuner is None:
             return
         if self._verified_by == self._strategy:
@@ -201,7 +205,9 @@ class VllmEngine(RolloutBackend):
 
     def _give_drafts(self) -> None:
         """Gives vLLM what references say next, where this step verifies by a strategy that uses them."""
-        if self.references is not None and (drafts := self.references.drafts(self._running, self._verified_by)):
+        if self.references is not None and (
+            drafts := self.references.drafts(self._running, self._verified_by)
+        ):
             self.link.give({self._internal_id[name]: draft for name, draft in drafts.items()})
 
     def _note_reference(self, name: str, num_accepted: int) -> bool:
@@ -216,9 +222,11 @@ class VllmEngine(RolloutBackend):
             raise broken_policy(self.policy_version, self.link.dtype, sequence)
         return sequence.extend(token_ids, logprobs, self.decode)
 
-    def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool) -> None:
-        """Counts the step under the strategy that it verified. The tuner learns from steps alone that also drafted by it, and
-        that read no prompts, which takes longer than all else."""
+    def _account(
+        self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool
+    ) -> None:
+        """Counts the step under the strategy that it verified. The tuner learns from steps alone that also
+        drafted by it, and that read no prompts, which takes longer than all else."""
         is_steady = strategy == self._strategy and outcome.num_tokens > 0 and not read_prompts
         predicted = self.tuner.predicted_speed if self.tuner is not None and is_steady else None
         otherwise = self._otherwise.get(strategy)
@@ -233,7 +241,9 @@ class VllmEngine(RolloutBackend):
         for name in ended:
             sequence = self._running[name]
             self.lengths.note_ended(sequence)
-            captured_TF = self.link.captured(self._internal_id[name], sequence.num_cached) if captures else None
+            captured_TF = (
+                self.link.captured(self._internal_id[name], sequence.num_cached) if captures else None
+            )
             finished.append(Finished(sequence.to_rollout(self.policy_version), captured_TF))
         self._leave(ended)
         return finished

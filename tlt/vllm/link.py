@@ -1,5 +1,5 @@
-"""Our end of vLLM: it is started with the law inside, and driven step by step in this process. Knows no responses, only
-requests by name and their new tokens; weights.py brings weights in.
+"""Our end of vLLM: it is started with the law inside, and driven step by step in this process. Knows no
+responses, only requests by name and their new tokens; weights.py brings weights in.
 
     in this process      scheduler and, for one device, the worker
     else                 a worker process for every device
@@ -26,7 +26,8 @@ from tlt.vllm.transfer import make_carrier
 from tlt.vllm.weights import Weights
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: draft lengths are set before every step
+    # the scheduler in this process: draft lengths are set before every step
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torch.set_num_threads has the say
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # what a command prints is its result
@@ -36,8 +37,9 @@ _ENVIRONMENT = {
 
 
 def needs_own_process() -> bool:
-    """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has loaded numba (as vLLM's
-    n-gram drafter does), whose objects vLLM trips over when it looks for its kernels."""
+    """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has
+    loaded numba (as vLLM's n-gram drafter does), whose objects vLLM trips over when it looks for its
+    kernels."""
     return torch.distributed.is_initialized() or "llvmlite" in sys.modules
 
 
@@ -73,10 +75,15 @@ class Link:
     def sleeps(self) -> bool:
         return self.device.type == "cuda"
 
-    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(
-        self, name: str, token_ids: Sequence[int], max_tokens: int, stop_ids: Sequence[int], extra_args: dict[str, Any]
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        extra_args: dict[str, Any],
     ) -> str:
         """Sends a request, which goes on from its tokens; returns vLLM's own name for it."""
         params = self._sampling_params(max_tokens, list(stop_ids), extra_args)
@@ -84,16 +91,22 @@ class Link:
         return internal
 
     def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
-        """Runs one of vLLM's steps; returns the new tokens and their log-probabilities, by the request's name."""
+        """Runs one of vLLM's steps; returns the new tokens and their log-probabilities, by the request's
+        name."""
         found = {}
         with self._naming_dead_workers():
             outputs = self._engine.step()
-        if torch.get_num_threads() != self._num_threads:  # vLLM's n-gram drafter, which numba compiles, changes PyTorch's, too
+        if (
+            torch.get_num_threads() != self._num_threads
+        ):  # vLLM's n-gram drafter, which numba compiles, changes PyTorch's, too
             torch.set_num_threads(self._num_threads)
         for output in outputs:
             (completion,) = output.outputs
             if token_ids := tuple(completion.token_ids):
-                logprobs = tuple(scores[token].logprob for scores, token in zip(completion.logprobs, token_ids, strict=True))
+                logprobs = tuple(
+                    scores[token].logprob
+                    for scores, token in zip(completion.logprobs, token_ids, strict=True)
+                )
                 found[output.request_id] = token_ids, logprobs
         return found
 
@@ -131,17 +144,19 @@ class Link:
         found: Tensor | None = self.call("tlt_captured", internal_id, num_positions)[0]
         return found
 
-    # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def release(self) -> None:
-        """Gives memory back until the next policy is loaded: on GPUs vLLM's weights and caches, on a CPU what was captured."""
+        """Gives memory back until the next policy is loaded: on GPUs vLLM's weights and caches, on a CPU
+        what was captured."""
         if self.captures:
             self.call("tlt_release")
         if self.sleeps:
             self.weights.sleep()
 
     def record(self, records: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Begins or ends keeping what the law draws from; returns what was kept before (LawTable.recorded)."""
+        """Begins or ends keeping what the law draws from; returns what was kept before
+        (LawTable.recorded)."""
         return self.call("tlt_record", records)[0] or []
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
@@ -161,7 +176,9 @@ class Link:
             for index, process in enumerate(processes):
                 process.join(1)  # a call fails a moment before its worker has ended
                 if not process.is_alive():
-                    raise RuntimeError(f"vllm: worker {index} has ended: {how_it_ended(process.exitcode)}") from error
+                    raise RuntimeError(
+                        f"vllm: worker {index} has ended: {how_it_ended(process.exitcode)}"
+                    ) from error
             raise
 
     def close(self) -> None:
@@ -174,15 +191,16 @@ class Link:
 
 
 def quieten() -> None:
-    """Lets vLLM say while it is imported what its level of logging allows, and no more: it sets its loggers up later. A warning
-    about a name of PyTorch's that vLLM merely looks at is for vLLM's authors."""
+    """Lets vLLM say while it is imported what its level of logging allows, and no more: it sets its
+    loggers up later. A warning about a name of PyTorch's that vLLM merely looks at is for vLLM's authors."""
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 @contextmanager
 def workers_deaf_to_interrupts() -> Iterator[None]:
-    """Lets processes be born with SIGINT blocked: Ctrl-C reaches all that a terminal runs, and this one decides on it."""
+    """Lets processes be born with SIGINT blocked: Ctrl-C reaches all that a terminal runs, and this one
+    decides on it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -23,8 +23,10 @@ def check_vllm(
     is_in_group: bool = False,
     follows: bool = False,
 ) -> None:
-    """Raises UserError for an engine that could not be had. device: "cpu" or "cuda".  num_engines: on this machine.
-    is_in_group: whether the process that drives it has a process group, so that vLLM's worker is one of its own.
+    """Raises UserError for an engine that could not be had. device: "cpu" or "cuda".
+    num_engines: on this machine.
+    is_in_group: whether the process that drives it has a process group, so that vLLM's worker is one of its
+        own.
     follows: whether the user asks for drafts from references."""
     check_installed()
     check_speculation(speculation, has_learned)
@@ -32,7 +34,9 @@ def check_vllm(
         check_references(device)
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        raise UserError(f"dtype: {name}, which vLLM does not compute in; give float32 or bfloat16, or engine tlt")
+        raise UserError(
+            f"dtype: {name}, which vLLM does not compute in; give float32 or bfloat16, or engine tlt"
+        )
     num_gpus = torch.cuda.device_count()
     if device == "cpu" and num_gpus:
         raise UserError("device: cpu, but vLLM computes on this machine's GPUs; give cuda, or engine tlt")
@@ -42,5 +46,6 @@ def check_vllm(
     if device == "cuda" and needed > num_gpus:
         each = f"{num_engines} engine(s) of {section.tensor_parallel} GPU(s) each need {needed}"
         raise UserError(
-            f"vllm.tensor_parallel: {each}, and this machine has {num_gpus}; give {max(num_gpus // num_engines, 1)}"
+            f"vllm.tensor_parallel: {each}, and this machine has {num_gpus}; give "
+            f"{max(num_gpus // num_engines, 1)}"
         )

@@ -42,7 +42,10 @@ class RunningReferences:
             return {}
         asked = [(name, running[name], cursor) for name, cursor in self._cursors.items()]
         depth, vocab_size = strategy.depth, self.vocab_size
-        drafts = {name: self.acceptance.draft(f, one.tokens, one.request, depth, vocab_size) for name, one, f in asked}
+        drafts = {
+            name: self.acceptance.draft(f, one.tokens, one.request, depth, vocab_size)
+            for name, one, f in asked
+        }
         return {name: [*draft] for name, draft in drafts.items() if draft}
 
     def version(self, name: str) -> int | str:

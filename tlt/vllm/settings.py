@@ -21,12 +21,15 @@ CPU_KV_GIB = 1.0
 class VllmSettings:
     """Says what vLLM is started with.
 
-    model: a checkpoint folder.  dtype: of weights and activations, as torch names it.
-    max_batch_size: sequences at a time.  window: positions of the longest, prompt included.
+    model: a checkpoint folder.
+    dtype: of weights and activations, as torch names it.
+    max_batch_size: sequences at a time.
+    window: positions of the longest, prompt included.
     kv_gib: GiB for keys and values; None: vLLM's own share of a GPU, and 1 GiB on a CPU.
     section: the user's own settings of vLLM.
     drafter: {"method": …} as vLLM's speculative_config has it, without a length; None: no speculation.
-    depths: numbers of tokens that may be drafted at a time, rising from 0.  tau: the drafter's temperature (LawTable).
+    depths: numbers of tokens that may be drafted at a time, rising from 0.
+    tau: the drafter's temperature (LawTable).
     captures: whether features are kept for the drafter's training.
     own_process: whether the worker is a process of its own even on one device (`needs_own_process`).
     device_index: of the GPU that is this process's; vLLM takes its share of all, counted from there.
@@ -56,4 +59,6 @@ class VllmSettings:
     @property
     def way(self) -> Way:
         """How weights reach the workers. UserError where they cannot go as the user asks."""
-        return choose_way(self.section, is_cuda=torch.cuda.is_available(), has_own_worker=not self.is_in_process)
+        return choose_way(
+            self.section, is_cuda=torch.cuda.is_available(), has_own_worker=not self.is_in_process
+        )

@@ -23,7 +23,8 @@ MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]
 def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
     """Returns vLLM, ready, and what makes its sampling parameters: (max_tokens, stop_ids, extra_args)."""
     register()
-    # a reload names every layer without weights of its own as not loaded; link.py sees for itself what has arrived
+    # a reload names every layer without weights of its own as not loaded; link.py sees for itself what has
+    # arrived
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     with torch.random.fork_rng():  # the caller's random numbers stay as they are
         try:
@@ -51,7 +52,9 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_prefix_caching": settings.section.prefix_caching,
         "enable_sleep_mode": is_cuda,
         "speculative_config": speculative_config(settings),
-        "additional_config": {CONFIG: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}},
+        "additional_config": {
+            CONFIG: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}
+        },
         "weight_transfer_config": {"backend": "ipc"} if settings.way == "ipc" else None,
         "worker_extension_cls": "tlt.vllm.inside.worker.TltWorker",
         "scheduler_cls": LengthScheduler,
@@ -66,8 +69,9 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """Returns which GPUs are this engine's, where every process of the machine has one over so many, and its share of what is
-    free there: vLLM's own default is nine tenths of all, and the policy that is trained lies there already."""
+    """Returns which GPUs are this engine's, where every process of the machine has one over so many, and
+    its share of what is free there: vLLM's own default is nine tenths of all, and the policy that is
+    trained lies there already."""
     size = settings.section.tensor_parallel
     first = settings.device_index * size
     free, total = torch.cuda.mem_get_info(first)
@@ -76,21 +80,24 @@ def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
-    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it: as the length of
-    some batch size, which is then never used (scheduler.py sets the length for all of them). A drafter that drafts nothing has
-    the least length that vLLM knows; what is given (given.py) may be longer than any."""
+    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for
+    it: as the length of some batch size, which is then never used (scheduler.py sets the length for all of
+    them). A drafter that drafts nothing has the least length that vLLM knows; what is given (given.py) may
+    be longer than any."""
     if settings.drafter is None:
         return None
     return {
         **settings.drafter,
         "num_speculative_tokens": max(settings.max_depth, 1),
-        "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(settings.depths, start=1)],
+        "num_speculative_tokens_per_batch_size": [
+            (i, i, depth) for i, depth in enumerate(settings.depths, start=1)
+        ],
     }
 
 
 def sampling_params(max_tokens: int, stop_ids: list[int], extra_args: dict[str, Any]) -> vllm.SamplingParams:
-    """Returns a request's parameters. The law is in `extra_args`; vLLM itself is asked for the likeliest token, which costs it
-    least, and takes what the law leaves."""
+    """Returns a request's parameters. The law is in `extra_args`; vLLM itself is asked for the likeliest
+    token, which costs it least, and takes what the law leaves."""
     return vllm.SamplingParams(
         temperature=0,
         max_tokens=max_tokens,

@@ -1,4 +1,5 @@
-"""What vLLM can draft of what was asked for: one drafter an engine, chains alone, and references. Starts nothing."""
+"""What vLLM can draft of what was asked for: one drafter an engine, chains alone, and references. Starts
+nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def check_references(device: str) -> None:
 
 
 def takes_drafts(device: str) -> bool:
-    """Returns whether vLLM's runner for a device takes drafts from its scheduler, where references are put in."""
+    """Returns whether vLLM's runner for a device takes drafts from its scheduler, where references are put
+    in."""
     return device == "cpu"
 
 
@@ -32,7 +34,8 @@ def check_speculation(speculation: str, has_learned: bool) -> None:
 
 
 def kinds_of(speculation: str, has_learned: bool) -> tuple[str, ...]:
-    """Returns the drafter that vLLM is started with, one at most: () where nothing is drafted, or from references alone."""
+    """Returns the drafter that vLLM is started with, one at most: () where nothing is drafted, or from
+    references alone."""
     if speculation == "off":
         return ()
     kind = "learned" if has_learned else "ngram"
@@ -45,7 +48,8 @@ def kinds_of(speculation: str, has_learned: bool) -> tuple[str, ...]:
     if asked == "hybrid" or (asked == "learned" and not has_learned):
         remedy = "give learned or ngram" if has_learned else "give a drafter, or ngram"
         raise UserError(
-            f"speculation: {speculation!r} names the drafter {asked}, which engine vllm does not have here; {remedy}"
+            f"speculation: {speculation!r} names the drafter {asked}, which engine vllm does not have here; "
+            f"{remedy}"
         )
     return (asked,)
 
@@ -61,5 +65,7 @@ def depths_of(speculation: str, kinds: Sequence[str], max_draft_tokens: int) -> 
         return 0, strategy.without_reference.depth
     if strategy.width > 1 or strategy.budget > strategy.depth:
         chain = f"{strategy.depth}x1x{strategy.depth}"
-        raise UserError(f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain}, or engine tlt")
+        raise UserError(
+            f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain}, or engine tlt"
+        )
     return 0, strategy.depth

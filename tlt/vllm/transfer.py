@@ -4,8 +4,8 @@
     host      worker processes                          a safetensors file in shared memory; digests are compared
     ipc       one worker process, on this one's GPU     vLLM's own weight transfer: the worker reads this process's GPU memory
 
-Between separate GPUs vLLM has a transfer, too (nccl). TLT has no such layout: a rank's vLLM computes on the rank's own GPU.
-Knows neither policies nor when they change.
+Between separate GPUs vLLM has a transfer, too (nccl). TLT has no such layout: a rank's vLLM computes on
+the rank's own GPU. Knows neither policies nor when they change.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ Way = Literal["direct", "host", "ipc"]
 
 
 def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> Way:
-    """Returns how tensors go. UserError where `ipc` is asked for and cannot be. has_own_worker: whether vLLM's worker, or each
-    of several, is a process of its own."""
+    """Returns how tensors go. UserError where `ipc` is asked for and cannot be. has_own_worker: whether
+    vLLM's worker, or each of several, is a process of its own."""
     obstacles = (
         (not is_cuda, "hands over memory of a GPU, and vLLM computes on a CPU here; give auto"),
         (
             section.tensor_parallel > 1,
-            f"each of {section.tensor_parallel} workers reads memory of its own GPU, and the policy lies on one; give auto",
+            f"each of {section.tensor_parallel} workers reads memory of its own GPU, and the policy lies on "
+            "one; give auto",
         ),
-        (not has_own_worker, "vLLM's worker is in this process and takes tensors as they are; give auto, or own_process true"),
+        (
+            not has_own_worker,
+            "vLLM's worker is in this process and takes tensors as they are; give auto, or own_process true",
+        ),
     )
     found = [because for is_met, because in obstacles if is_met]
     if section.transfer == "ipc" and found:
@@ -93,10 +97,12 @@ class ThroughHost(Direct):
 
 
 class SharedGpu:
-    """Lets vLLM's one worker read the tensors in the memory of the GPU that it shares with this process (CUDA IPC).
+    """Lets vLLM's one worker read the tensors in the memory of the GPU that it shares with this process (CUDA
+    IPC).
 
-    What is shared is a copy that nobody writes to. It is kept while vLLM may read it: until the call returns, or until the
-    update ends where vLLM has put some of the part by, as it does with a layer that is not whole yet.
+    What is shared is a copy that nobody writes to. It is kept while vLLM may read it: until the call
+    returns, or until the update ends where vLLM has put some of the part by, as it does with a layer that
+    is not whole yet.
     """
 
     def __init__(self, call: Call, device: torch.device) -> None:
@@ -122,10 +128,14 @@ class SharedGpu:
 
     def _copies(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
         as_one = torch.contiguous_format
-        return {name: tensor.detach().to(self.device, copy=True, memory_format=as_one) for name, tensor in part.items()}
+        return {
+            name: tensor.detach().to(self.device, copy=True, memory_format=as_one)
+            for name, tensor in part.items()
+        }
 
     def _shared(self, copies: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Returns what vLLM's transfer takes for an update: numbers and bytes, which it sends as it sends any call."""
+        """Returns what vLLM's transfer takes for an update: numbers and bytes, which it sends as it sends
+        any call."""
         return {
             "names": list(copies),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in copies.values()],
@@ -134,14 +144,19 @@ class SharedGpu:
         }
 
     def _try(self) -> None:
-        """Sees once, before it matters, that the worker reads what lies here: not every machine and container lets it."""
+        """Sees once, before it matters, that the worker reads what lies here: not every machine and
+        container lets it."""
         copies = {"tried": torch.arange(1 << 12, device=self.device)}
         try:
             arrived = self.call("tlt_try_shared", self._shared(copies))
         except RuntimeError as error:
-            raise UserError(f"vllm.transfer: ipc does not work here ({one_line(error, 300)}); give host") from error
+            raise UserError(
+                f"vllm.transfer: ipc does not work here ({one_line(error, 300)}); give host"
+            ) from error
         if arrived != [digest(copies)]:
-            raise UserError("vllm.transfer: ipc does not work here (other values arrive than were sent); give host")
+            raise UserError(
+                "vllm.transfer: ipc does not work here (other values arrive than were sent); give host"
+            )
 
 
 def make_carrier(way: Way, call: Call, device: torch.device) -> Carrier:

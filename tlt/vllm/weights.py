@@ -1,4 +1,5 @@
-"""An update of vLLM's weights, the policy's or its drafter's: begun, brought part by part, ended, and seen to have arrived.
+"""An update of vLLM's weights, the policy's or its drafter's: begun, brought part by part, ended, and seen to
+have arrived.
 
     wake ─▶ begin ─▶ part, part, … ─▶ end ─▶ the head computes with the new weights? ─▶ prefix cache reset        (policy)
             begin ─▶ part ─────────▶ end                                                                         (drafter)
@@ -18,8 +19,8 @@ from tlt.types import UserError
 from tlt.vllm.transfer import Call, Carrier
 
 _HEAD_TOLERANCE = 0.05
-"""Relative difference between the head's product and its own weights from which on an update has not arrived: bfloat16 rounds
-to 0.4 %, and weights of another policy are far apart."""
+"""Relative difference between the head's product and its own weights from which on an update has not
+arrived: bfloat16 rounds to 0.4 %, and weights of another policy are far apart."""
 
 
 class Weights:
@@ -31,9 +32,9 @@ class Weights:
 
     @contextmanager
     def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields what takes the parts of a policy, tensors by Hugging Face names. At the end all of it is in use, what was
-        cached of the old one is gone, and vLLM's head has been seen to compute with the new weights, where it
-        still shows them (worker.py, tlt_settle)."""
+        """Yields what takes the parts of a policy, tensors by Hugging Face names. At the end all of it is
+        in use, what was cached of the old one is gone, and vLLM's head has been seen to compute with the
+        new weights, where it still shows them (worker.py, tlt_settle)."""
         self._wake()
         with self._loading(is_drafter=False) as load:
             yield load
@@ -59,9 +60,14 @@ class Weights:
         settled = self._call("tlt_settle", is_drafter)
         worst, missing = max(error for error, _ in settled), settled[0][1]
         if missing:
-            raise UserError(f"policy: has nothing for {missing[0]} ({len(missing)} such); give all of the checkpoint's tensors")
+            raise UserError(
+                f"policy: has nothing for {missing[0]} ({len(missing)} such); give all of the checkpoint's "
+                "tensors"
+            )
         if worst > _HEAD_TOLERANCE:
-            raise RuntimeError(f"vllm: the head computes with other weights than it was given (off by {worst:.2g})")
+            raise RuntimeError(
+                f"vllm: the head computes with other weights than it was given (off by {worst:.2g})"
+            )
 
     def _wake(self) -> None:
         if self._is_asleep:

@@ -3,7 +3,8 @@
     python -m benchmarks.faults.fuzz --out benchmarks/results/faults/fuzz          all of them
     python -m benchmarks.faults.fuzz --only 17 300                                 these alone, and what they were
 
-Each case has a generator of its own, seeded by --seed and its number, so that it can be played again alone. The kinds take
+Each case has a generator of its own, seeded by --seed and its number, so that it can be played again alone.
+The kinds take
 turns: --num 100 plays some of each.
 """
 
@@ -57,9 +58,21 @@ def play(numbers: Sequence[int], seed: int, seconds: float) -> Iterator[dict[str
             yield {"number": number, "kind": kinds[number], **asdict(outcome), "case": case}
 
 
-def play_in(num_processes: int, numbers: Sequence[int], seed: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Plays them in as many processes, each of which takes every so-many-th; yields what became of each, in no order."""
-    words = [sys.executable, "-m", "benchmarks.faults.fuzz", "--plays", "--seed", str(seed), "--seconds", str(seconds)]
+def play_in(
+    num_processes: int, numbers: Sequence[int], seed: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Plays them in as many processes, each of which takes every so-many-th; yields what became of each,
+    in no order."""
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.faults.fuzz",
+        "--plays",
+        "--seed",
+        str(seed),
+        "--seconds",
+        str(seconds),
+    ]
     with ExitStack() as stack:
         said = []
         for place in range(num_processes):
@@ -122,8 +135,10 @@ def by_kind(played: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def text_of(told: Mapping[str, Any]) -> Text:
     total = told["total"]
     text = (
-        f"{total['cases']} cases, each a command in a folder of its own. {total['success']} ended well, {total['refused']} "
-        f"were refused with exit code 2 and one line, and left neither a traceback nor a process; {total['faults']} did not. "
+        f"{total['cases']} cases, each a command in a folder of its own. {total['success']} ended well, "
+        f"{total['refused']} "
+        "were refused with exit code 2 and one line, and left neither a traceback nor a process; "
+        f"{total['faults']} did not. "
         f"In {total['with_ranks']} ranks started. The longest took {total['longest']} s, all of them "
         f"{told['seconds'] / 60:.0f} minutes."
     )

@@ -45,7 +45,11 @@ def commands(place: Place, rng: Random) -> Case:
                 words.insert(at, _odd_word(rng))
             case _:
                 option = rng.choice(options)
-                value = rng.choice(("0", "-1", "x", "", "1.5")) if option.replace("-", "_") in AMOUNTS else _odd_word(rng)
+                value = (
+                    rng.choice(("0", "-1", "x", "", "1.5"))
+                    if option.replace("-", "_") in AMOUNTS
+                    else _odd_word(rng)
+                )
                 words += rng.choice(([f"--{option}", value], [f"--{option}={value}"], [f"--{option}"]))
     return Case((*name.split(), *words))
 
@@ -61,7 +65,10 @@ def _odd_word(rng: Random) -> str:
 
 def _sound_words(place: Place, name: str) -> tuple[str, ...]:
     model, drafter = str(place.sound.model), str(place.sound.drafter)
-    config, prompts = str(place.write("run.toml", to_toml(place.config()))), str(place.write("prompts.jsonl", lines(PROBLEMS)))
+    config, prompts = (
+        str(place.write("run.toml", to_toml(place.config()))),
+        str(place.write("prompts.jsonl", lines(PROBLEMS))),
+    )
     responses = str(place.write("responses.jsonl", lines(RESPONSES)))
     few = ("--max-tokens", "2", "--samples", "1")
     return {
@@ -86,7 +93,8 @@ def strange_commands(place: Place, rng: Random) -> Case:
 
 
 def benchmarks(place: Place, rng: Random) -> Case:
-    """A benchmark of a configuration that drafts from what it has generated, or is otherwise seldom measured."""
+    """A benchmark of a configuration that drafts from what it has generated, or is otherwise seldom
+    measured."""
     config = place.config()
     config["rollout"] |= rng.choice(
         (
@@ -101,5 +109,12 @@ def benchmarks(place: Place, rng: Random) -> Case:
     if rng.random() < 0.5:
         return Case(("bench", "train", file, "--out", "bench", "--steps", rng.choice(("2", "1", "0"))))
     parts = rng.choice(("constant", "workload", "x", ""))
-    few = ("--batches", rng.choice(("1", "2", "0", "x")), "--rounds", rng.choice(("1", "2")), "--seconds", "0.1")
+    few = (
+        "--batches",
+        rng.choice(("1", "2", "0", "x")),
+        "--rounds",
+        rng.choice(("1", "2")),
+        "--seconds",
+        "0.1",
+    )
     return Case(("bench", "rollout", file, "--out", "bench", "--parts", parts, *few, "--steps", "2"))

@@ -1,4 +1,5 @@
-"""A case: a command in a folder of its own, what surrounds it, and what it may end with. Does not know what is odd about it."""
+"""A case: a command in a folder of its own, what surrounds it, and what it may end with. Does not know
+what is odd about it."""
 
 from __future__ import annotations
 
@@ -20,10 +21,13 @@ from tlt.cli.main import main as tlt
 
 @dataclass(frozen=True)
 class Case:
-    """A command. words: what stands after `tlt`.  trains: `tlt train` goes on to where its ranks start, and on; else it ends
-    there.  is_fresh: a new Python runs it, not a fork of one that has imported everything.  environ: changes, None: not set.
-    codes: with which exit codes it may end.  prints: the user's own code writes what it likes to the terminal.  about: what is
-    odd, where the words do not show it."""
+    """A command. words: what stands after `tlt`.
+    trains: `tlt train` goes on to where its ranks start, and on; else it ends there.
+    is_fresh: a new Python runs it, not a fork of one that has imported everything.
+    environ: changes, None: not set.
+    codes: with which exit codes it may end.
+    prints: the user's own code writes what it likes to the terminal.
+    about: what is odd, where the words do not show it."""
 
     words: tuple[str, ...]
     trains: bool = False
@@ -43,7 +47,9 @@ class Case:
 
     def command(self, folder: Path) -> Command:
         """Returns what is to be run, in this folder."""
-        assert self.trains or not self.is_fresh or self.words[:1] != ("train",) or "--help" in self.words, "it would train"
+        assert self.trains or not self.is_fresh or self.words[:1] != ("train",) or "--help" in self.words, (
+            "it would train"
+        )
         words = (sys.executable, "-m", "tlt", *self.words) if self.is_fresh else ()
         return Command(folder, None if self.is_fresh else self.call, words, self.environ, *self.streams)
 
@@ -74,7 +80,17 @@ class Place:
         return Case(("train", str(file), "--run.out_dir", "run", *overrides), trains=True, **given)
 
     def generate(self, model: Path, prompts: Path, *options: str) -> Case:
-        words = ("generate", str(model), "--prompts", str(prompts), "--out", "out.jsonl", "--max-tokens", "2", *options)
+        words = (
+            "generate",
+            str(model),
+            "--prompts",
+            str(prompts),
+            "--out",
+            "out.jsonl",
+            "--max-tokens",
+            "2",
+            *options,
+        )
         return Case(words)
 
 

@@ -1,4 +1,5 @@
-"""What a command reads is odd: configurations, overrides, prompts, problems, responses, models and drafters."""
+"""What a command reads is odd: configurations, overrides, prompts, problems, responses, models and
+drafters."""
 
 from __future__ import annotations
 
@@ -13,11 +14,17 @@ from benchmarks.faults.mutations import ODD, damaged, mutated, to_toml
 from tlt.config.load import load_config
 
 PROBLEMS = [
-    {"problem_id": f"p{i}", "prompt": f"[{i + 1},{i + 2}:{2 * i + 3}]", "numbers": [i + 1, i + 2], "target": 2 * i + 3}
+    {
+        "problem_id": f"p{i}",
+        "prompt": f"[{i + 1},{i + 2}:{2 * i + 3}]",
+        "numbers": [i + 1, i + 2],
+        "target": 2 * i + 3,
+    }
     for i in range(3)
 ]
 RESPONSES = [
-    {"problem_id": f"p{i}", "text": f"{i + 1}+{i + 2}={2 * i + 3}", "token_ids": [1, 2], "prompt_ids": [3]} for i in range(3)
+    {"problem_id": f"p{i}", "text": f"{i + 1}+{i + 2}={2 * i + 3}", "token_ids": [1, 2], "prompt_ids": [3]}
+    for i in range(3)
 ]
 
 NO_PUZZLES = (
@@ -59,12 +66,16 @@ def prompt_values(place: Place, rng: Random) -> Case:
     ids = {"problem_id": 9, "prompt_ids": [1, 2, 3]}
     records = mutated([*PROBLEMS, rng.choice((chat, ids, PROBLEMS[0]))], rng)
     file = place.write("prompts.jsonl", lines(records) if isinstance(records, list) else json.dumps(records))
-    options = rng.choice(((), (), ("--chat", "true"), ("--columns", json.dumps({"prompt": rng.choice(("target", "x", ""))}))))
+    options = rng.choice(
+        ((), (), ("--chat", "true"), ("--columns", json.dumps({"prompt": rng.choice(("target", "x", ""))})))
+    )
     return place.generate(place.sound.model, file, *options)
 
 
 def prompt_bytes(place: Place, rng: Random) -> Case:
-    return place.generate(place.sound.model, place.write("prompts.jsonl", damaged(lines(PROBLEMS).encode(), rng)))
+    return place.generate(
+        place.sound.model, place.write("prompts.jsonl", damaged(lines(PROBLEMS).encode(), rng))
+    )
 
 
 def problems(place: Place, rng: Random) -> Case:
@@ -88,7 +99,9 @@ def responses(place: Place, rng: Random) -> Case:
     if rng.random() < 0.3:
         asked = place.write("problems.jsonl", lines(mutated([*PROBLEMS], rng) or []))
         file = place.write("r.jsonl", lines(RESPONSES))
-    return Case(("score", "countdown", "--problems", str(asked), "--responses", str(file), "--out", "out.jsonl"))
+    return Case(
+        ("score", "countdown", "--problems", str(asked), "--responses", str(file), "--out", "out.jsonl")
+    )
 
 
 def model_config(place: Place, rng: Random) -> Case:
@@ -106,7 +119,8 @@ def model_weights(place: Place, rng: Random) -> Case:
 
 
 def damage_weights(folder: Path, rng: Random) -> None:
-    """Changes a safetensors file: its header's JSON, the header's length, any bytes; or puts an index in its place."""
+    """Changes a safetensors file: its header's JSON, the header's length, any bytes; or puts an index in
+    its place."""
     file = folder / "model.safetensors"
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])

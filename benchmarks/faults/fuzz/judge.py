@@ -1,5 +1,6 @@
-"""What becomes of a case: it is run in a folder of its own, and its end is looked at. It ends well by success, or by exit code
-2 and one line that says what is wrong, and leaves no process behind; everything else is a fault."""
+"""What becomes of a case: it is run in a folder of its own, and its end is looked at. It ends well by
+success, or by exit code 2 and one line that says what is wrong, and leaves no process behind; everything
+else is a fault."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Outcome:
 
 
 def try_one(kind: Kind, sound: Sound, rng: Random, seconds: float) -> Outcome:
-    """Makes a case of a kind in a folder of its own, which is the working directory, runs it and judges it."""
+    """Makes a case of a kind in a folder of its own, which is the working directory, runs it and judges
+    it."""
     with tempfile.TemporaryDirectory(dir=sound.model.parent, ignore_cleanup_errors=True) as folder:
         here = Path(folder) / "a" / "b" / "c"
         here.mkdir(parents=True)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.faults.fuzz import arguments, inputs, rewards, run_folders, settings, surroundings, tasks, trackers
+from benchmarks.faults.fuzz import (
+    arguments,
+    inputs,
+    rewards,
+    run_folders,
+    settings,
+    surroundings,
+    tasks,
+    trackers,
+)
 from benchmarks.faults.fuzz.case import Kind
 
 INPUTS: dict[str, tuple[Kind, int]] = {
@@ -45,6 +54,7 @@ KINDS = {**INPUTS, **RUNS}
 
 
 def all_cases() -> list[str]:
-    """Returns the kind of every case, by its number: kinds take turns, so that the first cases are some of each."""
+    """Returns the kind of every case, by its number: kinds take turns, so that the first cases are some of
+    each."""
     turns = [(place / num, kind) for kind, (_, num) in KINDS.items() for place in range(num)]
     return [kind for _, kind in sorted(turns, key=lambda turn: turn[0])]

@@ -1,5 +1,5 @@
-"""A user's reward function does what it should not, in the middle of a run: it raises, ends, hangs, starts others, prints,
-closes what is not its own, and returns what is no reward."""
+"""A user's reward function does what it should not, in the middle of a run: it raises, ends, hangs, starts
+others, prints, closes what is not its own, and returns what is no reward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ def reward(prompts, completions, **given):
     return [len(completions[0]) / 10]
 """
 ASYNC_FUNCTION = FUNCTION.replace("def reward", "async def reward")
-WHEN = ("True", "True", "len(completions[0]) % 2", "given['trainer_state'].global_step > 0", "os.getpid() % 2")
+WHEN = (
+    "True",
+    "True",
+    "len(completions[0]) % 2",
+    "given['trainer_state'].global_step > 0",
+    "os.getpid() % 2",
+)
 RAISES = choices(r"""
     raise Exception('odd') | raise BaseException('odd') | raise KeyboardInterrupt('odd')
     raise SystemExit('odd') | raise GeneratorExit('odd') | raise StopIteration('odd')
@@ -117,7 +123,9 @@ def numpy(text):
 
 def rewards(place: Place, rng: Random, ranks: int = 1) -> Case:
     """A reward function is odd whenever it is called, or now and then."""
-    bodies = rng.choice((RAISES, RAISES, ENDS, STARTS, STARTS, PRINTS, CLOSES, RETURNS, RETURNS, RETURNS, METRICS, COROUTINES))
+    bodies = rng.choice(
+        (RAISES, RAISES, ENDS, STARTS, STARTS, PRINTS, CLOSES, RETURNS, RETURNS, RETURNS, METRICS, COROUTINES)
+    )
     body = rng.choice(bodies)
     function = ASYNC_FUNCTION if bodies is COROUTINES else FUNCTION
     code = function.format(when=rng.choice(WHEN), body=f"return {body}" if bodies is RETURNS else body)
@@ -128,7 +136,12 @@ def rewards(place: Place, rng: Random, ranks: int = 1) -> Case:
     if bodies in (RETURNS, METRICS) and rng.random() < 0.3:
         words[-1] = "0"
     return place.train(
-        "--run.num_ranks", str(ranks), *words, prints=bodies in (PRINTS, METRICS), environ=_here(place), about=code
+        "--run.num_ranks",
+        str(ranks),
+        *words,
+        prints=bodies in (PRINTS, METRICS),
+        environ=_here(place),
+        about=code,
     )
 
 

@@ -67,10 +67,16 @@ def _odd_text(path: Path, rng: Random) -> bytes:
     data = path.read_bytes()
     match rng.randrange(4):
         case 0 if path.suffix in (".json", ".jsonl"):
-            texts = [data.decode(errors="replace")] if path.suffix == ".json" else data.decode(errors="replace").splitlines()
+            texts = (
+                [data.decode(errors="replace")]
+                if path.suffix == ".json"
+                else data.decode(errors="replace").splitlines()
+            )
             return "".join(_mutated_json(text, rng) + "\n" for text in texts).encode()
         case 1:
-            return rng.choice((b"", b"\n", data * 2, data + b"{", data[: len(data) // 2], b"\0" * 4096, b"null", b"[]"))
+            return rng.choice(
+                (b"", b"\n", data * 2, data + b"{", data[: len(data) // 2], b"\0" * 4096, b"null", b"[]")
+            )
         case 2:
             return data + (json.dumps(rng.choice(ODD)) + "\n").encode()
         case _:
@@ -92,7 +98,8 @@ def _remove(path: Path) -> None:
 
 
 def _put_something(path: Path, rng: Random) -> None:
-    """Puts something in a place: a file, a folder, a link to nowhere or to itself, a socket, a device that is full."""
+    """Puts something in a place: a file, a folder, a link to nowhere or to itself, a socket, a device that
+    is full."""
     match rng.randrange(7):
         case 0 | 1:
             path.write_bytes(rng.choice((b"", b"\xff\xfe\0x", b"{}\n", b"[]\n", b"x")))
@@ -101,7 +108,9 @@ def _put_something(path: Path, rng: Random) -> None:
             if rng.random() < 0.5:
                 (path / "x").write_text("x")
         case 4:
-            path.symlink_to(rng.choice((path, path.parent / "no-such-file", Path("/dev/full"), Path("/dev/null"))))
+            path.symlink_to(
+                rng.choice((path, path.parent / "no-such-file", Path("/dev/full"), Path("/dev/null")))
+            )
         case 5 if len(str(path)) < 100:
             with socket.socket(socket.AF_UNIX) as one:
                 one.bind(str(path))

@@ -22,7 +22,8 @@ SLOW = {
 
 
 def settings(place: Place, rng: Random, ranks: int = 1) -> Case:
-    """A number is extreme, or a switch or a choice another; seldom two at once, of which one may hide the other."""
+    """A number is extreme, or a switch or a choice another; seldom two at once, of which one may hide the
+    other."""
     keys = [*_keys(load_config(place.config()).model_dump())]
     numbers = [(key, value) for key, value in keys if not isinstance(value, bool | str)]
     words = []

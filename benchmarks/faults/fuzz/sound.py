@@ -1,4 +1,5 @@
-"""Makes what every case begins with, all of it sound: a model, a drafter, and the folder of a run that was killed."""
+"""Makes what every case begins with, all of it sound: a model, a drafter, and the folder of a run that was
+killed."""
 
 from __future__ import annotations
 
@@ -21,8 +22,17 @@ CONFIG: dict[str, Any] = {
     "run": {"num_steps": 2, "num_ranks": 1, "dtype": "float64", "seed": 7, "device": "cpu"},
     "parallel": {"policy": "auto"},
     "model": {"path": "model"},
-    "task": {"name": "countdown", "num_problems": 8, "options": {"mix": {"2": 0.5, "3": 0.5}, "max_number": 12}},
-    "rollout": {"problems_per_step": 2, "samples_per_problem": 2, "max_batch_size": 4, "speculation": "adaptive"},
+    "task": {
+        "name": "countdown",
+        "num_problems": 8,
+        "options": {"mix": {"2": 0.5, "3": 0.5}, "max_number": 12},
+    },
+    "rollout": {
+        "problems_per_step": 2,
+        "samples_per_problem": 2,
+        "max_batch_size": 4,
+        "speculation": "adaptive",
+    },
     "sampling": {"max_tokens": 8, "temperature": 1.0, "stop": ["\n"]},
     "drafter": {"path": "drafter", "train": True, "tokens_per_micro_step": 64},
     "algorithm": {"clip_low": 0.2, "minibatches": 1},
@@ -41,7 +51,8 @@ RUN_CHANGES = {
 
 @dataclass(frozen=True)
 class Sound:
-    """model, drafter: folders.  run: the folder of a run that was killed in its third step; its task is in `tasks`."""
+    """model, drafter: folders.
+    run: the folder of a run that was killed in its third step; its task is in `tasks`."""
 
     model: Path
     drafter: Path
@@ -56,15 +67,22 @@ def make_models(folder: Path) -> Sound:
 
 
 def preload(sound: Sound) -> None:
-    """Imports here what commands import when they need it: they are forks of this process, and find it there."""
-    for name in ("training.start", "training.loop", "drafter.measure", "drafter.formats.export", "audit.report"):
+    """Imports here what commands import when they need it: they are forks of this process, and find it
+    there."""
+    for name in (
+        "training.start",
+        "training.loop",
+        "drafter.measure",
+        "drafter.formats.export",
+        "audit.report",
+    ):
         importlib.import_module(f"tlt.{name}")
     load_tokenizer(sound.model)
 
 
 def make_run(sound: Sound) -> None:
-    """Trains for two steps and, in the third, until two of its responses are scored: then the rank is killed. The folder has a
-    journal then, and everything else."""
+    """Trains for two steps and, in the third, until two of its responses are scored: then the rank is
+    killed. The folder has a journal then, and everything else."""
     folder, marks = sound.tasks, sound.tasks / "marks"
     marks.mkdir(parents=True)
     (folder / "digits.py").write_text(workspace.PASSING_TASK)

@@ -15,9 +15,19 @@ NODELISTS = (
     "a[-]", "a[1-²]",
 )  # fmt: skip
 RANKS = {
-    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"), NUMBERS),
     **dict.fromkeys(
-        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_NODEID"), NUMBERS
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"), NUMBERS
+    ),
+    **dict.fromkeys(
+        (
+            "SLURM_PROCID",
+            "SLURM_NTASKS",
+            "SLURM_STEP_NUM_TASKS",
+            "SLURM_LOCALID",
+            "SLURM_JOB_ID",
+            "SLURM_NODEID",
+        ),
+        NUMBERS,
     ),
     **dict.fromkeys(("SLURM_NODELIST", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), NODELISTS),
     "SLURM_TASKS_PER_NODE": ("1", "2", "1(x2)", "1(x", "x", "1(x99999999999)", "²"),
@@ -78,12 +88,15 @@ THREADS = {
 
 
 def started_by_others(place: Place, rng: Random) -> Case:
-    """The words of launchers contradict each other, or are none. Where they say that there is another rank, nobody waits: the
-    port is none."""
+    """The words of launchers contradict each other, or are none. Where they say that there is another
+    rank, nobody waits: the port is none."""
     environ: dict[str, str | None] = dict.fromkeys(RANKS)
     environ |= rng.choice(LAUNCHERS)
     words = sorted(name for name, value in environ.items() if value is not None and name in RANKS)
-    for name in (*rng.sample(words, rng.choice((0, 1, 1))), *rng.sample(sorted(RANKS), rng.choice((0, 1, 2)))):
+    for name in (
+        *rng.sample(words, rng.choice((0, 1, 1))),
+        *rng.sample(sorted(RANKS), rng.choice((0, 1, 2))),
+    ):
         environ[name] = rng.choice(RANKS[name])
     config = str(place.write("run.toml", to_toml(place.config())))
     if rng.random() < 0.4:
@@ -95,7 +108,12 @@ def started_by_others(place: Place, rng: Random) -> Case:
 def _reading_words(place: Place) -> tuple[tuple[str, ...], ...]:
     """Returns the words of commands that only read."""
     config = str(place.write("run.toml", to_toml(place.config())))
-    return ("plan", "memory", config), ("--help",), ("train", "--help"), ("task", "countdown", "--num", "2", "--out", "o")
+    return (
+        ("plan", "memory", config),
+        ("--help",),
+        ("train", "--help"),
+        ("task", "countdown", "--num", "2", "--out", "o"),
+    )
 
 
 def environments(place: Place, rng: Random) -> Case:

@@ -1,4 +1,5 @@
-"""A user's task does what it should not: where it is imported, where it makes its problems, and where it scores."""
+"""A user's task does what it should not: where it is imported, where it makes its problems, and where it
+scores."""
 
 from __future__ import annotations
 

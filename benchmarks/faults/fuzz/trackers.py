@@ -44,7 +44,9 @@ SLOW = ("time.sleep(100)", "threading.Event().wait()", "signal.pause()")
 def trackers(place: Place, rng: Random) -> Case:
     """A tracker is odd in one respect."""
     parts = {"at_import": "", "init": "pass", "begin": "pass", "log": "pass", "finish": "pass", "more": ""}
-    where = rng.choice(("at_import", "init", "begin", "begin", "log", "log", "finish", "finish", "more", "answer"))
+    where = rng.choice(
+        ("at_import", "init", "begin", "begin", "log", "log", "finish", "finish", "more", "answer")
+    )
     bodies = (*RAISES, *ENDS, *STARTS, *STARTS, *CLOSES, *PRINTS)
     bodies = tuple(body for body in bodies if body not in SLOW and "SIGSTOP" not in body)
     if where in ("at_import", "more"):

@@ -16,9 +16,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
 
 
 def bench(workspace: Path, words: list[str]) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-m", "tlt", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 

@@ -1,5 +1,6 @@
-"""A seeded few of what benchmarks/faults does to runs: odd input, folders and user code, of which each ends well or in one line
-and leaves nothing behind; and disturbances, after which a run is the one that nobody disturbed."""
+"""A seeded few of what benchmarks/faults does to runs: odd input, folders and user code, of which each
+ends well or in one line and leaves nothing behind; and disturbances, after which a run is the one that
+nobody disturbed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ NUM_CASES = 60
 def play(*words: str) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1700)
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1700
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -41,5 +44,7 @@ def test_disturbed_runs_are_the_one_that_nobody_disturbed() -> None:
     play("benchmarks.faults.disturb", "--only", *map(str, numbers))
 
 
-def test_odd_surroundings_folders_and_user_code_end_a_run_well_or_in_one_line_and_leave_nothing_behind() -> None:
+def test_odd_surroundings_folders_and_user_code_end_a_run_well_or_in_one_line_and_leave_nothing_behind() -> (
+    None
+):
     play("benchmarks.faults.fuzz", "--num", str(NUM_CASES), "--seed", "1", "--processes", "1")

@@ -1,4 +1,5 @@
-"""Whole runs with DAPO: what is sampled again is the same with speculation on and off, on one rank and two, after a resume."""
+"""Whole runs with DAPO: what is sampled again is the same with speculation on and off, on one rank and
+two, after a resume."""
 
 from __future__ import annotations
 

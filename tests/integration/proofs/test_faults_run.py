@@ -1,6 +1,6 @@
-"""Faults that no process dies of: a rank that is ten times slower, one that hangs, a network that is gone for a while or for
-good. The run ends with the policy of the run that met none, in float64 to the last bit, or by itself with one line that names
-who is awaited."""
+"""Faults that no process dies of: a rank that is ten times slower, one that hangs, a network that is gone
+for a while or for good. The run ends with the policy of the run that met none, in float64 to the last bit,
+or by itself with one line that names who is awaited."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.proofs.test_launchers_run import ROOT, check, command, started, two_hosts, wait_for_steps
+from tests.integration.proofs.test_launchers_run import (
+    ROOT,
+    check,
+    command,
+    started,
+    two_hosts,
+    wait_for_steps,
+)
 from tests.integration.test_run import same_weights, train, what_the_law_fixes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -81,14 +88,18 @@ def run_with(workspace: Path, fault: str, timeout_seconds: float) -> tuple[Path,
     return workspace / name, code, said.read_text()
 
 
-def test_a_rank_that_is_ten_times_slower_costs_time_and_no_time_out(workspace: Path, undisturbed: Path) -> None:
+def test_a_rank_that_is_ten_times_slower_costs_time_and_no_time_out(
+    workspace: Path, undisturbed: Path
+) -> None:
     out_dir, code, said = run_with(workspace, "slow step", 600)
     check(out_dir, undisturbed, code, said)
     assert "restart" not in said
 
 
 @pytest.mark.parametrize("where", ["step", "update"])
-def test_a_rank_that_hangs_is_named_and_all_are_started_again(workspace: Path, undisturbed: Path, where: str) -> None:
+def test_a_rank_that_hangs_is_named_and_all_are_started_again(
+    workspace: Path, undisturbed: Path, where: str
+) -> None:
     out_dir, code, said = run_with(workspace, f"hang in {where}", 20)
     check(out_dir, undisturbed, code, said)
     (line,) = (line for line in said.splitlines() if "restart 1 of 3" in line)
@@ -96,15 +107,20 @@ def test_a_rank_that_hangs_is_named_and_all_are_started_again(workspace: Path, u
         assert "replica 0 waits for replica 1, which holds" in line
         assert "no sign of life" in line
     else:
-        assert "RankAwaited: rank 0 has waited 20 s (run.timeout_seconds) in a collective for rank 1; starting again" in line
+        assert (
+            "RankAwaited: rank 0 has waited 20 s (run.timeout_seconds) in a collective for rank 1; "
+            "starting again" in line
+        )
 
 
-# ── a network that is gone ───────────────────────────────────────────────────────────────────────────────────────────
+# ── a network that is gone ──────────────────────────────────────────────────────────────────────────────────
 
 
-def play_with_a_cut(workspace: Path, name: str, seconds: float, timeout_seconds: float) -> tuple[list[int], str]:
-    """Runs two hosts, a rank each, whose cable is cut for so long once a step has been done. Returns (the exit codes of their
-    torchruns, what was said)."""
+def play_with_a_cut(
+    workspace: Path, name: str, seconds: float, timeout_seconds: float
+) -> tuple[list[int], str]:
+    """Runs two hosts, a rank each, whose cable is cut for so long once a step has been done. Returns (the
+    exit codes of their torchruns, what was said)."""
     out_dir, saids = workspace / name, [workspace / f"{name}-{rank}.txt" for rank in range(2)]
     _, environment = command(workspace)
     try:
@@ -112,10 +128,40 @@ def play_with_a_cut(workspace: Path, name: str, seconds: float, timeout_seconds:
             processes = []
             for rank, host in enumerate(names):
                 end = f"v{'ab'[rank]}{os.getpid() % 100000}"
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank)]
-                torchrun += ["--nproc-per-node", "1", "--rdzv-backend", "static", "--master-addr", "10.77.3.1"]
-                torchrun += ["--master-port", "29512", "--max-restarts", "0", "-m", "tlt", "train", str(workspace / "run.toml")]
-                options = ["--run.out_dir", str(out_dir), *STEPS, "--run.timeout_seconds", f"{timeout_seconds:g}"]
+                torchrun = [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes",
+                    "2",
+                    "--node-rank",
+                    str(rank),
+                ]
+                torchrun += [
+                    "--nproc-per-node",
+                    "1",
+                    "--rdzv-backend",
+                    "static",
+                    "--master-addr",
+                    "10.77.3.1",
+                ]
+                torchrun += [
+                    "--master-port",
+                    "29512",
+                    "--max-restarts",
+                    "0",
+                    "-m",
+                    "tlt",
+                    "train",
+                    str(workspace / "run.toml"),
+                ]
+                options = [
+                    "--run.out_dir",
+                    str(out_dir),
+                    *STEPS,
+                    "--run.timeout_seconds",
+                    f"{timeout_seconds:g}",
+                ]
                 words = ["ip", "netns", "exec", host, *torchrun, *options]
                 given = {**environment, "GLOO_SOCKET_IFNAME": end}
                 processes.append(stack.enter_context(started(words, given, saids[rank])))
@@ -131,19 +177,29 @@ def play_with_a_cut(workspace: Path, name: str, seconds: float, timeout_seconds:
     return codes, "".join(said.read_text() for said in saids)
 
 
-def test_a_network_that_is_gone_for_three_seconds_costs_time_and_changes_nothing(workspace: Path, undisturbed: Path) -> None:
+def test_a_network_that_is_gone_for_three_seconds_costs_time_and_changes_nothing(
+    workspace: Path, undisturbed: Path
+) -> None:
     codes, said = play_with_a_cut(workspace, "cut-short", 3.0, 300.0)
     check(workspace / "cut-short", undisturbed, max(codes), said)
     assert "resumed after" not in said
 
 
-def test_a_network_that_is_gone_for_good_ends_the_run_on_both_hosts(workspace: Path, undisturbed: Path) -> None:
+def test_a_network_that_is_gone_for_good_ends_the_run_on_both_hosts(
+    workspace: Path, undisturbed: Path
+) -> None:
     codes, said = play_with_a_cut(workspace, "cut-off", 20.0, 15.0)
     assert all(codes), said
     assert "the store of rank 0 at 10.77.3.1:29512 has not answered for" in said
     assert "rank 0 has waited 15 s" in said or "replica 0 waits for replica 1" in said or "onnection" in said
     words, environment = command(
-        workspace, "--resume", str(workspace / "cut-off"), "--run.num_ranks", "2", "--run.timeout_seconds", "300"
+        workspace,
+        "--resume",
+        str(workspace / "cut-off"),
+        "--run.num_ranks",
+        "2",
+        "--run.timeout_seconds",
+        "300",
     )
     resumed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert resumed.returncode == 0, resumed.stderr

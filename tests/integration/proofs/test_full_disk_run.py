@@ -1,7 +1,9 @@
-"""A disk that is full from some moment on, wherever a run writes: it ends by itself with one line and exit code 2, the last
-checkpoint is whole, and with room again the run goes on to the policy of the run that had room all along.
+"""A disk that is full from some moment on, wherever a run writes: it ends by itself with one line and exit
+code 2, the last checkpoint is whole, and with room again the run goes on to the policy of the run that had
+room all along.
 
-The kernel refuses, by RLIMIT_FSIZE: no file may grow beyond a byte from the moment at which the named function is called.
+The kernel refuses, by RLIMIT_FSIZE: no file may grow beyond a byte from the moment at which the named
+function is called.
 """
 
 from __future__ import annotations
@@ -84,7 +86,13 @@ def played(workspace: Path) -> dict[str, Any]:
     (workspace / "full.py").write_text(PROGRAM)
     _, environment = command(workspace)
     environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[3])
-    words = [sys.executable, str(workspace / "full.py"), str(workspace / "run.toml"), str(workspace), json.dumps(PLACES)]
+    words = [
+        sys.executable,
+        str(workspace / "full.py"),
+        str(workspace / "run.toml"),
+        str(workspace),
+        json.dumps(PLACES),
+    ]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=1400)
     assert done.returncode == 0, done.stderr
     played: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

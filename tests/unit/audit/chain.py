@@ -40,10 +40,19 @@ def judge(auditor: Auditor, table_VV: Tensor, rollout: Rollout) -> None:
 
 
 def run_audit(
-    table_VV: Tensor, engine_VV: Tensor, num_tokens: int, seed: int, params: SamplingParams = PARAMS, **options: Any
+    table_VV: Tensor,
+    engine_VV: Tensor,
+    num_tokens: int,
+    seed: int,
+    params: SamplingParams = PARAMS,
+    **options: Any,
 ) -> Auditor:
     """Judges responses of an engine that samples from `engine_VV` until `num_tokens` are judged."""
     auditor = Auditor(params, V, 10**6, limit=params.max_tokens, **options)
     while auditor.num_tokens < num_tokens:
-        judge(auditor, table_VV, sample_chain(engine_VV, params.max_tokens, seed * 100_003 + len(auditor.lengths)))
+        judge(
+            auditor,
+            table_VV,
+            sample_chain(engine_VV, params.max_tokens, seed * 100_003 + len(auditor.lengths)),
+        )
     return auditor

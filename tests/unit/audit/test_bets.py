@@ -40,11 +40,14 @@ def test_no_bet_gains_on_average_when_tokens_follow_the_law(truncated: bool) -> 
         factors_K = (all_growth(logp_V, 0.0).exp() * logp_V.exp()).sum(-1)
         assert float(factors_K.max()) <= 1 + 1e-12
         if not truncated:
-            torch.testing.assert_close(factors_K, torch.ones(len(BETS), dtype=torch.float64), rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                factors_K, torch.ones(len(BETS), dtype=torch.float64), rtol=0, atol=1e-12
+            )
 
 
 def test_no_bet_gains_on_average_from_an_engine_within_the_tolerance() -> None:
-    """By enumeration over engines that move every log-probability by up to the tolerance, in random and in the worst signs."""
+    """By enumeration over engines that move every log-probability by up to the tolerance, in random and in
+    the worst signs."""
     for seed in range(20):
         logp_V = random_law(seed, truncated=False)
         growth_KV = all_growth(logp_V, tolerance := 0.01)

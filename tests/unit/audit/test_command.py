@@ -19,16 +19,40 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
     return code, json.loads(captured.out.splitlines()[-1]), captured.out
 
 
-def test_our_engine_is_lossless_with_exit_code_0(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_engine_is_lossless_with_exit_code_0(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At temperature 0, where every token is compared."""
-    arguments = (str(model), "--prompts", "prompts.jsonl", "--temperature", "0", "--samples", "1", "--max-tokens", "30")
+    arguments = (
+        str(model),
+        "--prompts",
+        "prompts.jsonl",
+        "--temperature",
+        "0",
+        "--samples",
+        "1",
+        "--max-tokens",
+        "30",
+    )
     code, summary, text = run(capsys, *arguments)
     assert (code, summary["lossless"]) == (0, True)
     assert text.startswith("off: lossless; ")
 
 
-def test_too_few_tokens_are_undecided_with_exit_code_3(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (str(model), "--prompts", "prompts.jsonl", "--samples", "20", "--max-tokens", "30", "--out", "new/report.json")
+def test_too_few_tokens_are_undecided_with_exit_code_3(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        str(model),
+        "--prompts",
+        "prompts.jsonl",
+        "--samples",
+        "20",
+        "--max-tokens",
+        "30",
+        "--out",
+        "new/report.json",
+    )
     code, summary, text = run(capsys, *arguments)
     assert code == 3
     assert summary["lossless"] is None
@@ -40,7 +64,9 @@ def test_too_few_tokens_are_undecided_with_exit_code_3(model: Path, here: Path, 
     assert mode["offenders"][0]["expected_text"]
 
 
-def test_another_temperature_than_said_is_exit_code_1(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_temperature_than_said_is_exit_code_1(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generate = ["generate", str(model), "--prompts", "prompts.jsonl", "--samples", "60", "--max-tokens", "40"]
     assert cli.main([*generate, "--temperature", "0.7", "--out", "sharp.jsonl"]) == 0
     capsys.readouterr()
@@ -61,19 +87,37 @@ def test_another_temperature_than_said_is_exit_code_1(model: Path, here: Path, c
         (("--responses", "no.jsonl", "--url", "http://localhost:1"), "name two engines"),
         (("--responses", "no.jsonl", "--speculation", "4x1x4"), "is another engine; leave --speculation"),
         (("--responses", "no.jsonl", "--prompts", "prompts.jsonl"), "holds its prompts itself"),
-        (("--url", "http://localhost:1", "--prompts", "prompts.jsonl"), "--url and --engine-model belong together"),
-        (("--prompts", "prompts.jsonl", "--speculation", "off,learned:4x1x4"), "'learned:4x1x4' needs a drafter"),
+        (
+            ("--url", "http://localhost:1", "--prompts", "prompts.jsonl"),
+            "--url and --engine-model belong together",
+        ),
+        (
+            ("--prompts", "prompts.jsonl", "--speculation", "off,learned:4x1x4"),
+            "'learned:4x1x4' needs a drafter",
+        ),
         (("--prompts", "prompts.jsonl", "--speculation", "off,off"), "must name every mode once"),
         (("--prompts", "prompts.jsonl", "--plant-fault", "0.1"), "is a fault of speculation"),
         (("--prompts", "prompts.jsonl", "--plant-fault", "1.1"), "--plant-fault: is 1.1"),
         (("--prompts", "prompts.jsonl", "--alpha", "0"), "--alpha: is 0; it must be greater than 0"),
-        (("--prompts", "prompts.jsonl", "--tolerance", "-1"), "--tolerance: is -1; it must be greater than or equal to 0"),
+        (
+            ("--prompts", "prompts.jsonl", "--tolerance", "-1"),
+            "--tolerance: is -1; it must be greater than or equal to 0",
+        ),
         (("--prompts", "prompts.jsonl", "--samples", "0"), "--samples: is 0"),
-        (("--prompts", "prompts.jsonl", "--temperature", "-1"), "--temperature: is -1; it must be greater than or equal to 0"),
-        (("--prompts", "prompts.jsonl", "--out", "prompts.jsonl/report.json"), "prompts.jsonl is no folder; give another path"),
+        (
+            ("--prompts", "prompts.jsonl", "--temperature", "-1"),
+            "--temperature: is -1; it must be greater than or equal to 0",
+        ),
+        (
+            ("--prompts", "prompts.jsonl", "--out", "prompts.jsonl/report.json"),
+            "prompts.jsonl is no folder; give another path",
+        ),
         (("--task", "countdown", "--num", "0"), "--num: is 0"),
         (("--task", "nonsense"), "unknown task 'nonsense'"),
-        (("--url", "http://127.0.0.1:9", "--engine-model", "m", "--prompts", "prompts.jsonl"), "cannot be reached"),
+        (
+            ("--url", "http://127.0.0.1:9", "--engine-model", "m", "--prompts", "prompts.jsonl"),
+            "cannot be reached",
+        ),
         (("--url", "nonsense", "--engine-model", "m", "--prompts", "prompts.jsonl"), "cannot be reached"),
     ],
 )

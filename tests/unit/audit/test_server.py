@@ -33,8 +33,8 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """Starts a completions endpoint that answers each payload by the function given, has these other pages, and asks for a key
-    where one is given; returns its address."""
+    """Starts a completions endpoint that answers each payload by the function given, has these other
+    pages, and asks for a key where one is given; returns its address."""
     servers = []
 
     def start(answer: Answer, pages: Mapping[str, str] = MappingProxyType({}), key: str = "") -> str:
@@ -77,7 +77,8 @@ def serve() -> Iterator[Callable[..., str]]:
 def sampled(
     model: Path, temperature: float, prompt: tuple[int, ...], stop: frozenset[int], length: int, seed: int
 ) -> list[int]:
-    """Tokens of the model itself, one forward per token; by its seed a response is the same whoever asks for it."""
+    """Tokens of the model itself, one forward per token; by its seed a response is the same whoever asks
+    for it."""
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
     while len(tokens) < length and not (tokens and tokens[-1] in stop):
@@ -120,7 +121,18 @@ def test_a_server_is_judged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = serve(sampler(model, form, temperature))
-    arguments = ("--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl", "--samples", "25", "--max-tokens", "12")
+    arguments = (
+        "--url",
+        url,
+        "--engine-model",
+        "m",
+        "--prompts",
+        "prompts.jsonl",
+        "--samples",
+        "25",
+        "--max-tokens",
+        "12",
+    )
     code, summary, _ = run(capsys, str(model), *arguments)
     assert code == expected
     assert list(summary["modes"]) == [url]
@@ -134,7 +146,12 @@ ARGUMENTS = ("--engine-model", "m", "--prompts", "prompts.jsonl", "--samples", "
     ("temperature", "version", "metrics", "is_named"),
     [
         (0.5, "0.32.0", DRAFTING, True),
-        (0.5, "0.32.0", "vllm:num_requests_running 0", False),  # it does not draft: what is wrong is something else
+        (
+            0.5,
+            "0.32.0",
+            "vllm:num_requests_running 0",
+            False,
+        ),  # it does not draft: what is wrong is something else
         (0.5, "0.40.1", DRAFTING, False),
         (1.0, "0.32.0", DRAFTING, False),  # nothing is wrong
     ],
@@ -149,14 +166,19 @@ def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
     serve: Callable[..., str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    url = serve(sampler(model, "token_ids", temperature), {"/version": json.dumps({"version": version}), "/metrics": metrics})
+    url = serve(
+        sampler(model, "token_ids", temperature),
+        {"/version": json.dumps({"version": version}), "/metrics": metrics},
+    )
     code, _, output = run(capsys, str(model), "--url", url, *ARGUMENTS)
     assert code == (1 if temperature != 1.0 else 3)
     assert ("vllm issue 55005" in output and "not of vLLM on GPUs" in output) == is_named
 
 
 @pytest.mark.parametrize("page", ["", "[]", "{}", '{"version": 3}'])
-def test_a_server_that_does_not_say_what_it_is_has_no_known_fault(page: str, serve: Callable[..., str]) -> None:
+def test_a_server_that_does_not_say_what_it_is_has_no_known_fault(
+    page: str, serve: Callable[..., str]
+) -> None:
     assert describe(serve(lambda payload: {}, {"/version": page, "/metrics": DRAFTING})) is None
 
 
@@ -182,7 +204,9 @@ def test_a_server_without_token_ids_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = serve(lambda payload: answer)
-    line = fail(capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl")
+    line = fail(
+        capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl"
+    )
     assert message in line
 
 
@@ -190,7 +214,9 @@ def test_a_server_that_refuses_is_quoted(
     model: Path, here: Path, serve: Callable[[Answer], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = serve(lambda payload: {"error": "no such path"}) + "/v2"
-    line = fail(capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl")
+    line = fail(
+        capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl"
+    )
     assert "refuses (404" in line
     assert "no such path" in line
 
@@ -199,12 +225,29 @@ KEY = "a key of the server's"
 
 
 def test_an_api_key_is_read_from_the_variable_that_is_named_and_written_nowhere(
-    model: Path, here: Path, serve: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = serve(sampler(model, "token_ids", 1.0), key=KEY)
     monkeypatch.setenv("OF_THE_SERVER", f"{KEY}\n")
-    words = ("--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl", "--samples", "2", "--max-tokens", "4")
-    code, _, said = run(capsys, str(model), *words, "--api-key-variable", "OF_THE_SERVER", "--out", "report.json")
+    words = (
+        "--url",
+        url,
+        "--engine-model",
+        "m",
+        "--prompts",
+        "prompts.jsonl",
+        "--samples",
+        "2",
+        "--max-tokens",
+        "4",
+    )
+    code, _, said = run(
+        capsys, str(model), *words, "--api-key-variable", "OF_THE_SERVER", "--out", "report.json"
+    )
     assert code == 3
     assert KEY not in said + (here / "report.json").read_text()
 
@@ -212,9 +255,18 @@ def test_an_api_key_is_read_from_the_variable_that_is_named_and_written_nowhere(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "not authorized by None\"}); export its API key, and give --api-key-variable the variable's name"),
-        (("--api-key-variable", "WRONG"), 'not authorized by Bearer ***"}); correct the key that --api-key-variable names'),
-        (("--api-key-variable", "NOT_SET"), "--api-key-variable: NOT_SET is not set, or is empty; export the server's API key"),
+        (
+            (),
+            "not authorized by None\"}); export its API key, and give --api-key-variable the variable's name",
+        ),
+        (
+            ("--api-key-variable", "WRONG"),
+            'not authorized by Bearer ***"}); correct the key that --api-key-variable names',
+        ),
+        (
+            ("--api-key-variable", "NOT_SET"),
+            "--api-key-variable: NOT_SET is not set, or is empty; export the server's API key",
+        ),
     ],
 )
 def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_model(
@@ -228,6 +280,8 @@ def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_mod
 ) -> None:
     url = serve(sampler(model, "token_ids", 1.0), key=KEY)
     monkeypatch.setenv("WRONG", "another key")
-    line = fail(capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl", *words)
+    line = fail(
+        capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl", *words
+    )
     assert message in line
     assert "another key" not in line

@@ -21,7 +21,9 @@ def test_false_positives_stay_below_alpha() -> None:
     """200 lossless engines at alpha 0.05: at most 10 expected; more than 27 has probability below 1e-6."""
     table_VV = make_table()
     p_VV = table_VV.softmax(-1)
-    convicted = sum(run_audit(table_VV, p_VV, 200, seed, alpha=0.05).detected_at is not None for seed in range(200))
+    convicted = sum(
+        run_audit(table_VV, p_VV, 200, seed, alpha=0.05).detected_at is not None for seed in range(200)
+    )
     assert convicted <= binom.ppf(1 - 1e-6, 200, 0.05)
 
 
@@ -43,19 +45,40 @@ def test_a_lossless_engine_passes() -> None:
 def report_of(num_tokens: int, tokens_for_power: dict[str, int | None], **found: Any) -> AuditReport:
     counts = dict.fromkeys(("num_impossible", "num_border", "num_wrong", "num_near_ties"), 0)
     counts |= dict.fromkeys(("num_cut_short", "num_past_stop", "num_copies"), 0)
-    about: dict[str, Any] = {"mode": "off", "num_responses": 4, "alpha": 1e-4, "tolerance": 1e-3, "logprob_gap": None}
+    about: dict[str, Any] = {
+        "mode": "off",
+        "num_responses": 4,
+        "alpha": 1e-4,
+        "tolerance": 1e-3,
+        "logprob_gap": None,
+    }
     values = {"reasons": (), "offenders": (), "log10_e": 0.0, "max_log10_e": 0.0} | found
-    zero = {"surprise": Estimate(0.0, -0.1, 0.1), "elsewhere": Estimate(0.0, 0.0, 0.1), "elsewhere_source": "flattened"}
-    return AuditReport(num_tokens=num_tokens, tokens_for_power=tokens_for_power, **about, **counts, **(zero | values))
+    zero = {
+        "surprise": Estimate(0.0, -0.1, 0.1),
+        "elsewhere": Estimate(0.0, 0.0, 0.1),
+        "elsewhere_source": "flattened",
+    }
+    return AuditReport(
+        num_tokens=num_tokens, tokens_for_power=tokens_for_power, **about, **counts, **(zero | values)
+    )
 
 
 @pytest.mark.parametrize(
     ("report", "begins"),
     [
-        (report_of(1_020, {"flattened": 10_788, "uniform": 850}), "undecided: 1,020 of 10,788 tokens; judge more; 1020"),
-        (report_of(10_787, {"flattened": 10_788, "uniform": 850}), "undecided: 10,787 of 10,788 tokens; judge more; "),
+        (
+            report_of(1_020, {"flattened": 10_788, "uniform": 850}),
+            "undecided: 1,020 of 10,788 tokens; judge more; 1020",
+        ),
+        (
+            report_of(10_787, {"flattened": 10_788, "uniform": 850}),
+            "undecided: 10,787 of 10,788 tokens; judge more; ",
+        ),
         (report_of(10_788, {"flattened": 10_788, "uniform": 850}), "lossless; "),
-        (report_of(10_788, {"flattened": None, "uniform": 850}), "undecided: 10,788 of over 5 million tokens; judge more; "),
+        (
+            report_of(10_788, {"flattened": None, "uniform": 850}),
+            "undecided: 10,788 of over 5 million tokens; judge more; ",
+        ),
         (
             report_of(10_788, {"flattened": 850}, elsewhere=Estimate(0.2, 0.0315, 0.5576)),
             "undecided: an estimate speaks against it, and the bets do not convict it; judge more; ",
@@ -64,29 +87,41 @@ def report_of(num_tokens: int, tokens_for_power: dict[str, int | None], **found:
             report_of(10_788, {"flattened": 850}, surprise=Estimate(0.2, 0.1, 0.3)),
             "undecided: an estimate speaks against it, and the bets do not convict it; judge more; ",
         ),
-        (report_of(5, {"as observed": 900}, reasons=("a token is wrong",)), "NOT lossless: a token is wrong; 5 tokens"),
+        (
+            report_of(5, {"as observed": 900}, reasons=("a token is wrong",)),
+            "NOT lossless: a token is wrong; 5 tokens",
+        ),
     ],
 )
-def test_the_verdict_is_lossless_only_where_its_own_power_and_estimates_say_so(report: AuditReport, begins: str) -> None:
+def test_the_verdict_is_lossless_only_where_its_own_power_and_estimates_say_so(
+    report: AuditReport, begins: str
+) -> None:
     assert describe(report).startswith(begins)
     assert report.is_lossless is {"l": True, "u": None, "N": False}[begins[0]]
 
 
-def test_intervals_contradict_the_verdict_as_seldom_as_the_verdict_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 lossless engines at alpha 1e-4, two intervals each: 0.02 of them are expected to leave out the truth; more than
-    `most` has probability below 1e-6. Of 95 % intervals 10 would, and more of those of the likeliest of five sources."""
-    monkeypatch.setattr("tlt.audit.verdict.tokens_for_power", lambda *_: None)  # it takes seconds, and is not asked here
+def test_intervals_contradict_the_verdict_as_seldom_as_the_verdict_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """100 lossless engines at alpha 1e-4, two intervals each: 0.02 of them are expected to leave out the
+    truth; more than `most` has probability below 1e-6. Of 95 % intervals 10 would, and more of those of
+    the likeliest of five sources."""
+    monkeypatch.setattr(
+        "tlt.audit.verdict.tokens_for_power", lambda *_: None
+    )  # it takes seconds, and is not asked here
     table_VV = make_table()
     p_VV = table_VV.softmax(-1)
     reports = [run_audit(table_VV, p_VV, 200, seed, alpha=1e-4).report("chain") for seed in range(100)]
     shares, means = ([getattr(report, name) for report in reports] for name in ("elsewhere", "surprise"))
     most = binom.ppf(1 - 1e-6, 100, 2e-4)
-    assert sum(share.low > 0 for share in shares) + sum(not mean.low <= 0 <= mean.high for mean in means) <= most
+    assert (
+        sum(share.low > 0 for share in shares) + sum(not mean.low <= 0 <= mean.high for mean in means) <= most
+    )
 
 
 def test_a_planted_fault_is_caught_within_the_stated_tokens() -> None:
-    """40 engines that say any token with probability 0.01, judged for as many tokens as the clean audit states for
-    power 0.95. Fewer than `least` catches have probability below 1e-4."""
+    """40 engines that say any token with probability 0.01, judged for as many tokens as the clean audit
+    states for power 0.95. Fewer than `least` catches have probability below 1e-4."""
     table_VV = make_table()
     p_VV = table_VV.softmax(-1)
     clean = run_audit(table_VV, p_VV, 10_000, seed=1).report("clean")
@@ -96,7 +131,9 @@ def test_a_planted_fault_is_caught_within_the_stated_tokens() -> None:
     runs = [run_audit(table_VV, 0.99 * p_VV + 0.01 / V, stated, seed) for seed in range(100, 140)]
     least = binom.ppf(1e-4, 40, 0.95)
     assert sum(run.detected_at is not None for run in runs) >= least
-    source, share = most_likely_share(torch.cat([torch.cat(run.ratios_RT, dim=1) for run in runs], dim=1), 1e-4)
+    source, share = most_likely_share(
+        torch.cat([torch.cat(run.ratios_RT, dim=1) for run in runs], dim=1), 1e-4
+    )
     assert source == "uniform"
     assert share.value == pytest.approx(0.01, rel=0.2)
 
@@ -180,7 +217,9 @@ def test_greedy_tokens_must_be_the_most_likely_up_to_the_tolerance() -> None:
         auditor.observe(Rollout("p", 0, (0,), (token,), (), "length", 0), [logits_TV])
         report = auditor.report("greedy")
         assert (report.num_wrong, report.num_near_ties) == (wrong, ties)
-        assert report.verdict == ("not lossless" if wrong else "lossless")  # every token was compared: none is too few
+        assert report.verdict == (
+            "not lossless" if wrong else "lossless"
+        )  # every token was compared: none is too few
         assert report.log10_e is None
         assert len(report.offenders) == wrong
 

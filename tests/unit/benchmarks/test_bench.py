@@ -1,4 +1,5 @@
-"""Engines side by side and `tlt bench rollout`: what is measured is what is said. Timings decide nothing here."""
+"""Engines side by side and `tlt bench rollout`: what is measured is what is said. Timings decide nothing
+here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ POLICY = make_policy()
 def requests(helping: int, num: int = 4) -> list[Request]:
     rng = random.Random(helping)
     params = SamplingParams(max_tokens=40)
-    return [Request(f"{helping}/{i}", 0, tuple(rng.randrange(CONFIG.vocab_size) for _ in range(4)), params) for i in range(num)]
+    return [
+        Request(f"{helping}/{i}", 0, tuple(rng.randrange(CONFIG.vocab_size) for _ in range(4)), params)
+        for i in range(num)
+    ]
 
 
 def test_an_interval_covers_the_true_ratio_nineteen_times_of_twenty() -> None:
@@ -41,7 +45,10 @@ def test_an_interval_covers_the_true_ratio_nineteen_times_of_twenty() -> None:
 
 
 def test_a_constant_batch_stays_constant_and_every_engine_gets_every_round() -> None:
-    engines = {"off": make_engine(POLICY, max_batch_size=3), "on": make_engine(POLICY, Fixed(SHORT), max_batch_size=3)}
+    engines = {
+        "off": make_engine(POLICY, max_batch_size=3),
+        "on": make_engine(POLICY, Fixed(SHORT), max_batch_size=3),
+    }
     seen = []
     original = engines["on"].step
     engines["on"].step = lambda: (seen.append(len(engines["on"].running)), original())[1]
@@ -67,20 +74,27 @@ def test_a_mistake_in_the_command_is_one_line(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     recipe = str(RECIPE / "quickstart.toml")
-    code = main(["bench", "rollout", recipe, "--out", str(tmp_path / "x"), "--run.num_ranks", "1", *FEW, *arguments])
+    code = main(
+        ["bench", "rollout", recipe, "--out", str(tmp_path / "x"), "--run.num_ranks", "1", *FEW, *arguments]
+    )
     error = capsys.readouterr().err.strip()
     assert code == 2
     assert error.count("\n") == 0
     assert part in error
 
 
-def test_the_command_measures_a_constant_batch_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_measures_a_constant_batch_and_writes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Small, with the shipped model."""
     arguments = ["--out", str(tmp_path / "result")]
     amounts = ["--batches", "1,2", "--rounds", "2", "--seconds", "0.1", *FEW]
     assert main(["bench", "rollout", str(RECIPE / "quickstart.toml"), *arguments, *amounts]) == 0
     assert "constant batch 2: off " in capsys.readouterr().out
     report = json.loads((tmp_path / "result.json").read_text())
-    assert [(m["kind"], m["batch_size"]) for m in report["measurements"]] == [("constant", 1), ("constant", 2)]
+    assert [(m["kind"], m["batch_size"]) for m in report["measurements"]] == [
+        ("constant", 1),
+        ("constant", 2),
+    ]
     assert "## Constant batch" in (tmp_path / "result.md").read_text()
     assert str(RECIPE.parents[1]) not in json.dumps(report["config"])

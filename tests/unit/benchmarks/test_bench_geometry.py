@@ -1,4 +1,5 @@
-"""`tlt bench … --geometry`: what is grown is said, measured, reused or refused. Timings decide nothing here."""
+"""`tlt bench … --geometry`: what is grown is said, measured, reused or refused. Timings decide nothing
+here."""
 
 from __future__ import annotations
 
@@ -51,11 +52,27 @@ def test_the_command_says_what_it_grew_measures_it_and_leaves_nothing(
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     amounts = ["--batches", "2", "--rounds", "1", "--seconds", "0.1", *FEW, "--run.dtype", "float64"]
-    assert main(["bench", "rollout", str(RECIPE), "--geometry", str(little), "--out", str(tmp_path / "result"), *amounts]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "rollout",
+                str(RECIPE),
+                "--geometry",
+                str(little),
+                "--out",
+                str(tmp_path / "result"),
+                *amounts,
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "geometry little: 7,973,728 parameters in float64, grown from base"
     assert shown[1] == "shape: qwen2, 21 layers, hidden size 160, 6 heads, 3 of keys and values"
-    assert shown[2].startswith("behaviour: the small model's, its tokens and its acceptance; 128 of 128 greedy tokens equal, ")
+    assert shown[2].startswith(
+        "behaviour: the small model's, its tokens and its acceptance; 128 of 128 greedy tokens equal, "
+    )
     assert shown[3] == "vocabulary: 300 ids, of which 24 are ever drawn"
     report = json.loads((tmp_path / "result.json").read_text())
     assert [m["name"] for m in report["measurements"]] == ["constant batch 2"]
@@ -74,7 +91,9 @@ def test_the_grown_engine_accepts_as_the_small_one_does(little: Path, config: Co
             subject = Subject(changed)
             subject.params = dataclasses.replace(subject.params, max_tokens=32)
             engine = subject.engine("4x1x4", 4)
-            tokens = {rollout.problem_id: rollout.token_ids for rollout in engine.generate(subject.requests(0, 4))}
+            tokens = {
+                rollout.problem_id: rollout.token_ids for rollout in engine.generate(subject.requests(0, 4))
+            }
             stats.append((tokens, engine.stats.num_tokens, engine.stats.accept_length))
     assert stats[0] == stats[1]
     assert stats[0][2] > 2
@@ -86,7 +105,9 @@ def test_engines_of_one_subject_read_one_copy_of_the_weights(config: Config) -> 
     assert first.model is second.model
 
 
-def test_a_kept_geometry_is_grown_once(little: Path, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_geometry_is_grown_once(
+    little: Path, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     growth = plan_growth(config, str(little))
     with grown_config(config, growth, keep=tmp_path / "kept") as (first, _):
         pass
@@ -97,7 +118,12 @@ def test_a_kept_geometry_is_grown_once(little: Path, config: Config, tmp_path: P
     other = dataclasses.replace(
         growth, grown=dataclasses.replace(growth.grown, config=dataclasses.replace(LITTLE, num_layers=22))
     )
-    names = {g.folder_name(d, k) for g in (growth, other) for d in (torch.float32, torch.bfloat16) for k in ("cpu", "cuda")}
+    names = {
+        g.folder_name(d, k)
+        for g in (growth, other)
+        for d in (torch.float32, torch.bfloat16)
+        for k in ("cpu", "cuda")
+    }
     assert len(names) == 8
 
 
@@ -106,7 +132,10 @@ def test_a_grown_model_that_does_not_generate_as_the_small_one_is_refused(
 ) -> None:
     monkeypatch.setattr(growing, "_rotary_places", lambda small, grown: torch.arange(small))
     with (
-        pytest.raises(UserError, match=r"^--geometry: little: only \d+ of 128 greedy tokens are the small model's in float32"),
+        pytest.raises(
+            UserError,
+            match=r"^--geometry: little: only \d+ of 128 greedy tokens are the small model's in float32",
+        ),
         grown_config(config, plan_growth(config, str(little))),
     ):
         pytest.fail("it was refused")
@@ -116,15 +145,26 @@ def test_a_grown_model_that_does_not_generate_as_the_small_one_is_refused(
 def test_a_training_step_of_the_grown_model_changes_nothing_and_goes_on_in_its_folder(
     little: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two steps by two commands: same tokens and weights with and without TLT, and in the second step the first one's model."""
-    few = ["--rollout.problems_per_step", "2", "--rollout.samples_per_problem", "2", "--sampling.max_tokens", "24"]
+    """Two steps by two commands: same tokens and weights with and without TLT, and in the second step the
+    first one's model."""
+    few = [
+        "--rollout.problems_per_step",
+        "2",
+        "--rollout.samples_per_problem",
+        "2",
+        "--sampling.max_tokens",
+        "24",
+    ]
     where = ["--out", str(tmp_path / "result"), "--run.out_dir", str(tmp_path / "run"), *FEW]
     for steps in "12":
         arguments = ["--geometry", str(little), "--variants", "tlt", "--steps", steps, *where, *few]
         assert main(["bench", "train", str(RECIPE), *arguments]) == 0
     shown = capsys.readouterr().out
     assert "128 of 128 greedy tokens equal" in shown
-    assert "training: policy and drafter with a learning rate of almost 0, so every step is of the same model" in shown
+    assert (
+        "training: policy and drafter with a learning rate of almost 0, so every step is of the same model"
+        in shown
+    )
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["num_steps"] == 2
     assert report["geometry"]["num_parameters"] == 7_973_728
@@ -167,7 +207,10 @@ def test_a_disk_without_room_is_refused_in_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10**9))
     seven = find_geometry("qwen2.5-7b")
     check_disk(tmp_path / "not" / "there", seven, 10**9)
-    with pytest.raises(UserError, match=r"^--geometry: qwen2\.5-7b takes 15\.2 GB of disk in .*, where 1\.0 GB are free; set "):
+    with pytest.raises(
+        UserError,
+        match=r"^--geometry: qwen2\.5-7b takes 15\.2 GB of disk in .*, where 1\.0 GB are free; set ",
+    ):
         check_disk(tmp_path / "not" / "there", seven, 15_230_000_000)
 
 

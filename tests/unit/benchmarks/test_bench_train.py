@@ -58,7 +58,13 @@ def test_the_ceiling_is_amdahls() -> None:
 
 
 def test_phases_are_means_over_ranks_and_steps_and_what_no_span_covers_is_other() -> None:
-    first = [Span("decode", 0, 6), Span("update", 7, 9), Span("step", 0, 10), Span("publish", 10.5, 11), Span("step", 11, 15)]
+    first = [
+        Span("decode", 0, 6),
+        Span("update", 7, 9),
+        Span("step", 0, 10),
+        Span("publish", 10.5, 11),
+        Span("step", 11, 15),
+    ]
     second = [
         Span("decode", 0, 2),
         Span("train drafter", 2, 6),
@@ -67,11 +73,21 @@ def test_phases_are_means_over_ranks_and_steps_and_what_no_span_covers_is_other(
         Span("step", 11, 15),
     ]
     seconds = phase_seconds({0: first, 1: second})
-    assert seconds == {"decode": 12 / 4, "update": 2 / 4, "train drafter": 4 / 4, "other": (2 + 4 + 4 + 0) / 4}
+    assert seconds == {
+        "decode": 12 / 4,
+        "update": 2 / 4,
+        "train drafter": 4 / 4,
+        "other": (2 + 4 + 4 + 0) / 4,
+    }
 
 
 def test_what_is_covered_twice_is_missing_from_other_once() -> None:
-    spans = [Span("train drafter", 0, 6), Span("preempt", 5, 6), Span("check drafter", 6, 8), Span("step", 0, 10)]
+    spans = [
+        Span("train drafter", 0, 6),
+        Span("preempt", 5, 6),
+        Span("check drafter", 6, 8),
+        Span("step", 0, 10),
+    ]
     seconds = phase_seconds({0: spans})
     assert seconds == {"train drafter": 6, "preempt": 1, "check drafter": 2, "other": 2}
 
@@ -86,20 +102,38 @@ def test_spans_have_no_name_that_is_not_listed() -> None:
     assert literal <= set(SpanName), f"not in SpanName: {sorted(literal - set(SpanName))}"
 
 
-def write_run(folder: Path, name: str, rollouts: list[float], accept_length: float, num_different: list[int]) -> None:
-    """A run whose steps have these rollout seconds and 2 s besides: 1.5 of them the update, 0.5 the record."""
+def write_run(
+    folder: Path, name: str, rollouts: list[float], accept_length: float, num_different: list[int]
+) -> None:
+    """A run whose steps have these rollout seconds and 2 s besides: 1.5 of them the update, 0.5 the
+    record."""
     timeline = Timeline(0, rank_path(folder / name, 0))
-    with MetricsWriter(folder / name / "metrics.jsonl", 0) as writer, (folder / "turns.jsonl").open("a") as turns:
+    with (
+        MetricsWriter(folder / name / "metrics.jsonl", 0) as writer,
+        (folder / "turns.jsonl").open("a") as turns,
+    ):
         for step, seconds in enumerate(rollouts):
             start = 100.0 * step
             timeline.record("decode", start, start + seconds)
             timeline.record("train drafter", start + seconds, start + seconds + 0.1)
             timeline.record("step", start, start + seconds + 1.5)
-            rollout = {"seconds": seconds, "accept_length": accept_length, "num_responses": 32, "num_tokens": 64}
+            rollout = {
+                "seconds": seconds,
+                "accept_length": accept_length,
+                "num_responses": 32,
+                "num_tokens": 64,
+            }
             parts = {"rollout": rollout, "idle": {"seconds": 4.0}, "drafter": {"train_seconds": 3.0}}
             writer.write(record(step, step_seconds=seconds + 1.5, cpu_seconds=2 * seconds, **parts))
             if step < len(num_different):
-                turn = Turn(name, step, seconds + 2, num_different[step], same_weights=not num_different[step], digest="d")
+                turn = Turn(
+                    name,
+                    step,
+                    seconds + 2,
+                    num_different[step],
+                    same_weights=not num_different[step],
+                    digest="d",
+                )
                 turns.write(json.dumps(dataclasses.asdict(turn)) + "\n")
     timeline.flush()
 
@@ -151,7 +185,10 @@ def test_without_a_finished_round_there_is_nothing_to_report(tmp_path: Path) -> 
         (["--steps", "0"], "--steps: is 0; it must be greater than or equal to 1"),
         (["--minutes", "-1"], "--minutes: is -1; it must be greater than 0"),
         (["--rollout.speculation", "off"], "rollout.speculation: is off, so nothing can be compared"),
-        (["--drafter.train", "false"], "--variants: frozen differs from tlt only where drafter.train is true"),
+        (
+            ["--drafter.train", "false"],
+            "--variants: frozen differs from tlt only where drafter.train is true",
+        ),
         (["--out", f"{__file__}/x"], "is no folder; give another path"),
     ],
 )

@@ -20,17 +20,24 @@ POLICY = make_policy()
 
 def test_whole_rollouts_side_by_side_do_the_same_work_and_responses_that_differ_are_counted() -> None:
     rng, params = random.Random(0), SamplingParams(max_tokens=40)
-    work = [Request(f"{i}", 0, tuple(rng.randrange(CONFIG.vocab_size) for _ in range(4)), params) for i in range(6)]
+    work = [
+        Request(f"{i}", 0, tuple(rng.randrange(CONFIG.vocab_size) for _ in range(4)), params)
+        for i in range(6)
+    ]
     long = Strategy("learned", 6, 1, 6)
     traces, num_different = side_by_side(
-        {"off": lambda: make_engine(POLICY), "on": lambda: make_engine(POLICY, Fixed(long))}, work, num_rounds=2
+        {"off": lambda: make_engine(POLICY), "on": lambda: make_engine(POLICY, Fixed(long))},
+        work,
+        num_rounds=2,
     )
     assert num_different == 0
     assert {name: len(ts) for name, ts in traces.items()} == {"off": 2, "on": 2}
     assert all(measured.seconds > 0 for ts in traces.values() for measured in ts)
     assert {*traces["on"][0].strategy_seconds} == {str(long)}
     _, other = side_by_side(
-        {"off": lambda: make_engine(POLICY), "wrong": lambda: make_engine(make_policy(seed=9))}, work, num_rounds=1
+        {"off": lambda: make_engine(POLICY), "wrong": lambda: make_engine(make_policy(seed=9))},
+        work,
+        num_rounds=1,
     )
     assert other > 0
 
@@ -51,7 +58,15 @@ FEW = ("--task.num_problems", "64")
 def test_a_mistake_in_the_command_is_one_line(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = [str(RECIPE / "quickstart.toml"), "--out", str(tmp_path / "x"), "--run.num_ranks", "1", *FEW, *arguments]
+    words = [
+        str(RECIPE / "quickstart.toml"),
+        "--out",
+        str(tmp_path / "x"),
+        "--run.num_ranks",
+        "1",
+        *FEW,
+        *arguments,
+    ]
     assert carry_out("rollout", lambda: main(words)) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("benchmarks.rollout: error: ")

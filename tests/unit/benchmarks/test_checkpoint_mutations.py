@@ -1,4 +1,5 @@
-"""A seeded few of the mutations that benchmarks/faults tries by the thousand, and that the judge would see a damage get by."""
+"""A seeded few of the mutations that benchmarks/faults tries by the thousand, and that the judge would see
+a damage get by."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def saved(folder: Path) -> dict[int, Saved]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_checkpoint_is_found_out_or_does_no_harm(kind: str, folder: Path, saved: dict[int, Saved]) -> None:
+def test_a_damaged_checkpoint_is_found_out_or_does_no_harm(
+    kind: str, folder: Path, saved: dict[int, Saved]
+) -> None:
     for seed in range(4):
         newest, older = try_one(folder, saved, kind, random.Random(f"{kind} {seed}"))
         assert newest == ("harmless" if kind == "a stray file" else "detected"), seed
@@ -30,7 +33,9 @@ def test_a_damaged_checkpoint_is_found_out_or_does_no_harm(kind: str, folder: Pa
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_without_a_mutation_all_is_as_it_was_saved(num_ranks: int, folder: Path, saved: dict[int, Saved]) -> None:
+def test_without_a_mutation_all_is_as_it_was_saved(
+    num_ranks: int, folder: Path, saved: dict[int, Saved]
+) -> None:
     assert judge(folder, saved[STEPS[-1]], num_ranks) == "harmless"
     assert judge(folder, saved[STEPS[0]], num_ranks).startswith("silent")
 

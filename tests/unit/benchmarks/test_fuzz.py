@@ -1,4 +1,5 @@
-"""A seeded few of the cases that benchmarks/faults/fuzz plays by the hundred, and that its judge would see what is bad."""
+"""A seeded few of the cases that benchmarks/faults/fuzz plays by the hundred, and that its judge would see
+what is bad."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from benchmarks.faults.workspace import ROOT
 from tlt.cli.main import main
 from tlt.launch.signals import say
 
-IN_THIS_PROCESS = [kind for kind in INPUTS if kind not in ("environment", "standard streams", "variables of launchers")]
+IN_THIS_PROCESS = [
+    kind for kind in INPUTS if kind not in ("environment", "standard streams", "variables of launchers")
+]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,8 @@ def test_the_judge_sees_tracebacks_hangs_and_whatever_is_not_one_line(tmp_path: 
 def test_a_process_that_is_left_behind_is_found_in_a_session_of_its_own_too(tmp_path: Path) -> None:
     assert judge(Case(()), Ending(0, "", "", ("sleep 30",), 1.0)) == "left behind: ('sleep 30',)"
     program = (
-        "import pathlib; from benchmarks.faults.commands import *; adopt_orphans(); here = pathlib.Path.cwd()\n"
+        "import pathlib; from benchmarks.faults.commands import *; adopt_orphans(); here = "
+        "pathlib.Path.cwd()\n"
         "for words in ('setsid sleep 30 &', 'sleep 0.1 &'):\n"
         "    print(run(Command(here, words=('/bin/sh', '-c', words)), 60.0, patience=2.0).left)"
     )
@@ -98,7 +102,7 @@ def test_a_process_that_is_left_behind_is_found_in_a_session_of_its_own_too(tmp_
     assert done.stdout == "('sleep 30',)\n()\n"
 
 
-# ── what the fuzzing has found ───────────────────────────────────────────────────────────────────────────────────────
+# ── what the fuzzing has found ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

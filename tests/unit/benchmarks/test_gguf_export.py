@@ -19,7 +19,9 @@ from tlt.types import UserError
 CONFIGS = {
     "llama": replace(CONFIG, rope_theta=500.0, rms_norm_eps=2.0**-16),
     "qwen2": replace(CONFIG, architecture="qwen2", tie_embeddings=False),
-    "qwen3": replace(CONFIG, architecture="qwen3", head_dim=128),  # the only size that transformers reads there
+    "qwen3": replace(
+        CONFIG, architecture="qwen3", head_dim=128
+    ),  # the only size that transformers reads there
 }
 
 
@@ -36,7 +38,9 @@ def write(path: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_transformers_computes_the_same_with_the_file_as_with_the_folder(tmp_path: Path, config: ModelConfig) -> None:
+def test_transformers_computes_the_same_with_the_file_as_with_the_folder(
+    tmp_path: Path, config: ModelConfig
+) -> None:
     pytest.importorskip("accelerate")  # which transformers wants to read a GGUF
     from transformers import AutoModelForCausalLM
 
@@ -54,8 +58,12 @@ def test_matrices_have_the_asked_for_type_and_vectors_float32(tmp_path: Path) ->
     folder = write(tmp_path, CONFIGS["qwen2"], torch.bfloat16)
     tensors = {t.name: t for t in gguf.GGUFReader(folder.with_suffix(".gguf")).tensors}
     types = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
-    assert {types[name] for name in ("token_embd.weight", "output.weight", "blk.1.ffn_down.weight")} == {"BF16"}
-    assert {types[name] for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_q.bias")} == {"F32"}
+    assert {types[name] for name in ("token_embd.weight", "output.weight", "blk.1.ffn_down.weight")} == {
+        "BF16"
+    }
+    assert {
+        types[name] for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_q.bias")
+    } == {"F32"}
     assert tuple(tensors["blk.0.ffn_up.weight"].shape) == (CONFIG.hidden_size, CONFIG.intermediate_size)
 
 

@@ -41,11 +41,15 @@ def is_running(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_part_that_fails_and_one_that_lingers_leave_the_others_their_turn_and_are_reported(tmp_path: Path) -> None:
+def test_a_part_that_fails_and_one_that_lingers_leave_the_others_their_turn_and_are_reported(
+    tmp_path: Path,
+) -> None:
     noted: list[list[str]] = []
     parts = [part(tmp_path, "breaks", 20), part(tmp_path, "lingers", -17), part(tmp_path, "works", 20)]
     began = time.monotonic()
-    outcomes = run_parts([*parts, part(tmp_path, "declines", 10)], 60, lambda found: noted.append([o.status for o in found]))
+    outcomes = run_parts(
+        [*parts, part(tmp_path, "declines", 10)], 60, lambda found: noted.append([o.status for o in found])
+    )
     assert time.monotonic() - began < 40, "what lingers is ended"
     assert noted[-1] == ["failed", "timed out", "ok", "skipped"]
     assert noted[0] == ["failed"], "told at once"
@@ -64,8 +68,12 @@ def test_a_part_that_fails_and_one_that_lingers_leave_the_others_their_turn_and_
     assert "there is no such package" in rows["declines"]
 
 
-def test_what_a_part_leaves_of_its_time_goes_to_the_later_ones_and_none_goes_on_beyond_the_end(tmp_path: Path) -> None:
-    first, second, third = run_parts([part(tmp_path, "works", s) for s in (10, 5, 30)], 20, lambda found: None)
+def test_what_a_part_leaves_of_its_time_goes_to_the_later_ones_and_none_goes_on_beyond_the_end(
+    tmp_path: Path,
+) -> None:
+    first, second, third = run_parts(
+        [part(tmp_path, "works", s) for s in (10, 5, 30)], 20, lambda found: None
+    )
     assert 14 < second.limit < 15, "what the first one left"
     assert third.limit < 20
     (late,) = run_parts([part(tmp_path, "works", 10)], 0.0, lambda found: None)
@@ -82,9 +90,14 @@ def test_all_parts_together_take_ten_minutes_at_most_and_each_is_there() -> None
         assert one.module in rehearsed
 
 
-def test_without_a_gpu_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
-    for words, told in (([], "make gpu-rehearse"), (["--only", "laws"], "'laws' is unknown; give some of environment, law")):
+    for words, told in (
+        ([], "make gpu-rehearse"),
+        (["--only", "laws"], "'laws' is unknown; give some of environment, law"),
+    ):
         monkeypatch.setattr("sys.argv", ["gpu", *words])
         assert command.main() == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -93,12 +106,19 @@ def test_without_a_gpu_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch, c
 
 def test_a_report_is_made_of_whatever_there_is() -> None:
     outcomes = [Outcome(part.name, "timed out", 1.0, 1.0, {}, "") for part in parts_of_gpu()]
-    assert to_markdown({"command": "make gpu", "rehearsed": True}, outcomes).count("| timed out |") == len(outcomes)
+    assert to_markdown({"command": "make gpu", "rehearsed": True}, outcomes).count("| timed out |") == len(
+        outcomes
+    )
     record = {
         "lines": ["a model"],
         "peak_gib": 12345.6,
-        "steps": [{"batch": 1, "ratio": {"mean": 1.5, "low": 1.2, "high": 1.9}}, {"batch": 4, "waits": {"a.py:3": 1.0}}],
+        "steps": [
+            {"batch": 1, "ratio": {"mean": 1.5, "low": 1.2, "high": 1.9}},
+            {"batch": 4, "waits": {"a.py:3": 1.0}},
+        ],
     }
-    text = to_markdown({"command": "make gpu", "rehearsed": True}, [Outcome("steps", "timed out", 1.0, 1.0, record, "")])
+    text = to_markdown(
+        {"command": "make gpu", "rehearsed": True}, [Outcome("steps", "timed out", 1.0, 1.0, record, "")]
+    )
     assert "a model.\n\npeak gib: 12,346\n\n| batch | ratio | waits |" in text
     assert "| 1 | 1.50 (1.20 – 1.90) | – |\n| 4 | – | a.py:3 1 |" in text

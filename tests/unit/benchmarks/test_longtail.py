@@ -1,4 +1,5 @@
-"""The long-tail workload: which requests are chosen, and that its file is believed only for the model it was made for."""
+"""The long-tail workload: which requests are chosen, and that its file is believed only for the model it
+was made for."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "countdown"
 
 
 def request(index: int, max_tokens: int = 2048) -> Request:
-    return Request(f"p{index}", 0, (1, 2 + index % 7), SamplingParams(max_tokens=max_tokens, stop_ids=(STOP,)))
+    return Request(
+        f"p{index}", 0, (1, 2 + index % 7), SamplingParams(max_tokens=max_tokens, stop_ids=(STOP,))
+    )
 
 
 def candidates(num: int, seed: int, scale: float = 100.0, spread: float = 1.2) -> dict[Request, int]:
@@ -101,7 +104,9 @@ def test_measured_lengths_are_those_of_the_responses() -> None:
     measured = measure_lengths(make_engine(policy), problems, params, 8, finished.append)
     assert [(r.problem_id, r.sample_index) for r in measured] == [(f"p{i % 3}", i // 3) for i in range(8)]
     assert finished == list(range(1, 9))
-    responses = {(r.problem_id, r.sample_index): len(r.token_ids) for r in make_engine(policy).generate(measured)}
+    responses = {
+        (r.problem_id, r.sample_index): len(r.token_ids) for r in make_engine(policy).generate(measured)
+    }
     assert {(r.problem_id, r.sample_index): length for r, length in measured.items()} == responses
 
 
@@ -112,7 +117,8 @@ def test_a_workload_survives_its_file(tmp_path: Path) -> None:
     assert read_workload(path, "ab" * 32) == workload
     assert read_workload(path) == workload
     with pytest.raises(
-        UserError, match=r"workload.json: was made for a model with content hash abababababab…, not cdcdcdcdcdcd…"
+        UserError,
+        match=r"workload.json: was made for a model with content hash abababababab…, not cdcdcdcdcdcd…",
     ):
         read_workload(path, "cd" * 32)
 
@@ -123,7 +129,10 @@ def test_a_file_that_cannot_be_believed_is_refused_in_one_line(tmp_path: Path) -
     raw = json.loads(path.read_text())
     broken = (
         ({**raw, "law_version": 0}, "law_version is 0"),
-        ({key: value for key, value in raw.items() if key != "sampling"}, "is no workload file .KeyError: 'sampling'"),
+        (
+            {key: value for key, value in raw.items() if key != "sampling"},
+            "is no workload file .KeyError: 'sampling'",
+        ),
         ({**raw, "requests": []}, "holds no requests"),
         ([], "is no workload file"),
     )

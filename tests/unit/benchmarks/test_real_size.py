@@ -1,4 +1,5 @@
-"""Our engine beside its peers: who competes, in which process, and what is made of the seconds. Needs no peer."""
+"""Our engine beside its peers: who competes, in which process, and what is made of the seconds. Needs no
+peer."""
 
 from __future__ import annotations
 
@@ -49,10 +50,12 @@ def runs(name: str, seconds: list[float], base: list[float], tokens: str | None 
     return Runs(name, [took(s, tokens) for s in seconds], [took(s, "same") for s in base])
 
 
-# ── who competes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── who competes ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_needs_other_speculation_of_vllm_has_a_process_of_its_own_and_our_engine_has_one_for_all() -> None:
+def test_what_needs_other_speculation_of_vllm_has_a_process_of_its_own_and_our_engine_has_one_for_all() -> (
+    None
+):
     names = ("tlt-off", "tlt-cold", "tlt-4x1x4", "law-off", "law-cold", "law-warm", "law-4", "vllm-3")
     assert [Competitor.parse(name).process for name in names] == [
         "tlt", "tlt", "tlt", "law-off", "law-adaptive", "law-adaptive", "law-4x1x4", "vllm-3",
@@ -117,7 +120,7 @@ def test_vllm_drafts_by_the_means_that_its_way_names() -> None:
     assert "num_speculative_tokens_per_batch_size" in speculative_config("schedule", drafter)  # type: ignore[operator]
 
 
-# ── what they do ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what they do ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_off_cold_warm_and_fixed_drafts_generate_the_same_tokens_of_the_wanted_number(plan: Plan) -> None:
@@ -148,7 +151,7 @@ def test_a_process_that_dies_is_named_with_its_last_error(plan: Plan, tmp_path: 
         Process(Competitor.parse("tlt-off"), broken, tmp_path)
 
 
-# ── what is said of it ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is said of it ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_competitors_of_different_groups_are_compared_by_the_base_of_their_own_rounds() -> None:
@@ -195,7 +198,7 @@ def test_the_report_has_speeds_verdicts_and_a_dash_where_nothing_was_measured() 
     assert "Left out: nobody." in text
 
 
-# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_quick_is_one_round_of_small_batches() -> None:
@@ -219,9 +222,12 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], words: list[s
     assert message in capsys.readouterr().err
 
 
-def test_a_model_with_an_adapter_beside_it_is_refused_for_the_others_would_read_another_one(tmp_path: Path) -> None:
+def test_a_model_with_an_adapter_beside_it_is_refused_for_the_others_would_read_another_one(
+    tmp_path: Path,
+) -> None:
     options, config = parse(["smollm2/reasoning", "--out", "x", "--model.path", str(tmp_path)])
     with pytest.raises(
-        UserError, match=r"^model.adapter: .*warm-up lies beside the model that all read; give a folder with it"
+        UserError,
+        match=r"^model.adapter: .*warm-up lies beside the model that all read; give a folder with it",
     ):
         command.prepare(options, config, tmp_path, 8)

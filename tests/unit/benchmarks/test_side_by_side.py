@@ -108,14 +108,30 @@ def test_every_vllm_of_the_table_has_a_name_and_requests_travel_whole() -> None:
 
 
 def test_the_table_says_what_differs_and_what_was_not_there() -> None:
-    place = {"runner": "V1", "drafter": "EAGLE", "tensor_parallel": 1, "name": "V1-EAGLE-tp1", "lengths": "fixed"}
-    counts = {"num_responses": 4, "num_equal": 4, "num_tokens": 1000, "logprob_gap": 1e-6, "accept_length": 3.5}
+    place = {
+        "runner": "V1",
+        "drafter": "EAGLE",
+        "tensor_parallel": 1,
+        "name": "V1-EAGLE-tp1",
+        "lengths": "fixed",
+    }
+    counts = {
+        "num_responses": 4,
+        "num_equal": 4,
+        "num_tokens": 1000,
+        "logprob_gap": 1e-6,
+        "accept_length": 3.5,
+    }
     counts |= {"num_preemptions": 2, "num_read": 1200}
     difference = {"margin": 2e-5, "problem_id": "p", "sample_index": 0, "position": 3, "ours": 1, "theirs": 2}
-    cells = [{**place, **counts, "law": law, "differences": [difference] if law == "1" else []} for law in LAWS]
+    cells = [
+        {**place, **counts, "law": law, "differences": [difference] if law == "1" else []} for law in LAWS
+    ]
     refused = {**place, "name": "V2-n-gram-tp1", "refused": "ValueError: no", "differences": []}
     size = dataclasses.asdict(Size(2, 2, 8, 4))
-    text = to_markdown({"command": "c", "environment": {}, "cells": [*cells, refused], "sizes": {"V1-1": size}, "audits": []})
+    text = to_markdown(
+        {"command": "c", "environment": {}, "cells": [*cells, refused], "sizes": {"V1-1": size}, "audits": []}
+    )
     assert "2,999 of 3,000 tokens (99.9667%); largest margin of a difference in float64: 2.0e-05." in text
     row = "| V1-EAGLE-tp1 | fixed | 1,000 / 1,000 | 1,000 / 1,000 | 999 / 1,000, margin 2e-05 | 1e-06 |"
     assert row in text

@@ -1,4 +1,5 @@
-"""One RL step at the size of a large model (benchmarks/step_at_size.py): what is run, what of it counts, how it is told."""
+"""One RL step at the size of a large model (benchmarks/step_at_size.py): what is run, what of it counts,
+how it is told."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ OPTIONS = argparse.Namespace(config=Path("mine.toml"), threads=2)
 def grown(tmp_path: Path) -> Config:
     for name in ("model", "drafter"):
         (tmp_path / name).mkdir()
-    return load_config("countdown", ["--model.path", str(tmp_path / "model"), "--drafter.path", str(tmp_path / "drafter")])
+    return load_config(
+        "countdown", ["--model.path", str(tmp_path / "model"), "--drafter.path", str(tmp_path / "drafter")]
+    )
 
 
-def stands_in(monkeypatch: pytest.MonkeyPatch, returncode: int = 0, stdout: str = "", stderr: str = "") -> list[list[str]]:
+def stands_in(
+    monkeypatch: pytest.MonkeyPatch, returncode: int = 0, stdout: str = "", stderr: str = ""
+) -> list[list[str]]:
     """Runs nothing: leaves the metrics of two steps. Returns the command lines."""
     commands: list[list[str]] = []
 
@@ -42,7 +47,9 @@ def stands_in(monkeypatch: pytest.MonkeyPatch, returncode: int = 0, stdout: str 
     return commands
 
 
-@pytest.mark.parametrize(("way", "ranks", "threads"), [("full", 1, 2), ("full-sharded", 2, 1), ("lora-two-ranks", 2, 1)])
+@pytest.mark.parametrize(
+    ("way", "ranks", "threads"), [("full", 1, 2), ("full-sharded", 2, 1), ("lora-two-ranks", 2, 1)]
+)
 def test_the_last_step_counts_and_the_threads_are_shared_by_the_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, grown: Config, way: str, ranks: int, threads: int
 ) -> None:
@@ -73,4 +80,6 @@ def test_a_way_that_is_refused_stands_in_the_report_with_its_reason(
 def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["step_at_size", "countdown", "--geometry", "qwen9", "--out", "result"])
     assert carry_out("step_at_size", step_at_size.main) == 2
-    assert capsys.readouterr().err.startswith("benchmarks.step_at_size: error: --geometry: 'qwen9' is unknown")
+    assert capsys.readouterr().err.startswith(
+        "benchmarks.step_at_size: error: --geometry: 'qwen9' is unknown"
+    )

@@ -16,8 +16,12 @@ VOCABULARY = ("<pad>", "<eos>", *"0123456789+-*/=,:[]x!")
 WINDOW = 64
 
 
-def save_tokenizer(path: Path, vocabulary: tuple[str, ...] = VOCABULARY, chat_template: str | None = None) -> None:
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]))
+def save_tokenizer(
+    path: Path, vocabulary: tuple[str, ...] = VOCABULARY, chat_template: str | None = None
+) -> None:
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[])
+    )
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.chat_template = chat_template
@@ -25,7 +29,9 @@ def save_tokenizer(path: Path, vocabulary: tuple[str, ...] = VOCABULARY, chat_te
 
 
 def write_lines(path: str, *records: Any) -> None:
-    Path(path).write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    Path(path).write_text(
+        "".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records)
+    )
 
 
 def read_lines(path: str) -> list[dict[str, Any]]:
@@ -59,4 +65,6 @@ def generate(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) -
 
 
 def refuse(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) -> str:
-    return fail(capsys, "generate", str(model), "--prompts", "prompts.jsonl", "--out", "out.jsonl", *arguments)
+    return fail(
+        capsys, "generate", str(model), "--prompts", "prompts.jsonl", "--out", "out.jsonl", *arguments
+    )

@@ -88,27 +88,47 @@ GENERATE = ["generate", "m", "--prompts", "p", "--out", "o"]
         ([*GENERATE, "more"], "more: unexpected argument; see tlt generate --help"),
         ([*GENERATE, "--seed", "x"], "--seed: is x; it must be a valid integer"),
         ([*GENERATE, "--top-p", "nan"], "--top-p: is nan; it must be a finite number"),
-        ([*GENERATE, "--dtype", "float8"], "--dtype: is float8; it must be 'float32', 'float64' or 'bfloat16'"),
+        (
+            [*GENERATE, "--dtype", "float8"],
+            "--dtype: is float8; it must be 'float32', 'float64' or 'bfloat16'",
+        ),
         (["train", "--foo", "3"], "--foo: unknown option; see tlt train --help"),
         (["train", "--seed", "3"], "--seed: unknown option; did you mean --run.seed?"),
-        (["train"], "train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run"),
+        (
+            ["train"],
+            "train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run",
+        ),
         (["train", "no.toml"], "no.toml: no such file; give the path of a TOML configuration"),
         (["train", "--resume", ""], "--resume: is ''; it is empty: give a path (the working directory is .)"),
-        (["train", "c", "--replay", " "], "--replay: is ' '; it is empty: give a path (the working directory is .)"),
-        (["generate", "", *GENERATE[2:]], "MODEL: is ''; it is empty: give a path (the working directory is .)"),
+        (
+            ["train", "c", "--replay", " "],
+            "--replay: is ' '; it is empty: give a path (the working directory is .)",
+        ),
+        (
+            ["generate", "", *GENERATE[2:]],
+            "MODEL: is ''; it is empty: give a path (the working directory is .)",
+        ),
         ([*GENERATE[:-1], ""], "--out: is ''; it is empty: give a path (the working directory is .)"),
-        ([*GENERATE, "--drafter", ""], "--drafter: is ''; it is empty: give a path (the working directory is .)"),
+        (
+            [*GENERATE, "--drafter", ""],
+            "--drafter: is ''; it is empty: give a path (the working directory is .)",
+        ),
         (["plan", "memory", ""], "CONFIG: is ''; it is empty: give a path (the working directory is .)"),
         (["init", "math", ""], "DIR: is ''; it is empty: give a path (the working directory is .)"),
         ([*GENERATE[:-1], 300 * "a"], f"--out: is '{78 * 'a'}…; no file can be called so: give another path"),
-        (["train", "--resume", "no"], "--resume: no holds no run (no config.json); give the folder that the run wrote"),
+        (
+            ["train", "--resume", "no"],
+            "--resume: no holds no run (no config.json); give the folder that the run wrote",
+        ),
         (
             ["score", "countdown", "--problems", "p", "--responses", "r"],
             "--problems: p does not exist; give the path of a JSONL file",
         ),
     ],
 )
-def test_a_mistake_in_the_arguments_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_the_arguments_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert fail(capsys, *arguments) == message
 
 
@@ -123,14 +143,25 @@ def test_json_that_is_nested_without_end_is_one_line(option: str, capsys: pytest
 
 
 def test_overrides_are_taken_out_of_the_arguments_wherever_they_stand() -> None:
-    arguments = ["--run.seed", "3", "run.toml", "--task.options.a=b c", "--resume", "dir", "--optimizer.learning_rate", "-1"]
+    arguments = [
+        "--run.seed",
+        "3",
+        "run.toml",
+        "--task.options.a=b c",
+        "--resume",
+        "dir",
+        "--optimizer.learning_rate",
+        "-1",
+    ]
     options = parse_options("train", Train, arguments)
     assert (options.config, options.resume) == (Path("run.toml"), Path("dir"))
     assert options.overrides == ("--run.seed=3", "--task.options.a=b c", "--optimizer.learning_rate=-1")
 
 
 def test_a_command_keeps_a_default_of_its_own() -> None:
-    options = parse_options("audit", Audit, ["m", "--task", "countdown", "--temperature", "0", "--speculation", "off, 4x1x4"])
+    options = parse_options(
+        "audit", Audit, ["m", "--task", "countdown", "--temperature", "0", "--speculation", "off, 4x1x4"]
+    )
     assert (options.temperature, options.max_tokens, options.samples) == (0.0, 512, 8)
     assert options.speculation == ("off", "4x1x4")
     assert options == Audit.model_validate(options.model_dump())
@@ -143,7 +174,7 @@ def test_an_option_is_written_with_dashes_or_underscores_and_unset_by_none() -> 
     assert (options.max_tokens, options.max_batch_size, options.drafter) == (3, 2, None)
 
 
-# ── errors and interrupts ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors and interrupts ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_error_of_ours_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +197,9 @@ def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 SLEEP = "from pathlib import Path; import time\nPath('begun').touch()\n{}"
 SLOWLY = SLEEP.format("time.sleep(60)")
-SLOWLY_AND_BADLY = SLEEP.format("try: time.sleep(60)\nexcept KeyboardInterrupt: pass\nraise ImportError('numpy failed')")
+SLOWLY_AND_BADLY = SLEEP.format(
+    "try: time.sleep(60)\nexcept KeyboardInterrupt: pass\nraise ImportError('numpy failed')"
+)
 
 
 @pytest.mark.parametrize("library", ["pydantic", "torch"])

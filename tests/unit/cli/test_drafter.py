@@ -17,16 +17,26 @@ from tests.unit.cli.parts import WINDOW, fail, generate, read_lines, succeed, wr
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ({"prompt_ids": [3], "token_ids": "x"}, "responses.jsonl:1: token_ids must be a list of whole numbers"),
+        (
+            {"prompt_ids": [3], "token_ids": "x"},
+            "responses.jsonl:1: token_ids must be a list of whole numbers",
+        ),
         ({"token_ids": [3]}, "responses.jsonl:1: prompt_ids must be a list of whole numbers"),
-        ({"prompt_ids": [3], "token_ids": [61]}, "responses.jsonl:1: token id 61 is outside the vocabulary of 61"),
+        (
+            {"prompt_ids": [3], "token_ids": [61]},
+            "responses.jsonl:1: token id 61 is outside the vocabulary of 61",
+        ),
         ({"prompt_ids": [3], "token_ids": [4] * WINDOW}, "has 65 tokens but the model's window is 64"),
         ({"prompt_ids": [3], "token_ids": [4]}, "has no response of three tokens or more"),
     ],
 )
-def test_drafter_train_refuses_bad_responses(line: Any, part: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafter_train_refuses_bad_responses(
+    line: Any, part: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines("responses.jsonl", line)
-    assert part in fail(capsys, "drafter", "train", str(model), "--responses", "responses.jsonl", "--out", "drafter")
+    assert part in fail(
+        capsys, "drafter", "train", str(model), "--responses", "responses.jsonl", "--out", "drafter"
+    )
 
 
 @pytest.mark.usefixtures("here")
@@ -37,7 +47,9 @@ def test_drafter_train_does_not_overwrite(model: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("here")
-def test_a_trained_drafter_drafts_and_changes_no_token(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_drafter_drafts_and_changes_no_token(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
     generate(capsys, model, "--samples", "4", "--dtype", "float64")
     plain = read_lines("out.jsonl")
@@ -45,7 +57,16 @@ def test_a_trained_drafter_drafts_and_changes_no_token(model: Path, capsys: pyte
     summary = succeed(capsys, "drafter", "train", str(model), *arguments)
     assert summary["steps"] >= 1
     for speculation in ("2x1x2", "3x2x5", "adaptive"):
-        options = ("--speculation", speculation, "--drafter", "drafter", "--samples", "4", "--dtype", "float64")
+        options = (
+            "--speculation",
+            speculation,
+            "--drafter",
+            "drafter",
+            "--samples",
+            "4",
+            "--dtype",
+            "float64",
+        )
         summary = generate(capsys, model, *options)
         if speculation != "adaptive":  # whether that one ever speculates is decided by the clock
             assert summary["accept_length"] >= 1
@@ -76,10 +97,14 @@ def test_a_drafter_is_trained_on_responses_or_on_answers_to_prompts(
     assert message.endswith("given; give one of them")
 
 
-def test_a_drafter_to_start_from_brings_its_preset(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drafter_to_start_from_brings_its_preset(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines("responses.jsonl", {"prompt_ids": [2, 3], "token_ids": [4, 5, 6, 7, 1]})
     common = ["--responses", "responses.jsonl", "--tokens-per-micro-step", "16"]
     succeed(capsys, "drafter", "train", str(model), *common, "--out", "first", "--preset", "eagle")
     for index, (given, expected) in enumerate([([], "eagle"), (["--preset", "hass"], "hass")]):
-        succeed(capsys, "drafter", "train", str(model), *common, "--out", str(index), "--init", "first", *given)
+        succeed(
+            capsys, "drafter", "train", str(model), *common, "--out", str(index), "--init", "first", *given
+        )
         assert json.loads((here / str(index) / "config.json").read_text())["tlt"]["preset"] == expected

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.unit.cli.parts import VOCABULARY, WINDOW, fail, generate, read_lines, refuse, save_tokenizer, succeed, write_lines
+from tests.unit.cli.parts import (
+    VOCABULARY,
+    WINDOW,
+    fail,
+    generate,
+    read_lines,
+    refuse,
+    save_tokenizer,
+    succeed,
+    write_lines,
+)
 from tlt.api import to_response
 from tlt.cli.engine import Progress, show_busy, show_progress
 from tlt.engine.engine import RolloutEngine
@@ -21,14 +31,30 @@ from tlt.types import Rollout
 
 
 @pytest.mark.usefixtures("here")
-def test_generate_writes_one_line_per_response_in_order(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_writes_one_line_per_response_in_order(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines(
-        "prompts.jsonl", {"problem_id": "b", "prompt": "[2,9:7]"}, "", {"prompt_ids": [3, 4]}, {"problem_id": 7, "prompt": "1"}
+        "prompts.jsonl",
+        {"problem_id": "b", "prompt": "[2,9:7]"},
+        "",
+        {"prompt_ids": [3, 4]},
+        {"problem_id": 7, "prompt": "1"},
     )
     summary = generate(capsys, model, "--samples", "3", "--seed", "5")
     records = read_lines("out.jsonl")
-    assert [(r["problem_id"], r["sample_index"]) for r in records] == [(p, s) for p in ("b", "3", "7") for s in range(3)]
-    assert list(records[0]) == ["problem_id", "sample_index", "prompt_ids", "token_ids", "text", "logprobs", "finish_reason"]
+    assert [(r["problem_id"], r["sample_index"]) for r in records] == [
+        (p, s) for p in ("b", "3", "7") for s in range(3)
+    ]
+    assert list(records[0]) == [
+        "problem_id",
+        "sample_index",
+        "prompt_ids",
+        "token_ids",
+        "text",
+        "logprobs",
+        "finish_reason",
+    ]
     assert records[0]["prompt_ids"] == [VOCABULARY.index(character) for character in "[2,9:7]"]
     assert records[3]["prompt_ids"] == [3, 4]
     assert all(len(r["logprobs"]) == len(r["token_ids"]) <= 8 for r in records)
@@ -39,11 +65,15 @@ def test_generate_writes_one_line_per_response_in_order(model: Path, capsys: pyt
 
 
 @pytest.mark.usefixtures("here")
-def test_generate_gives_the_same_tokens_for_the_same_seed_only(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_gives_the_same_tokens_for_the_same_seed_only(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
     tokens = []
     for seed, batch in (("1", "64"), ("1", "1"), ("2", "64")):
-        generate(capsys, model, "--seed", seed, "--max-batch-size", batch, "--samples", "4", "--dtype", "float64")
+        generate(
+            capsys, model, "--seed", seed, "--max-batch-size", batch, "--samples", "4", "--dtype", "float64"
+        )
         tokens.append([record["token_ids"] for record in read_lines("out.jsonl")])
     assert tokens[0] == tokens[1]
     assert tokens[0] != tokens[2]
@@ -62,7 +92,10 @@ def test_generate_gives_the_same_tokens_for_the_same_seed_only(model: Path, caps
         ({"prompt_ids": [2, 61]}, "token id 61 is outside the vocabulary of 61"),
         ({"prompt_ids": [2.5]}, "prompt_ids is [2.5]; it must be a list of whole numbers"),
         ({"prompt_ids": []}, "the prompt is empty; give at least one token"),
-        ({"messages": [{"role": "user", "content": "1"}]}, "has no chat template; give prompt (text) or prompt_ids"),
+        (
+            {"messages": [{"role": "user", "content": "1"}]},
+            "has no chat template; give prompt (text) or prompt_ids",
+        ),
         ({"messages": ["1"]}, "messages must be a list of objects"),
         (
             {"problem_id": "long", "prompt": "1" * WINDOW},
@@ -81,14 +114,20 @@ def test_generate_refuses_a_bad_prompt_with_its_place(
 @pytest.mark.usefixtures("here")
 def test_generate_refuses_the_same_problem_twice(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines("prompts.jsonl", {"problem_id": "2", "prompt": "1"}, {"prompt": "2"})
-    assert refuse(capsys, model) == "prompts.jsonl:2: problem_id '2' was given at prompts.jsonl:1 already; make it unique"
+    assert (
+        refuse(capsys, model)
+        == "prompts.jsonl:2: problem_id '2' was given at prompts.jsonl:1 already; make it unique"
+    )
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--speculation", "learned:4x1x4"], "speculation: 'learned:4x1x4' needs a drafter of kind learned; there is ngram"),
+        (
+            ["--speculation", "learned:4x1x4"],
+            "speculation: 'learned:4x1x4' needs a drafter of kind learned; there is ngram",
+        ),
         (["--speculation", "fast"], "speculation: 'fast' is no strategy"),
         (["--speculation", "adaptive", "--drafter", "no"], "--drafter: no does not exist"),
         (["--top-p", "0"], "--top-p: is 0; it must be greater than 0"),
@@ -105,7 +144,9 @@ def test_generate_refuses_options_in_one_line(
 
 
 @pytest.mark.usefixtures("here")
-def test_generate_refuses_a_missing_model_and_missing_prompts(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_refuses_a_missing_model_and_missing_prompts(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "--prompts: prompts.jsonl does not exist" in refuse(capsys, model)
     write_lines("prompts.jsonl", {"prompt": "1"})
     assert refuse(capsys, Path("nowhere")).startswith("nowhere: ")
@@ -137,7 +178,9 @@ def test_what_is_no_number_is_null_in_the_output(
     assert '"logprobs": [null, null]' in Path("out.jsonl").read_text()
 
 
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with show_progress(lambda: Progress(3, 8, "responses", "40 tokens"), seconds=0.01):
         time.sleep(0.2)
     captured = capsys.readouterr()
@@ -146,7 +189,9 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pyte
 
 
 @pytest.mark.usefixtures("here")
-def test_generate_refuses_a_model_whose_weights_are_not_finite(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_refuses_a_model_whose_weights_are_not_finite(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(model, "broken")
     tensors = load_file("broken/model.safetensors")
     tensors["model.norm.weight"][0] = math.nan
@@ -169,7 +214,16 @@ def test_generate_reads_rows_with_other_names_of_columns_and_writes_prompts_as_c
     Path("rows").mkdir()
     for file in ("test.jsonl", "train.jsonl"):
         Path(file).rename(f"rows/{file}")
-    data = ("--prompts", "rows", "--out", "out.jsonl", "--max-tokens", "2", "--columns", '{"prompt": "question"}')
+    data = (
+        "--prompts",
+        "rows",
+        "--out",
+        "out.jsonl",
+        "--max-tokens",
+        "2",
+        "--columns",
+        '{"prompt": "question"}',
+    )
     for options, text in (
         ((), "12"),
         (("--split", "train"), "34"),
@@ -185,7 +239,9 @@ def test_generate_reads_rows_with_other_names_of_columns_and_writes_prompts_as_c
 
 
 @pytest.mark.usefixtures("here")
-def test_generate_ends_a_response_at_a_stop_text_which_it_keeps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_ends_a_response_at_a_stop_text_which_it_keeps(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines("prompts.jsonl", {"prompt": "[2,9:7]"})
     options = ("--samples", "30", "--max-tokens", "20", "--dtype", "float64")
     generate(capsys, model, *options)
@@ -195,11 +251,14 @@ def test_generate_ends_a_response_at_a_stop_text_which_it_keeps(model: Path, cap
             generate(capsys, model, *options, *words, *more)
             records = read_lines("out.jsonl")
             assert all(
-                record["token_ids"] == ids[: len(record["token_ids"])] for record, ids in zip(records, whole, strict=True)
+                record["token_ids"] == ids[: len(record["token_ids"])]
+                for record, ids in zip(records, whole, strict=True)
             )
             ended = [record for record in records if any(stop in record["text"] for stop in stops)]
             assert ended
-            assert all(record["finish_reason"] == "stop" and record["text"].endswith(stops) for record in ended)
+            assert all(
+                record["finish_reason"] == "stop" and record["text"].endswith(stops) for record in ended
+            )
     assert "--stop: is [1; it is no JSON list" in refuse(capsys, model, "--stop", "[1")
 
 
@@ -207,12 +266,16 @@ def test_a_model_or_drafter_that_is_neither_a_folder_nor_a_name_is_refused(
     model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lines("prompts.jsonl", {"prompt": "1"})
-    assert "./no/where: is no directory" in refuse(capsys, Path("./no/where/at/all")).replace("no/where/at/all", "./no/where")
+    assert "./no/where: is no directory" in refuse(capsys, Path("./no/where/at/all")).replace(
+        "no/where/at/all", "./no/where"
+    )
     assert "--drafter: nowhere does not exist" in refuse(capsys, model, "--drafter", "nowhere")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_takes_seconds_is_said_on_a_terminal_alone(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_seconds_is_said_on_a_terminal_alone(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
@@ -223,7 +286,9 @@ def test_what_takes_seconds_is_said_on_a_terminal_alone(is_terminal: bool, monke
 
 
 @pytest.mark.usefixtures("here")
-def test_max_tokens_beyond_the_window_is_refused_where_it_is_asked_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_max_tokens_beyond_the_window_is_refused_where_it_is_asked_for(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines("prompts.jsonl", {"prompt": "1"}, {"problem_id": "long", "prompt": "1" * 20})
     room = WINDOW - 20
     told = f"is {room + 1}, but the model's window of {WINDOW} tokens leaves {room} after the prompt of problem 'long'"

@@ -1,4 +1,5 @@
-"""The texts of --help: every option and every key of the configuration has one of its own, in whole sentences."""
+"""The texts of --help: every option and every key of the configuration has one of its own, in whole
+sentences."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tlt.io.recipes import find_recipe
 
 def declarations() -> Iterator[type[BaseModel]]:
     """Yields the classes that declare options and keys."""
-    yield from (section.annotation for section in Config.model_fields.values() if isinstance(section.annotation, type))
+    yield from (
+        section.annotation for section in Config.model_fields.values() if isinstance(section.annotation, type)
+    )
     for command in COMMANDS.values():
         yield command.options
 
@@ -28,7 +31,11 @@ def declarations() -> Iterator[type[BaseModel]]:
 @pytest.mark.parametrize("declaration", sorted(set(declarations()), key=lambda kind: kind.__name__))
 def test_every_option_is_explained_in_whole_sentences_and_one_paragraph(declaration: type[BaseModel]) -> None:
     assert issubclass(declaration, Options | Section)
-    texts = {name: field.description or "" for name, field in declaration.model_fields.items() if name != "overrides"}
+    texts = {
+        name: field.description or ""
+        for name, field in declaration.model_fields.items()
+        if name != "overrides"
+    }
     assert [name for name, text in texts.items() if not text.endswith(".") or "\n" in text] == []
 
 
@@ -39,16 +46,22 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_lists_are_shown_as_they_are_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_are_shown_as_they_are_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = shown(capsys, monkeypatch, "train")
     for option in ("lora.targets", "tracking.use", "rewards.functions", "rewards.weights", "sampling.stop"):
         assert f"--{option} LIST " in text
     assert f"(default: {','.join(ALL_TARGETS)})" in text
-    read = load_config(find_recipe("countdown"), ["--lora.rank", "2", "--lora.targets", ",".join(ALL_TARGETS)])
+    read = load_config(
+        find_recipe("countdown"), ["--lora.rank", "2", "--lora.targets", ",".join(ALL_TARGETS)]
+    )
     assert read.lora.targets == ALL_TARGETS
 
 
-def test_an_option_says_what_it_is_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_says_what_it_is_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = shown(capsys, monkeypatch, "generate")
     assert "training response" not in text
     for name, field in VllmSection.model_fields.items():

@@ -20,7 +20,9 @@ def test_the_command_prints_a_row_for_each_number_of_replicas_and_what_it_rests_
     assert found["replicas"].keys() == {"1", "2"}
     written = json.loads((here / "speed.json").read_text())
     assert [row["num_replicas"] for row in written["rows"]] == [1, 2]
-    assert [row["num_responses"] for row in written["rows"]] == [32, 64], "each replica has its share of the recipe's step"
+    assert [row["num_responses"] for row in written["rows"]] == [32, 64], (
+        "each replica has its share of the recipe's step"
+    )
     assert found["replicas"]["2"]["off"] == 1.0
     assert any("log-normal" in line for line in written["assumptions"])
 
@@ -35,7 +37,9 @@ def test_the_command_prints_a_row_for_each_number_of_replicas_and_what_it_rests_
         (("--out", f"{__file__}/speed.json"), f"--out: {__file__} is no folder; give another path"),
     ],
 )
-def test_a_mistake_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+def test_a_mistake_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
     assert fail(capsys, "plan", "speed", "countdown", *words).startswith(message)
 
 

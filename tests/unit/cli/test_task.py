@@ -29,7 +29,17 @@ def test_task_writes_equal_problems_for_equal_seeds(capsys: pytest.CaptureFixtur
 @pytest.mark.usefixtures("here")
 def test_task_passes_the_split_and_options_on(capsys: pytest.CaptureFixture[str]) -> None:
     succeed(
-        capsys, "task", "countdown", "--num", "9", "--split", "test", "--options", '{"mix": {"2": 1.0}}', "--out", "a.jsonl"
+        capsys,
+        "task",
+        "countdown",
+        "--num",
+        "9",
+        "--split",
+        "test",
+        "--options",
+        '{"mix": {"2": 1.0}}',
+        "--out",
+        "a.jsonl",
     )
     problems = read_lines("a.jsonl")
     assert all(len(problem["numbers"]) == 2 and "test" in problem["problem_id"] for problem in problems)
@@ -42,15 +52,23 @@ def test_task_passes_the_split_and_options_on(capsys: pytest.CaptureFixture[str]
         (["countdwn", "--num", "1", "--out", "o"], "unknown task 'countdwn'"),
         (["countdown", "--num", "0", "--out", "o"], "--num: is 0; it must be greater than or equal to 1"),
         (["countdown", "--num", "1", "--out", "."], "--out: . is a folder; give the name of a file"),
-        (["countdown", "--num", "1", "--out", "o", "--options", "{"], "--options: is {; it is no JSON object"),
-        (["countdown", "--num", "1", "--out", "o", "--options", "[1]"], "--options: is [1]; it is no JSON object"),
+        (
+            ["countdown", "--num", "1", "--out", "o", "--options", "{"],
+            "--options: is {; it is no JSON object",
+        ),
+        (
+            ["countdown", "--num", "1", "--out", "o", "--options", "[1]"],
+            "--options: is [1]; it is no JSON object",
+        ),
         (
             ["countdown", "--num", "1", "--out", "o", "--options", '{"mixx": 1}'],
             "no option 'mixx'; known options are mix",
         ),
     ],
 )
-def test_task_refuses_in_one_line(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_task_refuses_in_one_line(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert part in fail(capsys, "task", *arguments)
 
 
@@ -59,7 +77,14 @@ def test_outputs_make_the_folders_that_they_lie_in(capsys: pytest.CaptureFixture
     succeed(capsys, "task", "countdown", "--num", "1", "--out", "new/problems.jsonl")
     (problem,) = read_lines("new/problems.jsonl")
     write_lines("responses.jsonl", {"problem_id": problem["problem_id"], "text": "1"})
-    arguments = ("--problems", "new/problems.jsonl", "--responses", "responses.jsonl", "--out", "newer/yet/scored.jsonl")
+    arguments = (
+        "--problems",
+        "new/problems.jsonl",
+        "--responses",
+        "responses.jsonl",
+        "--out",
+        "newer/yet/scored.jsonl",
+    )
     succeed(capsys, "score", "countdown", *arguments)
     assert not read_lines("newer/yet/scored.jsonl")[0]["solved"]
 
@@ -83,7 +108,18 @@ def test_score_reports_each_problem_and_the_whole(capsys: pytest.CaptureFixture[
         {"problem_id": "b", "sample_index": 0, "text": "nothing"},
     )
     assert (
-        cli.main(["score", "countdown", "--problems", "problems.jsonl", "--responses", "responses.jsonl", "--out", "s.jsonl"])
+        cli.main(
+            [
+                "score",
+                "countdown",
+                "--problems",
+                "problems.jsonl",
+                "--responses",
+                "responses.jsonl",
+                "--out",
+                "s.jsonl",
+            ]
+        )
         == 0
     )
     lines = capsys.readouterr().out.splitlines()
@@ -107,21 +143,24 @@ def test_score_reports_each_problem_and_the_whole(capsys: pytest.CaptureFixture[
         ("", "--responses: responses.jsonl is empty; give at least one line"),
     ],
 )
-def test_score_refuses_a_malformed_line_with_its_place(line: Any, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_refuses_a_malformed_line_with_its_place(
+    line: Any, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_countdown()
     write_lines("responses.jsonl", line)
     arguments = ("--problems", "problems.jsonl", "--responses", "responses.jsonl", "--out", "s.jsonl")
     assert part in fail(capsys, "score", "countdown", *arguments)
 
 
-# ── a user's own task ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a user's own task ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_task(body: str) -> None:
     """mytask.py in the working directory, both of whose methods begin with `body`."""
     problems = "[{'problem_id': 'a', 'prompt': 'x'}]"
     Path("mytask.py").write_text(
-        f"class T:\n    def problems(self, num, seed, **options):\n        {body}\n        return {problems}\n"
+        f"class T:\n    def problems(self, num, seed, **options):\n        {body}\n        return "
+        f"{problems}\n"
         f"    def score(self, problem, text):\n        {body}\nTASK = T()\n"
     )
 
@@ -158,8 +197,12 @@ def test_whatever_is_wrong_in_a_score_is_one_line_with_its_place(
     assert part in message
 
 
-@pytest.mark.parametrize("body", ["raise RuntimeError('of its own')", "return [{'problem_id': 'a', 'x': {1}}]", "not Python"])
-def test_whatever_is_wrong_in_a_task_is_one_line(body: str, own_task: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "body", ["raise RuntimeError('of its own')", "return [{'problem_id': 'a', 'x': {1}}]", "not Python"]
+)
+def test_whatever_is_wrong_in_a_task_is_one_line(
+    body: str, own_task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_task(body)
     Path("__pycache__").mkdir()
     message = fail(capsys, "task", own_task, "--num", "1", "--out", "out.jsonl")
@@ -170,7 +213,9 @@ def test_whatever_is_wrong_in_a_task_is_one_line(body: str, own_task: str, capsy
 def test_a_problem_without_problem_id_is_named_by_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     write_lines("problems.jsonl", "", {"prompt": "[2,9:7]", "numbers": [2, 9], "target": 7})
     write_lines("responses.jsonl", {"problem_id": "2", "text": "9-2=7!9-2=7"})
-    summary = succeed(capsys, "score", "countdown", "--problems", "problems.jsonl", "--responses", "responses.jsonl")
+    summary = succeed(
+        capsys, "score", "countdown", "--problems", "problems.jsonl", "--responses", "responses.jsonl"
+    )
     assert summary["solve_rate"] == 1.0
 
 
@@ -187,7 +232,11 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(
     ("attribute", "said"),
     [
-        ("PLAIN", "problems() takes no option 'mix'; known options are none: correct task.options, or remove them all with"),
+        (
+            "PLAIN",
+            "problems() takes no option 'mix'; known options are none: correct task.options, or remove "
+            "them all with",
+        ),
         ("NO_SPLIT", "problems() does not take split"),
         ("Plain", "is a class; give an object of it, such as TASK = Plain()"),
     ],
@@ -196,7 +245,8 @@ def test_a_task_that_cannot_take_its_options_says_what_to_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, said: str
 ) -> None:
     (tmp_path / "task_of_options.py").write_text(
-        "class Plain:\n    def problems(self, num, seed, split): ...\n    def score(self, problem, text): ...\n"
+        "class Plain:\n    def problems(self, num, seed, split): ...\n    def score(self, problem, text): "
+        "...\n"
         "class NoSplit(Plain):\n    def problems(self, num, seed): ...\n"
         "PLAIN, NO_SPLIT = Plain(), NoSplit()\n"
     )
@@ -213,10 +263,12 @@ def test_task_writes_the_problems_that_a_task_makes_of_data_and_score_reads_them
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     Path("sums.py").write_text(
         "class Sums:\n"
-        "    def problems(self, num, seed, split='train'):\n        return [{'problem_id': 'a', 'prompt': split}]\n"
+        "    def problems(self, num, seed, split='train'):\n        return [{'problem_id': 'a', 'prompt': "
+        "split}]\n"
         "    def prepare(self, record, options):\n"
         "        return record if 'gold' in record else {'prompt': record['q'] + '=', 'gold': record['a']}\n"
-        "    def score(self, problem, text):\n        return {'reward': 1.0, 'solved': text == problem['gold']}\n"
+        "    def score(self, problem, text):\n        return {'reward': 1.0, 'solved': text == "
+        "problem['gold']}\n"
         "TASK = Sums()\n"
     )
     write_lines("rows.jsonl", *({"question": f"{i}+1", "a": str(i + 1)} for i in range(4)))
@@ -226,7 +278,10 @@ def test_task_writes_the_problems_that_a_task_makes_of_data_and_score_reads_them
     assert read_lines("problems.jsonl")[1] == {"problem_id": "2", "prompt": "1+1=", "gold": "2"}
     write_lines("responses.jsonl", {"problem_id": "1", "text": "1"}, {"problem_id": "2", "text": "9"})
     for problems in (("--problems", "problems.jsonl"), ("--problems", *data[1:])):
-        assert succeed(capsys, "score", "sums:TASK", *problems, "--responses", "responses.jsonl")["solve_rate"] == 0.5
+        assert (
+            succeed(capsys, "score", "sums:TASK", *problems, "--responses", "responses.jsonl")["solve_rate"]
+            == 0.5
+        )
     assert "rows.jsonl:1: task sums:TASK: prepare() failed (KeyError: 'q'" in fail(
         capsys, "task", "sums:TASK", *data[:2], "--num", "3", "--out", "o"
     )

@@ -15,7 +15,9 @@ from tlt.types import UserError
 
 
 def write_run(model: Path) -> Path:
-    Path("run.toml").write_text(f'[model]\npath = "{model}"\n[task]\nname = "countdown"\n[run]\nout_dir = "out"\n')
+    Path("run.toml").write_text(
+        f'[model]\npath = "{model}"\n[task]\nname = "countdown"\n[run]\nout_dir = "out"\n'
+    )
     return Path("run.toml")
 
 
@@ -50,7 +52,12 @@ def test_ranks_that_somebody_else_has_started_wait_for_each_other_as_long_as_the
         raise UserError("nobody came")
 
     monkeypatch.setattr(start, "meet_ranks", nobody_comes)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     for words in ([str(path), "--run.timeout_seconds", "77"], [str(path)], ["elsewhere.toml"]):
         assert main(["train", *words]) == 2
@@ -59,7 +66,9 @@ def test_ranks_that_somebody_else_has_started_wait_for_each_other_as_long_as_the
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_resumed_run_keeps_the_number_of_steps_by_which_its_learning_rate_ends(schedule: str, model: Path) -> None:
+def test_a_resumed_run_keeps_the_number_of_steps_by_which_its_learning_rate_ends(
+    schedule: str, model: Path
+) -> None:
     path = write_run(model)
     Path("out").mkdir()
     config = resolve_config(path, ["--optimizer.schedule", schedule, "--run.out_dir", "new"], resume=None)
@@ -99,4 +108,6 @@ def test_a_checkpoint_names_the_run_that_it_is_of(model: Path) -> None:
     options = parse_options("train", Train, ["--resume", "auto"])
     assert options.resume == "auto"
     assert not is_checkpoint(options.resume)
-    assert parse_options("train", Train, ["--resume", "./auto"]).resume == Path("auto"), "a folder of that name"
+    assert parse_options("train", Train, ["--resume", "./auto"]).resume == Path("auto"), (
+        "a folder of that name"
+    )

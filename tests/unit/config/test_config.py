@@ -42,7 +42,7 @@ def mistake(path: Path, *overrides: str) -> str:
     return message
 
 
-# ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── values ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_minimal_file_gets_every_default(folder: Path) -> None:
@@ -54,7 +54,9 @@ def test_a_minimal_file_gets_every_default(folder: Path) -> None:
 
 
 def test_overrides_win_over_the_file_and_the_last_one_over_the_others(folder: Path) -> None:
-    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[run]\nseed = 1\nnum_steps = 7\n')
+    path = write(
+        folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[run]\nseed = 1\nnum_steps = 7\n'
+    )
     config = load_config(path, ["--run.seed", "2", "--run.seed=3", "--optimizer.learning_rate", "1e-4"])
     assert (config.run.seed, config.run.num_steps, config.optimizer.learning_rate) == (3, 7, 1e-4)
 
@@ -64,7 +66,14 @@ def test_overrides_are_read_as_the_key_wants_them(folder: Path) -> None:
         folder / "run.toml",
         [
             *("--rollout.speculation", "off", "--drafter.train", "false", "--run.time_limit_minutes", "none"),
-            *("--task.options.mix", "{2 = 0.5, 3 = 0.5}", "--task.options.label", "hard", "--sampling.temperature", "1"),
+            *(
+                "--task.options.mix",
+                "{2 = 0.5, 3 = 0.5}",
+                "--task.options.label",
+                "hard",
+                "--sampling.temperature",
+                "1",
+            ),
         ],
     )
     assert config.run.time_limit_minutes is None
@@ -83,7 +92,9 @@ def test_the_configuration_is_frozen(folder: Path) -> None:
 
 
 def test_json_round_trip_changes_nothing(folder: Path) -> None:
-    config = load_config(folder / "run.toml", ["--drafter.path", str(folder / "drafter"), "--rollout.speculation", "4x1x4"])
+    config = load_config(
+        folder / "run.toml", ["--drafter.path", str(folder / "drafter"), "--rollout.speculation", "4x1x4"]
+    )
     again = Config.from_json(config.to_json())
     assert again == config
     (folder / "config.json").write_text(config.to_json())
@@ -117,7 +128,9 @@ tracking    use project run_name
 def test_every_key_of_the_contract_exists_and_no_other() -> None:
     config = Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"))
     found = {(section, key) for section, values in json.loads(config.to_json()).items() for key in values}
-    expected = {(section, key) for section, *keys in map(str.split, KEYS.strip().splitlines()) for key in keys}
+    expected = {
+        (section, key) for section, *keys in map(str.split, KEYS.strip().splitlines()) for key in keys
+    }
     assert found == expected
 
 
@@ -129,7 +142,7 @@ def test_the_quickstart_recipe_is_valid_toml_with_known_keys_only() -> None:
     assert config.drafter.train
 
 
-# ── paths ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── paths ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_path_in_the_file_is_relative_to_the_file_where_it_exists_there(folder: Path) -> None:
@@ -175,13 +188,17 @@ DEEP = (
 
 
 @pytest.mark.parametrize("text", DEEP)
-def test_tables_that_lie_deep_in_each_other_are_refused_before_they_are_parsed(folder: Path, text: str) -> None:
+def test_tables_that_lie_deep_in_each_other_are_refused_before_they_are_parsed(
+    folder: Path, text: str
+) -> None:
     path = write(folder, f'[model]\npath = "base"\n[task]\nname = "countdown"\n[task.options]\n{text}\n')
     assert "flatten" in mistake(path)
 
 
 def test_tables_that_lie_deep_in_each_other_are_refused_wherever_they_come_from(folder: Path) -> None:
-    assert "key of more than 64 parts" in mistake(folder / "run.toml", f"--task.options.{'a.' * 20_000}b", "1")
+    assert "key of more than 64 parts" in mistake(
+        folder / "run.toml", f"--task.options.{'a.' * 20_000}b", "1"
+    )
     deep: dict[str, object] = {}
     for _ in range(5000):
         deep = {"a": deep}
@@ -192,16 +209,19 @@ def test_tables_that_lie_deep_in_each_other_are_refused_wherever_they_come_from(
 def test_sentences_and_dots_are_no_deep_keys(folder: Path) -> None:
     prompt = "One. Two three. " * 100 + "\n" + ". " * 200
     path = write(
-        folder, f'[model]\npath = "base"\n[task]\nname = "countdown"\nsystem_prompt = """\n{prompt}\n"""\noptions.a.b.c.d = 1\n'
+        folder,
+        f'[model]\npath = "base"\n[task]\nname = "countdown"\nsystem_prompt = """\n{prompt}\n"""\noptions.a.b.c.d = 1\n',
     )
     assert load_config(path).task.options == {"a": {"b": {"c": {"d": 1}}}}
 
 
-# ── mistakes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── mistakes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_missing_file_is_named() -> None:
-    assert mistake(Path("nowhere.toml")) == "nowhere.toml: no such file; give the path of a TOML configuration"
+    assert (
+        mistake(Path("nowhere.toml")) == "nowhere.toml: no such file; give the path of a TOML configuration"
+    )
 
 
 def test_a_byte_order_mark_is_skipped(folder: Path) -> None:
@@ -253,9 +273,13 @@ def test_weights_belong_to_functions_one_each(folder: Path) -> None:
     config = load_config(folder / "run.toml", [*functions, "--rewards.weights", "[1, 0.2]"])
     assert (config.rewards.functions, config.rewards.weights) == (("task", "mine:f"), (1.0, 0.2))
     assert Config.from_json(config.to_json()) == config
-    assert "weights has 1 values for 2 functions" in mistake(folder / "run.toml", *functions, "--rewards.weights", "[1]")
+    assert "weights has 1 values for 2 functions" in mistake(
+        folder / "run.toml", *functions, "--rewards.weights", "[1]"
+    )
     assert "names one twice" in mistake(folder / "run.toml", "--rewards.functions", '["mine:f", "mine:f"]')
-    assert "must be a finite number" in mistake(folder / "run.toml", *functions, "--rewards.weights", "[1, inf]")
+    assert "must be a finite number" in mistake(
+        folder / "run.toml", *functions, "--rewards.weights", "[1, inf]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +307,9 @@ def test_weights_belong_to_functions_one_each(folder: Path) -> None:
         (("--task.data", 1300 * "abc/"), "no file can be called so: give another path"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_place_and_remedy(folder: Path, override: tuple[str, str], remedy: str) -> None:
+def test_a_wrong_value_is_named_with_its_place_and_remedy(
+    folder: Path, override: tuple[str, str], remedy: str
+) -> None:
     message = mistake(folder / "run.toml", *override)
     assert message.startswith(f"{override[0]}: ")
     assert remedy in message
@@ -311,9 +337,15 @@ def test_a_section_that_is_a_value_is_refused(folder: Path) -> None:
     [
         (["--run.seed"], "--run.seed: has no value; write --run.seed VALUE"),
         (["--run.seed", "--run.num_steps", "3"], "--run.seed: has no value; write --run.seed VALUE"),
-        (["--seed", "3"], "--seed: unknown option; an override is written --section.key value, such as --run.seed 1"),
+        (
+            ["--seed", "3"],
+            "--seed: unknown option; an override is written --section.key value, such as --run.seed 1",
+        ),
         (["run.seed", "3"], "run.seed: unexpected argument; an override is written --section.key value"),
-        (["--run.", "3"], "--run.: unexpected argument; an option is written --name value, an override --section.key value"),
+        (
+            ["--run.", "3"],
+            "--run.: unexpected argument; an option is written --name value, an override --section.key value",
+        ),
     ],
 )
 def test_a_malformed_override_says_how_to_write_it(overrides: list[str], message: str) -> None:
@@ -332,36 +364,49 @@ def test_a_tasks_options_are_a_toml_table_or_a_json_object(folder: Path) -> None
 
 
 def test_a_model_folder_that_does_not_exist_is_refused(folder: Path) -> None:
-    assert "model.path is /nowhere; there is no such folder" in mistake(folder / "run.toml", "--model.path", "/nowhere")
+    assert "model.path is /nowhere; there is no such folder" in mistake(
+        folder / "run.toml", "--model.path", "/nowhere"
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["--rollout.speculation", "hybrid:4x1x4"], "rollout.speculation is 'hybrid:4x1x4' but drafter.path is not set"),
+        (
+            ["--rollout.speculation", "hybrid:4x1x4"],
+            "rollout.speculation is 'hybrid:4x1x4' but drafter.path is not set",
+        ),
         (["--rollout.speculation", "magic:4x1x4"], "rollout.speculation names the drafter 'magic'"),
         (["--drafter.train", "true"], "drafter.train is true but drafter.path is not set"),
         (["--task.num_problems", "3"], "rollout.problems_per_step is 8 but task.num_problems only 3"),
         (["--algorithm.minibatches", "33"], "algorithm.minibatches is 33 but a step has only 32 responses"),
     ],
 )
-def test_sections_that_contradict_each_other_are_refused(folder: Path, overrides: list[str], part: str) -> None:
+def test_sections_that_contradict_each_other_are_refused(
+    folder: Path, overrides: list[str], part: str
+) -> None:
     assert part in mistake(folder / "run.toml", *overrides)
 
 
 def test_problems_come_from_one_source(folder: Path) -> None:
     (folder / "problems.jsonl").write_text("{}\n")
     path = write(
-        folder, '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\nnum_problems = 9\n'
+        folder,
+        '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\nnum_problems = 9\n',
     )
     assert "exclude each other" in mistake(path)
-    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\n')
+    path = write(
+        folder, '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\n'
+    )
     config = load_config(path)
     assert (config.task.num_problems, config.task.data) == (None, folder / "problems.jsonl")
     assert load_config(path, ["--task.num_problems", "9"]).task.data is None
     (folder / "others.jsonl").write_text("{}\n")
     for key in ("data", "problems_file"):  # the name that `data` had before
-        assert load_config(path, [f"--task.{key}", str(folder / "others.jsonl")]).task.data == folder / "others.jsonl"
+        assert (
+            load_config(path, [f"--task.{key}", str(folder / "others.jsonl")]).task.data
+            == folder / "others.jsonl"
+        )
 
 
 def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path) -> None:
@@ -373,7 +418,9 @@ def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path
     assert load_config(path).model.path == folder / "me" / "model"
     assert load_config(path, ["--model.path", "me/other"]).model.path == Path("me/other")
     assert "model.path is " in mistake(path, "--model.path", "me/model/other")
-    assert "there is no such folder: give one that exists, or a model's name" in mistake(path, "--model.path", "model")
+    assert "there is no such folder: give one that exists, or a model's name" in mistake(
+        path, "--model.path", "model"
+    )
 
 
 def test_direct_construction_is_as_strict(folder: Path) -> None:
@@ -382,7 +429,14 @@ def test_direct_construction_is_as_strict(folder: Path) -> None:
 
 
 def test_lists_may_be_given_with_commas_on_the_command_line(folder: Path) -> None:
-    words = ["--rewards.functions", "task,mine:brief", "--rewards.weights", "1,0.2", "--tracking.use", "tensorboard"]
+    words = [
+        "--rewards.functions",
+        "task,mine:brief",
+        "--rewards.weights",
+        "1,0.2",
+        "--tracking.use",
+        "tensorboard",
+    ]
     config = load_config(folder / "run.toml", words)
     assert config.rewards.functions == ("task", "mine:brief")
     assert config.rewards.weights == (1.0, 0.2)
@@ -390,6 +444,7 @@ def test_lists_may_be_given_with_commas_on_the_command_line(folder: Path) -> Non
     one = load_config(folder / "run.toml", ["--rewards.functions", "mine:brief", "--rewards.weights", "0.5"])
     assert (one.rewards.functions, one.rewards.weights) == (("mine:brief",), (0.5,))
     listed = load_config(
-        folder / "run.toml", ["--rewards.functions", '["task", "mine:brief"]', "--rewards.weights", "[1, 0.2]"]
+        folder / "run.toml",
+        ["--rewards.functions", '["task", "mine:brief"]', "--rewards.weights", "[1, 0.2]"],
     )
     assert listed.rewards == config.rewards

@@ -38,7 +38,8 @@ def numbers(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def declared() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields every number of the configuration and of all commands' options, by the name that a user gives it."""
+    """Yields every number of the configuration and of all commands' options, by the name that a user gives
+    it."""
     for section in Config.model_fields:
         for key, schema in section_of(Config, section).model_json_schema()["properties"].items():
             yield from ((f"{section}.{key}", number) for number in numbers(schema))
@@ -57,7 +58,10 @@ def test_every_number_of_the_configuration_and_of_the_commands_has_two_bounds() 
     unbounded = {
         name
         for name, schema in NUMBERS
-        if not ({"minimum", "exclusiveMinimum"} & schema.keys() and {"maximum", "exclusiveMaximum"} & schema.keys())
+        if not (
+            {"minimum", "exclusiveMinimum"} & schema.keys()
+            and {"maximum", "exclusiveMaximum"} & schema.keys()
+        )
     }
     assert unbounded == set()
     assert all(abs(schema.get(bound, 0)) < 2**63 for _, schema in NUMBERS for bound in ("minimum", "maximum"))
@@ -69,7 +73,9 @@ def test_a_value_beyond_all_sense_is_one_line_and_the_bounds_themselves_can_be_p
     absurd = int(ABSURD) if schema["type"] == "integer" else ABSURD
     others = {"lora.rank": 8} if name.startswith("lora.") else {}
     is_list = name == "rewards.weights"
-    with pytest.raises(UserError, match=rf"^overrides\['{name}'\]: {name} is .*; it must be less than") as caught:
+    with pytest.raises(
+        UserError, match=rf"^overrides\['{name}'\]: {name} is .*; it must be less than"
+    ) as caught:
         load_config("countdown", {**others, name: [absurd] if is_list else absurd})
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 250
@@ -100,7 +106,9 @@ def test_a_value_beyond_all_sense_is_one_line_and_the_bounds_themselves_can_be_p
         ("max_tokens", 2.5, "it must be a valid integer"),
     ],
 )
-def test_file_command_and_python_call_say_the_same_of_the_same_value(tmp_path: Path, key: str, value: Any, remedy: str) -> None:
+def test_file_command_and_python_call_say_the_same_of_the_same_value(
+    tmp_path: Path, key: str, value: Any, remedy: str
+) -> None:
     file, option = tmp_path / "run.toml", key.replace("_", "-")
     text = f'"{value}"' if isinstance(value, str) else value
     file.write_text(f'[model]\npath = "{BASE}"\n[task]\nname = "countdown"\n[sampling]\n{key} = {text}\n')
@@ -109,7 +117,9 @@ def test_file_command_and_python_call_say_the_same_of_the_same_value(tmp_path: P
         rf"--sampling.{key}: sampling.{key} is {value!r}; {remedy}": lambda: load_config(
             "countdown", [f"--sampling.{key}", str(value)]
         ),
-        rf"--{option}: is {value}; {remedy}": lambda: parse_options("generate", Sample, [f"--{option}", str(value)]),
+        rf"--{option}: is {value}; {remedy}": lambda: parse_options(
+            "generate", Sample, [f"--{option}", str(value)]
+        ),
         rf"{key}: is {value!r}; {remedy}": lambda: SamplingParams(**{key: value}),
     }
     for line, call in calls.items():

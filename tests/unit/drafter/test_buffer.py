@@ -1,4 +1,5 @@
-"""The buffer of responses: which windows are drawn, how tokens meet features, what has to make room (FIELD §2, 2 and 7)."""
+"""The buffer of responses: which windows are drawn, how tokens meet features, what has to make room (FIELD
+§2, 2 and 7)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tlt.drafter.training.buffer import TOKEN_ID_BYTES, TrajectoryBuffer
 
 
 def coded_buffer(shapes: Sequence[tuple[int, int]], seed: int) -> TrajectoryBuffer:
-    """Trajectories of (tokens, prompt tokens); token t of trajectory s is 1000 s + t, and so is its feature."""
+    """Trajectories of (tokens, prompt tokens); token t of trajectory s is 1000 s + t, and so is its
+    feature."""
     buffer = TrajectoryBuffer(10**9, seed)
     for sequence, (length, num_prompt) in enumerate(shapes):
         codes = [1000 * sequence + t for t in range(length)]
@@ -44,14 +46,17 @@ def test_sampled_windows_are_aligned_at_any_offset(data: st.DataObject) -> None:
         assert torch.equal(features[pairs.token_index_M], tokens[pairs.token_index_M])
         sequence, t = features[pairs.feature_index_M] // 1000, features[pairs.feature_index_M] % 1000
         num_prompt = torch.tensor([prompt for _, prompt in shapes])[sequence]
-        assert torch.equal(batch.weight_M, (t + 2 >= num_prompt).float()), "a pair counts if it predicts a response token"
+        assert torch.equal(batch.weight_M, (t + 2 >= num_prompt).float()), (
+            "a pair counts if it predicts a response token"
+        )
         assert batch.weight_M.any()
         for window in features.split(batch.lengths):
             assert torch.equal(window, window[0] + torch.arange(len(window)))
 
 
 def test_short_and_long_responses_are_trained_on_by_their_tokens() -> None:
-    """Tokens 0 to 19 are the short response's, then the long one's; a long one is not drawn more often and taken whole."""
+    """Tokens 0 to 19 are the short response's, then the long one's; a long one is not drawn more often and
+    taken whole."""
     buffer = TrajectoryBuffer(10**7, seed=3)
     for first, length in ((0, 20), (20, 61)):
         rollout = make_rollout(range(first, first + length), 1, name=str(first))

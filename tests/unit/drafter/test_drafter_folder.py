@@ -58,14 +58,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no directory": (shutil.rmtree, "config.json is missing"),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
     "no config": (lambda p: (p / "config.json").unlink(), "config.json is missing"),
-    "no tensor": (lambda p: _edit(p / "model.safetensors", lambda t: t.pop("fc.weight")), "fc.weight is missing"),
+    "no tensor": (
+        lambda p: _edit(p / "model.safetensors", lambda t: t.pop("fc.weight")),
+        "fc.weight is missing",
+    ),
     "odd tensor": (lambda p: _edit(p / "model.safetensors", lambda t: t.update(odd=torch.ones(2))), "odd is"),
     "other shape": (
         lambda p: _edit(p / "model.safetensors", lambda t: t.update({"fc.weight": torch.ones(3, 4)})),
         "fc.weight is \\[3, 4\\]",
     ),
     "cut short": (lambda p: _truncate(p / "model.safetensors"), "cannot be read"),
-    "other architecture": (lambda p: (p / "config.json").write_text('{"architectures": ["X"]}'), "architectures"),
+    "other architecture": (
+        lambda p: (p / "config.json").write_text('{"architectures": ["X"]}'),
+        "architectures",
+    ),
 }
 
 
@@ -92,9 +98,12 @@ def kill(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("breaks", "seen"), [(OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)]
+    ("breaks", "seen"),
+    [(OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, breaks: BaseException, seen: type[BaseException]) -> None:
+def test_a_folder_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, breaks: BaseException, seen: type[BaseException]
+) -> None:
     target = tmp_path / "drafter"
     with replace_folder(target) as folder:
         (folder / "a").write_text("old")
@@ -130,8 +139,12 @@ def test_a_drafter_folder_with_numbers_that_are_not_finite_is_refused(tmp_path: 
         load_drafter(tmp_path / "drafter", CONFIG)
 
 
-@pytest.mark.parametrize(("about", "acceptance"), [({"acceptance": 0.6}, 0.6), ({}, None), ({"acceptance": None}, None)])
-def test_the_acceptance_that_was_recorded_after_training_is_read(about: dict[str, Any], acceptance: float | None) -> None:
+@pytest.mark.parametrize(
+    ("about", "acceptance"), [({"acceptance": 0.6}, 0.6), ({}, None), ({"acceptance": None}, None)]
+)
+def test_the_acceptance_that_was_recorded_after_training_is_read(
+    about: dict[str, Any], acceptance: float | None
+) -> None:
     stored = StoredDrafter(MODEL.config, {}, about)
     assert stored.acceptance == acceptance
     tuner = _make_tuner(CONFIG, EngineSettings(speculation="adaptive"), stored, ("learned",))

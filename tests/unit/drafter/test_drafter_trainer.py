@@ -1,4 +1,5 @@
-"""Drafter training against its formulas; averaging, restoring, and the target left as it is (FIELD §2, 5, 9 and 10)."""
+"""Drafter training against its formulas; averaging, restoring, and the target left as it is (FIELD §2, 5,
+9 and 10)."""
 
 from __future__ import annotations
 
@@ -108,7 +109,9 @@ def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int |
             trainer.loss(batch).backward()
         assert all(p.grad is not None and p.grad.is_meta for p in trainer.parameters)
         shared = trainer.shared_tensors()
-        assert {tensor.device.type for tensor in shared} == {"cpu", "meta"}, "AdamW counts its steps on the CPU"
+        assert {tensor.device.type for tensor in shared} == {"cpu", "meta"}, (
+            "AdamW counts its steps on the CPU"
+        )
 
 
 def tensors_within(value: Any, name: str = "") -> dict[str, Tensor]:
@@ -155,7 +158,8 @@ def test_a_loss_that_is_not_finite_raises_and_leaves_the_weights_alone(poison: f
 
 
 def test_drafters_averaged_by_tokens_have_the_mean_weights_and_the_mean_adam_moments() -> None:
-    """Two replicas that trained on different batches, and the step that follows, against AdamW written out by hand."""
+    """Two replicas that trained on different batches, and the step that follows, against AdamW written out
+    by hand."""
     trainers = [DrafterTrainer(make_model(), TARGET, ONE_STEP, 1e-2, clip_grad_norm=1e9) for _ in range(2)]
     for seed in range(3):
         trainers[0].step(make_batch((9,), seed=seed))
@@ -168,13 +172,17 @@ def test_drafters_averaged_by_tokens_have_the_mean_weights_and_the_mean_adam_mom
 
     names = [name for name, _ in trainers[0].model.named_parameters()]
     parameters = [dict(t.model.named_parameters()) for t in trainers]
-    states = [[t.optimizer.state[p[name]] for name in names] for t, p in zip(trainers, parameters, strict=True)]
+    states = [
+        [t.optimizer.state[p[name]] for name in names] for t, p in zip(trainers, parameters, strict=True)
+    ]
     mean = [average([p[name].detach() for p in parameters]) for name in names]
     first = [average([s[i]["exp_avg"] for s in states]) for i in range(len(names))]
     second = [average([s[i]["exp_avg_sq"] for s in states]) for i in range(len(names))]
     num_steps = weights[0] * 3 + weights[1] * 1
 
-    for tensors in zip(*(t.shared_tensors() for t in trainers), strict=True):  # as average_weighted does over ranks
+    for tensors in zip(
+        *(t.shared_tensors() for t in trainers), strict=True
+    ):  # as average_weighted does over ranks
         averaged = average(tensors)
         for tensor in tensors:
             tensor.copy_(averaged)
@@ -187,14 +195,18 @@ def test_drafters_averaged_by_tokens_have_the_mean_weights_and_the_mean_adam_mom
     for trainer in trainers:
         trainer.step(batch)
         for found, expected in zip(trainer.model.parameters(), wanted, strict=True):
-            torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-6)  # the step count is float32
+            torch.testing.assert_close(
+                found.detach(), expected, rtol=0, atol=1e-6
+            )  # the step count is float32
 
 
 def test_a_replica_that_never_trained_shares_tensors_of_the_same_shapes() -> None:
     idle, busy = DrafterTrainer(make_model(), TARGET, HASS), DrafterTrainer(make_model(), TARGET, HASS)
     busy.step(make_batch())
     assert [t.shape for t in idle.shared_tensors()] == [t.shape for t in busy.shared_tensors()]
-    assert idle.step(make_batch()) == pytest.approx(DrafterTrainer(make_model(), TARGET, HASS).step(make_batch()), abs=0)
+    assert idle.step(make_batch()) == pytest.approx(
+        DrafterTrainer(make_model(), TARGET, HASS).step(make_batch()), abs=0
+    )
 
 
 def test_a_restored_trainer_goes_on_bit_for_bit() -> None:

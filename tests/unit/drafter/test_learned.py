@@ -1,4 +1,5 @@
-"""The learned drafter at work: its cache and its memory of features against forwards without either (FIELD §2, 1 to 5)."""
+"""The learned drafter at work: its cache and its memory of features against forwards without either (FIELD
+§2, 1 to 5)."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def token_of(embedding: Tensor) -> int:
 
 
 def test_catching_up_joins_every_feature_with_the_token_after_it() -> None:
-    """Features hold their own (sequence, position). Rows of different lengths catch up twice: with all and with a few."""
+    """Features hold their own (sequence, position). Rows of different lengths catch up twice: with all and
+    with a few."""
     lengths, more = [9, 4, 12], [2, 5, 1]
     rows = [random_tokens(n + m, seed) for seed, (n, m) in enumerate(zip(lengths, more, strict=True))]
     drafter = make_drafter()
@@ -102,7 +104,9 @@ def test_catching_up_joins_every_feature_with_the_token_after_it() -> None:
 @pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(strategy: Strategy, data: st.DataObject) -> None:
+def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(
+    strategy: Strategy, data: st.DataObject
+) -> None:
     batch, stages = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
     growth = [[data.draw(st.integers(1 + (stage == 0), 9)) for _ in range(batch)] for stage in range(stages)]
     rows = [random_tokens(sum(stage[b] for stage in growth), b) for b in range(batch)]
@@ -119,18 +123,24 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(strategy: Strateg
             remember(together, b, features[b][: length - 1])
             remember(alone[b], 0, features[b][: length - 1])
         found = together.propose(
-            context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params), strategy, Given(noise)
+            context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params),
+            strategy,
+            Given(noise),
         ).tree
         for b, length in enumerate(lengths):
             expected = (
-                alone[b].propose(context_of([rows[b][:length]], params[b : b + 1]), strategy, Given(noise[b : b + 1])).tree
+                alone[b]
+                .propose(context_of([rows[b][:length]], params[b : b + 1]), strategy, Given(noise[b : b + 1]))
+                .tree
             )
             assert found.tokens_BN[b].tolist() == expected.tokens_BN[0].tolist()
             assert found.parents_BN[b].tolist() == expected.parents_BN[0].tolist()
 
 
 @pytest.mark.parametrize("unwanted", [(), (1,)], ids=["learned", "one row elsewhere"])
-def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(unwanted: tuple[int, ...]) -> None:
+def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(
+    unwanted: tuple[int, ...],
+) -> None:
     """Against the chain of full depth: its confidences, from the scores it ranked by, say where to stop."""
     depth, rows = 6, [random_tokens(9, 1), random_tokens(12, 2), random_tokens(7, 3)]
     strategy, noise = Strategy("learned", depth, 1, depth), randn(3, depth + 1, VOCAB, seed=9).float()
@@ -148,7 +158,9 @@ def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(u
             return scores[-1]
 
         with patch.object(drafter, "_scores", watched):
-            return drafter.propose(context_of(rows), strategy, Given(noise), unwanted).tree, torch.cat(scores, dim=1)
+            return drafter.propose(context_of(rows), strategy, Given(noise), unwanted).tree, torch.cat(
+                scores, dim=1
+            )
 
     whole, scores_BDV = propose(0.0)
     assert whole.num_nodes == depth + 1
@@ -168,7 +180,11 @@ def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(u
 
 def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_was_not_drafted() -> None:
     """Otherwise a confidence once too low would never be looked at again."""
-    strategy, noise, tokens = Strategy("learned", 2, 1, 2), randn(1, 3, VOCAB, seed=9).float(), [random_tokens(9, 1)]
+    strategy, noise, tokens = (
+        Strategy("learned", 2, 1, 2),
+        randn(1, 3, VOCAB, seed=9).float(),
+        [random_tokens(9, 1)],
+    )
 
     def propose(threshold: float) -> tuple[LearnedDrafter, LearnedProposal]:
         drafter = make_drafter(threshold=threshold)
@@ -190,7 +206,9 @@ def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_
         assert drafter.calibration is not None
         seen, accepted = sum(drafter.calibration.seen), sum(drafter.calibration.accepted)
         num_accepted = int(said[0] == first)
-        drafter.observe(proposal, [Verdict(said, num_accepted, tuple(range(num_accepted + 1)), (0.0,) * len(said))])
+        drafter.observe(
+            proposal, [Verdict(said, num_accepted, tuple(range(num_accepted + 1)), (0.0,) * len(said))]
+        )
         assert sum(drafter.calibration.seen) - seen == len(said)
         agreed = [a == b for a, b in zip(said, (first, second), strict=False)]
         assert sum(drafter.calibration.accepted) - accepted == pytest.approx(sum(agreed))
@@ -206,7 +224,9 @@ def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_
     ],
     ids=["chain", "tree", "oracle trees", "switching"],
 )
-def test_features_remembered_through_rejections_are_those_of_a_plain_forward(tuner: StrategyTuner, oracle: bool) -> None:
+def test_features_remembered_through_rejections_are_those_of_a_plain_forward(
+    tuner: StrategyTuner, oracle: bool
+) -> None:
     requests = make_requests()
     engine, ended = run_engine(tuner, requests, oracle)
     assert len(ended) == len(requests)
@@ -215,13 +235,18 @@ def test_features_remembered_through_rejections_are_those_of_a_plain_forward(tun
         assert finished.captured_TF is not None
         assert len(finished.captured_TF) == len(tokens) - 1
         torch.testing.assert_close(finished.captured_TF, features_of(POLICY, tokens[:-1]), rtol=0, atol=1e-9)
-    assert 0 < engine.stats.survivors_by_depth[1] < engine.stats.attempts_by_depth[1], "some accepted, some rejected"
+    assert 0 < engine.stats.survivors_by_depth[1] < engine.stats.attempts_by_depth[1], (
+        "some accepted, some rejected"
+    )
 
 
-@pytest.mark.parametrize("stages", [range(2, 40), [2, 5, 6, 17, 39], [39]], ids=["token by token", "in chunks", "all at once"])
+@pytest.mark.parametrize(
+    "stages", [range(2, 40), [2, 5, 6, 17, 39], [39]], ids=["token by token", "in chunks", "all at once"]
+)
 @pytest.mark.parametrize("limit", [256, 4])
 def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequence[int], limit: int) -> None:
-    """Committed token by token, by speculation, or in one piece after a stretch of OFF; then a chain on top."""
+    """Committed token by token, by speculation, or in one piece after a stretch of OFF; then a chain on
+    top."""
     tokens = [random_tokens(40, 1), random_tokens(40, 2)]
     features = [randn(40, SIZE, seed=3), randn(40, SIZE, seed=4)]
     drafter = make_drafter()
@@ -248,15 +273,22 @@ def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequenc
                     assert drafted[depth] == int(score.argmax())
                     if depth < 2:
                         produced = calls[depth - 2][3].view(2, -1, SIZE)[slot]
-                        embeddings = torch.cat([embeddings, TARGET.embed(torch.tensor(drafted[depth : depth + 1]))])
+                        embeddings = torch.cat(
+                            [embeddings, TARGET.embed(torch.tensor(drafted[depth : depth + 1]))]
+                        )
                         inputs = torch.cat([inputs, output[None]])
-                        torch.testing.assert_close(produced[-1], plain_forward(embeddings, inputs)[-1], rtol=0, atol=1e-9)
+                        torch.testing.assert_close(
+                            produced[-1], plain_forward(embeddings, inputs)[-1], rtol=0, atol=1e-9
+                        )
 
 
 @pytest.mark.parametrize("limit", [256, 3])
 def test_what_catching_up_returns_equals_the_uncached_training_forward(limit: int) -> None:
     drafter = make_drafter()
-    tokens, features = [random_tokens(50, 1), random_tokens(50, 2)], [randn(50, SIZE, seed=3), randn(50, SIZE, seed=4)]
+    tokens, features = (
+        [random_tokens(50, 1), random_tokens(50, 2)],
+        [randn(50, SIZE, seed=3), randn(50, SIZE, seed=4)],
+    )
     for slot in range(2):
         drafter.admit(slot, make_request(tokens[slot][:2]))
         remember(drafter, slot, features[slot])
@@ -266,12 +298,15 @@ def test_what_catching_up_returns_equals_the_uncached_training_forward(limit: in
             context = context_of([tokens[b][:n] for b, n in enumerate(lengths)])
             found = drafter.pairs.catch_up(context, room=0).hidden_BE
             for slot, length in enumerate(lengths):
-                expected = plain_forward(TARGET.embed(torch.tensor(tokens[slot][1:length])), features[slot][: length - 1])[-1]
+                expected = plain_forward(
+                    TARGET.embed(torch.tensor(tokens[slot][1:length])), features[slot][: length - 1]
+                )[-1]
                 torch.testing.assert_close(found[slot], expected, rtol=0, atol=1e-9)
 
 
 def test_a_long_prompt_that_joins_a_long_response_is_caught_up_within_the_cache() -> None:
-    """One row is up to date, the other misses many chunks: the first row's rubbish must stay inside its reservation."""
+    """One row is up to date, the other misses many chunks: the first row's rubbish must stay inside its
+    reservation."""
     drafter = make_drafter()
     old, new = random_tokens(122, 1), random_tokens(100, 2)
     features = [randn(122, SIZE, seed=3), randn(100, SIZE, seed=4)]
@@ -290,15 +325,20 @@ def test_a_long_prompt_that_joins_a_long_response_is_caught_up_within_the_cache(
         assert tree.tokens_BN[slot, 1] == (TARGET.logits(output) / drafter.tau + noise[slot, 0]).argmax()
 
 
-def reference_tree(tokens: list[int], features: Tensor, strategy: Strategy, noise: Tensor, tau: float) -> set[tuple[int, ...]]:
-    """EAGLE-2's growth by brute force: every node's state by an uncached forward over its whole line. Returns the drafted
-    nodes as paths of tokens from the root."""
+def reference_tree(
+    tokens: list[int], features: Tensor, strategy: Strategy, noise: Tensor, tau: float
+) -> set[tuple[int, ...]]:
+    """EAGLE-2's growth by brute force: every node's state by an uncached forward over its whole line.
+    Returns the drafted nodes as paths of tokens from the root."""
 
     def states(path: tuple[int, ...]) -> Tensor:
         embeddings, inputs = TARGET.embed(torch.tensor(tokens[1:])), features[: len(tokens) - 1]
         for token in path:
             state = plain_forward(embeddings, inputs)[-1:]
-            embeddings, inputs = torch.cat([embeddings, TARGET.embed(torch.tensor([token]))]), torch.cat([inputs, state])
+            embeddings, inputs = (
+                torch.cat([embeddings, TARGET.embed(torch.tensor([token]))]),
+                torch.cat([inputs, state]),
+            )
         return plain_forward(embeddings, inputs)[-1]
 
     frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -331,5 +371,8 @@ def test_trees_are_those_of_a_brute_force_growth_without_a_cache(shape: tuple[in
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             paths.append((*paths[parent], token))
-        assert len(set(paths)) == len(paths) == strategy.budget + 1 or strategy.budget > strategy.width * strategy.depth
+        assert (
+            len(set(paths)) == len(paths) == strategy.budget + 1
+            or strategy.budget > strategy.width * strategy.depth
+        )
         assert set(paths[1:]) == reference_tree(row, features[slot], strategy, noise[slot], drafter.tau)

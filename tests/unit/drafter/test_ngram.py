@@ -41,7 +41,9 @@ def request(name: str = "p", index: int = 0, prompt: Sequence[int] = (1, 2)) -> 
 
 def rollout_of(asked: Request, tokens: Sequence[int]) -> Rollout:
     response = tuple(tokens[len(asked.prompt_ids) :])
-    return Rollout(asked.problem_id, asked.sample_index, asked.prompt_ids, response, (0.0,) * len(response), "stop", 0)
+    return Rollout(
+        asked.problem_id, asked.sample_index, asked.prompt_ids, response, (0.0,) * len(response), "stop", 0
+    )
 
 
 def propose_whole(
@@ -160,7 +162,8 @@ def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_promp
 
 
 def test_what_is_kept_of_texts_leaves_with_them() -> None:
-    """Samples of one prompt come and go. The counted tokens bound what is kept: forgotten texts leave nothing to grow by."""
+    """Samples of one prompt come and go. The counted tokens bound what is kept: forgotten texts leave
+    nothing to grow by."""
     rng, index = random.Random(0), SuffixIndex()
     with patch.object(suffix_index, "_MAX_TEXTS", 4):
         for _ in range(200):
@@ -188,7 +191,30 @@ def test_an_aborted_rollout_leaves_no_text_open() -> None:
 
 
 def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
-    tokens = [1, 2, 5, 6, 7, 8, 30, 5, 6, 7, 8, 30, 5, 6, 7, 8, 40, 41, 5, 6, 7, 8]  # 30 followed twice, 40 once
+    tokens = [
+        1,
+        2,
+        5,
+        6,
+        7,
+        8,
+        30,
+        5,
+        6,
+        7,
+        8,
+        30,
+        5,
+        6,
+        7,
+        8,
+        40,
+        41,
+        5,
+        6,
+        7,
+        8,
+    ]  # 30 followed twice, 40 once
     noise = torch.zeros(1, 5, 99)
     for favoured, value, expected in ((40, 0.0, 30), (40, 20.0, 40), (30, 20.0, 30)):
         drafter = whole_drafts(1)
@@ -256,14 +282,17 @@ def test_retrieval_learns_from_texts_that_another_drafter_went_on_with(seed: int
     found = drafter.retrieve(context, CHAIN, torch.zeros(1, 5, 99))
     before = list(drafter.hits[1])
     drafter.observe(found, [verdict(said, num_accepted=0)])
-    agreed = next((i for i, (a, b) in enumerate(zip(said, (9, 10, 11, 12), strict=False)) if a != b), min(len(said), 4))
+    agreed = next(
+        (i for i, (a, b) in enumerate(zip(said, (9, 10, 11, 12), strict=False)) if a != b), min(len(said), 4)
+    )
     has_failed = agreed < min(len(said), 4)
     keep = ngram._KEEP
     assert drafter.hits[1] == [keep * before[0] + agreed, keep * before[1] + agreed + has_failed]
 
 
 def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_at_first() -> None:
-    """What was retrieved is judged whether or not it was drafted; otherwise it could never show what it is worth."""
+    """What was retrieved is judged whether or not it was drafted; otherwise it could never show what it is
+    worth."""
     engine = make_engine(make_policy(std=0.05), Fixed(Strategy("hybrid", 6, 1, 6)))
     assert isinstance(engine.drafter, HybridDrafter)
     engine.drafter.learned_accepted = 2.5  # more than retrieval promises before it was ever judged
@@ -316,7 +345,8 @@ def test_a_text_leads_down_a_retrieved_tree_as_far_as_it_agrees() -> None:
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("threshold", [0.0, 0.999])
 def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshold: float) -> None:
-    """A row that repeats itself beside one that does not, with the learned chain whole, and cut to its first token."""
+    """A row that repeats itself beside one that does not, with the learned chain whole, and cut to its
+    first token."""
     engine = make_engine(make_policy(), Fixed(Strategy("hybrid", 4, width, 8)))
     hybrid = engine.drafter
     assert isinstance(hybrid, HybridDrafter)
@@ -366,10 +396,15 @@ class Watching(Fixed):
         self.hindsight += [(chain.drafted, chain.accepted) for chain in batch.hindsight]
 
 
-def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram", threshold: float = 0.4) -> Watching:
+def watch(
+    strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram", threshold: float = 0.4
+) -> Watching:
     tuner = Watching(strategy)
     engine = make_engine(
-        make_policy(std=0.05), tuner, "learned" if drafter == "ahead" else drafter, confidence_threshold=threshold
+        make_policy(std=0.05),
+        tuner,
+        "learned" if drafter == "ahead" else drafter,
+        confidence_threshold=threshold,
     )
     if drafter == "ahead":
         references = References()
@@ -384,10 +419,12 @@ def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram
 
 @pytest.mark.parametrize("other", ["off", "learned:4x1x4", "learned:3x2x6", "oracle"])
 @pytest.mark.parametrize(("temperature", "threshold"), [(0.0, 0.0), (0.0, 0.4), (0.05, 0.4)])
-def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(temperature: float, threshold: float, other: str) -> None:
-    """A sequence has the same tokens whoever drafts, so the verifications that retrieval would have had are those that it has.
-    The last ones may be unfinished when the response ends. oracle: a reference is followed, 32 tokens a step, of which some
-    are left out."""
+def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(
+    temperature: float, threshold: float, other: str
+) -> None:
+    """A sequence has the same tokens whoever drafts, so the verifications that retrieval would have had
+    are those that it has. The last ones may be unfinished when the response ends. oracle: a reference is
+    followed, 32 tokens a step, of which some are left out."""
     asked = [Request("p", 0, (3, 4, 5), SamplingParams(temperature=temperature, max_tokens=150, seed=2))]
     real = watch(Hindsight.STRATEGY, asked, threshold=threshold)
     if other == "oracle":
@@ -419,7 +456,9 @@ def test_a_chain_that_is_watched_stays_with_its_sequence() -> None:
     drafter.withdraw(0)
     drafter.move(1, 0)
     assert drafter.hindsight([grown[2]]) == (), "another sequence"
-    assert drafter.hindsight([[*grown[2], grown[2][depth + 1], 0]]) == (Hindsight(depth, 1),), "one came as drafted"
+    assert drafter.hindsight([[*grown[2], grown[2][depth + 1], 0]]) == (Hindsight(depth, 1),), (
+        "one came as drafted"
+    )
     drafter.withdraw(0)
     drafter.admit(0, request("p1", 1))
     assert drafter.hindsight([[99] * 200]) == (), "and another one"
@@ -464,18 +503,22 @@ def test_adaptive_without_a_drafter_folder_speculates_by_retrieval() -> None:
         pass
     accept_length = fixed.stats.accept_length
     assert accept_length is not None
-    assert accept_length > 1.5, "greedy decoding of a random model runs in circles, which retrieval must notice"
+    assert accept_length > 1.5, (
+        "greedy decoding of a random model runs in circles, which retrieval must notice"
+    )
 
 
 def longest_matches(texts: dict[int, list[int]], ending: list[int]) -> list[tuple[int, int, int]]:
-    """`SuffixIndex.sources` by comparing everything with everything; the texts have been read one after the other."""
+    """`SuffixIndex.sources` by comparing everything with everything; the texts have been read one after
+    the other."""
     for anchor in ANCHORS:
         found = []
         for text, tokens in reversed(texts.items()):
             for end in range(len(tokens) - 1, anchor - 1, -1):
                 length = 0
                 while (
-                    length < min(end, len(ending), suffix_index.MAX_MATCH) and tokens[end - 1 - length] == ending[-1 - length]
+                    length < min(end, len(ending), suffix_index.MAX_MATCH)
+                    and tokens[end - 1 - length] == ending[-1 - length]
                 ):
                     length += 1
                 if length >= anchor:
@@ -493,7 +536,9 @@ def test_the_index_finds_what_comparing_everything_finds() -> None:
         text = index.open()
         texts[text] = []
         while len(texts[text]) < 400:
-            texts[text] += [rng.choice((1, 2, 150_000)) for _ in range(rng.randint(1, 7))] + [3] * rng.choice((0, 0, 60))
+            texts[text] += [rng.choice((1, 2, 150_000)) for _ in range(rng.randint(1, 7))] + [3] * rng.choice(
+                (0, 0, 60)
+            )
             index.extend(text, texts[text])
             expected = longest_matches(texts, texts[text])
             assert index.sources(texts[text]) == expected
@@ -501,8 +546,11 @@ def test_the_index_finds_what_comparing_everything_finds() -> None:
     assert num_found > 300
 
 
-def grown_by_tokens(followed: list[tuple[tuple[int, ...], float]], strategy: Strategy) -> list[tuple[int, int]]:
-    """`grow` over a trie with a node for every token, and the confidence of each recomputed from the root on."""
+def grown_by_tokens(
+    followed: list[tuple[tuple[int, ...], float]], strategy: Strategy
+) -> list[tuple[int, int]]:
+    """`grow` over a trie with a node for every token, and the confidence of each recomputed from the root
+    on."""
     weights: dict[tuple[int, ...], float] = {}
     for tokens, weight in followed:
         for end in range(1, len(tokens) + 1):
@@ -516,7 +564,9 @@ def grown_by_tokens(followed: list[tuple[tuple[int, ...], float]], strategy: Str
         total = sum(weights[p] ** (1 / continuations._TAU) for p in siblings)
         ranked = sorted(siblings, key=lambda p: -weights[p])[: strategy.width]
         for p in ranked:
-            open_nodes.append((confidence * weights[p] ** (1 / continuations._TAU) / total, -len(open_nodes), p))
+            open_nodes.append(
+                (confidence * weights[p] ** (1 / continuations._TAU) / total, -len(open_nodes), p)
+            )
 
     offer((), 1.0)
     taken: set[tuple[int, ...]] = set()

@@ -32,7 +32,9 @@ SETTINGS = OfflineSettings(epochs=0.1, learning_rate=1e-3, tokens_per_step=64, s
 def make_rollouts(num: int, length: int, num_prompt: int = 4) -> list[Rollout]:
     rng = random.Random(7)
     rows = [tuple(rng.randrange(VOCAB) for _ in range(length)) for _ in range(num)]
-    return [Rollout(f"p{i}", 0, row[:num_prompt], row[num_prompt:], (), "stop", 0) for i, row in enumerate(rows)]
+    return [
+        Rollout(f"p{i}", 0, row[:num_prompt], row[num_prompt:], (), "stop", 0) for i, row in enumerate(rows)
+    ]
 
 
 def make_sharp_target() -> PackedTransformer:
@@ -43,16 +45,29 @@ def make_sharp_target() -> PackedTransformer:
     return pack(policy)
 
 
-def train(target: PackedTransformer, rollouts: list[Rollout], preset: str = "hass", **changes: float) -> OfflineSummary:
+def train(
+    target: PackedTransformer, rollouts: list[Rollout], preset: str = "hass", **changes: float
+) -> OfflineSummary:
     model = new_drafter(CONFIG, PRESETS[preset], seed=0)
-    return train_offline(model, target, PRESETS[preset], rollouts, replace(SETTINGS, **changes), lambda share, loss: None)
+    return train_offline(
+        model, target, PRESETS[preset], rollouts, replace(SETTINGS, **changes), lambda share, loss: None
+    )
 
 
 def test_whoever_waits_is_told_how_far_reading_and_training_are() -> None:
     told: list[tuple[float, float | None]] = []
     preset, target = PRESETS["hass"], pack(POLICY)
-    train_offline(new_drafter(CONFIG, preset, 0), target, preset, make_rollouts(4, 20), SETTINGS, lambda *one: told.append(one))
-    reading, training = ([share for share, loss in told if (loss is None) is reads] for reads in (True, False))
+    train_offline(
+        new_drafter(CONFIG, preset, 0),
+        target,
+        preset,
+        make_rollouts(4, 20),
+        SETTINGS,
+        lambda *one: told.append(one),
+    )
+    reading, training = (
+        [share for share, loss in told if (loss is None) is reads] for reads in (True, False)
+    )
     assert reading == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.1)
     assert [loss is None for _, loss in told] == [True] * 4 + [False] * len(training)
     assert training == sorted(training)

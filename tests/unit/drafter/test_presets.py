@@ -14,7 +14,15 @@ from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack, to_transfor
 from tlt.config.schema import Config
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_shape, training_capture
+from tlt.drafter.model import (
+    DraftModel,
+    Method,
+    PackedDrafter,
+    align,
+    capture_layers,
+    drafter_shape,
+    training_capture,
+)
 from tlt.drafter.training.buffer import PackedBatch
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
@@ -38,7 +46,8 @@ forms = pytest.mark.parametrize(("method", "draft_vocab"), METHODS)
 
 
 def make_model(method: Method, draft_vocab: int | None, seed: int = 2) -> DraftModel:
-    """A random drafter, its attention and mlp strong enough to matter, and every norm with weights of its own."""
+    """A random drafter, its attention and mlp strong enough to matter, and every norm with weights of its
+    own."""
     model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -67,7 +76,7 @@ def make_batch(model: DraftModel, lengths: tuple[int, ...] = (9, 4, 7), seed: in
     return PackedBatch(tokens, features, lengths, weight)
 
 
-# ── what the target hands over ───────────────────────────────────────────────────────────────────────────────────────
+# ── what the target hands over ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_captured_are_the_residual_sums_that_transformers_shows_and_the_features() -> None:
@@ -90,12 +99,13 @@ def test_three_layers_are_captured_where_engines_expect_them() -> None:
         capture_layers(3)
 
 
-# ── training lives through what drafting sees ────────────────────────────────────────────────────────────────────────
+# ── training lives through what drafting sees ───────────────────────────────────────────────────────────────
 
 
 @forms
 def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vocab: int | None) -> None:
-    """Brute force: for every pair and step, a plain causal forward over the true pairs up to it and its own states since."""
+    """Brute force: for every pair and step, a plain causal forward over the true pairs up to it and its
+    own states since."""
     model, steps = make_model(method, draft_vocab), 4
     batch = make_batch(model, (9, 6, 4))
     pairs = align(batch.lengths)
@@ -167,7 +177,8 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
 def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alone(
     method: Method, draft_vocab: int | None
 ) -> None:
-    """Step by step: each takes its mean over the pairs that still have a token to read, so sequences weigh by those."""
+    """Step by step: each takes its mean over the pairs that still have a token to read, so sequences weigh
+    by those."""
     model = make_model(method, draft_vocab)
     preset = PRESETS["hass" if method == "eagle" else "eagle3"]
     batch, parameters = make_batch(model), list(model.parameters())
@@ -180,7 +191,8 @@ def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alon
         for part, count in zip(parts, counts, strict=True):
             if count:
                 losses = [
-                    DrafterTrainer(model, TARGET, replace(preset, unrolled_steps=num)).loss(part) for num in (step, step + 1)
+                    DrafterTrainer(model, TARGET, replace(preset, unrolled_steps=num)).loss(part)
+                    for num in (step, step + 1)
                 ]
                 alone = alone + (losses[1] - losses[0]) * (count / sum(counts))
     packed = DrafterTrainer(model, TARGET, preset).loss(batch)
@@ -191,7 +203,9 @@ def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alon
 
 
 @forms
-def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(method: Method, draft_vocab: int | None) -> None:
+def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(
+    method: Method, draft_vocab: int | None
+) -> None:
     model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(3)
     frozen = {name: tensor.clone() for name, tensor in model.named_buffers()}
     head = TARGET.head_VE.clone()
@@ -203,11 +217,13 @@ def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(method: Meth
     assert all(torch.equal(tensor, frozen[name]) for name, tensor in model.named_buffers())
 
 
-# ── the engine's copy ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the engine's copy ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @forms
-def test_the_packed_drafter_computes_what_the_trainable_one_does(method: Method, draft_vocab: int | None) -> None:
+def test_the_packed_drafter_computes_what_the_trainable_one_does(
+    method: Method, draft_vocab: int | None
+) -> None:
     model = make_model(method, draft_vocab)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
     batch = make_batch(model, (8,))
@@ -219,7 +235,9 @@ def test_the_packed_drafter_computes_what_the_trainable_one_does(method: Method,
         expected = model(embeddings, hidden, attend.positions(), attend)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         rows = model.restrict(TARGET.head_VE)
-        torch.testing.assert_close(packed.logits(found, TARGET), model.logits(expected, rows), rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            packed.logits(found, TARGET), model.logits(expected, rows), rtol=0, atol=1e-10
+        )
 
 
 def test_a_reduced_head_follows_the_policy() -> None:
@@ -231,13 +249,17 @@ def test_a_reduced_head_follows_the_policy() -> None:
     after = packed.logits(hidden, target)
     assert (after - before).abs().max() > 1e-3
     with torch.no_grad():
-        torch.testing.assert_close(after, model.logits(hidden, model.restrict(target.head_VE)), rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            after, model.logits(hidden, model.restrict(target.head_VE)), rtol=0, atol=1e-10
+        )
 
 
 @forms
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
-def test_tokens_are_those_of_off(method: Method, draft_vocab: int | None, temperature: float, strategy: Strategy) -> None:
+def test_tokens_are_those_of_off(
+    method: Method, draft_vocab: int | None, temperature: float, strategy: Strategy
+) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, stop_ids=(), seed=5)
     requests = [Request(f"p{i}", 0, (1 + i, 2, 3 + i), params) for i in range(5)]
     plain = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3)
@@ -267,7 +289,9 @@ def test_tokens_are_those_of_off(method: Method, draft_vocab: int | None, temper
 def test_only_the_draft_vocabulary_is_proposed() -> None:
     model = make_model("eagle3", DRAFT_VOCAB)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
-    engine = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=4, tuner=Fixed(Strategy("learned", 5, 3, 12)))
+    engine = RolloutEngine(
+        PackedTransformer(DEEP, torch.float64), max_batch_size=4, tuner=Fixed(Strategy("learned", 5, 3, 12))
+    )
     engine.load_policy(POLICY.state_dict())
     drafter = LearnedDrafter(packed, engine.model, 4)
     engine.load_drafter(drafter)
@@ -287,13 +311,17 @@ def test_only_the_draft_vocabulary_is_proposed() -> None:
     assert not proposed & {0, 7, 11}
 
 
-# ── directories ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── directories ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @forms
-def test_a_directory_gives_back_the_form_and_every_tensor(method: Method, draft_vocab: int | None, tmp_path: Path) -> None:
+def test_a_directory_gives_back_the_form_and_every_tensor(
+    method: Method, draft_vocab: int | None, tmp_path: Path
+) -> None:
     model = make_model(method, draft_vocab)
-    save_drafter(tmp_path, model, torch.float64, {"preset": PRESETS["hass" if method == "eagle" else "eagle3"].name})
+    save_drafter(
+        tmp_path, model, torch.float64, {"preset": PRESETS["hass" if method == "eagle" else "eagle3"].name}
+    )
     stored = load_drafter(tmp_path, DEEP)
     assert stored.config == model.config
     assert stored.tensors.keys() == model.state_dict().keys()
@@ -318,7 +346,9 @@ def test_a_constant_that_the_drafters_form_does_not_have_is_refused_before_anyth
 ) -> None:
     save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
     drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
-    config = Config.model_validate({"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter})
+    config = Config.model_validate(
+        {"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter}
+    )
     monkeypatch.setattr("tlt.training.start.load_model_config", lambda path: DEEP)
     with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
         preflight(config)

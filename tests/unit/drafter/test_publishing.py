@@ -38,7 +38,10 @@ def predicts_like(learned: LearnedDrafter, model: DraftModel) -> bool:
 
 
 def make_requests() -> list[Request]:
-    return [Request(f"p{index}", 0, (3, 4, 5 + index), replace(PARAMS, max_tokens=20 + 8 * index)) for index in range(4)]
+    return [
+        Request(f"p{index}", 0, (3, 4, 5 + index), replace(PARAMS, max_tokens=20 + 8 * index))
+        for index in range(4)
+    ]
 
 
 def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_been_there() -> None:
@@ -79,7 +82,9 @@ def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_be
 def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above_all_others() -> None:
     """Versions of the replicas differ: 9 here, 10 and 7 elsewhere."""
     engine, learned = make_engine()
-    spot = SpotTrainer(DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48)
+    spot = SpotTrainer(
+        DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48
+    )
     (coordinator,) = make_coordinators(1)
     average = make_model(5)
 

@@ -1,4 +1,5 @@
-"""Updates of the drafter that cannot fail in silence: every fault here is planted, and must be seen (FIELD §2, 9 and 10)."""
+"""Updates of the drafter that cannot fail in silence: every fault here is planted, and must be seen (FIELD
+§2, 9 and 10)."""
 
 from __future__ import annotations
 
@@ -45,9 +46,12 @@ def test_a_trained_drafter_is_published_measured_and_stamped() -> None:
     assert parts.learned.version == 3
 
 
-@pytest.mark.parametrize("stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"])
+@pytest.mark.parametrize(
+    "stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"]
+)
 def test_a_publication_that_does_not_arrive_is_an_error(stale: str) -> None:
-    """The engine's copy takes the version and leaves one tensor as it was, which has changed enough to matter."""
+    """The engine's copy takes the version and leaves one tensor as it was, which has changed enough to
+    matter."""
     parts = Parts()
     parts.trainer.optimizer.param_groups[0]["lr"] = 0.1
     before = parts.model.state_dict()[stale].clone()
@@ -88,7 +92,10 @@ def test_a_step_in_which_any_rank_ran_out_of_passes_says_so_and_the_next_one_sta
     parts.spot.buffer.add(make_rollouts()[0])
     report = parts.watch.run(lambda: parts.spot.run(lambda: parts.trainer.num_tokens > 1000))
     parts.watch.run(lambda: DrafterReport(1))
-    assert parts.watch.end_step(make_rollouts(), report.num_tokens, 1.0).training == "trained; max_passes reached"
+    assert (
+        parts.watch.end_step(make_rollouts(), report.num_tokens, 1.0).training
+        == "trained; max_passes reached"
+    )
     parts.spot.end_step(make_rollouts(), 1.0)
     assert parts.step(micro_steps=4).training == "trained"
     alone = parts.watch.ranks
@@ -130,7 +137,9 @@ def test_acceptance_is_measured_every_so_many_steps_all_else_in_each_and_a_resta
     assert [is_measured(again.step(seed)) for seed in range(3)] == [False, True, False]
 
 
-@pytest.mark.parametrize("stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"])
+@pytest.mark.parametrize(
+    "stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"]
+)
 def test_a_publication_that_does_not_arrive_is_an_error_in_a_step_without_a_measurement(stale: str) -> None:
     parts = Parts(check_every=10)
     parts.step(0)
@@ -151,7 +160,9 @@ def test_ranks_that_hold_different_drafters_are_an_error_in_a_step_without_a_mea
         parts.step(1)
 
 
-def test_where_no_rank_has_trained_nothing_is_read_between_measurements_and_any_rank_that_has_is_enough() -> None:
+def test_where_no_rank_has_trained_nothing_is_read_between_measurements_and_any_rank_that_has_is_enough() -> (
+    None
+):
     parts = Parts(check_every=3)
     calls: list[str] = []
 
@@ -303,7 +314,8 @@ def test_training_publishing_measuring_and_undoing_leave_the_target_alone() -> N
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_tying_is_never_skipped_in_silence(tmp_path: Path, is_tied: bool) -> None:
-    """Another head beside a tied config, or none beside an untied one: refused by name; a tied engine has one matrix."""
+    """Another head beside a tied config, or none beside an untied one: refused by name; a tied engine has
+    one matrix."""
     tensors = {name: tensor.float() for name, tensor in POLICY.state_dict().items()}
     save_model(tmp_path / "m", CONFIG, tensors, dtype=torch.float32, source=None, extra={"eos_token_id": 1})
     file, config = tmp_path / "m" / "model.safetensors", tmp_path / "m" / "config.json"
@@ -312,7 +324,9 @@ def test_tying_is_never_skipped_in_silence(tmp_path: Path, is_tied: bool) -> Non
         stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + 1
         save_file(stored, file)
     else:
-        config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+        config.write_text(
+            config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+        )
     with pytest.raises(UserError, match=r"lm_head\.weight"):
         load_tensors(tmp_path / "m", load_config(tmp_path / "m"), torch.float32)
     assert TARGET.head_VE is TARGET.embedding_VE

@@ -1,4 +1,5 @@
-"""Training in idle time: preemption, the responses of the step before, and the limit on passes (FIELD §2, 6 and 7)."""
+"""Training in idle time: preemption, the responses of the step before, and the limit on passes (FIELD §2,
+6 and 7)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ from tests.unit.drafter_parts import (
 )
 from tlt.accounts import DrafterReport
 from tlt.drafter.training.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
-from tlt.drafter.training.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
+from tlt.drafter.training.spot import (
+    MICRO_STEP_SHARE,
+    MIN_TOKENS,
+    FeatureRecompute,
+    MicroStepSize,
+    SpotTrainer,
+)
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.hf.weights import content_hash
 from tlt.spans import Span
@@ -55,9 +62,11 @@ def test_recomputed_features_equal_captured_ones(chunk: int) -> None:
 
 @pytest.mark.parametrize("with_features", [True, False], ids=["training", "recomputing"])
 @pytest.mark.parametrize("preempted_in", [0, 1, 5])
-def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(with_features: bool, preempted_in: int) -> None:
-    """should_stop becomes true in the middle of micro-step `preempted_in`: not one more begins. No micro-step exceeds its
-    bound of tokens, whatever lies in the buffer."""
+def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(
+    with_features: bool, preempted_in: int
+) -> None:
+    """should_stop becomes true in the middle of micro-step `preempted_in`: not one more begins. No
+    micro-step exceeds its bound of tokens, whatever lies in the buffer."""
     begun: list[int] = []
     sizes: list[int] = []
     spot = make_spot(ready_buffer(3, 150, with_features))
@@ -99,7 +108,8 @@ def test_sessions_go_on_where_the_last_one_was_preempted() -> None:
 
 
 def test_a_micro_step_has_the_tokens_that_fit_its_share_of_a_step() -> None:
-    """On a machine where a micro-step costs 3 ms and 50 µs per token, the size settles where it takes just its share."""
+    """On a machine where a micro-step costs 3 ms and 50 µs per token, the size settles where it takes just
+    its share."""
     size = MicroStepSize(4096)
     assert size.num_tokens(10.0) == size.num_tokens(None) == MIN_TOKENS, "nothing is known yet"
     for step_seconds in (10.0, 100.0, 20.0):
@@ -113,7 +123,9 @@ def test_a_micro_step_has_the_tokens_that_fit_its_share_of_a_step() -> None:
 
 
 def test_micro_steps_grow_with_the_step_before_and_never_beyond_their_bound() -> None:
-    spot = SpotTrainer(DrafterTrainer(make_model(), TARGET, HASS), ready_buffer(4, 150), tokens_per_micro_step=400)
+    spot = SpotTrainer(
+        DrafterTrainer(make_model(), TARGET, HASS), ready_buffer(4, 150), tokens_per_micro_step=400
+    )
     sizes: list[int] = []
     train = spot.trainer.step
     spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]
@@ -142,7 +154,9 @@ def test_the_report_says_when_the_trainer_was_preempted_and_covers_all_of_its_ti
 def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_new_policy() -> None:
     target = pack(POLICY)
     spot = make_spot(ready_buffer(6, 20), target, carry_longest=2)
-    rollouts = [make_rollout(random_tokens(10 + 7 * i, 100 + i), 4, f"q{i}") for i in (3, 0, 5, 1, 4, 2)]  # of all ranks
+    rollouts = [
+        make_rollout(random_tokens(10 + 7 * i, 100 + i), 4, f"q{i}") for i in (3, 0, 5, 1, 4, 2)
+    ]  # of all ranks
     next_policy = make_policy(seed=9)
     spot.end_step(rollouts, 10.0)
     target.load(dict(next_policy.named_parameters()), 1)
@@ -160,7 +174,10 @@ def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_ne
         for window in unpack(batch):
             tokens = tuple(window.token_ids_N.tolist())
             (source, start) = next(
-                (s, i) for s in longest for i in range(len(s) - len(tokens) + 1) if s[i : i + len(tokens)] == tokens
+                (s, i)
+                for s in longest
+                for i in range(len(s) - len(tokens) + 1)
+                if s[i : i + len(tokens)] == tokens
             )
             expected = features_of(next_policy, source[:-1])[start : start + len(tokens)]
             torch.testing.assert_close(window.captured_NF, expected, rtol=0, atol=1e-9)
@@ -169,18 +186,24 @@ def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_ne
 
 
 def test_features_of_a_policy_that_was_replaced_are_never_trained_on() -> None:
-    """Captured under version 0; version 1 is published without a carry over, and version 2 amid the recomputing for it."""
+    """Captured under version 0; version 1 is published without a carry over, and version 2 amid the
+    recomputing for it."""
     target = pack(POLICY)
     spot = make_spot(ready_buffer(2, 140), target)
-    # Three chunks per trajectory; nothing trains before one is whole, then recomputing and training alternate.
-    # Version 1 ends in the middle of the second trajectory.
-    for version, policy, trains in ((1, make_policy(seed=9), "...T."), (2, make_policy(seed=10), "...T.T.T.TT")):
+    # Three chunks per trajectory; nothing trains before one is whole, then recomputing and training
+    # alternate. Version 1 ends in the middle of the second trajectory.
+    for version, policy, trains in (
+        (1, make_policy(seed=9), "...T."),
+        (2, make_policy(seed=10), "...T.T.T.TT"),
+    ):
         target.load(dict(policy.named_parameters()), version)
         done = ["T" if (report := spot.micro_step()) and report.num_tokens else "." for _ in trains]
         assert "".join(done) == trains
     for trajectory in spot.buffer.trajectories:
         assert trajectory.policy_version == 2
-        torch.testing.assert_close(trajectory.features_TF, features_of(policy, trajectory.token_ids[:-1]), rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            trajectory.features_TF, features_of(policy, trajectory.token_ids[:-1]), rtol=0, atol=1e-9
+        )
 
 
 def test_recomputed_features_make_room_for_themselves_and_are_not_recomputed_again() -> None:
@@ -200,7 +223,10 @@ def test_recomputed_features_make_room_for_themselves_and_are_not_recomputed_aga
 def test_captured_features_are_trained_on_only_where_the_configuration_says_so() -> None:
     for keeps_captured in (True, False):
         spot = SpotTrainer(
-            DrafterTrainer(make_model(), TARGET, HASS), TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured
+            DrafterTrainer(make_model(), TARGET, HASS),
+            TrajectoryBuffer(10**6),
+            48,
+            keeps_captured=keeps_captured,
         )
         for index in range(3):
             tokens = random_tokens(60, index)
@@ -242,7 +268,11 @@ def test_responses_are_gone_through_as_often_as_allowed_and_no_more(
         tokens = random_tokens(length, index)
         buffer.add(make_rollout(tokens, num_prompt, index=index), features_of(POLICY, tokens[:-1]))
     spot = make_spot(buffer, max_passes=max_passes)
-    predicted, report, allowed = count_predicted(spot), run_idle(spot), max_passes * num * (length - num_prompt)
+    predicted, report, allowed = (
+        count_predicted(spot),
+        run_idle(spot),
+        max_passes * num * (length - num_prompt),
+    )
     assert allowed - 48 < sum(predicted) <= allowed, "what remains is less than a micro-step"
     assert predicted
     assert report.is_limited
@@ -292,7 +322,9 @@ def test_every_step_may_go_through_its_responses_anew(is_broken_off: bool) -> No
 
 
 def test_only_a_session_that_could_have_gone_on_says_that_it_was_limited() -> None:
-    assert not run_idle(make_spot(TrajectoryBuffer(100), max_passes=1.0)).is_limited, "there was nothing to train on"
+    assert not run_idle(make_spot(TrajectoryBuffer(100), max_passes=1.0)).is_limited, (
+        "there was nothing to train on"
+    )
     assert not run_idle(make_spot(ready_buffer(), max_passes=4.0), 3).is_limited, "it was preempted"
     spot = make_spot(ready_buffer(), max_passes=None)
     assert run_idle(spot, 60).num_tokens > 10 * spot.buffer.num_tokens
@@ -319,7 +351,9 @@ def test_a_restored_spot_trainer_starts_its_next_step_with_the_same_tokens_and_p
             tensor.copy_(spot.trainer.tensors()[name])
     restored.restore(json.loads(json.dumps(spot.counters())))
     assert restored.trainer.num_tokens == spot.trainer.num_tokens > 0
-    assert [t.token_ids for t in restored.buffer.trajectories] == [t.token_ids for t in spot.buffer.trajectories]
+    assert [t.token_ids for t in restored.buffer.trajectories] == [
+        t.token_ids for t in spot.buffer.trajectories
+    ]
     assert len(restored.buffer) == spot.carry_longest
     assert restored.train_size.num_tokens(12.0) == spot.train_size.num_tokens(spot.step_seconds)
     for one in (spot, restored):

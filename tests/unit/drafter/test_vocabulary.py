@@ -1,4 +1,5 @@
-"""The draft vocabulary: what is chosen, when it is renewed, what is trained over it, and that no token depends on it."""
+"""The draft vocabulary: what is chosen, when it is renewed, what is trained over it, and that no token
+depends on it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB
-from tests.unit.drafter_parts import MODEL, POLICY, TARGET, make_batch, make_model, make_requests, make_rollout
+from tests.unit.drafter_parts import (
+    MODEL,
+    POLICY,
+    TARGET,
+    make_batch,
+    make_model,
+    make_requests,
+    make_rollout,
+)
 from tests.unit.phase_parts import make_side
 from tests.unit.watch_parts import Parts, make_rollouts
 from tlt.assembly.cost_prior import cost_prior
@@ -29,7 +38,15 @@ from tlt.drafter.measure import Measurement, engine_logits, read, trainer_logits
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.drafter.vocabulary import KEEP, RESIZE_ABOVE, DraftCosts, DraftVocabulary, check_wanted, ranked, sizes_of
+from tlt.drafter.vocabulary import (
+    KEEP,
+    RESIZE_ABOVE,
+    DraftCosts,
+    DraftVocabulary,
+    check_wanted,
+    ranked,
+    sizes_of,
+)
 from tlt.drafter.watch import check_arrival
 from tlt.engine.engine import RolloutEngine
 from tlt.kinds import DraftVocab
@@ -66,15 +83,19 @@ def test_a_tuner_takes_a_drafted_token_to_cost_what_the_first_draft_vocabulary_d
         assert (prior.level - prior.read) / prior.head == pytest.approx(size / LARGE.vocab_size)
 
 
-# ── what is chosen ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is chosen ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_costs_are_those_of_the_matrices_that_are_read() -> None:
     for method in ("eagle", "eagle3"):
         shape = drafter_shape(LARGE, method)
         target, drafter = Transformer(LARGE), DraftModel(shape)
-        matrices = [p.numel() for name, p in target.named_parameters() if p.dim() == 2 and "embed" not in name]
-        tied = 0 if "lm_head.weight" in dict(target.named_parameters()) else LARGE.vocab_size * LARGE.hidden_size
+        matrices = [
+            p.numel() for name, p in target.named_parameters() if p.dim() == 2 and "embed" not in name
+        ]
+        tied = (
+            0 if "lm_head.weight" in dict(target.named_parameters()) else LARGE.vocab_size * LARGE.hidden_size
+        )
         drafted = [p.numel() for p in drafter.parameters() if p.dim() == 2]
         drafted = drafted if method == "eagle" else drafted[1:]  # fc is read once a step
         costs = DraftCosts.of(LARGE, shape)
@@ -129,11 +150,20 @@ def test_the_size_with_the_fewest_seconds_a_token_by_what_each_covered_of_later_
     first = zipf(5000, 1)
     counted(vocabulary, first)
     assert ranking is not None
-    held = [sum(token in set(ranking[:size].tolist()) for token in first) / len(first) for size in (1024, 2048, 4096)]
+    held = [
+        sum(token in set(ranking[:size].tolist()) for token in first) / len(first)
+        for size in (1024, 2048, 4096)
+    ]
     assert vocabulary.covered == pytest.approx(held)
     for step in range(8):
         counted(vocabulary, zipf(5000, step))
-        costs = dict(zip(vocabulary.sizes, map(vocabulary.costs.of_token, vocabulary.sizes, vocabulary.covered), strict=True))
+        costs = dict(
+            zip(
+                vocabulary.sizes,
+                map(vocabulary.costs.of_token, vocabulary.sizes, vocabulary.covered),
+                strict=True,
+            )
+        )
         costs[LARGE.vocab_size] = vocabulary.costs.of_token(LARGE.vocab_size, 1.0)
         assert costs[vocabulary.size] <= min(costs.values()) / (1 - RESIZE_ABOVE)
 
@@ -142,7 +172,9 @@ def test_a_vocabulary_that_covers_too_little_becomes_whole() -> None:
     costs = replace(costs_of(), forward=6 * costs_of().row * LARGE.vocab_size)
     vocabulary = DraftVocabulary(costs)
     for step in range(6):
-        uniform = torch.randint(LARGE.vocab_size, (3000,), generator=torch.Generator().manual_seed(step)).tolist()
+        uniform = torch.randint(
+            LARGE.vocab_size, (3000,), generator=torch.Generator().manual_seed(step)
+        ).tolist()
         counted(vocabulary, uniform)
     assert vocabulary.token_ids is None
     for step in range(12):
@@ -154,7 +186,11 @@ def test_another_size_must_be_worth_new_kernels() -> None:
     vocabulary = DraftVocabulary(costs_of(), counts_V=torch.ones(LARGE.vocab_size))
     assert vocabulary.size == 4096
     costs = vocabulary.costs
-    equal = next(share for share in (0.001 * k for k in range(1000)) if costs.of_token(2048, share) < costs.of_token(4096, 0.9))
+    equal = next(
+        share
+        for share in (0.001 * k for k in range(1000))
+        if costs.of_token(2048, share) < costs.of_token(4096, 0.9)
+    )
     vocabulary.covered = [0.1, equal + 0.005, 0.9]
     vocabulary.renew()
     assert vocabulary.size == 4096
@@ -182,7 +218,7 @@ def test_a_size_that_cannot_be_had_is_refused_in_one_line(wanted: int, shape: An
     check_wanted("auto", shape)
 
 
-# ── when it is renewed ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── when it is renewed ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_coverage_is_the_share_of_the_tokens_that_can_be_drafted() -> None:
@@ -232,7 +268,7 @@ def test_ranks_that_were_told_the_same_choose_alike_and_so_does_one_that_was_res
     assert ranks[0].num_renewals > 1
 
 
-# ── in the engine ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def drafting_engine(
@@ -243,7 +279,9 @@ def drafting_engine(
     engine.load_policy(dict(POLICY.named_parameters()))
     packed = PackedDrafter.from_tensors(MODEL.config, MODEL.state_dict(), torch.float64)
     vocabulary = DraftVocabulary(costs_of(CONFIG), wanted)
-    learned = LearnedDrafter(packed, engine.model, 4, LearnedSettings(confidence_threshold=0.0), vocabulary=vocabulary)
+    learned = LearnedDrafter(
+        packed, engine.model, 4, LearnedSettings(confidence_threshold=0.0), vocabulary=vocabulary
+    )
     engine.load_drafter(learned)
     outside: set[int] = set()
     original = learned.propose
@@ -262,7 +300,9 @@ def drafting_engine(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
-def test_tokens_are_those_of_off_while_the_vocabulary_is_renewed(temperature: float, strategy: Strategy) -> None:
+def test_tokens_are_those_of_off_while_the_vocabulary_is_renewed(
+    temperature: float, strategy: Strategy
+) -> None:
     params = SamplingParams(temperature, max_tokens=60)
     requests = [replace(request, params=params) for request in make_requests(10)]
     expected: dict[Any, tuple[int, ...]] = {}
@@ -281,10 +321,14 @@ def test_the_engines_copy_ranks_with_the_chosen_rows_of_the_current_head(method:
     model = DraftModel(drafter_shape(LARGE, method)).double().initialize(1)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
     target = PackedTransformer(LARGE, torch.float64)
-    hidden = torch.randn(3, LARGE.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(
+        3, LARGE.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     choices = [torch.tensor([1, 5, 60]), torch.tensor([0, 5, 61]), torch.tensor([4, 9]), None]
     for version, chosen in enumerate(choices * 2):
-        if version >= len(choices):  # another policy each time, and new weights, which leave the choice as it is
+        if version >= len(
+            choices
+        ):  # another policy each time, and new weights, which leave the choice as it is
             target.load(dict(Transformer(LARGE).double().initialize(version).named_parameters()), version)
             packed.choose(chosen)
             packed.load(model.state_dict(), version)
@@ -297,7 +341,7 @@ def test_the_engines_copy_ranks_with_the_chosen_rows_of_the_current_head(method:
         torch.testing.assert_close(packed.logits(hidden, target), expected, rtol=0, atol=1e-10)
 
 
-# ── in training, and at the end of a step ────────────────────────────────────────────────────────────────────────────
+# ── in training, and at the end of a step ───────────────────────────────────────────────────────────────────
 
 
 def test_the_loss_over_a_vocabulary_is_that_of_a_drafter_which_has_it_alone() -> None:
@@ -308,13 +352,19 @@ def test_the_loss_over_a_vocabulary_is_that_of_a_drafter_which_has_it_alone() ->
     packed.load(dict(policy.named_parameters()), 0)
     losses = []
     for reduced in (False, True):
-        model = DraftModel(drafter_shape(target, "eagle3", len(chosen) if reduced else None)).double().initialize(2)
+        model = (
+            DraftModel(drafter_shape(target, "eagle3", len(chosen) if reduced else None))
+            .double()
+            .initialize(2)
+        )
         if reduced:
             model.set_vocabulary(chosen)
         trainer = DrafterTrainer(model, packed, PRESETS["eagle3"])
         trainer.token_ids = None if reduced else chosen
         batch = make_batch((9, 7))
-        columns = torch.randn(16, 4 * target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        columns = torch.randn(
+            16, 4 * target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
         losses.append(trainer.loss(replace(batch, captured_NF=columns)).detach())
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-12)
     whole = DrafterTrainer(make_model(), TARGET, PRESETS["hass"])
@@ -358,7 +408,9 @@ def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_respon
     assert check.coverage == pytest.approx(sum(token in chosen for token in tokens) / len(tokens))
 
 
-def test_a_saved_drafter_says_what_acceptance_was_measured_last_so_that_the_next_tuner_knows_it(tmp_path: Path) -> None:
+def test_a_saved_drafter_says_what_acceptance_was_measured_last_so_that_the_next_tuner_knows_it(
+    tmp_path: Path,
+) -> None:
     side, _ = watched("full")
     side.watch.check_every = 2
     measured = side.check(make_rollouts(seed=1), 0, 1.0).acceptance
@@ -387,7 +439,9 @@ def test_a_run_leads_so_that_no_rank_chooses_by_its_own_responses() -> None:
         side.learned.choice.is_led = is_led
         side.learned.finish(0, make_rollouts()[0])
         side.learned.choice.look(context)
-        assert (vocabulary.num_renewals, float(vocabulary.counts_V.sum()) > 0) == ((0, False) if is_led else (1, True))
+        assert (vocabulary.num_renewals, float(vocabulary.counts_V.sum()) > 0) == (
+            (0, False) if is_led else (1, True)
+        )
 
 
 def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_wanted_now() -> None:
@@ -409,7 +463,7 @@ def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_
     assert old.learned.model.token_ids is None, "an older checkpoint says nothing of it"
 
 
-# ── in folders ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in folders ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_folder_keeps_the_counts_and_a_grown_drafter_has_them_too(tmp_path: Path) -> None:
@@ -440,7 +494,9 @@ def test_damaged_counts_are_refused_in_one_line(tmp_path: Path, text: str) -> No
 
 def stored(method: Method, counts_V: Tensor | None) -> StoredDrafter:
     model = DraftModel(drafter_shape(LARGE, method)).initialize(1)
-    return StoredDrafter(model.config, {name: t.detach() for name, t in model.state_dict().items()}, {}, counts_V)
+    return StoredDrafter(
+        model.config, {name: t.detach() for name, t in model.state_dict().items()}, {}, counts_V
+    )
 
 
 def frequent() -> Tensor:
@@ -451,7 +507,9 @@ def frequent() -> Tensor:
 
 @pytest.mark.parametrize("name", ["vllm-eagle3", "sglang-eagle3", "speculators"])
 @pytest.mark.parametrize(("wanted", "size"), [("auto", 4096), (300, 300), ("full", LARGE.vocab_size)])
-def test_an_export_carries_the_rows_of_the_tokens_that_pay(tmp_path: Path, name: str, wanted: DraftVocab, size: int) -> None:
+def test_an_export_carries_the_rows_of_the_tokens_that_pay(
+    tmp_path: Path, name: str, wanted: DraftVocab, size: int
+) -> None:
     drafter = with_vocabulary(stored("eagle3", frequent()), wanted, LARGE)
     head_VE = torch.randn(LARGE.vocab_size, LARGE.hidden_size, generator=torch.Generator().manual_seed(1))
     export_drafter(drafter, name, Target("org/model", "LlamaForCausalLM", head_VE), tmp_path / "out")

@@ -1,5 +1,5 @@
-"""What passes between host and device in an engine step, counted on a pretended GPU: one synchronization, and uploads for which
-nobody waits and whose number does not grow with the batch."""
+"""What passes between host and device in an engine step, counted on a pretended GPU: one synchronization,
+and uploads for which nobody waits and whose number does not grow with the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def kernels() -> SimpleNamespace:
     def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
         return PretendTensor(sampling.gumbel_noise(plain(keys_B4), plain(positions_BT), vocab_size))
 
-    def draw(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[Tensor, ...]:
+    def draw(
+        logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+    ) -> tuple[Tensor, ...]:
         assert params.inverse_temperature_B11 is None
         assert params.noise_scale_B11 is None
         drawn = rows.reference(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
@@ -51,7 +53,9 @@ def plain(tensor: Tensor) -> Tensor:
 
 def make_engine(strategy: Strategy, batch_size: int) -> RolloutEngine:
     """Returns an engine on the pretended GPU whose batch stays full."""
-    engine = RolloutEngine(PackedTransformer(CONFIG, torch.float32, DEVICE), max_batch_size=batch_size, tuner=Fixed(strategy))
+    engine = RolloutEngine(
+        PackedTransformer(CONFIG, torch.float32, DEVICE), max_batch_size=batch_size, tuner=Fixed(strategy)
+    )
     engine.load_policy(dict(POLICY.float().named_parameters()))
     model = DraftModel(drafter_shape(CONFIG)).initialize(2)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float32, DEVICE)
@@ -98,7 +102,9 @@ def test_a_step_synchronizes_once_and_its_uploads_are_no_more_for_more_sequences
     assert not found.stalls
 
 
-def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = random.Random(3)
     starts = [rng.randrange(9) for _ in range(20)]
     paths = [[0, *sorted(rng.sample(range(1, 8), rng.randint(0, 4)))] for _ in starts]
@@ -108,7 +114,9 @@ def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(monkeypatc
     wanted = [entry.clone() for entry in entries]
     for group in wanted:
         for slot, (start, path) in enumerate(zip(starts, paths, strict=True)):
-            group[:, slot, :, start : start + len(path)] = group[:, slot][:, :, [start + column for column in path]]
+            group[:, slot, :, start : start + len(path)] = group[:, slot][
+                :, :, [start + column for column in path]
+            ]
     with pretended(monkeypatch) as crossings:
         on_device = Cache(CONFIG, 3, torch.float32, DEVICE, 24)
         on_device.reserve(24, 16)
@@ -123,7 +131,9 @@ def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(monkeypatc
         torch.testing.assert_close(group, entry, rtol=0, atol=0)
 
 
-def test_what_was_learned_of_confidences_goes_to_the_device_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_learned_of_confidences_goes_to_the_device_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pretended(monkeypatch) as crossings:
         calibration = Calibration(DEVICE)
         crossings.clear()
@@ -148,7 +158,9 @@ def test_a_policy_of_the_host_is_joined_and_scaled_on_the_device(monkeypatch: py
         on_device = PackedTransformer(CONFIG, torch.bfloat16, DEVICE)
         on_device.load(dict(POLICY.float().named_parameters()), version=1)
         assert crossings.down.total() == 0
-    joined = [POLICY.float().state_dict()[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    joined = [
+        POLICY.float().state_dict()[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")
+    ]
     found = on_device.layers[0].gate_up_linear.weight
     assert found is not None
     assert torch.equal(plain(found), torch.cat(joined).bfloat16())

@@ -1,4 +1,5 @@
-"""The engine's housekeeping: prefill, slots, memory, counts, limits. That its tokens are right is tests/lossless's affair."""
+"""The engine's housekeeping: prefill, slots, memory, counts, limits. That its tokens are right is
+tests/lossless's affair."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tlt.types import Request, SamplingParams, UserError
 POLICY = make_policy()
 
 
-def request(problem: str, index: int, prompt: tuple[int, ...], max_tokens: int = 5, stop: int = STOP) -> Request:
+def request(
+    problem: str, index: int, prompt: tuple[int, ...], max_tokens: int = 5, stop: int = STOP
+) -> Request:
     return Request(problem, index, prompt, SamplingParams(max_tokens=max_tokens, stop_ids=(stop,)))
 
 
@@ -28,9 +31,13 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.Monk
     forwarded: list[int] = []
     forward = engine.model.forward_capturing
     monkeypatch.setattr(
-        engine.model, "forward_capturing", lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1]
+        engine.model,
+        "forward_capturing",
+        lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1],
     )
-    engine.add(request(name, i, prompt) for name, prompt in (("a", (1, 2, 3, 4)), ("b", (5, 6))) for i in range(3))
+    engine.add(
+        request(name, i, prompt) for name, prompt in (("a", (1, 2, 3, 4)), ("b", (5, 6))) for i in range(3)
+    )
     engine.step()
     assert forwarded == [3 + 1, 6]  # both prompts but for their last tokens, together; then the six roots
 
@@ -43,7 +50,9 @@ def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     forwarded: list[int] = []
     forward = engine.model.forward_capturing
     monkeypatch.setattr(
-        engine.model, "forward_capturing", lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1]
+        engine.model,
+        "forward_capturing",
+        lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1],
     )
     engine.add(request(str(i), 0, tuple(range(1, length + 1))) for i, length in enumerate((4, 5, 3, 20, 2)))
     engine.step()
@@ -51,7 +60,8 @@ def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
-    """No copy of the whole cache: slots of sequences that neither ended nor came last keep their memory, untouched."""
+    """No copy of the whole cache: slots of sequences that neither ended nor came last keep their memory,
+    untouched."""
     engine = make_engine(POLICY)
     engine.add([request("a", i, (1, 2, 3), max_tokens=2 if i == 1 else 9, stop=VOCAB) for i in range(4)])
     engine.step()
@@ -69,8 +79,8 @@ def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
 
 
 def test_the_tail_does_not_pay_for_the_memory_of_what_has_ended() -> None:
-    """One long response among short ones: the cache grows for it alone, and keeps what it knew. Others that come while it runs
-    get as much room each, those that come after it start small."""
+    """One long response among short ones: the cache grows for it alone, and keeps what it knew. Others
+    that come while it runs get as much room each, those that come after it start small."""
     limits = [140, 2, 2, 2, 2, 2]
     requests = [request("a", i, (1, 2, 3), max_tokens=limit, stop=VOCAB) for i, limit in enumerate(limits)]
     alone = tokens_of(make_engine(POLICY), requests[:1])
@@ -124,18 +134,27 @@ def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None
 def test_a_response_that_was_over_when_it_came_ends_there(strategy: Strategy) -> None:
     """A Request may go on from tokens of the caller's own. Beside them others are generated as ever."""
     (other,) = make_engine(POLICY).generate([request("other", 0, (1, 2, 3), max_tokens=20)])
-    for num, last, end, reason in ((5, 1, 5, "length"), (10, 1, 5, "length"), (3, STOP, 3, "stop"), (10, STOP, 5, "length")):
+    for num, last, end, reason in (
+        (5, 1, 5, "length"),
+        (10, 1, 5, "length"),
+        (3, STOP, 3, "stop"),
+        (10, STOP, 5, "length"),
+    ):
         begun = (*[1] * (num - 1), last)
         over = replace(request("over", 0, (1, 2, 3)), token_ids=begun, logprobs=(-1.0,) * num)
         engine = make_engine(POLICY, Fixed(strategy))
-        found = {r.problem_id: r for r in engine.generate([over, request("other", 0, (1, 2, 3), max_tokens=20)])}
+        found = {
+            r.problem_id: r for r in engine.generate([over, request("other", 0, (1, 2, 3), max_tokens=20)])
+        }
         assert (found["over"].token_ids, found["over"].finish_reason) == (begun[:end], reason)
         assert found["over"].logprobs == (-1.0,) * end
         assert found["other"].token_ids == other.token_ids
 
 
 def test_a_response_that_ends_with_a_stop_text_goes_on_no_more() -> None:
-    engine = RolloutEngine(PackedTransformer(POLICY.config, torch.float64), decode=lambda ids: "".join(map(chr, ids)))
+    engine = RolloutEngine(
+        PackedTransformer(POLICY.config, torch.float64), decode=lambda ids: "".join(map(chr, ids))
+    )
     engine.load_policy(dict(POLICY.named_parameters()))
     texts = SamplingParams(max_tokens=30, stop=("\x05\x06",))
     begun = Request("begun", 0, (1, 2, 3), texts, token_ids=(9, 5, 6), logprobs=(-1.0,) * 3)
@@ -145,7 +164,9 @@ def test_a_response_that_ends_with_a_stop_text_goes_on_no_more() -> None:
 
 def test_a_response_to_go_on_from_needs_a_logprob_for_each_token() -> None:
     with pytest.raises(UserError, match="'begun' has 3 token_ids but 2 logprobs; give one each"):
-        make_engine(POLICY).add([replace(request("begun", 0, (1,)), token_ids=(4, 5, 6), logprobs=(-1.0, -1.0))])
+        make_engine(POLICY).add(
+            [replace(request("begun", 0, (1,)), token_ids=(4, 5, 6), logprobs=(-1.0, -1.0))]
+        )
 
 
 @pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("ngram", 3, 1, 3)], ids=str)
@@ -183,8 +204,8 @@ def test_accept_length_and_survival_count_as_defined() -> None:
 
 
 def test_acceptance_counts_as_vllm_counts_it() -> None:
-    """vLLM: accepted / drafted tokens; 1 + accepted tokens / drafts; at position k, accepted there / drafts. A verification of
-    no drafted token is no draft; a tree's drafted tokens are all its nodes."""
+    """vLLM: accepted / drafted tokens; 1 + accepted tokens / drafts; at position k, accepted there /
+    drafts. A verification of no drafted token is no draft; a tree's drafted tokens are all its nodes."""
     chains = [(3, 3), (3, 1), (1, 0), (0, 0), (2, 2)]  # (drafted, accepted)
     stats = EngineStats()
     assert stats.draft_acceptance_rate is stats.draft_mean_acceptance_length is None

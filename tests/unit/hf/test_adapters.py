@@ -1,4 +1,5 @@
-"""A run, and every command, can start from an adapter as PEFT saves it: merged into the model, or trained on."""
+"""A run, and every command, can start from an adapter as PEFT saves it: merged into the model, or trained
+on."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def saved(tmp_path: Path) -> Path:
 def start_from(saved: Path, **changes: Any) -> Config:
     config = make_config().model_copy(update=changes)
     return config.model_copy(
-        update={"model": config.model.model_copy(update={"path": saved / "base", "adapter": saved / "adapter"})}
+        update={
+            "model": config.model.model_copy(update={"path": saved / "base", "adapter": saved / "adapter"})
+        }
     )
 
 
@@ -59,7 +62,9 @@ def test_merged_it_is_the_model_whose_adapters_were_saved(saved: Path) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.allclose(tensor, expected[name], atol=1e-6), name  # adapters are read in float32
-    assert not torch.equal(found["model.layers.1.mlp.up_proj.weight"], base["model.layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(
+        found["model.layers.1.mlp.up_proj.weight"], base["model.layers.1.mlp.up_proj.weight"]
+    )
     assert torch.equal(found["model.norm.weight"], base["model.norm.weight"])
 
 
@@ -79,7 +84,9 @@ def test_adapters_that_are_trained_on_are_those_of_the_folder(saved: Path) -> No
 
 def test_the_kl_is_to_where_the_run_starts_and_not_to_the_base(saved: Path) -> None:
     config = start_from(saved)
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1})})
+    config = config.model_copy(
+        update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1})}
+    )
     trainer = build_policy_trainer(config, open_start(config, torch.float64), ALONE)
     assert isinstance(trainer.reference, Transformer | BaseOf)
     assert torch.equal(logits_of_policy(trainer.reference), logits_of_policy(trainer.model))

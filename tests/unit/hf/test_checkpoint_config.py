@@ -78,7 +78,11 @@ def test_the_layouts_of_transformers_4_and_5_mean_the_same() -> None:
     new = {key: value for key, value in old.items() if key not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = old["rope_scaling"] | {"rope_theta": old["rope_theta"]}
     assert parse_config(new, "new") == parse_config(old, "old")
-    older = old | {"rope_scaling": {key.replace("rope_type", "type"): value for key, value in old["rope_scaling"].items()}}
+    older = old | {
+        "rope_scaling": {
+            key.replace("rope_type", "type"): value for key, value in old["rope_scaling"].items()
+        }
+    }
     assert parse_config(older, "older") == parse_config(old, "old")
     assert parse_config(old | {"rope_scaling": None}, "plain").rope_scaling is None
     plain = {**new, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
@@ -86,9 +90,16 @@ def test_the_layouts_of_transformers_4_and_5_mean_the_same() -> None:
 
 
 def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
-    shape = {key: SIZES[key] for key in SIZES if key.endswith("_size") or key in ("num_hidden_layers", "num_attention_heads")}
+    shape = {
+        key: SIZES[key]
+        for key in SIZES
+        if key.endswith("_size") or key in ("num_hidden_layers", "num_attention_heads")
+    }
     raw = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **shape}
-    config, expected = parse_config(raw, "minimal"), LlamaConfig(**{k: v for k, v in raw.items() if k != "architectures"})
+    config, expected = (
+        parse_config(raw, "minimal"),
+        LlamaConfig(**{k: v for k, v in raw.items() if k != "architectures"}),
+    )
     assert config.num_kv_heads == expected.num_key_value_heads
     assert config.head_dim == expected.head_dim
     assert config.rms_norm_eps == expected.rms_norm_eps
@@ -116,28 +127,64 @@ REFUSED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen2.5-7B", {"vision_config": {"depth": 32}}, "vision_config is {'depth': 32};"),
     ("Qwen2.5-7B", {"architectures": ["MistralForCausalLM"]}, "architectures is ['MistralForCausalLM'];"),
     ("Qwen2.5-7B", {"architectures": None}, "architectures is None;"),
-    ("Llama-3.3-70B-Instruct", {"architectures": ["LlamaForCausalLMEagle3"]}, "architectures is ['LlamaForCausalLMEagle3'];"),
+    (
+        "Llama-3.3-70B-Instruct",
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        "architectures is ['LlamaForCausalLMEagle3'];",
+    ),
     ("Llama-3.3-70B-Instruct", {"model_type": "mistral"}, "model_type is 'mistral';"),
-    ("Qwen2.5-7B", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14}, "sliding_window is 4096;"),
-    ("Qwen2.5-7B", {"layer_types": ["full_attention", "sliding_attention"] * 14}, "layer_types is 'sliding_attention';"),
+    (
+        "Qwen2.5-7B",
+        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14},
+        "sliding_window is 4096;",
+    ),
+    (
+        "Qwen2.5-7B",
+        {"layer_types": ["full_attention", "sliding_attention"] * 14},
+        "layer_types is 'sliding_attention';",
+    ),
     (
         "Qwen2.5-7B",
         {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 28},
         "layer_types is 'sliding_attention';",
     ),
     ("Qwen2.5-7B", {"layer_types": ["linear_attention"] * 28}, "layer_types is 'linear_attention';"),
-    ("Qwen2.5-7B", {"quantization_config": {"quant_method": "awq"}}, "quantization_config is {'quant_method': 'awq'};"),
+    (
+        "Qwen2.5-7B",
+        {"quantization_config": {"quant_method": "awq"}},
+        "quantization_config is {'quant_method': 'awq'};",
+    ),
     ("Llama-3.3-70B-Instruct", {"attention_bias": True}, "attention_bias is True;"),
     ("Qwen3", {"attention_bias": True}, "attention_bias is True;"),
     ("Llama-3.3-70B-Instruct", {"mlp_bias": True}, "mlp_bias is True;"),
     ("Llama-3.3-70B-Instruct", {"hidden_act": "gelu"}, "hidden_act is 'gelu';"),
     ("Llama-3.3-70B-Instruct", {"pretraining_tp": 2}, "pretraining_tp is 2;"),
     ("Qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn';"),
-    ("Qwen2.5-7B", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear';"),
-    ("Qwen2.5-7B", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type is 'dynamic';"),
-    ("Qwen2.5-7B", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_parameters.rope_type is 'yarn';"),
-    ("Qwen2.5-7B", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters is {'full_attention':"),
-    ("Qwen2.5-7B", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is None;"),
+    (
+        "Qwen2.5-7B",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling.rope_type is 'linear';",
+    ),
+    (
+        "Qwen2.5-7B",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_scaling.rope_type is 'dynamic';",
+    ),
+    (
+        "Qwen2.5-7B",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+        "rope_parameters.rope_type is 'yarn';",
+    ),
+    (
+        "Qwen2.5-7B",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        "rope_parameters is {'full_attention':",
+    ),
+    (
+        "Qwen2.5-7B",
+        {"rope_scaling": {"type": "llama3", "factor": 8.0}},
+        "rope_scaling.low_freq_factor is None;",
+    ),
     ("Qwen2.5-7B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5;"),
     ("Qwen2.5-7B", {"num_key_value_heads": 5}, "num_key_value_heads is 5;"),
     ("Qwen2.5-7B", {"head_dim": 63}, "head_dim is 63;"),
@@ -149,7 +196,9 @@ REFUSED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("base", "changes", "named"), REFUSED_CONFIGS, ids=lambda value: str(value)[:40])
-def test_what_would_be_computed_differently_is_refused_by_name(base: str, changes: dict[str, Any], named: str) -> None:
+def test_what_would_be_computed_differently_is_refused_by_name(
+    base: str, changes: dict[str, Any], named: str
+) -> None:
     if base == "Qwen3":
         raw = json.loads((PUBLISHED / "Qwen2.5-7B.json").read_text())
         raw |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
@@ -168,14 +217,18 @@ def test_qwen_without_the_number_of_kv_heads_is_refused() -> None:
 
 
 def test_long_values_are_cut_in_messages() -> None:
-    raw = json.loads((PUBLISHED / "Qwen2.5-7B.json").read_text()) | {"quantization_config": {"modules": ["x" * 30] * 30}}
+    raw = json.loads((PUBLISHED / "Qwen2.5-7B.json").read_text()) | {
+        "quantization_config": {"modules": ["x" * 30] * 30}
+    }
     assert len(refusal(parse_config, raw, "config.json")) < 240
 
 
 def test_a_configuration_survives_the_way_to_transformers_and_back(case: str, tmp_path: Path) -> None:
     theirs(case).save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config, torch.bfloat16, {"eos_token_id": [7, 8]})))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_to_hf(config, torch.bfloat16, {"eos_token_id": [7, 8]}))
+    )
     assert load_model_config(tmp_path) == config
     read = AutoConfig.from_pretrained(tmp_path)
     for key in SIZES:

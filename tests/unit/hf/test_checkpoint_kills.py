@@ -1,7 +1,9 @@
-"""A checkpoint's writer that is killed, or meets a full disk, at any of its moments: what was before is whole, and it goes on.
+"""A checkpoint's writer that is killed, or meets a full disk, at any of its moments: what was before is
+whole, and it goes on.
 
-A moment is one call that changes the disk: a chunk of bytes, a flush, a rename, a removal. Each kill is a process of its own,
-forked from one that has imported torch, which counts the moments and ends itself amid the chosen one.
+A moment is one call that changes the disk: a chunk of bytes, a flush, a rename, a removal. Each kill is a
+process of its own, forked from one that has imported torch, which counts the moments and ends itself amid
+the chosen one.
 """
 
 from __future__ import annotations
@@ -85,13 +87,20 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     program += "kill_at_every_moment(Path(sys.argv[1]))"
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], cwd=root, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", program, str(folder)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return sorted(folder.parent.glob("killed-*"))
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_from_which_the_run_goes_on(killed: list[Path]) -> None:
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_from_which_the_run_goes_on(
+    killed: list[Path],
+) -> None:
     assert len(killed) > 12
     went_on_from = []
     for folder in killed:
@@ -147,6 +156,8 @@ def test_a_file_that_grows_beyond_what_the_system_allows_is_one_line(tmp_path: P
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert message.startswith("the checkpoint of step 2 is not written (rank 0: File too large); the one before, ")
+    assert message.startswith(
+        "the checkpoint of step 2 is not written (rank 0: File too large); the one before, "
+    )
     assert json.dumps(names_in(tmp_path)) == '["step-00000001"]'
     assert_holds(tmp_path, 1, 1)

@@ -51,7 +51,9 @@ def test_what_transformers_saves_we_load(case: str, max_shard_size: str, tmp_pat
 
 
 def test_tensors_come_in_their_stored_dtype_or_the_one_asked_for(saved: Path) -> None:
-    edit_tensors(saved, {name: tensor.bfloat16() for name, tensor in load_file(saved / "model.safetensors").items()})
+    edit_tensors(
+        saved, {name: tensor.bfloat16() for name, tensor in load_file(saved / "model.safetensors").items()}
+    )
     config = load_model_config(saved)
     assert {tensor.dtype for tensor in load_tensors(saved, config).values()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in load_tensors(saved, config, torch.float64).values()} == {torch.float64}
@@ -62,7 +64,9 @@ def test_a_stored_copy_of_a_tied_head_and_old_rotary_buffers_are_dropped(tmp_pat
     config = load_model_config(tmp_path)
     before = content_hash(load_tensors(tmp_path, config))
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
-    edit_tensors(tmp_path, {"lm_head.weight": embedding, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    edit_tensors(
+        tmp_path, {"lm_head.weight": embedding, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    )
     assert content_hash(load_tensors(tmp_path, config)) == before
     edit_tensors(tmp_path, {"lm_head.weight": embedding + 1})
     message = refusal(load_tensors, tmp_path, config)
@@ -73,13 +77,17 @@ def test_a_stored_copy_of_a_tied_head_and_old_rotary_buffers_are_dropped(tmp_pat
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_not_finite_are_refused_by_name(value: float, dtype: torch.dtype, saved: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_by_name(
+    value: float, dtype: torch.dtype, saved: Path
+) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     tensor = load_file(saved / "model.safetensors")[name].to(dtype)
     tensor[3, 4] = value
     edit_tensors(saved, {name: tensor})
     message = refusal(load_tensors, saved, load_model_config(saved))
-    assert message.startswith(f"{saved / 'model.safetensors'}: tensor {name} holds NaN or infinite values as ")
+    assert message.startswith(
+        f"{saved / 'model.safetensors'}: tensor {name} holds NaN or infinite values as "
+    )
     assert "download" in message
 
 
@@ -88,15 +96,29 @@ def test_weights_that_the_wanted_type_cannot_hold_are_refused_by_name(saved: Pat
     edit_tensors(saved, {"model.norm.weight": tensor + 1e6})
     config = load_model_config(saved)
     assert load_tensors(saved, config)["model.norm.weight"].max() > 9e5
-    assert "model.norm.weight holds NaN or infinite values as float16;" in refusal(load_tensors, saved, config, torch.float16)
+    assert "model.norm.weight holds NaN or infinite values as float16;" in refusal(
+        load_tensors, saved, config, torch.float16
+    )
 
 
 REFUSED_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
-    ({"model.layers.1.self_attn.k_proj.bias": None}, "tensor model.layers.1.self_attn.k_proj.bias is missing;"),
-    ({"lm_head.weight": None, "model.norm.weight": None}, "tensor model.norm.weight (and 1 more) is missing;"),
-    ({"model.layers.2.input_layernorm.weight": torch.ones(32)}, "tensor model.layers.2.input_layernorm.weight is unknown;"),
+    (
+        {"model.layers.1.self_attn.k_proj.bias": None},
+        "tensor model.layers.1.self_attn.k_proj.bias is missing;",
+    ),
+    (
+        {"lm_head.weight": None, "model.norm.weight": None},
+        "tensor model.norm.weight (and 1 more) is missing;",
+    ),
+    (
+        {"model.layers.2.input_layernorm.weight": torch.ones(32)},
+        "tensor model.layers.2.input_layernorm.weight is unknown;",
+    ),
     ({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, "tensor a (and 2 more) is unknown;"),
-    ({"model.norm.weight": torch.ones(33)}, "tensor model.norm.weight has shape [33]; config.json asks for [32];"),
+    (
+        {"model.norm.weight": torch.ones(33)},
+        "tensor model.norm.weight has shape [33]; config.json asks for [32];",
+    ),
     ({"model.norm.weight": torch.ones(32, dtype=torch.int8)}, "tensor model.norm.weight has dtype I8;"),
 ]
 
@@ -116,7 +138,9 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
     name = next(iter(load_file(first)))
     save_file(load_file(second) | {name: load_file(first)[name]}, second)
-    assert f"{second}: tensor {name} is also in {first.name};" in refusal(load_tensors, tmp_path, load_model_config(tmp_path))
+    assert f"{second}: tensor {name} is also in {first.name};" in refusal(
+        load_tensors, tmp_path, load_model_config(tmp_path)
+    )
 
 
 def test_incomplete_directories_are_refused(tmp_path: Path, saved: Path) -> None:
@@ -126,7 +150,9 @@ def test_incomplete_directories_are_refused(tmp_path: Path, saved: Path) -> None
     assert refusal(load_tensors, nowhere, config).startswith(f"{nowhere}: is no directory;")
     nowhere.mkdir()
     assert refusal(load_model_config, nowhere).startswith(f"{nowhere / 'config.json'}: is missing;")
-    assert "holds neither model.safetensors nor model.safetensors.index.json;" in refusal(load_tensors, nowhere, config)
+    assert "holds neither model.safetensors nor model.safetensors.index.json;" in refusal(
+        load_tensors, nowhere, config
+    )
     (nowhere / "pytorch_model.bin").touch()
     message = refusal(load_tensors, nowhere, config)
     assert "holds pytorch_model.bin but no safetensors; convert it" in message

@@ -1,4 +1,5 @@
-"""Saving: what we write transformers loads, whole or not at all; and the content hash by which a policy is known."""
+"""Saving: what we write transformers loads, whole or not at all; and the content hash by which a policy is
+known."""
 
 from __future__ import annotations
 
@@ -52,7 +53,14 @@ def test_what_we_save_transformers_loads(case: str, max_shard_bytes: int, tmp_pa
     config = load_model_config(tmp_path / "source")
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     target = tmp_path / "deep" / "target"
-    save_model(target, config, tensors, dtype=torch.float32, source=tmp_path / "source", max_shard_bytes=max_shard_bytes)
+    save_model(
+        target,
+        config,
+        tensors,
+        dtype=torch.float32,
+        source=tmp_path / "source",
+        max_shard_bytes=max_shard_bytes,
+    )
 
     assert load_model_config(target) == config
     assert content_hash(load_tensors(target, config)) == content_hash(tensors)
@@ -77,7 +85,9 @@ def test_what_we_save_transformers_loads(case: str, max_shard_bytes: int, tmp_pa
 def test_a_model_saved_as_bfloat16_loads_as_bfloat16(tmp_path: Path) -> None:
     config = load_published_small()
     tensors = dict(Transformer(config).initialize(0).named_parameters())
-    save_model(tmp_path / "target", config, tensors, dtype=torch.bfloat16, source=None, extra={"eos_token_id": 3})
+    save_model(
+        tmp_path / "target", config, tensors, dtype=torch.bfloat16, source=None, extra={"eos_token_id": 3}
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert (model.dtype, model.config.eos_token_id, model.config.bos_token_id) == (torch.bfloat16, 3, None)
     loaded = load_tensors(tmp_path / "target", config)
@@ -85,14 +95,29 @@ def test_a_model_saved_as_bfloat16_loads_as_bfloat16(tmp_path: Path) -> None:
 
 
 def test_the_files_of_the_tokenizer_come_along_and_nothing_else(saved: Path, tmp_path: Path) -> None:
-    companions = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt"]
+    companions = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "merges.txt",
+    ]
     for name in (*companions, "README.md", "pytorch_model.bin", "optimizer.pt"):
         (saved / name).write_text(name)
     (saved / "additional_chat_templates").mkdir()
     (saved / "additional_chat_templates" / "tool.jinja").write_text("tool")
     save_small(tmp_path / "target", source=saved)
-    written = {str(file.relative_to(tmp_path / "target")) for file in (tmp_path / "target").rglob("*") if file.is_file()}
-    own = {"config.json", "generation_config.json", "model.safetensors", "additional_chat_templates/tool.jinja"}
+    written = {
+        str(file.relative_to(tmp_path / "target"))
+        for file in (tmp_path / "target").rglob("*")
+        if file.is_file()
+    }
+    own = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "additional_chat_templates/tool.jinja",
+    }
     assert written == {*companions, *own}
     assert (tmp_path / "target" / "merges.txt").read_text() == "merges.txt"
 
@@ -100,7 +125,9 @@ def test_the_files_of_the_tokenizer_come_along_and_nothing_else(saved: Path, tmp
 def test_a_tokenizer_loads_from_what_we_saved(saved: Path, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    PreTrainedTokenizerFast(tokenizer_object=model, unk_token="?", chat_template="{{ messages }}").save_pretrained(saved)
+    PreTrainedTokenizerFast(
+        tokenizer_object=model, unk_token="?", chat_template="{{ messages }}"
+    ).save_pretrained(saved)
     save_small(tmp_path / "target", source=saved)
     copied = PreTrainedTokenizerFast.from_pretrained(tmp_path / "target")
     assert copied("b")["input_ids"] == [1]
@@ -126,7 +153,12 @@ def test_a_checkpoint_can_be_saved_over_its_own_source(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "step"),
-    [(checkpoint, "_write_tensors"), (checkpoint, "write_json"), (checkpoint, "_copy_companions"), (files, "flush")],
+    [
+        (checkpoint, "_write_tensors"),
+        (checkpoint, "write_json"),
+        (checkpoint, "_copy_companions"),
+        (files, "flush"),
+    ],
 )
 def test_a_save_that_dies_leaves_the_old_checkpoint(
     module: ModuleType, step: str, saved: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,7 +177,9 @@ def test_a_save_that_dies_leaves_the_old_checkpoint(
     assert os.listdir(saved.parent) == ["saved"]
 
 
-def test_every_file_of_a_checkpoint_is_flushed_before_the_rename(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_of_a_checkpoint_is_flushed_before_the_rename(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (saved / "additional_chat_templates").mkdir()
     (saved / "additional_chat_templates" / "tool.jinja").write_text("tool")
     flushed: set[str] = set()
@@ -154,7 +188,9 @@ def test_every_file_of_a_checkpoint_is_flushed_before_the_rename(saved: Path, mo
     assert flushed >= {file.name for file in saved.rglob("*")}
 
 
-def test_a_save_that_dies_between_its_two_renames_can_be_repaired(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_dies_between_its_two_renames_can_be_repaired(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, rename = hash_of(saved), Path.rename
 
     def rename_once(path: Path, target: Path) -> Path:
@@ -201,18 +237,23 @@ def test_shards_are_filled_in_order_and_never_beyond_their_bound() -> None:
     assert plan_shards(shapes, 2, 1000) == [list("abcdef")]
 
 
-# ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── identity ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_are_never_written_and_what_was_there_stays(value: float, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_never_written_and_what_was_there_stays(
+    value: float, tmp_path: Path
+) -> None:
     before = save_small(tmp_path / "saved")
     config = load_published_small()
     tensors = dict(Transformer(config).initialize(0).named_parameters())
     with torch.no_grad():
         tensors["model.norm.weight"][-1] = value
     message = refusal(save_model, tmp_path / "saved", config, tensors, dtype=torch.float32, source=None)
-    assert message == "tensor model.norm.weight holds NaN or infinite values, and is not written; save weights that are finite"
+    assert (
+        message
+        == "tensor model.norm.weight holds NaN or infinite values, and is not written; save weights that are finite"
+    )
     assert hash_of(tmp_path / "saved") == before
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
@@ -239,7 +280,9 @@ def test_the_content_hash_sees_names_dtypes_shapes_and_bytes_but_no_order() -> N
 
 
 def test_the_content_hash_of_a_policy_never_changes_its_meaning() -> None:
-    assert content_hash({"w": torch.tensor([1.0, 2.0])}) == ("6dbfbed9dee3dbde593832616eda8879e9f9a924278893c8acb2ea5be161194a")
+    assert content_hash({"w": torch.tensor([1.0, 2.0])}) == (
+        "6dbfbed9dee3dbde593832616eda8879e9f9a924278893c8acb2ea5be161194a"
+    )
 
 
 def test_a_checkpoint_moved_elsewhere_is_the_same(saved: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Models that our own decoder does not compute: read for an engine that loads them itself, and refused wherever TLT would have
-to compute them; without vLLM."""
+"""Models that our own decoder does not compute: read for an engine that loads them itself, and refused
+wherever TLT would have to compute them; without vLLM."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ FOREIGN: dict[str, tuple[str, PreTrainedConfig]] = {
         GPT2Config(vocab_size=61, n_positions=96, n_embd=32, n_layer=2, n_head=2, eos_token_id=1),
     ),
     "Qwen2 with other rotary positions": ("Qwen2ForCausalLM", Qwen2Config(**SIZES, rope_parameters=YARN)),
-    "a Llama that is quantized": ("LlamaForCausalLM", LlamaConfig(**SIZES, quantization_config={"quant_method": "awq"})),
+    "a Llama that is quantized": (
+        "LlamaForCausalLM",
+        LlamaConfig(**SIZES, quantization_config={"quant_method": "awq"}),
+    ),
 }
 NO_EXPERTS = {"num_experts": None, "num_local_experts": None}
 ELSEWHERE = "; engine vllm may generate with it, but training takes TLT's own decoder"
@@ -97,7 +100,9 @@ def test_our_own_engine_refuses_it_in_a_line_that_says_what_is_possible(foreign:
 
 
 @pytest.mark.parametrize("engine", ["tlt", "vllm"])
-def test_a_model_that_we_compute_is_read_with_its_weights_for_both_engines(engine: Literal["tlt", "vllm"]) -> None:
+def test_a_model_that_we_compute_is_read_with_its_weights_for_both_engines(
+    engine: Literal["tlt", "vllm"],
+) -> None:
     found = load_checkpoint(ROOT / "recipes/countdown/base", engine)
     assert isinstance(found, Model)
     assert found.tensors
@@ -106,16 +111,25 @@ def test_a_model_that_we_compute_is_read_with_its_weights_for_both_engines(engin
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"vision_config": {"depth": 2}}, "vision_config is {'depth': 2}; vision is not supported, use a text model"),
+        (
+            {"vision_config": {"depth": 2}},
+            "vision_config is {'depth': 2}; vision is not supported, use a text model",
+        ),
         ({"model_type": "nobody_s"}, "transformers cannot read it (ValueError: "),
-        ({"auto_map": {"AutoConfig": "code.Config"}, "model_type": "nobody_s"}, "transformers cannot read it (ValueError: "),
+        (
+            {"auto_map": {"AutoConfig": "code.Config"}, "model_type": "nobody_s"},
+            "transformers cannot read it (ValueError: ",
+        ),
         ({"max_position_embeddings": "many"}, "config.json: "),
         (
             {"model_type": "mamba", "max_position_embeddings": None},
             "max_position_embeddings is None; it must be a positive integer",
         ),
         ({"vocab_size": -5}, "vocab_size is -5; it must be"),
-        ({"architectures": ["LlamaForCausalLM"], **NO_EXPERTS}, "model_type is 'qwen3_moe'; LlamaForCausalLM goes with"),
+        (
+            {"architectures": ["LlamaForCausalLM"], **NO_EXPERTS},
+            "model_type is 'qwen3_moe'; LlamaForCausalLM goes with",
+        ),
     ],
 )
 def test_a_mistake_is_refused_for_vllm_too(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -128,7 +142,9 @@ def test_a_mistake_is_refused_for_vllm_too(changes: dict[str, Any], said: str, t
 
 def test_no_learned_drafter_drafts_for_it(moe: Path) -> None:
     settings = EngineSettings("adaptive", engine="vllm")
-    with pytest.raises(UserError, match=r"^drafter: .* cannot draft for .*; leave it out, and draft by retrieval") as refusal:
+    with pytest.raises(
+        UserError, match=r"^drafter: .* cannot draft for .*; leave it out, and draft by retrieval"
+    ) as refusal:
         load_engine(load_checkpoint(moe, "vllm"), settings, DRAFTER)
     assert "\n" not in str(refusal.value)
 
@@ -139,7 +155,9 @@ def test_training_it_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(release, "version", lambda name: "0.32.0")
     config = load_config(RECIPE, {"model.path": str(moe), "rollout.engine": "vllm", **changes})
-    with pytest.raises(UserError, match="experts is 4; mixtures of experts are not supported, use a dense model") as refusal:
+    with pytest.raises(
+        UserError, match="experts is 4; mixtures of experts are not supported, use a dense model"
+    ) as refusal:
         start.preflight(config)
     assert str(refusal.value).endswith(ELSEWHERE)
 

@@ -1,5 +1,5 @@
-"""A full disk, met by whatever writes weights: one line that says so, and nothing half-written left. Checkpoints of a run:
-test_checkpoint_kills.py."""
+"""A full disk, met by whatever writes weights: one line that says so, and nothing half-written left.
+Checkpoints of a run: test_checkpoint_kills.py."""
 
 from __future__ import annotations
 

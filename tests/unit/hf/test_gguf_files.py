@@ -1,4 +1,5 @@
-"""A GGUF file becomes the checkpoint that it was made of; what transformers reads of the same file is the reference."""
+"""A GGUF file becomes the checkpoint that it was made of; what transformers reads of the same file is the
+reference."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_dequantized_weights_and_logits_are_those_that_transformers_reads(tmp_pa
     from transformers import AutoModelForCausalLM
 
     folder = convert(tmp_path, kind)
-    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=f"{kind}.gguf", dtype=torch.float32).eval()
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=f"{kind}.gguf", dtype=torch.float32
+    ).eval()
     expected, tensors = read.state_dict(), load_tensors(folder, load_model_config(folder))
     assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
     ids = torch.arange(40)[None]
@@ -51,7 +54,9 @@ def test_dequantized_weights_and_logits_are_those_that_transformers_reads(tmp_pa
         assert 0 < (tensors["model.layers.0.mlp.up_proj.weight"] - exact).abs().max() < 0.15
 
 
-def test_text_becomes_the_ids_that_transformers_makes_of_the_file_but_for_digits_after_blanks(tmp_path: Path) -> None:
+def test_text_becomes_the_ids_that_transformers_makes_of_the_file_but_for_digits_after_blanks(
+    tmp_path: Path,
+) -> None:
     from transformers import AutoTokenizer
 
     ours = load_tokenizer(convert(tmp_path))
@@ -61,7 +66,9 @@ def test_text_becomes_the_ids_that_transformers_makes_of_the_file_but_for_digits
         assert ids == theirs(text)["input_ids"]
         assert ours.hf.decode(ids) == text
     pieces = [ours.hf.convert_ids_to_tokens(ours.encode_text(text)) for text in ("12", " 7", "  7")]
-    assert pieces == [["1", "2"], ["Ġ", "7"], ["ĠĠ", "7"]], "llama.cpp's pre-tokenizer smollm cuts every digit off first"
+    assert pieces == [["1", "2"], ["Ġ", "7"], ["ĠĠ", "7"]], (
+        "llama.cpp's pre-tokenizer smollm cuts every digit off first"
+    )
     chat = [{"role": "user", "content": "ab"}]
     assert list(ours.encode_chat(chat)) == theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
 
@@ -85,7 +92,9 @@ def test_control_tokens_end_responses_and_stand_in_no_text(tmp_path: Path) -> No
         ({"embedding_length": None}, "hidden_size is None; it must be a positive integer"),
     ],
 )
-def test_a_model_of_another_kind_is_refused_in_one_line(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_a_model_of_another_kind_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     file = write_gguf(tmp_path / "m.gguf", make_model(ties_head=True), **changes)
     with pytest.raises(UserError, match=message) as refused:
         convert_gguf(file, tmp_path / "out")

@@ -21,7 +21,9 @@ def write_model_config(path: Path, **values: Any) -> None:
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_sizes(tmp_path: Path) -> None:
     write_model_config(tmp_path, vocab_size=9)
     save_tokenizer(tmp_path)
-    with pytest.raises(UserError, match=f"has {len(VOCABULARY)} tokens but the model's embedding only 9 rows"):
+    with pytest.raises(
+        UserError, match=f"has {len(VOCABULARY)} tokens but the model's embedding only 9 rows"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -54,9 +56,7 @@ def test_stop_ids_come_from_the_first_that_names_them(tmp_path: Path) -> None:
 
 def test_chat_messages_go_through_the_template_and_decoding_drops_special_tokens(tmp_path: Path) -> None:
     write_model_config(tmp_path)
-    template = (
-        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('who?') }}{% endif %}[{{ m.content }}]{% endfor %}!"
-    )
+    template = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('who?') }}{% endif %}[{{ m.content }}]{% endfor %}!"
     save_tokenizer(tmp_path, chat_template=template)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode_chat([{"role": "user", "content": "12"}]) == tokenizer.encode_text("[12]!")

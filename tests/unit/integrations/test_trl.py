@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer with our rollout function, and what we rely on in TRL. Skipped where TRL is not installed."""
+"""TRL's GRPOTrainer with our rollout function, and what we rely on in TRL. Skipped where TRL is not
+installed."""
 
 from __future__ import annotations
 
@@ -46,12 +47,15 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewards(completions: list[Any], **_: Any) -> list[float]:
-    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    texts = [
+        completion if isinstance(completion, str) else completion[0]["content"] for completion in completions
+    ]
     return [float(sum(character.isdigit() for character in text)) for text in texts]
 
 
 class Recorder:
-    """Passes calls on to a rollout function and keeps what went in and out, with the weights of that moment."""
+    """Passes calls on to a rollout function and keeps what went in and out, with the weights of that
+    moment."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -71,8 +75,20 @@ def make_trainer(folder: Path, rollout_func: Any = None, conversational: bool = 
     texts = [f"[{i + 1},2,16:5]" for i in range(4)]
     prompts = [[{"role": "user", "content": text}] for text in texts] if conversational else texts
     sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 2}
-    settings = {"max_completion_length": 12, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none"}
-    off = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "save_strategy": "no", "disable_tqdm": True}
+    settings = {
+        "max_completion_length": 12,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+    }
+    off = {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     dataset = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     return trl.GRPOTrainer(
         model=make_model(vocab_size=24),
@@ -93,9 +109,24 @@ def test_trl_is_as_this_integration_knows_it(tmp_path: Path) -> None:
     assert "self.rollout_func(prompts, self)" in source
     assert '{"prompt_ids", "completion_ids", "logprobs"}' in source
     trainer = make_trainer(tmp_path)
-    for name in ("use_vllm", "tools", "environment_factories", "chat_template", "chat_template_kwargs", "eos_token_ids"):
+    for name in (
+        "use_vllm",
+        "tools",
+        "environment_factories",
+        "chat_template",
+        "chat_template_kwargs",
+        "eos_token_ids",
+    ):
         assert name in vars(trainer), name
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length"):
+    for name in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "generation_kwargs",
+        "max_completion_length",
+    ):
         assert name in vars(trainer.args), name
     fixed = {*integration.SAMPLING, *integration.NEUTRAL, *integration.HARMLESS, "eos_token_id"}
     assert set(trainer.generation_kwargs) <= fixed, "TRL's own generation has a setting that we overlook"
@@ -116,7 +147,9 @@ def test_greedy_completions_are_those_of_trls_own_generation(tmp_path: Path) -> 
     assert TLTRollout()(prompts, trainer)["completion_ids"] == known
 
 
-def test_training_uses_one_completion_per_prompt_and_the_weights_of_the_moment(tmp_path: Path, drafter: Path) -> None:
+def test_training_uses_one_completion_per_prompt_and_the_weights_of_the_moment(
+    tmp_path: Path, drafter: Path
+) -> None:
     rollout = TLTRollout(drafter, "learned:3x1x3")
     recorder = Recorder(rollout)
     trainer = make_trainer(tmp_path, recorder)
@@ -126,7 +159,9 @@ def test_training_uses_one_completion_per_prompt_and_the_weights_of_the_moment(t
     for call in recorder.calls:
         assert len(call["prompts"]) == len(call["completion_ids"]) == 4
         assert call["prompts"][0] == call["prompts"][1]
-        assert call["completion_ids"][0] != call["completion_ids"][1], "the same prompt got the same sample twice"
+        assert call["completion_ids"][0] != call["completion_ids"][1], (
+            "the same prompt got the same sample twice"
+        )
         assert all(len(c) == len(p) for c, p in zip(call["completion_ids"], call["logprobs"], strict=True))
     assert not torch.equal(recorder.calls[0]["logits"], recorder.calls[1]["logits"])
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
@@ -142,9 +177,13 @@ def test_the_logprobs_are_those_of_trls_model(tmp_path: Path) -> None:
     output = TLTRollout()(["[1,2,16:5]"], trainer)
     prompt, completion = output["prompt_ids"][0], output["completion_ids"][0]
     ids = torch.tensor([prompt + completion])
-    known, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), len(completion))
+    known, _, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, ids, torch.ones_like(ids), len(completion)
+    )
     found = torch.tensor(output["logprobs"][0], dtype=torch.float64)
-    torch.testing.assert_close(found, known[0].detach().double(), rtol=1e-5, atol=1e-5)  # transformers rotates in float32
+    torch.testing.assert_close(
+        found, known[0].detach().double(), rtol=1e-5, atol=1e-5
+    )  # transformers rotates in float32
 
 
 def completions(folder: Path, rollout: Any, **changes: Any) -> list[list[list[int]]]:
@@ -178,7 +217,9 @@ def test_an_evaluation_draws_its_own_samples_the_same_ones_each_time(tmp_path: P
     trainer.evaluate()
     half = len(recorder.calls)
     trainer.evaluate()
-    first, second = ([call["completion_ids"] for call in calls] for calls in (recorder.calls[:half], recorder.calls[half:]))
+    first, second = (
+        [call["completion_ids"] for call in calls] for calls in (recorder.calls[:half], recorder.calls[half:])
+    )
     assert first == second
     assert not any(call["is_training"] for call in recorder.calls)
     trainer.train()
@@ -190,7 +231,12 @@ def test_acceptance_stands_in_trls_logs(tmp_path: Path, drafter: Path) -> None:
     trainer = make_trainer(tmp_path, TLTRollout(drafter, "learned:2x1x2"))
     trainer.train()
     logged = trainer.state.log_history[0]
-    for name in ("draft_acceptance_rate", "draft_mean_acceptance_length", "draft_acceptance_rate_pos_2", "rollout_seconds"):
+    for name in (
+        "draft_acceptance_rate",
+        "draft_mean_acceptance_length",
+        "draft_acceptance_rate_pos_2",
+        "rollout_seconds",
+    ):
         assert f"tlt/{name}" in logged
     assert 1 <= logged["tlt/draft_mean_acceptance_length"] <= 3
     assert 0 <= logged["tlt/draft_acceptance_rate"] <= 1
@@ -210,7 +256,14 @@ def test_what_would_change_the_law_is_refused(tmp_path: Path, changes: dict[str,
 
 
 def test_the_law_is_that_of_the_trainers_arguments(tmp_path: Path) -> None:
-    given = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 9, "generation_kwargs": {"top_p": 0.7}}
+    given = {
+        "temperature": 0.8,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 9,
+        "generation_kwargs": {"top_p": 0.7},
+    }
     params = integration.sampling_params(make_trainer(tmp_path, **given))
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 5, 0.7, 0.1)
     assert (params.max_tokens, params.seed) == (12, 9)

@@ -1,5 +1,5 @@
-"""Rows of one's own become records: of files, folders, and datasets of the hub, with our names of columns and values of JSON.
-The hub is a stand-in on loopback."""
+"""Rows of one's own become records: of files, folders, and datasets of the hub, with our names of columns
+and values of JSON. The hub is a stand-in on loopback."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def records(source: DataSource) -> list[dict[str, Any]]:
     return [record for _, record in read_data(source)]
 
 
-# ── JSONL: ours, without any package ──────────────────────────────────────────────────────────────────────────────────
+# ── JSONL: ours, without any package ────────────────────────────────────────────────────────────────────────
 
 
 def test_a_row_without_a_name_has_its_line_or_its_number_in_the_folder(tmp_path: Path) -> None:
@@ -74,15 +74,21 @@ def test_columns_get_our_names_and_the_others_keep_theirs(tmp_path: Path) -> Non
     (record,) = records(source(tmp_path / "a.jsonl", columns={"prompt": "question"}))
     assert record == {"problem_id": "1", "prompt": "1+1", "level": 3}
     message = refusal(source(tmp_path / "a.jsonl", columns={"prompt": "problem"}))
-    assert message.startswith(f"{tmp_path / 'a.jsonl'}:1: has no column 'problem'; columns are question, prompt, level")
+    assert message.startswith(
+        f"{tmp_path / 'a.jsonl'}:1: has no column 'problem'; columns are question, prompt, level"
+    )
 
 
 def test_a_file_has_no_splits(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
-    assert "is one file, which has no subset and no split; remove test" in refusal(source(tmp_path / "a.jsonl", split="test"))
+    assert "is one file, which has no subset and no split; remove test" in refusal(
+        source(tmp_path / "a.jsonl", split="test")
+    )
 
 
-def test_parquet_without_the_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_the_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     assert refusal(source(tmp_path / "a.parquet")).endswith(
@@ -104,7 +110,7 @@ def test_values_become_those_of_json_or_are_refused() -> None:
         to_json({"image": [b"png"]})
 
 
-# ── Parquet, save_to_disk and folders of datasets ─────────────────────────────────────────────────────────────────────
+# ── Parquet, save_to_disk and folders of datasets ───────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -116,21 +122,25 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_parquet_gives_plain_values_and_names_the_row_that_has_none(datasets: Any, tmp_path: Path) -> None:
     rows = [
-        {"prompt": [{"role": "user", "content": "1"}], "n": i, "at": datetime.date(2026, 1, 1), "x": None} for i in range(3)
+        {"prompt": [{"role": "user", "content": "1"}], "n": i, "at": datetime.date(2026, 1, 1), "x": None}
+        for i in range(3)
     ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     found = records(source(tmp_path / "a.parquet"))
     assert found[2] == {"problem_id": "3", "prompt": rows[0]["prompt"], "n": 2, "at": "2026-01-01", "x": None}
     datasets.Dataset.from_list([{"prompt": "1", "image": b"png"}]).to_parquet(tmp_path / "b.parquet")
     assert refusal(source(tmp_path / "b.parquet")) == (
-        f"{tmp_path / 'b.parquet'}, row 1: column 'image' holds bytes, which is no text, number or list: remove the column"
+        f"{tmp_path / 'b.parquet'}, row 1: column 'image' holds bytes, which is no text, number or list: "
+        "remove the column"
     )
     (tmp_path / "c.parquet").write_bytes(b"broken")
     assert "cannot be loaded" in refusal(source(tmp_path / "c.parquet"))
 
 
 def test_a_folder_of_parquet_and_one_of_save_to_disk_have_their_splits(datasets: Any, tmp_path: Path) -> None:
-    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])})
+    splits = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
+    )
     splits.save_to_disk(tmp_path / "saved")
     splits["train"].save_to_disk(tmp_path / "single")
     (tmp_path / "files").mkdir()
@@ -145,7 +155,7 @@ def test_a_folder_of_parquet_and_one_of_save_to_disk_have_their_splits(datasets:
     assert "has no splits; remove 'test'" in refusal(source(tmp_path / "single", split="test"))
 
 
-# ── datasets of the hub ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── datasets of the hub ─────────────────────────────────────────────────────────────────────────────────────
 
 CARD = """---
 configs:
@@ -170,14 +180,21 @@ except UserError as error:
 
 def read_in_process(hub: Hub, cache: Path, *words: str, **environment: str) -> tuple[Any, str]:
     """(what was found, stderr), as a new process with HF_ENDPOINT has it."""
-    known = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "HF_HOME": str(cache), "HF_ENDPOINT": hub.url}
+    known = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": ":".join(sys.path),
+        "HF_HOME": str(cache),
+        "HF_ENDPOINT": hub.url,
+    }
     command = [sys.executable, "-c", READ, *words]
     done = subprocess.run(command, capture_output=True, text=True, env=known | environment, check=False)
     assert "Traceback" not in done.stderr
     return json.loads(done.stdout) if done.returncode == 0 else None, done.stderr
 
 
-def test_a_dataset_of_the_hub_is_downloaded_once_and_read_offline_without_the_package(datasets: Any, tmp_path: Path) -> None:
+def test_a_dataset_of_the_hub_is_downloaded_once_and_read_offline_without_the_package(
+    datasets: Any, tmp_path: Path
+) -> None:
     repo = tmp_path / "repo"
     for name, rows in {"main/train": ROWS, "main/test": ROWS[:2], "socratic/train": ROWS[:1]}.items():
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +225,9 @@ def test_a_dataset_of_the_hub_is_downloaded_once_and_read_offline_without_the_pa
             assert said.count("\n") == 1
 
 
-def test_rows_of_another_commit_are_refused_where_the_hub_does_not_answer(datasets: Any, tmp_path: Path) -> None:
+def test_rows_of_another_commit_are_refused_where_the_hub_does_not_answer(
+    datasets: Any, tmp_path: Path
+) -> None:
     """datasets takes the latest version that it has, and says so in passing."""
     repo, cache = tmp_path / "repo", tmp_path / "home"
     with serve_hub() as hub:
@@ -224,7 +243,7 @@ def test_rows_of_another_commit_are_refused_where_the_hub_does_not_answer(datase
         assert read_in_process(hub, cache, "me/data")[0][0] == 2
 
 
-# ── prompts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 TEMPLATE = (
     "{% for m in messages %}[{{ '0' if m.role == 'system' else '1' }}:{{ m.content }}]{% endfor %}"
@@ -247,7 +266,11 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
         ({"prompt": "2"}, ChatFormat(system_prompt="9"), "[0:9][1:2]!"),
         ({"prompt": [{"role": "user", "content": "2", "tools": None}]}, ChatFormat(), "[1:2]!"),
         ({"messages": [{"role": "user", "content": "2"}]}, ChatFormat(system_prompt="9"), "[0:9][1:2]!"),
-        ({"messages": [{"role": "user", "content": "2"}]}, ChatFormat(variables={"enable_thinking": True}), "[1:2]+!"),
+        (
+            {"messages": [{"role": "user", "content": "2"}]},
+            ChatFormat(variables={"enable_thinking": True}),
+            "[1:2]+!",
+        ),
         ({"prompt": "2", "messages": None}, ChatFormat(), "2"),
     ],
 )
@@ -262,14 +285,20 @@ def test_a_prompt_is_text_or_messages_and_the_template_gets_what_is_set(
     [
         (
             {"problem_id": "7", "level": 3, "question": "2", "answer": "4"},
-            "has no prompt; its columns are level, question, answer: name the one that is, such as task.columns = { prompt ="
+            "has no prompt; its columns are level, question, answer: name the one that is, such as "
+            "task.columns = { prompt ="
             """ "question" }, or --columns '{"prompt": "question"}' on a command line""",
         ),
-        ({"problem_id": "7"}, "has no prompt; give one of prompt (text), prompt_ids (token ids), messages (chat)"),
+        (
+            {"problem_id": "7"},
+            "has no prompt; give one of prompt (text), prompt_ids (token ids), messages (chat)",
+        ),
         ({"prompt": "2", "prompt_ids": [3]}, "has prompt and prompt_ids; give exactly one of them"),
     ],
 )
-def test_a_row_without_a_prompt_is_told_its_columns_and_how_to_name_one(record: dict[str, Any], said: str) -> None:
+def test_a_row_without_a_prompt_is_told_its_columns_and_how_to_name_one(
+    record: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError) as refused:
         encode_prompt(record, None, "here")
     assert str(refused.value) == f"here: {said}"
@@ -283,17 +312,23 @@ def test_a_row_without_a_prompt_is_told_its_columns_and_how_to_name_one(record: 
         ({"prompt": ["2"]}, "prompt is ['2']; it must be text, or a list of chat messages"),
     ],
 )
-def test_a_system_prompt_that_has_no_place_is_refused(record: dict[str, Any], part: str, tokenizer: Tokenizer) -> None:
+def test_a_system_prompt_that_has_no_place_is_refused(
+    record: dict[str, Any], part: str, tokenizer: Tokenizer
+) -> None:
     with pytest.raises(UserError) as caught:
         encode_prompt(record, tokenizer, "here", ChatFormat(system_prompt="9"))
     assert str(caught.value).startswith(f"here: {part}")
 
 
-# ── problems of a run ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── problems of a run ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def config_of(tmp_path: Path, task: dict[str, Any], **evaluation: Any) -> Config:
-    values = {"model": {"path": str(BASE)}, "task": {"name": "countdown", **task}, "rollout": {"problems_per_step": 1}}
+    values = {
+        "model": {"path": str(BASE)},
+        "task": {"name": "countdown", **task},
+        "rollout": {"problems_per_step": 1},
+    }
     return load_config({**values, "evaluation": evaluation})
 
 
@@ -301,13 +336,17 @@ def test_held_out_problems_are_the_first_of_their_own_data_or_split(tmp_path: Pa
     rows = [{"prompt": f"[2,9,16:{i}]", "numbers": [2, 9, 16], "target": i} for i in range(1, 7)]
     write_jsonl(tmp_path / "train.jsonl", rows)
     write_jsonl(tmp_path / "test.jsonl", rows[3:])
-    own = config_of(tmp_path, {"data": str(tmp_path / "train.jsonl")}, data=str(tmp_path / "test.jsonl"), num_problems=2)
+    own = config_of(
+        tmp_path, {"data": str(tmp_path / "train.jsonl")}, data=str(tmp_path / "test.jsonl"), num_problems=2
+    )
     assert [problem.data["target"] for problem in load_problems(own, "test")] == [4, 5]
     assert len(load_problems(own, "train")) == 6
     split = config_of(tmp_path, {"data": str(tmp_path)}, split="test")
     assert [len(load_problems(split, name)) for name in ("train", "test")] == [6, 3]
     made = config_of(tmp_path, {"data": str(tmp_path / "train.jsonl")}, num_problems=5)
-    assert [problem.problem_id for problem in load_problems(made, "test")] == [f"countdown-test-0-{i}" for i in range(5)]
+    assert [problem.problem_id for problem in load_problems(made, "test")] == [
+        f"countdown-test-0-{i}" for i in range(5)
+    ]
 
 
 def test_held_out_problems_that_are_trained_on_are_said_in_one_line_when_a_run_begins(
@@ -325,7 +364,9 @@ def test_held_out_problems_that_are_trained_on_are_said_in_one_line_when_a_run_b
     assert "trained on" not in said["others"]
 
 
-def test_columns_of_the_training_data_hold_for_the_held_out_data_unless_it_has_its_own(tmp_path: Path) -> None:
+def test_columns_of_the_training_data_hold_for_the_held_out_data_unless_it_has_its_own(
+    tmp_path: Path,
+) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"question": "[2,9:7]"}])
     write_jsonl(tmp_path / "test.jsonl", [{"problem": "[2,9:11]"}])
     task = {"data": str(tmp_path / "train.jsonl"), "columns": {"prompt": "question"}}
@@ -333,7 +374,9 @@ def test_columns_of_the_training_data_hold_for_the_held_out_data_unless_it_has_i
     test = str(tmp_path / "test.jsonl")
     with pytest.raises(UserError, match="has no column 'question'"):
         load_problems(config_of(tmp_path, task, data=test), "test")
-    assert len(load_problems(config_of(tmp_path, task, data=test, columns={"prompt": "problem"}), "test")) == 1
+    assert (
+        len(load_problems(config_of(tmp_path, task, data=test, columns={"prompt": "problem"}), "test")) == 1
+    )
 
 
 def test_sources_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
@@ -374,13 +417,16 @@ def test_a_task_that_prepares_records_makes_the_problems(monkeypatch: pytest.Mon
     rows = [(f"f:{i}", {"problem_id": str(i), **row}) for i, row in enumerate(ROWS)]
     assert prepare_records("sums", rows, {})[1] == ("f:1", {"problem_id": "1", "prompt": "1+1=", "gold": "2"})
     with pytest.raises(
-        UserError, match=r"^f:9: task sums: prepare\(\) failed \(KeyError: 'question', .*test_data.py:\d+\); corr"
+        UserError,
+        match=r"^f:9: task sums: prepare\(\) failed \(KeyError: 'question', .*test_data.py:\d+\); corr",
     ):
         prepare_records("sums", [("f:9", {"problem_id": "9", "answer": "0"})], {})
     assert [place for place, _ in prepare_records("sums", rows, {"leave_out": "2"})] == [
         place for place, row in rows if row["answer"] != "2"
     ]
-    with pytest.raises(UserError, match=r"^f:1: task sums: leaves out this row and all others; change task.options"):
+    with pytest.raises(
+        UserError, match=r"^f:1: task sums: leaves out this row and all others; change task.options"
+    ):
         prepare_records("sums", rows[1:2], {"leave_out": "2"})
     monkeypatch.setattr(task, "prepare", lambda record, options: "2")
     with pytest.raises(UserError, match=r"prepare\(\) returned a str; it must be a dict"):

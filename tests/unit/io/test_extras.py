@@ -1,4 +1,5 @@
-"""What is said of optional packages can be done: TLT is on no package index, so every hint installs from its source."""
+"""What is said of optional packages can be done: TLT is on no package index, so every hint installs from
+its source."""
 
 from __future__ import annotations
 
@@ -29,5 +30,9 @@ def test_every_extra_that_is_named_exists() -> None:
     for path in TEXTS:
         text = path.read_text()
         named |= set(re.findall(r"how_to_install\(['\"]([\w-]+)['\"]\)", text))
-        named |= {extra for extras in re.findall(r"pip install (?:-e )?'\.\[([\w,-]+)\]'", text) for extra in extras.split(",")}
+        named |= {
+            extra
+            for extras in re.findall(r"pip install (?:-e )?'\.\[([\w,-]+)\]'", text)
+            for extra in extras.split(",")
+        }
     assert {"math", "data", "vllm", "trl", "ray", "verifiers", "reasoning-gym"} <= named <= set(EXTRAS)

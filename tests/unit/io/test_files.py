@@ -40,7 +40,7 @@ def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-# ── a file ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a file ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_output_appears_whole_or_not_at_all(here: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_output_makes_its_folder_only_when_it_is_written(here: Path) -> None:
     check_output_file(out, "--out")
 
 
-# ── a folder ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a folder ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fill(path: Path, text: str) -> None:
@@ -126,7 +126,9 @@ def fill(path: Path, text: str) -> None:
         (new / "inner" / "file").write_text(text)
 
 
-def test_a_folder_is_replaced_with_everything_in_it_flushed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_replaced_with_everything_in_it_flushed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(here / "out", "old")
     flushed: list[str] = []
     monkeypatch.setattr(files, "flush", lambda path: flushed.append(path.name))
@@ -136,7 +138,9 @@ def test_a_folder_is_replaced_with_everything_in_it_flushed(here: Path, monkeypa
     assert names(here) == ["out"]
 
 
-def test_a_folder_that_could_not_be_filled_leaves_the_old_one_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_could_not_be_filled_leaves_the_old_one_alone(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(here / "out", "old")
     with pytest.raises(ZeroDivisionError), replace_folder(here / "out") as new:
         (new / "half").write_text(str(1 / 0))
@@ -162,11 +166,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(here: Path) -> None:
         fill(here / "file" / "out", "new")
 
 
-# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_json_is_strict(here: Path) -> None:
-    assert dumps({"a": [float("nan"), float("-inf"), 1.5], "é": None}) == '{"a": [null, null, 1.5], "é": null}'
+    assert (
+        dumps({"a": [float("nan"), float("-inf"), 1.5], "é": None}) == '{"a": [null, null, 1.5], "é": null}'
+    )
     write_jsonl(here / "out.jsonl", [{"logprobs": (float("nan"),)}])
     assert (here / "out.jsonl").read_text() == '{"logprobs": [null]}\n'
 

@@ -1,5 +1,5 @@
-"""Names of the hub: a folder goes first, what is whole in the cache is not asked for again, and every refusal is one line. The
-hub is a stand-in on loopback."""
+"""Names of the hub: a folder goes first, what is whole in the cache is not asked for again, and every
+refusal is one line. The hub is a stand-in on loopback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ NEEDED = {"config.json", "generation_config.json", "tokenizer.json", "tools.jinj
 def point_at(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     """What HF_ENDPOINT does to a new process."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
 
 
 @pytest.fixture
@@ -70,7 +72,21 @@ def test_a_name_of_the_hub_is_owner_and_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["base", "./a/b", "/a/b", "~/a", "a/b/c", "../b", "a/b/", "a/.b", "a b/c", "runs/x.", "a/b@", "data/rows.jsonl"]
+    "name",
+    [
+        "base",
+        "./a/b",
+        "/a/b",
+        "~/a",
+        "a/b/c",
+        "../b",
+        "a/b/",
+        "a/.b",
+        "a b/c",
+        "runs/x.",
+        "a/b@",
+        "data/rows.jsonl",
+    ],
 )
 def test_what_looks_like_a_path_is_one(name: str) -> None:
     assert Repository.parse(name) is None
@@ -91,7 +107,9 @@ def test_a_folder_goes_before_a_repository_of_the_same_name(hub: Hub) -> None:
     assert hub.requests == []
 
 
-def test_only_the_files_of_a_model_are_downloaded_and_the_second_time_none(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_the_files_of_a_model_are_downloaded_and_the_second_time_none(
+    hub: Hub, capfd: pytest.CaptureFixture[str]
+) -> None:
     repo = hub.add("me/model", FILES, revisions=("main", "v1"))
     folder = resolve_model("me/model")
     assert folder.name == repo.commit
@@ -100,7 +118,9 @@ def test_only_the_files_of_a_model_are_downloaded_and_the_second_time_none(hub: 
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert capfd.readouterr().err == "tlt: downloading me/model\n"
     hub.requests.clear()
-    assert resolve_model("me/model") == resolve_model("me/model@v1") == resolve_model("me/model", "v1") == folder
+    assert (
+        resolve_model("me/model") == resolve_model("me/model@v1") == resolve_model("me/model", "v1") == folder
+    )
     assert hub.downloads == []
     assert capfd.readouterr().err == ""
 
@@ -122,10 +142,22 @@ def test_a_commit_that_is_in_the_cache_needs_no_network_and_stays_when_the_branc
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "me/none": ({}, "is no folder or file here, and URL has no such model, or a private one; correct the name, or log in"),
-    "me/gated": ({"refusal": (403, "GatedRepo")}, "is gated; ask for access at URL/me/gated, then log in with hf auth login"),
-    "me/closed": ({"refusal": (401, "")}, "URL refuses it (401); log in with hf auth login, or correct HF_TOKEN"),
-    "me/banned": ({"refusal": (403, "")}, "URL refuses it (403); log in with hf auth login, or correct HF_TOKEN"),
+    "me/none": (
+        {},
+        "is no folder or file here, and URL has no such model, or a private one; correct the name, or log in",
+    ),
+    "me/gated": (
+        {"refusal": (403, "GatedRepo")},
+        "is gated; ask for access at URL/me/gated, then log in with hf auth login",
+    ),
+    "me/closed": (
+        {"refusal": (401, "")},
+        "URL refuses it (401); log in with hf auth login, or correct HF_TOKEN",
+    ),
+    "me/banned": (
+        {"refusal": (403, "")},
+        "URL refuses it (403); log in with hf auth login, or correct HF_TOKEN",
+    ),
     "me/broken": ({"refusal": (500, "")}, "URL answers 500; try again later"),
     "me/model@v9": ({}, "there is no revision 'v9' of this model; give a branch, a tag or a commit"),
 }
@@ -152,25 +184,33 @@ def test_a_repository_without_safetensors_is_refused(hub: Hub) -> None:
     assert "pytorch_model.bin" not in hub.downloads
 
 
-def test_offline_a_model_comes_from_the_cache_or_says_how_it_gets_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_a_model_comes_from_the_cache_or_says_how_it_gets_there(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add("me/model", FILES)
     folder = resolve_model("me/model")
     hub.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model("me/model") == folder
     message = refusal("me/other@v1")
-    assert f"and not (or not whole) in the cache {constants.HF_HUB_CACHE} while HF_HUB_OFFLINE is set" in message
+    assert (
+        f"and not (or not whole) in the cache {constants.HF_HUB_CACHE} while HF_HUB_OFFLINE is set" in message
+    )
     assert message.endswith("bring it into the cache with hf download me/other --revision v1")
     assert hub.requests == []
 
 
-def test_where_no_hub_answers_the_line_has_the_download_command(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_hub_answers_the_line_has_the_download_command(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add("me/model", FILES)
     folder = resolve_model("me/model")
     point_at(monkeypatch, "http://127.0.0.1:9")
     assert resolve_model("me/model") == folder
     message = refusal("me/other")
-    assert message.startswith("me/other: is no folder or file here, and cannot be downloaded from http://127.0.0.1:9 (Connect")
+    assert message.startswith(
+        "me/other: is no folder or file here, and cannot be downloaded from http://127.0.0.1:9 (Connect"
+    )
     assert message.endswith("bring it into the cache with hf download me/other")
 
 
@@ -193,8 +233,14 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(hub: Hub, monkeypatch: 
     hub.add("me/model", {**FILES, "model.safetensors": os.urandom(100_000)})
     hub.cuts["model.safetensors"] = 2
     folder = resolve_model("me/model")
-    assert (folder / "model.safetensors").read_bytes() == hub.repos["models", "me/model"].files["model.safetensors"]
-    ranges = [wanted for method, path, wanted in hub.requests if method == "GET" and path.endswith("model.safetensors")]
+    assert (folder / "model.safetensors").read_bytes() == hub.repos["models", "me/model"].files[
+        "model.safetensors"
+    ]
+    ranges = [
+        wanted
+        for method, path, wanted in hub.requests
+        if method == "GET" and path.endswith("model.safetensors")
+    ]
     starts = [int(wanted.removeprefix("bytes=").rstrip("-")) for wanted in ranges if wanted]
     assert starts == [48 * 1024, 72 * 1024]  # whole chunks of the 50,000 bytes, then of half of the rest
 
@@ -226,10 +272,15 @@ def test_a_download_that_fails_leaves_nothing_half_written_and_the_next_fetches_
     ("number", "part"),
     [
         (errno.ENOSPC, "me/model: no room in PLACE; make room, or set HF_HUB_CACHE to another disk"),
-        (errno.EACCES, "me/model: PLACE/x cannot be written (Permission denied); set HF_HUB_CACHE to a folder that can"),
+        (
+            errno.EACCES,
+            "me/model: PLACE/x cannot be written (Permission denied); set HF_HUB_CACHE to a folder that can",
+        ),
     ],
 )
-def test_a_full_or_forbidden_disk_is_one_line(number: int, part: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_or_forbidden_disk_is_one_line(
+    number: int, part: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add("me/model", FILES)
 
     def fail(*arguments: Any, **options: Any) -> None:
@@ -240,7 +291,9 @@ def test_a_full_or_forbidden_disk_is_one_line(number: int, part: str, hub: Hub, 
 
 
 def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = tlt_hub._progress_lines("me/model", seconds=0.0)(total=4_000_000, unit="B", desc="Downloading bytes", name="x")
+    bar = tlt_hub._progress_lines("me/model", seconds=0.0)(
+        total=4_000_000, unit="B", desc="Downloading bytes", name="x"
+    )
     for _ in range(2):
         bar.update(2_000_000)
     other = tlt_hub._progress_lines("me/model", seconds=0.0)(total=3, desc="Fetching 3 files")

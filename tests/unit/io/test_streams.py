@@ -16,7 +16,9 @@ import pytest
 from tlt.cli.main import main
 from tlt.report.console import Console
 
-pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a device that is always full")
+pytestmark = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="Linux alone has a device that is always full"
+)
 
 
 @contextmanager
@@ -40,12 +42,22 @@ def full_disk() -> Iterator[TextIO]:
 @pytest.mark.parametrize(
     ("broken", "code", "said"),
     [
-        (full_disk, 2, "tlt: error: stdout: cannot be written (No space left on device); make room, or send it elsewhere\n"),
+        (
+            full_disk,
+            2,
+            "tlt: error: stdout: cannot be written (No space left on device); make room, or send it "
+            "elsewhere\n",
+        ),
         (nobody_reads, 141, ""),
     ],
 )
 def test_a_command_that_cannot_print_its_product_ends_in_one_line(
-    words: list[str], broken, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    broken,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with broken() as stream:
         monkeypatch.setattr(sys, "stdout", stream)
@@ -55,7 +67,9 @@ def test_a_command_that_cannot_print_its_product_ends_in_one_line(
 
 
 @pytest.mark.parametrize("broken", [full_disk, nobody_reads])
-def test_a_console_goes_on_where_nothing_can_be_printed_and_says_so_once(broken, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_console_goes_on_where_nothing_can_be_printed_and_says_so_once(
+    broken, capsys: pytest.CaptureFixture[str]
+) -> None:
     with broken() as stream, Console(num_steps=2, stream=stream) as console:
         for number in range(3):
             console.note(f"note {number}")
@@ -66,7 +80,10 @@ def test_a_console_goes_on_where_nothing_can_be_printed_and_says_so_once(broken,
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_stdout_of_few_characters_shows_the_others_as_escapes(encoding: str) -> None:
-    with io.TextIOWrapper(io.BytesIO(), encoding=encoding) as stream, Console(num_steps=2, stream=stream) as console:
+    with (
+        io.TextIOWrapper(io.BytesIO(), encoding=encoding) as stream,
+        Console(num_steps=2, stream=stream) as console,
+    ):
         console.note("8 × 8 → half a character: \ud800")
         stream.flush()
         assert stream.buffer.getvalue().decode(encoding).strip() in (
@@ -92,5 +109,12 @@ def test_a_console_without_any_stdout_prints_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_no_file_takes_the_number_of_a_stdout_that_was_closed() -> None:
-    program = "import os; from tlt.cli.main import main; main(['--version']); os._exit(open('/dev/zero').fileno())"
-    assert subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{program}" >&- 2>&-'], check=False).returncode > 2
+    program = (
+        "import os; from tlt.cli.main import main; main(['--version']); os._exit(open('/dev/zero').fileno())"
+    )
+    assert (
+        subprocess.run(
+            ["sh", "-c", f'exec "{sys.executable}" -c "{program}" >&- 2>&-'], check=False
+        ).returncode
+        > 2
+    )

@@ -21,9 +21,17 @@ def torchrun_options(words: list[str]) -> Any:
 
 
 def check_command(options: Any) -> None:
-    assert (options.nnodes, options.nproc_per_node, options.max_restarts, options.master_port) == ("2", "8", 3, 29500)
+    assert (options.nnodes, options.nproc_per_node, options.max_restarts, options.master_port) == (
+        "2",
+        "8",
+        3,
+        29500,
+    )
     assert options.module
-    assert (options.training_script, options.training_script_args) == ("tlt", ["train", "run.toml", "--resume=auto"])
+    assert (options.training_script, options.training_script_args) == (
+        "tlt",
+        ["train", "run.toml", "--resume=auto"],
+    )
 
 
 def test_the_pods_of_the_kubernetes_job_find_the_first_one_by_its_name() -> None:
@@ -42,16 +50,26 @@ def test_the_pods_of_the_kubernetes_job_find_the_first_one_by_its_name() -> None
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options.nproc_per_node)
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
 
 
 def test_the_skypilot_task_runs_torchrun_on_each_of_its_nodes(tmp_path: Path) -> None:
     task = yaml.safe_load((FOLDER / "sky.yaml").read_text())
     assert task["num_nodes"] == 2
-    script = task["run"].replace("cd /shared", f"cd {tmp_path}").replace("torchrun", "printf '%s\\n' torchrun")
-    environ = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    script = (
+        task["run"].replace("cd /shared", f"cd {tmp_path}").replace("torchrun", "printf '%s\\n' torchrun")
+    )
+    environ = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    }
     environ |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "PATH": "/usr/bin:/bin"}
-    said = subprocess.run(["bash", "-euc", script], env=environ, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["bash", "-euc", script], env=environ, capture_output=True, text=True, check=True
+    ).stdout
     options = torchrun_options(said.splitlines())
     check_command(options)
     assert (options.node_rank, options.master_addr) == (1, "10.0.0.1")

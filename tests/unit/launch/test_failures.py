@@ -9,7 +9,9 @@ import pytest
 from tlt.io.processes import how_it_ended
 from tlt.launch.failures import Failure, RankFailure, Restarts, find_cause
 
-TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line {}, in step\n    1 / 0\nZeroDivisionError: {}\n'
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "a.py", line {}, in step\n    1 / 0\nZeroDivisionError: {}\n'
+)
 KILLED = Failure(("rank 1 ended without a word: killed by SIGKILL (out of memory?)",))
 
 
@@ -24,13 +26,17 @@ def report(rank: int, time: float, is_user_error: bool = False) -> RankFailure:
 def test_the_cause_is_what_ended_first_and_a_users_mistake_before_all() -> None:
     reports = [report(0, 1.0), report(1, 2.0), report(2, 3.0)]
     assert find_cause(reports, [1, 2], str) == Failure(("rank 1 failed: message 1",), "traceback 1\n")
-    assert find_cause([*reports, report(3, 9.0, is_user_error=True)], [0], str) == Failure(("message 3",), "", True)
+    assert find_cause([*reports, report(3, 9.0, is_user_error=True)], [0], str) == Failure(
+        ("message 3",), "", True
+    )
     silent = find_cause(reports[:1], [2, 1], lambda rank: how_it_ended(-9))
     assert silent.causes[0] == KILLED.causes[0]
     assert len(silent.causes) == 2
 
 
-def test_a_death_is_followed_by_attempts_up_to_the_limit_and_one_line_names_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_death_is_followed_by_attempts_up_to_the_limit_and_one_line_names_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     restarts = Restarts(2, lambda: "from step-00000004")
     assert [restarts.follows(KILLED) for _ in range(3)] == [True, True, False]
     first, second, last = capsys.readouterr().err.splitlines()
@@ -44,23 +50,34 @@ def test_a_users_mistake_is_not_followed_by_another_attempt(capsys: pytest.Captu
     assert capsys.readouterr().err == "tlt: error: model.path: is missing\n"
 
 
-def test_a_failure_that_repeats_at_the_same_line_without_progress_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_that_repeats_at_the_same_line_without_progress_ends_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     restarts = Restarts(9)
     assert restarts.follows(fault(message="at 0x7f"))
     capsys.readouterr()
     assert not restarts.follows(fault(message="at 0x80"))
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("Traceback")
-    assert said[-1].endswith("; not started again: it failed there before, and nothing was saved since (from the beginning)")
+    assert said[-1].endswith(
+        "; not started again: it failed there before, and nothing was saved since (from the beginning)"
+    )
 
 
 def test_the_same_line_may_fail_again_after_progress_or_another_line_without() -> None:
     places = iter(["a", "b", "b", "b"])
     restarts = Restarts(9, lambda: next(places))
-    assert [restarts.follows(failure) for failure in (fault(), fault(), fault(8), fault(8))] == [True, True, True, False]
+    assert [restarts.follows(failure) for failure in (fault(), fault(), fault(8), fault(8))] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
-def test_tracebacks_of_attempts_that_are_followed_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tracebacks_of_attempts_that_are_followed_go_to_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "failures.log"
     restarts = Restarts(3, log=log)
     restarts.follows(fault(1))

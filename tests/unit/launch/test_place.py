@@ -86,7 +86,9 @@ def test_a_contradiction_is_one_line_that_names_it(changes: dict[str, str | None
 def test_the_number_of_ranks_is_the_launchers() -> None:
     check_num_ranks(None, 2)
     check_num_ranks(find_place(TORCHRUN), 8)
-    with pytest.raises(UserError, match=r"run\.num_ranks: is 2, but 8 ranks were started .* give --run\.num_ranks 8"):
+    with pytest.raises(
+        UserError, match=r"run\.num_ranks: is 2, but 8 ranks were started .* give --run\.num_ranks 8"
+    ):
         check_num_ranks(find_place(TORCHRUN), 2)
 
 

@@ -1,6 +1,8 @@
-"""The compiled loops attend as PyTorch does over the same cache: chains, trees, ragged batches, groups of heads, both dtypes.
+"""The compiled loops attend as PyTorch does over the same cache: chains, trees, ragged batches, groups of
+heads, both dtypes.
 
-What a query gets is its own to the last bit: whatever else is asked in the same call, and however many threads ask.
+What a query gets is its own to the last bit: whatever else is asked in the same call, and however many
+threads ask.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def new_tokens(config: ModelConfig, num: int, dtype: torch.dtype = torch.float32
     return torch.randn(num, config.num_qkv, config.head_dim, generator=generator).to(dtype)
 
 
-def random_cache(config: ModelConfig, num_slots: int, length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def random_cache(
+    config: ModelConfig, num_slots: int, length: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """Layers full of numbers of size 1, of which what lies behind a sequence means nothing."""
     generator = torch.Generator().manual_seed(1)
     shape = (2, num_slots, 2 * config.num_kv_heads, length, config.head_dim)
@@ -42,12 +46,15 @@ def random_cache(config: ModelConfig, num_slots: int, length: int, dtype: torch.
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of attention over numbers of size 1: some roundings of float32; in bfloat16 one of the result, and SDPA's own."""
+"""Of attention over numbers of size 1: some roundings of float32; in bfloat16 one of the result, and
+SDPA's own."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("lengths", "num_new"), [([60], 1), ([61, 2, 130, 64], 1), ([63, 2, 130, 11], 5), ([200], 16)])
+@pytest.mark.parametrize(
+    ("lengths", "num_new"), [([60], 1), ([61, 2, 130, 64], 1), ([63, 2, 130, 11], 5), ([200], 16)]
+)
 def test_attention_and_cache_are_those_of_sdpa(
     lengths: list[int], num_new: int, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -100,7 +107,9 @@ def test_a_tree_sees_its_own_branches_alone() -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-def outputs_of(config: ModelConfig, layers: Sequence[Tensor], lengths: Sequence[int], qkv_NSD: Tensor) -> Tensor:
+def outputs_of(
+    config: ModelConfig, layers: Sequence[Tensor], lengths: Sequence[int], qkv_NSD: Tensor
+) -> Tensor:
     """Attends with len(qkv) / len(lengths) new tokens of each sequence; returns [B, T, H·D]."""
     B, T = len(lengths), len(qkv_NSD) // len(lengths)
     columns_BT = torch.tensor(lengths)[:, None] + torch.arange(T)
@@ -119,7 +128,9 @@ def test_a_query_gets_the_same_bits_alone_in_a_draft_and_in_a_batch(
     monkeypatch.setattr(compiled, "PRODUCTS_PER_THREAD", 10**12)  # one thread
     for b, length in enumerate(lengths):
         layers = [layer[b : b + 1].clone() for layer in random_cache(config, 3, 200)]
-        one_by_one = [outputs_of(config, layers, [length + t], qkv_BTSD[b, t : t + 1])[0, 0] for t in range(T)]
+        one_by_one = [
+            outputs_of(config, layers, [length + t], qkv_BTSD[b, t : t + 1])[0, 0] for t in range(T)
+        ]
         assert torch.equal(torch.stack(one_by_one), together_BTC[b])
 
 
@@ -151,16 +162,24 @@ def test_scores_that_differ_widely_neither_overflow_nor_vanish() -> None:
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_many_tokens_float64_and_machines_without_numba_are_left_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_float64_and_machines_without_numba_are_left_to_sdpa(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = config_of((4, 2, 8))
 
-    def attend(num_new: int, dtype: torch.dtype, lengths: list[int] | None = None, counts: list[int] | None = None) -> object:
+    def attend(
+        num_new: int, dtype: torch.dtype, lengths: list[int] | None = None, counts: list[int] | None = None
+    ) -> object:
         columns_BT = 10 + torch.arange(num_new).repeat(len(counts or [0]), 1)
-        return cached(config, random_cache(config, 2, 400, dtype), columns_BT, 10 + num_new, None, lengths, counts)
+        return cached(
+            config, random_cache(config, 2, 400, dtype), columns_BT, 10 + num_new, None, lengths, counts
+        )
 
     assert isinstance(attend(1, torch.float64), Cached)
     assert isinstance(attend(200, torch.float32), Cached)
-    assert not isinstance(attend(200, torch.float32, [210, 11], [200, 1]), Cached), "padding would double what SDPA computes"
+    assert not isinstance(attend(200, torch.float32, [210, 11], [200, 1]), Cached), (
+        "padding would double what SDPA computes"
+    )
     monkeypatch.setitem(sys.modules, "tlt.models.compiled_attention", None)
     monkeypatch.delattr("tlt.models.compiled_attention")
     attention.compiled_loops.cache_clear()

@@ -1,4 +1,5 @@
-"""A matrix in oneDNN's layout multiplies as F.linear does, also where a small input is repeated for its sake."""
+"""A matrix in oneDNN's layout multiplies as F.linear does, also where a small input is repeated for its
+sake."""
 
 import pytest
 import torch
@@ -7,16 +8,22 @@ import torch.nn.functional as F
 from tlt.models import cpu_kernels
 from tlt.models.cpu_kernels import FASTEST_ROWS, MIN_REPEATED, OneDnnMatrix
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
 
 
 @needs_onednn
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("shape", [(128, 64), (1024, MIN_REPEATED // 1024 + 1)], ids=["small", "large"])
-def test_products_of_any_number_of_rows_are_those_of_a_plain_matrix(num_rows: int, shape: tuple[int, int]) -> None:
+def test_products_of_any_number_of_rows_are_those_of_a_plain_matrix(
+    num_rows: int, shape: tuple[int, int]
+) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     num_in, num_out = shape
-    weight, x, bias = (torch.randn(size, generator=generator) for size in ((num_out, num_in), (num_rows, num_in), (num_out,)))
+    weight, x, bias = (
+        torch.randn(size, generator=generator) for size in ((num_out, num_in), (num_rows, num_in), (num_out,))
+    )
     residual = torch.randn(num_rows, num_out, generator=generator)
     matrix = OneDnnMatrix(weight.numel(), torch.float32)
     matrix.load(weight)

@@ -1,4 +1,5 @@
-"""A small model grown into a large geometry computes the same function, and so does its drafter. Referee: transformers.
+"""A small model grown into a large geometry computes the same function, and so does its drafter. Referee:
+transformers.
 
 All weights are random, norms and biases included, and the eps of the norms is large enough to matter.
 """
@@ -36,8 +37,12 @@ from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, UserError
 
 VOCAB = 29
-SMALL = ModelConfig("llama", VOCAB, 32, 48, 2, 4, 2, 8, rms_norm_eps=3e-3, max_positions=64, tie_embeddings=True)
-LARGE = ModelConfig("llama", 97, 96, 112, 3, 12, 4, 16, rms_norm_eps=1e-6, rope_theta=77.0, tie_embeddings=True)
+SMALL = ModelConfig(
+    "llama", VOCAB, 32, 48, 2, 4, 2, 8, rms_norm_eps=3e-3, max_positions=64, tie_embeddings=True
+)
+LARGE = ModelConfig(
+    "llama", 97, 96, 112, 3, 12, 4, 16, rms_norm_eps=1e-6, rope_theta=77.0, tie_embeddings=True
+)
 SCALING = RopeScaling(8.0, 1.0, 4.0, 16)
 
 
@@ -51,15 +56,24 @@ CASES = {
     "llama, the geometry's positions scaled": (SMALL, like(LARGE, rope_scaling=SCALING)),
     "llama into an untied head": (SMALL, like(LARGE, tie_embeddings=False)),
     "llama, untied, into a tied head": (like(SMALL, tie_embeddings=False), LARGE),
-    "llama into more kv heads than it has queries": (like(SMALL, num_kv_heads=1), like(LARGE, num_heads=6, num_kv_heads=6)),
+    "llama into more kv heads than it has queries": (
+        like(SMALL, num_kv_heads=1),
+        like(LARGE, num_heads=6, num_kv_heads=6),
+    ),
     "llama, heads of one size": (like(SMALL, head_dim=16), LARGE),
     "llama into fewer layers": (like(SMALL, num_layers=4), like(LARGE, intermediate_size=512)),
     "llama into qwen2": (SMALL, like(LARGE, architecture="qwen2")),
     "llama into qwen3": (SMALL, like(LARGE, architecture="qwen3")),
-    "qwen2": (like(SMALL, architecture="qwen2"), like(LARGE, architecture="qwen2", num_heads=14, num_kv_heads=2)),
+    "qwen2": (
+        like(SMALL, architecture="qwen2"),
+        like(LARGE, architecture="qwen2", num_heads=14, num_kv_heads=2),
+    ),
     "qwen2 into llama": (like(SMALL, architecture="qwen2"), LARGE),
     "qwen3": (like(SMALL, architecture="qwen3"), like(LARGE, architecture="qwen3")),
-    "qwen3 into qwen2, untied": (like(SMALL, architecture="qwen3", tie_embeddings=False), like(LARGE, architecture="qwen2")),
+    "qwen3 into qwen2, untied": (
+        like(SMALL, architecture="qwen3", tie_embeddings=False),
+        like(LARGE, architecture="qwen2"),
+    ),
 }
 SEQUENCE = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3))
 
@@ -68,7 +82,9 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in expected_shapes(config).items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        tensors[name] = 1 + 0.4 * noise if "norm" in name else 0.5 * noise if name.endswith("bias") else 0.25 * noise
+        tensors[name] = (
+            1 + 0.4 * noise if "norm" in name else 0.5 * noise if name.endswith("bias") else 0.25 * noise
+        )
     return tensors
 
 
@@ -81,7 +97,9 @@ def logits_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Tensor:
         return model.logits(model(SEQUENCE, attend.positions(), attend))
 
 
-def grown_case(case: str, noise: float, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ModelConfig, GrownTensors]:
+def grown_case(
+    case: str, noise: float, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ModelConfig, GrownTensors]:
     """Returns the small model's logits, and the grown model."""
     small, large = CASES[case]
     tensors = random_tensors(small)
@@ -106,7 +124,9 @@ def test_with_noise_the_greedy_tokens_are_the_small_models_and_no_matrix_holds_z
     assert 0 < (found[:, :VOCAB] - expected).abs().max() < 1e-5
     for name, tensor in tensors.items():
         if tensor.dim() == 2:  # the row that keeps the constant is the only one
-            assert (tensor == 0).sum() <= tensor.shape[1 if "embed" not in name and "head" not in name else 0], name
+            assert (tensor == 0).sum() <= tensor.shape[
+                1 if "embed" not in name and "head" not in name else 0
+            ], name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,7 +142,11 @@ def test_transformers_reads_the_grown_folder_and_computes_the_same(case: str, tm
 
 
 FAULTS = {
-    "heads are not placed by their group": (growth, "query_places", lambda small, grown: list(range(small.num_heads))),
+    "heads are not placed by their group": (
+        growth,
+        "query_places",
+        lambda small, grown: list(range(small.num_heads)),
+    ),
     "rotary pairs keep their places": (growth, "_rotary_places", lambda small, grown: torch.arange(small)),
     "norms are not scaled": (growth.Widening, "norm_factor", 1.0),
 }
@@ -147,7 +171,9 @@ def test_the_query_heads_of_a_group_lie_where_copies_of_their_keys_are() -> None
         room, group = large.num_heads // large.num_kv_heads, small.num_heads // small.num_kv_heads
         places, sources = query_places(small, large), kv_sources(small, large)
         assert len(set(places)) == small.num_heads
-        assert [sources[place // room] for place in places] == [head // group for head in range(small.num_heads)]
+        assert [sources[place // room] for place in places] == [
+            head // group for head in range(small.num_heads)
+        ]
 
 
 def test_what_gives_way_to_the_function_is_noted() -> None:
@@ -155,7 +181,13 @@ def test_what_gives_way_to_the_function_is_noted() -> None:
         small, large = CASES[case]
         return grow_config(small, Geometry("large", large)).notes
 
-    assert notes("llama") == notes("llama into qwen2") == notes("qwen3") == notes("llama into an untied head") == ()
+    assert (
+        notes("llama")
+        == notes("llama into qwen2")
+        == notes("qwen3")
+        == notes("llama into an untied head")
+        == ()
+    )
     assert notes("llama into qwen3")[0].startswith("llama in place of qwen3 (norms of queries and keys): ")
     assert notes("qwen2 into llama")[0].startswith("qwen2 (biases) in place of llama: ")
     assert notes("llama, untied, into a tied head")[0].startswith("a head of its own in place of a tied one")
@@ -173,7 +205,13 @@ def test_a_token_reads_as_many_weights_where_layers_have_to_be_more() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.544), ("qwen2.5-7b", 7.616), ("llama-3.2-1b", 1.236), ("qwen3-8b", 8.191)],
+    [
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-1.5b", 1.544),
+        ("qwen2.5-7b", 7.616),
+        ("llama-3.2-1b", 1.236),
+        ("qwen3-8b", 8.191),
+    ],
 )
 def test_named_geometries_have_the_parameters_that_their_model_cards_tell(name: str, billions: float) -> None:
     shapes = expected_shapes(find_geometry(name).sizes)
@@ -203,17 +241,24 @@ def test_a_geometry_is_a_name_or_a_config_file(tmp_path: Path) -> None:
     folder.mkdir()
     write_json(folder / "config.json", config_to_hf(LARGE, torch.float32))
     assert find_geometry("Qwen2.5-0.5B").name == "qwen2.5-0.5b"
-    assert find_geometry(str(folder)) == find_geometry(str(folder / "config.json")) == Geometry("my-model", LARGE)
+    assert (
+        find_geometry(str(folder))
+        == find_geometry(str(folder / "config.json"))
+        == Geometry("my-model", LARGE)
+    )
     with pytest.raises(
-        UserError, match=r"^--geometry: 'qwen9' is unknown; give qwen2\.5-0\.5b, .* or the path of a config\.json$"
+        UserError,
+        match=r"^--geometry: 'qwen9' is unknown; give qwen2\.5-0\.5b, .* or the path of a config\.json$",
     ):
         find_geometry("qwen9")
-    write_json(folder / "config.json", config_to_hf(LARGE, torch.float32) | {"architectures": ["GemmaForCausalLM"]})
+    write_json(
+        folder / "config.json", config_to_hf(LARGE, torch.float32) | {"architectures": ["GemmaForCausalLM"]}
+    )
     with pytest.raises(OtherComputation, match=r"architectures is .*Gemma"):
         find_geometry(str(folder))
 
 
-# ── the drafter ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the drafter ─────────────────────────────────────────────────────────────────────────────────────────────
 
 LARGER = like(LARGE, vocab_size=131)
 TREE = Strategy("learned", 3, 2, 6)
@@ -231,7 +276,9 @@ def draft_logits(drafter: StoredDrafter, target: GrownTensors | dict[str, Tensor
     model.load_state_dict(drafter.tensors)
     size, small = drafter.config.layer.hidden_size, CONFIG.hidden_size
     features = torch.zeros(30, size, dtype=torch.float64)
-    features[:, :small] = torch.randn(30, small, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    features[:, :small] = torch.randn(
+        30, small, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+    )
     attend = PackedCausal(drafter.config.layer, [30])
     embeddings = target["model.embed_tokens.weight"][SEQUENCE[:30]]
     for _ in range(steps):
@@ -255,7 +302,9 @@ def test_the_grown_drafter_computes_what_the_small_one_does(draft_vocab: int | N
     torch.testing.assert_close(found[:, :num], expected, atol=1e-9, rtol=0)
 
 
-def run(config: ModelConfig, tensors: Mapping[str, Tensor], drafter: StoredDrafter) -> tuple[list[Any], list[Any]]:
+def run(
+    config: ModelConfig, tensors: Mapping[str, Tensor], drafter: StoredDrafter
+) -> tuple[list[Any], list[Any]]:
     """Returns the responses, and every verified tree with its verdict."""
     trees = []
 
@@ -272,22 +321,32 @@ def run(config: ModelConfig, tensors: Mapping[str, Tensor], drafter: StoredDraft
 
 
 def test_the_engine_drafts_and_accepts_the_same_with_everything_grown(tmp_path: Path) -> None:
-    """Target and drafter, noise included, at temperature 0.7: every proposed tree, every verdict, every response; and the
-    drafter through its folder."""
+    """Target and drafter, noise included, at temperature 0.7: every proposed tree, every verdict, every
+    response; and the drafter through its folder."""
     small, tensors = stored(), dict(make_policy().named_parameters())
     config = grow_config(CONFIG, Geometry("larger", LARGER)).config
     grown = GrownTensors(CONFIG, tensors, config, torch.float64)
     save_stored(tmp_path / "drafter", grow_drafter(small, config, torch.float64), torch.float64)
-    expected, found = run(CONFIG, tensors, small), run(config, grown, load_drafter(tmp_path / "drafter", config))
-    assert sum(len(verdict) > 1 for _, _, verdicts in expected[1] for verdict in verdicts) > 20  # drafts are accepted
+    expected, found = (
+        run(CONFIG, tensors, small),
+        run(config, grown, load_drafter(tmp_path / "drafter", config)),
+    )
+    assert (
+        sum(len(verdict) > 1 for _, _, verdicts in expected[1] for verdict in verdicts) > 20
+    )  # drafts are accepted
     assert found == expected
 
 
 def test_a_drafter_that_does_not_grow_is_refused_in_one_line() -> None:
     config = grow_config(CONFIG, Geometry("larger", LARGER)).config
     third = DraftModel(drafter_shape(like(CONFIG, num_layers=4), "eagle3"))
-    with pytest.raises(UserError, match=r"^--geometry: a drafter of form eagle3 does not grow; give one of form eagle .*none$"):
+    with pytest.raises(
+        UserError,
+        match=r"^--geometry: a drafter of form eagle3 does not grow; give one of form eagle .*none$",
+    ):
         grow_drafter(StoredDrafter(third.config, third.state_dict(), {}), config, torch.float32)
     foreign = DraftModel(dataclasses.replace(drafter_shape(CONFIG), has_bias=True))
-    with pytest.raises(UserError, match=r"^--geometry: an eagle drafter with a head or bias of its own does not grow"):
+    with pytest.raises(
+        UserError, match=r"^--geometry: an eagle drafter with a head or bias of its own does not grow"
+    ):
         grow_drafter(StoredDrafter(foreign.config, foreign.state_dict(), {}), config, torch.float32)

@@ -1,5 +1,5 @@
-"""LoRA on one rank: what trains, what it computes, what is published and saved, and one line for every mistake. Float64, two
-layers, vocabulary 61. That it is PEFT's LoRA, tests/referee/test_peft.py shows."""
+"""LoRA on one rank: what trains, what it computes, what is published and saved, and one line for every
+mistake. Float64, two layers, vocabulary 61. That it is PEFT's LoRA, tests/referee/test_peft.py shows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def make_policy(shape: ModelConfig = LLAMA, config: Config | None = None) -> Tra
     """A policy of random weights, whose adapters do something, too."""
     tensors = {name: tensor.detach() for name, tensor in base_of(shape).state_dict().items()}
     config = config or make_config()
-    policy = build_policy(plan_policy(config, shape), Model(Path(), shape, None, (), tensors), torch.device("cpu"), seed=3)
+    policy = build_policy(
+        plan_policy(config, shape), Model(Path(), shape, None, (), tensors), torch.device("cpu"), seed=3
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -93,11 +95,13 @@ def are_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-# ── what it computes ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what it computes ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lora", [{}, {"targets": ("v_proj", "down_proj"), "rslora": True}], ids=["all", "two, rslora"])
+@pytest.mark.parametrize(
+    "lora", [{}, {"targets": ("v_proj", "down_proj"), "rslora": True}], ids=["all", "two, rslora"]
+)
 def test_the_published_matrices_compute_what_the_adapters_do(shape: str, lora: dict[str, Any]) -> None:
     policy = make_policy(SHAPES[shape], make_config(**lora))
     engine = PackedTransformer(SHAPES[shape], torch.float64)
@@ -139,7 +143,7 @@ def test_the_base_of_a_policy_computes_as_if_there_were_no_adapters_and_they_are
     assert torch.equal(logits_of(policy), before)
 
 
-# ── what trains ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what trains ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,9 @@ def test_the_base_of_a_policy_computes_as_if_there_were_no_adapters_and_they_are
 def test_adapters_alone_change_and_alone_have_moments(algorithm: dict[str, Any]) -> None:
     policy = make_policy()
     before, base = trained(policy), frozen(policy)
-    trainer = make_trainer(policy, reference=BaseOf(policy) if "kl_coefficient" in algorithm else None, **algorithm)
+    trainer = make_trainer(
+        policy, reference=BaseOf(policy) if "kl_coefficient" in algorithm else None, **algorithm
+    )
     for step in range(2):
         trainer.update(*make_batch(step), step)
     assert are_equal(frozen(policy), base)
@@ -161,7 +167,8 @@ def test_adapters_alone_change_and_alone_have_moments(algorithm: dict[str, Any])
 
 
 def test_the_update_is_that_of_the_whole_policy_projected_on_the_adapters() -> None:
-    """By the chain rule, from a full update: d loss/dB = scale · (d loss/dW) Aᵀ, and d loss/dA = scale · Bᵀ (d loss/dW)."""
+    """By the chain rule, from a full update: d loss/dB = scale · (d loss/dW) Aᵀ, and d loss/dA = scale ·
+    Bᵀ (d loss/dW)."""
     policy = make_policy()
     whole = Transformer(LLAMA).double()
     whole.load_state_dict(dict(Gathered(policy)))
@@ -241,7 +248,9 @@ def test_a_base_in_bfloat16_has_gradients_close_to_those_in_float32() -> None:
 
 def test_a_kl_coefficient_makes_no_second_copy_of_a_policy_with_adapters() -> None:
     config = make_config(base_dtype=None)
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1})})
+    config = config.model_copy(
+        update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1})}
+    )
     assert isinstance(build_trainer(config).reference, BaseOf)
     without = config.model_copy(update={"lora": LoraSection()})
     assert isinstance(build_trainer(without).reference, Transformer)
@@ -256,12 +265,14 @@ def test_what_identifies_the_weights_sees_the_last_bit_of_what_is_frozen() -> No
     assert other.base == trainer.base, "which training does not change"
     changed = dict(base_of(LLAMA).named_parameters())["model.layers.1.mlp.up_proj.weight"]
     tensors = {name: tensor.detach() for name, tensor in base_of(LLAMA).state_dict().items()}
-    tensors["model.layers.1.mlp.up_proj.weight"] = changed.detach().nextafter(torch.tensor(9.0, dtype=torch.float64))
+    tensors["model.layers.1.mlp.up_proj.weight"] = changed.detach().nextafter(
+        torch.tensor(9.0, dtype=torch.float64)
+    )
     other = build_policy_trainer(config, Model(Path(), LLAMA, None, (), tensors), ALONE)
     assert other.base != trainer.base
 
 
-# ── what is saved ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is saved ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_adapter_is_saved_by_pefts_names_and_replaced_whole(tmp_path: Path) -> None:
@@ -269,15 +280,23 @@ def test_an_adapter_is_saved_by_pefts_names_and_replaced_whole(tmp_path: Path) -
     for number in range(2):
         (tmp_path / "adapter" / f"left-{number}").mkdir(parents=True)
         save_adapter(tmp_path / "adapter", config.lora, trained(policy), "org/base", "main")
-    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     names = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     assert "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight" in names
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (said["r"], said["lora_alpha"], said["target_modules"], said["use_rslora"]) == (4, 6, ["q_proj", "k_proj"], True)
+    assert (said["r"], said["lora_alpha"], said["target_modules"], said["use_rslora"]) == (
+        4,
+        6,
+        ["q_proj", "k_proj"],
+        True,
+    )
     assert (said["base_model_name_or_path"], said["revision"]) == ("org/base", "main")
 
 
-# ── what a plan says ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what a plan says ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -316,7 +335,7 @@ def test_frozen_weights_in_bfloat16_are_a_remedy_where_they_do_not_fit() -> None
     assert "lora.base_dtype = bfloat16" in judge(tight).line
 
 
-# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── mistakes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -327,9 +346,15 @@ def test_frozen_weights_in_bfloat16_are_a_remedy_where_they_do_not_fit() -> None
             "lora.targets: the model has no matrix 'qkv_proj' to adapt; give some of"
             " q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
         ),
-        ({"targets": ("lm_head",)}, "lora.targets: the model has no matrix 'lm_head' to adapt; give some of q_proj, "),
+        (
+            {"targets": ("lm_head",)},
+            "lora.targets: the model has no matrix 'lm_head' to adapt; give some of q_proj, ",
+        ),
         ({"rank": 17}, "lora.rank: 17 is more than the smaller side of k_proj, 16; give at most 16"),
-        ({"rank": 33, "targets": ("up_proj",)}, "lora.rank: 33 is more than the smaller side of up_proj, 32; give at most 32"),
+        (
+            {"rank": 33, "targets": ("up_proj",)},
+            "lora.rank: 33 is more than the smaller side of up_proj, 32; give at most 32",
+        ),
     ],
 )
 def test_what_a_model_cannot_have_is_refused_in_a_line(lora: dict[str, Any], said: str) -> None:
@@ -342,13 +367,21 @@ def test_what_a_model_cannot_have_is_refused_in_a_line(lora: dict[str, Any], sai
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--lora.alpha", "16"], "alpha is set but rank is 0, so that there are no adapters: set rank, or remove alpha"),
-        (["--lora.rank", "8", "--lora.targets", "q_proj,q_proj"], "targets names one twice (q_proj, q_proj): give it once"),
+        (
+            ["--lora.alpha", "16"],
+            "alpha is set but rank is 0, so that there are no adapters: set rank, or remove alpha",
+        ),
+        (
+            ["--lora.rank", "8", "--lora.targets", "q_proj,q_proj"],
+            "targets names one twice (q_proj, q_proj): give it once",
+        ),
         (["--lora.rank", "8", "--lora.targets", ""], "lora.targets is "),
         (["--lora.rank", "-1"], "lora.rank is -1; it must be greater than or equal to 0"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused_in_a_line(words: list[str], said: str, tmp_path: Path) -> None:
+def test_keys_that_contradict_each_other_are_refused_in_a_line(
+    words: list[str], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as caught:
         load_config({"model": {"path": str(tmp_path)}, "task": {"name": "t"}}, words)
     assert said in str(caught.value)
@@ -356,7 +389,9 @@ def test_keys_that_contradict_each_other_are_refused_in_a_line(words: list[str],
 
 
 def test_a_resumed_run_keeps_its_adapters(tmp_path: Path) -> None:
-    config = make_config().model_copy(update={"model": make_config().model.model_copy(update={"path": tmp_path})})
+    config = make_config().model_copy(
+        update={"model": make_config().model.model_copy(update={"path": tmp_path})}
+    )
     (tmp_path / "config.json").write_text(config.to_json())
     for words, said in (
         (["--lora.rank", "8"], "--resume: lora.rank is 8 but the run in "),

@@ -1,4 +1,5 @@
-"""LoRA on one rank and two (gloo): adapters of a sharded policy against those of a replicated one, in float64 bit for bit."""
+"""LoRA on one rank and two (gloo): adapters of a sharded policy against those of a replicated one, in
+float64 bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ ONCE = {"reduce_each_micro_batch": False}
 KL = {"kl_coefficient": 0.3}
 CASES: dict[str, dict[str, Any]] = {
     "all matrices": {},
-    "tied, two of them, rslora": {"shape": LLAMA, "lora": {"targets": ("v_proj", "down_proj"), "rslora": True}},
+    "tied, two of them, rslora": {
+        "shape": LLAMA,
+        "lora": {"targets": ("v_proj", "down_proj"), "rslora": True},
+    },
     "fewer rows than ranks": {"shape": replace(UNTIED, architecture="qwen2"), "lora": {"rank": 1}},
     "KL in the loss, minibatches": {"shape": QWEN3, "algorithm": {**KL, "minibatches": 2}},
     "KL in the reward, checkpointed": {
@@ -73,7 +77,9 @@ def make_trainer(world: World, config: Config, is_sharded: bool) -> PolicyTraine
     return trainer
 
 
-def updates(world: World, trainer: PolicyTrainer, steps: range = range(2), **batch: int) -> list[dict[str, Any]]:
+def updates(
+    world: World, trainer: PolicyTrainer, steps: range = range(2), **batch: int
+) -> list[dict[str, Any]]:
     """Metrics of updates, whose rollouts come to each rank in another order."""
     found = []
     for step in steps:
@@ -105,7 +111,9 @@ def compare(world: World, config: Config, **batch: int) -> dict[str, Any]:
     return {
         "began": began,
         "weights": apart(trained(sharded), trained(replicated)),
-        "published": apart(dict(Gathered(sharded)), {name: tensor.detach() for name, tensor in Gathered(replicated).items()}),
+        "published": apart(
+            dict(Gathered(sharded)), {name: tensor.detach() for name, tensor in Gathered(replicated).items()}
+        ),
         "frozen": apart(frozen(sharded), {name: base[name] for name in frozen(sharded)}),
         "moved": apart(trained(replicated), start),
         "expected": metrics[0],
@@ -116,8 +124,8 @@ def compare(world: World, config: Config, **batch: int) -> dict[str, Any]:
 
 
 def resumed(world: World, config: Config) -> float:
-    """Two updates in slices, all that trains made whole and taken up by a replicated trainer, one update: how far from three
-    in one go."""
+    """Two updates in slices, all that trains made whole and taken up by a replicated trainer, one update:
+    how far from three in one go."""
     trainer = make_trainer(world, config, is_sharded=True)
     updates(world, trainer, range(2))
     kept = {name: whole(tensor).detach().clone() for name, tensor in trainer.tensors().items()}
@@ -131,12 +139,17 @@ def resumed(world: World, config: Config) -> float:
 
 
 def in_bfloat16(world: World, folder: Path, param_dtype: str | None) -> dict[str, Any]:
-    config = make_config(folder, "bfloat16", lora={"base_dtype": "bfloat16"}, parallel={"param_dtype": param_dtype})
+    config = make_config(
+        folder, "bfloat16", lora={"base_dtype": "bfloat16"}, parallel={"param_dtype": param_dtype}
+    )
     made = [make_trainer(world, config, is_sharded) for is_sharded in (False, True)]
     start = trained(made[0].model)
     for trainer in made:
         updates(world, trainer, range(1))
-    moves = [torch.cat([(t - start[name]).flatten() for name, t in trained(trainer.model).items()]) for trainer in made]
+    moves = [
+        torch.cat([(t - start[name]).flatten() for name, t in trained(trainer.model).items()])
+        for trainer in made
+    ]
     return {
         "cosine": float(torch.cosine_similarity(*moves, dim=0)),
         "frozen": {str(tensor.dtype) for tensor in frozen(made[1].model).values()},
@@ -168,11 +181,16 @@ def save(folder: Path, shape: ModelConfig, rank: int) -> None:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def ranks_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks_results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     num_ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*command, str(rank), str(num_ranks), str(folder)], env=environment) for rank in range(num_ranks)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(num_ranks), str(folder)], env=environment)
+        for rank in range(num_ranks)
+    ]
     try:
         assert [process.wait(timeout=280) for process in ranks] == [0] * num_ranks
     finally:
@@ -199,7 +217,9 @@ def test_an_update_goes_on_replicated_where_it_was_sharded(ranks_results: list[d
     assert [results["resumed"] for results in ranks_results] == [0] * len(ranks_results)
 
 
-def test_a_base_in_bfloat16_is_kept_in_it_and_adapters_and_moments_in_float32(ranks_results: list[dict[str, Any]]) -> None:
+def test_a_base_in_bfloat16_is_kept_in_it_and_adapters_and_moments_in_float32(
+    ranks_results: list[dict[str, Any]],
+) -> None:
     for results in ranks_results:
         for found in results["bf16"]:
             assert (found["frozen"], found["trained"]) == ({"torch.bfloat16"}, {"torch.float32"})

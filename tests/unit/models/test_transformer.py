@@ -57,7 +57,11 @@ def test_gradients_are_those_of_hugging_face(case: str) -> None:
     assert expected.keys() == dict(ours.named_parameters()).keys()
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(
-            parameter.grad, expected[name].grad, atol=1e-10, rtol=1e-8, msg=lambda m, name=name: f"{name}: {m}"
+            parameter.grad,
+            expected[name].grad,
+            atol=1e-10,
+            rtol=1e-8,
+            msg=lambda m, name=name: f"{name}: {m}",
         )
 
 
@@ -69,7 +73,11 @@ def test_greedy_decoding_from_the_cache_generates_what_hugging_face_generates(ca
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            pad_token_id=0,
         )
         expected.append(out[0, len(prompt) :].tolist())
     assert len({token for tokens in expected for token in tokens}) > 8  # no constant loop
@@ -107,7 +115,9 @@ def test_in_bfloat16_the_packed_transformer_is_as_close_to_float32_as_hugging_fa
 
 def test_initialization_depends_on_the_seed_alone() -> None:
     config = our_config(CASES["qwen2-gqa2"])
-    first, again, other = (dict(Transformer(config).initialize(seed).named_parameters()) for seed in (1, 1, 2))
+    first, again, other = (
+        dict(Transformer(config).initialize(seed).named_parameters()) for seed in (1, 1, 2)
+    )
     for name, parameter in first.items():
         assert torch.equal(parameter, again[name])
         assert torch.equal(parameter, other[name]) == (parameter.dim() == 1), name

@@ -37,7 +37,9 @@ def test_decoding_without_a_mask_equals_decoding_with_one() -> None:
     lengths_B, tokens_B = torch.tensor([9, 9]), torch.tensor([3, 4])
     masked = decode(ours, tokens_B, lengths_B, cache)
     attend = Cached(ours.config, cache, lengths_B[:, None], 10, None)
-    torch.testing.assert_close(ours.logits(ours.forward(tokens_B, lengths_B, attend)), masked, atol=1e-11, rtol=0)
+    torch.testing.assert_close(
+        ours.logits(ours.forward(tokens_B, lengths_B, attend)), masked, atol=1e-11, rtol=0
+    )
 
 
 @torch.no_grad()
@@ -48,7 +50,9 @@ def test_one_forward_over_a_tree_equals_decoding_each_of_its_paths(case: str, se
     num_nodes, B, longest = 11, len(PROMPTS), max(map(len, PROMPTS))
     generator = torch.Generator().manual_seed(seed)
     tokens_BN = torch.randint(VOCAB, (B, num_nodes), generator=generator)
-    parents_BN = [[-1] + [int(torch.randint(n, (), generator=generator)) for n in range(1, num_nodes)] for _ in range(B)]
+    parents_BN = [
+        [-1] + [int(torch.randint(n, (), generator=generator)) for n in range(1, num_nodes)] for _ in range(B)
+    ]
     paths_BN = [[path_to(parents, node) for node in range(num_nodes)] for parents in parents_BN]
 
     # Nodes lie behind the prompt, in the order of their columns; each sees the prompt and its own path.
@@ -64,14 +68,20 @@ def test_one_forward_over_a_tree_equals_decoding_each_of_its_paths(case: str, se
     cache = stale_cache(ours.config, B, length, torch.float64)
     prefill(ours, PROMPTS, cache)
     attend = Cached(ours.config, cache, columns_BN, length, mask_BNL)
-    verified_BNV = ours.logits(ours.forward(tokens_BN.flatten(), positions_BN.flatten(), attend)).unflatten(0, (B, num_nodes))
+    verified_BNV = ours.logits(ours.forward(tokens_BN.flatten(), positions_BN.flatten(), attend)).unflatten(
+        0, (B, num_nodes)
+    )
 
     for b, prompt in enumerate(PROMPTS):
-        for node in (node for node in range(num_nodes) if node not in parents_BN[b]):  # the leaves cover all nodes
+        for node in (
+            node for node in range(num_nodes) if node not in parents_BN[b]
+        ):  # the leaves cover all nodes
             path, cache_of_path = paths_BN[b][node], stale_cache(ours.config, 1, length, torch.float64)
             prefill(ours, [prompt], cache_of_path)
             for depth, column in enumerate(path):
-                sequential = decode(ours, tokens_BN[b, column, None], torch.tensor([len(prompt) + depth]), cache_of_path)
+                sequential = decode(
+                    ours, tokens_BN[b, column, None], torch.tensor([len(prompt) + depth]), cache_of_path
+                )
                 torch.testing.assert_close(verified_BNV[b, column], sequential[0], atol=1e-10, rtol=0)
             expected = referee_logits(model, [*prompt, *tokens_BN[b, path].tolist()])[len(prompt) :]
             torch.testing.assert_close(verified_BNV[b, path], expected, atol=1e-10, rtol=0)

@@ -37,20 +37,30 @@ def test_in_bfloat16_no_norm_is_folded_so_that_weights_are_not_rounded_twice() -
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(32, 96), (512, 700)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_packed_matrix_multiplies_as_a_plain_one_whichever_kernel_runs(num_in: int, num_out: int, has_bias: bool) -> None:
+def test_a_packed_matrix_multiplies_as_a_plain_one_whichever_kernel_runs(
+    num_in: int, num_out: int, has_bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(num_out, num_in, generator=generator), torch.randn(num_out, generator=generator)
+    weight, bias = (
+        torch.randn(num_out, num_in, generator=generator),
+        torch.randn(num_out, generator=generator),
+    )
     linear = PackedLinear(num_in, num_out, torch.float32, torch.device("cpu"), has_bias=has_bias)
     linear.load(weight, bias if has_bias else None)
     if cpu_kernels.has_matrices(torch.float32):
         assert (linear.weight is None) == (num_in * num_out >= 320_000), "a large matrix exists once"
     for rows in (1, 3, 40, 300):
-        x, residual = torch.randn(rows, num_in, generator=generator), torch.randn(rows, num_out, generator=generator)
+        x, residual = (
+            torch.randn(rows, num_in, generator=generator),
+            torch.randn(rows, num_out, generator=generator),
+        )
         expected = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-3)
         if not has_bias:
             before = residual.clone()
-            torch.testing.assert_close(linear.add_to(residual, x).double(), expected + residual, rtol=1e-5, atol=1e-3)
+            torch.testing.assert_close(
+                linear.add_to(residual, x).double(), expected + residual, rtol=1e-5, atol=1e-3
+            )
             assert torch.equal(residual, before)
     with pytest.raises(RuntimeError, match="was expected"):
         linear.load(weight[:-1])
@@ -74,7 +84,9 @@ def test_a_matrix_in_bfloat16_multiplies_as_torch_does(
         assert linear(x).dtype == dtype
         torch.testing.assert_close(linear(x).double(), exact, rtol=2.0**-7, atol=0.05)
         if not has_bias:
-            torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual, rtol=2.0**-7, atol=0.1)
+            torch.testing.assert_close(
+                linear.add_to(residual, x).double(), exact + residual, rtol=2.0**-7, atol=0.1
+            )
 
 
 @pytest.mark.parametrize("rows", [7, 300])
@@ -104,7 +116,9 @@ def test_a_model_is_packed_for_its_own_device_whatever_the_default_device_is() -
 
 
 @torch.no_grad()
-def test_a_packed_transformer_reports_its_version_and_refuses_a_policy_with_a_tensor_missing(case: str) -> None:
+def test_a_packed_transformer_reports_its_version_and_refuses_a_policy_with_a_tensor_missing(
+    case: str,
+) -> None:
     model = referee(case, torch.float32)
     tensors = dict(model.named_parameters())
     ours = PackedTransformer(our_config(model.config), torch.float32)
@@ -121,4 +135,6 @@ def test_loading_another_policy_replaces_every_weight(case: str) -> None:
     model = referee(case, torch.float64)
     ours = pack(Transformer(our_config(model.config)))
     ours.load(dict(model.named_parameters()), version=1)
-    torch.testing.assert_close(packed_logits(ours, PROMPTS), packed_logits(packed(model), PROMPTS), atol=0, rtol=0)
+    torch.testing.assert_close(
+        packed_logits(ours, PROMPTS), packed_logits(packed(model), PROMPTS), atol=0, rtol=0
+    )

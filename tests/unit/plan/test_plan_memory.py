@@ -1,4 +1,5 @@
-"""The plan of a run's memory: against measured figures, against the engine and autograd themselves, and its verdicts."""
+"""The plan of a run's memory: against measured figures, against the engine and autograd themselves, and
+its verdicts."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def size(plan: MemoryPlan, name: str) -> int:
     return next(term.num_bytes for term in plan.terms if term.name == name)
 
 
-# ── against figures ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── against figures ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -72,12 +73,14 @@ def test_weights_gradients_moments_and_keys_are_those_of_the_probes(
 
 def test_activations_of_7b_are_those_of_the_probes(tmp_path: Path) -> None:
     model = load_model_config(published("Qwen2.5-7B", tmp_path))
-    assert 4 * activations_per_token(model) / 1000 == pytest.approx(437, rel=0.01), "KB of a token and layer in float32"
+    assert 4 * activations_per_token(model) / 1000 == pytest.approx(437, rel=0.01), (
+        "KB of a token and layer in float32"
+    )
     assert 2 * 32768 * model.num_layers * model.hidden_size / 1e9 == pytest.approx(6.6, rel=0.01)
     assert 2 * 32768 * activations_per_token(model) / 1e9 == pytest.approx(7.2, rel=0.01)
 
 
-# ── against the code it describes ────────────────────────────────────────────────────────────────────────────────────
+# ── against the code it describes ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -95,7 +98,12 @@ def test_autograd_keeps_what_the_plan_says(architecture: Any) -> None:
     attend = PackedCausal(model.config, [num_tokens])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(torch.arange(num_tokens) % 61, attend.positions(), attend)
-    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / num_tokens / model.config.num_layers
+    found = (
+        sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        / 4
+        / num_tokens
+        / model.config.num_layers
+    )
     assert activations_per_token(model.config) == pytest.approx(found, rel=0.15)
 
 
@@ -105,7 +113,9 @@ def test_caches_are_those_of_the_engines_own_budget(kind: Any, trains: bool) -> 
     policy = make_policy(config=ModelConfig("llama", 61, 32, 64, 8, 4, 2, 8, max_positions=512))
     shape = drafter_shape(policy.config, kind)
     stored = StoredDrafter(shape, DraftModel(shape).initialize(0).state_dict(), {})
-    run = make_run(policy.config, **{"run.dtype": "float64", "rollout.speculation": "adaptive", "drafter.train": trains})
+    run = make_run(
+        policy.config, **{"run.dtype": "float64", "rollout.speculation": "adaptive", "drafter.train": trains}
+    )
     settings = EngineSettings("adaptive", dtype=torch.float64, max_batch_size=64, drafting=run.config.drafter)
     engine = build_engine(policy.config, dict(policy.named_parameters()), settings, stored)
     run = replace(run, drafter=shape)
@@ -113,7 +123,7 @@ def test_caches_are_those_of_the_engines_own_budget(kind: Any, trains: bool) -> 
         assert slot_bytes(run, length) == engine.memory.slot_bytes(length)
 
 
-# ── verdicts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -123,13 +133,18 @@ def test_caches_are_those_of_the_engines_own_budget(kind: Any, trains: bool) -> 
         ({"parallel.checkpoint_activations": False}, "parallel.checkpoint_activations"),
         ({"algorithm.tokens_per_micro_batch": 400_000}, "algorithm.tokens_per_micro_batch"),
         ({"rollout.kv_gib": 70.0}, "rollout.kv_gib"),
-        ({"sampling.max_tokens": 120_000, "algorithm.tokens_per_micro_batch": 120_000}, "sampling.max_tokens"),
+        (
+            {"sampling.max_tokens": 120_000, "algorithm.tokens_per_micro_batch": 120_000},
+            "sampling.max_tokens",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_the_key_and_the_value_with_which_it_does(
     changes: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
-    config = load_config(RECIPES / "paper" / "qwen2.5-7b.toml", {"model.path": str(published("Qwen2.5-7B", tmp_path))})
+    config = load_config(
+        RECIPES / "paper" / "qwen2.5-7b.toml", {"model.path": str(published("Qwen2.5-7B", tmp_path))}
+    )
     model = load_model_config(config.model.path)
     good = PlannedRun(config, model, None, 8, True, 80 * GIB, 1024)
     assert judge(good).fits
@@ -177,16 +192,22 @@ def test_the_paper_has_no_other_recipes() -> None:
 
 def test_a_budget_below_one_response_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     run = make_run(load_model_config(published("Qwen2.5-7B", tmp_path)), **{"rollout.kv_gib": 0.5})
-    with pytest.raises(UserError, match=r"rollout.kv_gib: 0.5 GiB do not hold .* 32768 tokens .* give at least 1.750"):
+    with pytest.raises(
+        UserError, match=r"rollout.kv_gib: 0.5 GiB do not hold .* 32768 tokens .* give at least 1.750"
+    ):
         refuse(run)
     refuse(run.changed({"rollout.kv_gib": 1.75}))
 
 
 def quickstart(folder: Path) -> Config:
-    return load_config(RECIPES / "countdown" / "quickstart.toml", ["--run.out_dir", str(folder), "--task.num_problems", "16"])
+    return load_config(
+        RECIPES / "countdown" / "quickstart.toml", ["--run.out_dir", str(folder), "--task.num_problems", "16"]
+    )
 
 
-def test_training_is_refused_on_a_machine_too_small_for_all_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_refused_on_a_machine_too_small_for_all_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preflight(quickstart(tmp_path))
     monkeypatch.setattr("tlt.training.start.machine_bytes", lambda: GIB)
     with pytest.raises(UserError, match=r"memory: does not fit: .* of 0.5 GiB that a rank has"):
@@ -202,7 +223,9 @@ def test_a_world_size_that_is_no_number_is_one_line(
     assert capsys.readouterr().err == "tlt: error: WORLD_SIZE: 'x' is no number; give one, or unset it\n"
 
 
-def test_the_command_prints_parts_phases_and_a_line_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_parts_phases_and_a_line_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, out = published("Qwen2.5-7B", tmp_path), tmp_path / "plan.json"
     config = str(RECIPES / "paper" / "qwen2.5-7b.toml")
     words = [config, "--model.path", str(model), "--device-gib", "80", "--ranks", "8", "--out", str(out)]
@@ -218,4 +241,6 @@ def test_the_command_prints_parts_phases_and_a_line_for_programs(tmp_path: Path,
     in_update = sum(part["gib"] for part in parts if "update" in part["phases"])
     assert in_update == pytest.approx(shown["peak_gib"]["update"])
     assert main(["plan", "memory", config, "--model.path", str(model)]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fits"] is (None if not torch.cuda.is_available() else True)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fits"] is (
+        None if not torch.cuda.is_available() else True
+    )

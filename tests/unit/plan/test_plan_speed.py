@@ -76,7 +76,9 @@ def test_the_pace_is_asked_for_the_mean_length_in_the_middle_of_a_stretch() -> N
         return 1.0
 
     share([4, 10, 6, 5], 1, 2, note, False)
-    assert asked[:2] == [(2, 2.0), (2, (7 + 3) / 2)], "from four on, one is four tokens older; both end at ten"
+    assert asked[:2] == [(2, 2.0), (2, (7 + 3) / 2)], (
+        "from four on, one is four tokens older; both end at ten"
+    )
     assert asked[2:] == [(1, 2.5)], "the last one is alone"
 
 

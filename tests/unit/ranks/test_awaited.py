@@ -1,4 +1,5 @@
-"""Who is awaited: named where a collective's time-out has passed; and a store that has fallen silent is left."""
+"""Who is awaited: named where a collective's time-out has passed; and a store that has fallen silent is
+left."""
 
 from __future__ import annotations
 

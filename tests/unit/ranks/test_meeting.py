@@ -71,7 +71,9 @@ def test_a_rank_that_died_while_others_waited_is_not_taken_for_the_one_in_its_pl
         assert waits.wait(30)
         return meet(store, rank, 3, 30.0)
 
-    with gathering(lambda: meet(store, 0, 3, 30.0, sleep=rank_0_notices), lambda: late(1), lambda: late(2)) as numbers:
+    with gathering(
+        lambda: meet(store, 0, 3, 30.0, sleep=rank_0_notices), lambda: late(1), lambda: late(2)
+    ) as numbers:
         pass
     assert len({*numbers}) == 1, numbers
     assert died, "rank 0 met whom it never saw"
@@ -80,13 +82,16 @@ def test_a_rank_that_died_while_others_waited_is_not_taken_for_the_one_in_its_pl
 def test_a_rank_that_comes_before_the_leader_does_not_take_the_last_attempt_for_its_own() -> None:
     store = HashStore()
     first = meeting(store, 0, 1, 2)[0]
-    with pytest.raises(UserError, match="did not come"):  # all that the dead have left says that they are there
+    with pytest.raises(
+        UserError, match="did not come"
+    ):  # all that the dead have left says that they are there
         meet(store, 1, 3, 0.2)
     assert len({*meeting(store, 0, 1, 2)} - {first}) == 1
 
 
 def test_an_attempt_is_over_for_all_once_one_of_its_ranks_comes_again() -> None:
-    """Its launcher has started that one again; those on other machines would wait for the dead until their time-out."""
+    """Its launcher has started that one again; those on other machines would wait for the dead until their
+    time-out."""
     store = HashStore()
     with gathering(*(lambda rank=rank: meet(store, rank, 2, 30.0) for rank in range(2))) as attempts:
         pass
@@ -104,7 +109,12 @@ def test_a_stranger_who_does_not_know_the_ranks_secret_neither_ends_nor_joins_th
     """Another user of the machine reaches its loopback, and the store asks nobody who they are."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TLT_SECRET": "between us"}
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "TLT_SECRET": "between us",
+    }
     places = [find_place({**environ, "RANK": str(rank)}) for rank in range(2)]
     stores = [open_store(place, 30.0) for place in places if place is not None]
     with gathering(*(lambda rank=rank: meet(stores[rank], rank, 2, 30.0) for rank in range(2))) as attempts:
@@ -119,7 +129,10 @@ def test_a_stranger_who_does_not_know_the_ranks_secret_neither_ends_nor_joins_th
 
 def test_a_signal_that_one_rank_has_heard_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "WATCH_SECONDS", 0.01)
-    store, stops = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), [StopRequest() for _ in range(3)]
+    store, stops = (
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        [StopRequest() for _ in range(3)],
+    )
     watches = [Watch() for _ in stops]
     for stop, watch in zip(stops, watches, strict=True):
         share_stop(attempt_store(store, Attempt(1, 3)), stop, watch)
@@ -147,7 +160,9 @@ def test_counters_of_an_attempt_do_not_reach_the_next_one() -> None:
     """Without the prefix the second attempt would find the units of the first handed out, and finished."""
     store = HashStore()
     for number in (1, 2):
-        replicas = [Coordinator(attempt_store(store, Attempt(number, 2)), replica, 2, 30.0) for replica in range(2)]
+        replicas = [
+            Coordinator(attempt_store(store, Attempt(number, 2)), replica, 2, 30.0) for replica in range(2)
+        ]
         for replica in replicas:
             replica.begin("rollout 0", 4)
         taken = []

@@ -1,5 +1,5 @@
-"""A sharded update against the replicated one, on one rank and two (gloo). Float64, two layers, vocabulary 61: while nothing is
-clipped, and gradients are reduced once, every weight is equal to the last bit."""
+"""A sharded update against the replicated one, on one rank and two (gloo). Float64, two layers, vocabulary
+61: while nothing is clipped, and gradients are reduced once, every weight is equal to the last bit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ EXACT: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     ),
     "gspo": (UNTIED, {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "minibatches": 2}),
     "a rank without work": (UNTIED, {"num_samples": 2, "num_problems": 1, "minibatches": 2}),
-    "a rank without work for some minibatch": (LLAMA, {"num_samples": 2, "num_problems": 2, "minibatches": 3, **KL}),
+    "a rank without work for some minibatch": (
+        LLAMA,
+        {"num_samples": 2, "num_problems": 2, "minibatches": 3, **KL},
+    ),
     "no response with an advantage": (UNTIED, {"num_samples": 1, "num_problems": 3}),
 }
 
@@ -76,7 +79,9 @@ class Ranks:
     def model(self, config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Transformer:
         return Transformer(config, **options).to(dtype).initialize(0, std=0.05)
 
-    def sharded(self, config: ModelConfig, param_dtype: torch.dtype | None = None, **options: Any) -> Transformer:
+    def sharded(
+        self, config: ModelConfig, param_dtype: torch.dtype | None = None, **options: Any
+    ) -> Transformer:
         source = self.model(config, **options)
         return self.cut(source, param_dtype)
 
@@ -90,18 +95,25 @@ class Ranks:
         return model
 
     def trainer(
-        self, model: Transformer, reference: Transformer | None, optimizer: OptimizerSection, each: bool, **algorithm: Any
+        self,
+        model: Transformer,
+        reference: Transformer | None,
+        optimizer: OptimizerSection,
+        each: bool,
+        **algorithm: Any,
     ) -> PolicyTrainer:
         settings = AlgorithmSection(**{"tokens_per_micro_batch": 100, **algorithm})
         return PolicyTrainer(model, settings, optimizer, SAMPLING, 10, self.world.group, reference, each)
 
     def updates(self, trainer: PolicyTrainer, steps: range = range(2), **batch: int) -> list[dict[str, Any]]:
-        """Metrics of updates, whose rollouts come to each rank in another order. The engine's logprobs are about right, so that
-        a dummy's, which are 0, would show in the gap."""
+        """Metrics of updates, whose rollouts come to each rank in another order. The engine's logprobs are
+        about right, so that a dummy's, which are 0, would show in the gap."""
         found = []
         for step in steps:
             rollouts, rewards = shuffled(make_batch(step, **batch), 10 + self.world.rank)
-            rollouts = [replace(rollout, logprobs=(-math.log(61),) * len(rollout.token_ids)) for rollout in rollouts]
+            rollouts = [
+                replace(rollout, logprobs=(-math.log(61),) * len(rollout.token_ids)) for rollout in rollouts
+            ]
             found.append({**vars(trainer.update(rollouts, rewards, step)), "seconds": 0.0})
         return found
 
@@ -126,11 +138,14 @@ def compare(
     num_samples: int = 4,
     **algorithm: Any,
 ) -> dict[str, Any]:
-    """Two updates, replicated and sharded: how far they are apart, and how far a replicated model moved at all."""
+    """Two updates, replicated and sharded: how far they are apart, and how far a replicated model moved at
+    all."""
     results = []
     for make in (lambda model: model, ranks.cut):
         model = make(ranks.model(config))
-        reference = make(ranks.model(config).initialize(7, std=0.05)) if "kl_coefficient" in algorithm else None
+        reference = (
+            make(ranks.model(config).initialize(7, std=0.05)) if "kl_coefficient" in algorithm else None
+        )
         trainer = ranks.trainer(model, reference, optimizer, each, **algorithm)
         metrics = ranks.updates(trainer, num_problems=num_problems, num_samples=num_samples)
         results.append((weights(model), metrics))
@@ -148,7 +163,9 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     ranks = Ranks(World(rank, num_ranks, rank, torch.device("cpu"), store, dist.group.WORLD))
-    results: dict[str, Any] = {name: compare(ranks, config, **options) for name, (config, options) in EXACT.items()}
+    results: dict[str, Any] = {
+        name: compare(ranks, config, **options) for name, (config, options) in EXACT.items()
+    }
     results["clipped"] = compare(ranks, UNTIED, CLIPPED)
     results["reduced after every micro-batch"] = compare(ranks, UNTIED, each=True, minibatches=2)
     results["checkpointed"] = [
@@ -214,7 +231,14 @@ def loaded(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """A policy's slices from a file: how many numbers were read, and how many it has."""
     source = ranks.model(UNTIED, torch.float32)
     if ranks.world.rank == 0:
-        save_model(folder / "model", UNTIED, source.state_dict(), dtype=torch.float32, source=None, max_shard_bytes=9000)
+        save_model(
+            folder / "model",
+            UNTIED,
+            source.state_dict(),
+            dtype=torch.float32,
+            source=None,
+            max_shard_bytes=9000,
+        )
     dist.barrier()
     tensors, num_read = StoredTensors(folder / "model", UNTIED, torch.float64), []
     read = tensors.rows
@@ -237,7 +261,8 @@ def loaded(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def resumed(ranks: Ranks) -> float:
-    """Two updates, all that trains made whole, and taken up in new slices, one update: how far from three in one go."""
+    """Two updates, all that trains made whole, and taken up in new slices, one update: how far from three
+    in one go."""
     model = ranks.sharded(UNTIED)
     trainer = ranks.trainer(model, None, FREE, each=True)
     ranks.updates(trainer, range(2))
@@ -255,7 +280,8 @@ def resumed(ranks: Ranks) -> float:
 
 
 def refused(ranks: Ranks) -> tuple[str, bool, bool]:
-    """An update that is not finite: its message, whether the weights are as before, whether gradients are left."""
+    """An update that is not finite: its message, whether the weights are as before, whether gradients are
+    left."""
     source = ranks.model(UNTIED)
     with torch.no_grad():
         source.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
@@ -311,7 +337,9 @@ def assert_same_metrics(result: dict[str, Any], tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", [*EXACT, "head in chunks"])
-def test_sharded_weights_equal_replicated_ones_to_the_last_bit(ranks_results: list[dict[str, Any]], name: str) -> None:
+def test_sharded_weights_equal_replicated_ones_to_the_last_bit(
+    ranks_results: list[dict[str, Any]], name: str
+) -> None:
     for results in ranks_results:
         assert results[name]["weights"] == 0
         assert results[name]["moved"] > 1e-4  # without an advantage by weight decay alone
@@ -320,7 +348,9 @@ def test_sharded_weights_equal_replicated_ones_to_the_last_bit(ranks_results: li
 
 
 @pytest.mark.parametrize("name", ["clipped", "reduced after every micro-batch"])
-def test_clipping_and_another_order_of_sums_differ_by_rounding_alone(ranks_results: list[dict[str, Any]], name: str) -> None:
+def test_clipping_and_another_order_of_sums_differ_by_rounding_alone(
+    ranks_results: list[dict[str, Any]], name: str
+) -> None:
     for results in ranks_results:
         assert results[name]["weights"] < 1e-13
         assert_same_metrics(results[name], tolerance=1e-12)
@@ -345,7 +375,9 @@ def test_bfloat16_computes_close_gradients_and_keeps_weights_and_moments_in_floa
         assert results["bf16"]["dtypes"] == {"torch.float32"}
 
 
-def test_an_engine_loaded_layer_by_layer_from_slices_computes_the_same(ranks_results: list[dict[str, Any]]) -> None:
+def test_an_engine_loaded_layer_by_layer_from_slices_computes_the_same(
+    ranks_results: list[dict[str, Any]],
+) -> None:
     assert all(results["published"] == {"equal": True, "version": 3} for results in ranks_results)
 
 
@@ -356,7 +388,9 @@ def test_a_rank_reads_its_slices_of_a_checkpoint_and_no_more(ranks_results: list
         assert found["read"] == found["local"] == pytest.approx(found["all"] / len(ranks_results), rel=0.02)
 
 
-def test_an_update_goes_on_from_whole_tensors_that_are_cut_again_and_from_slices(ranks_results: list[dict[str, Any]]) -> None:
+def test_an_update_goes_on_from_whole_tensors_that_are_cut_again_and_from_slices(
+    ranks_results: list[dict[str, Any]],
+) -> None:
     assert [results["resumed"] for results in ranks_results] == [0] * len(ranks_results)
 
 
@@ -367,14 +401,16 @@ def test_a_weight_that_one_rank_holds_and_the_optimizer_spoils_is_named_on_all_r
         assert "leaves weights that are not finite, first lm_head.weight;" in results["spoilt"]
 
 
-def test_an_update_that_is_not_finite_is_refused_on_all_ranks_and_spoils_no_slice(ranks_results: list[dict[str, Any]]) -> None:
+def test_an_update_that_is_not_finite_is_refused_on_all_ranks_and_spoils_no_slice(
+    ranks_results: list[dict[str, Any]],
+) -> None:
     for results in ranks_results:
         message, is_unchanged, has_gradients = results["refused"]
         assert "step 5: loss nan" in message
         assert (is_unchanged, has_gradients) == (True, False)
 
 
-# ── without ranks ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── without ranks ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -387,7 +423,9 @@ def test_an_update_that_is_not_finite_is_refused_on_all_ranks_and_spoils_no_slic
         ("replicate", 8, "cuda", "replicate"),
     ],
 )
-def test_auto_shards_where_several_ranks_have_gpus(wanted: str, num_ranks: int, device: str, name: str) -> None:
+def test_auto_shards_where_several_ranks_have_gpus(
+    wanted: str, num_ranks: int, device: str, name: str
+) -> None:
     choice = choose_layout(wanted, num_ranks, device)
     assert choice.name == name
     assert choice.reason
@@ -432,7 +470,9 @@ def test_parts_are_whole_layers_read_when_they_are_asked_for() -> None:
     assert read == names
 
 
-@pytest.mark.parametrize("missing", ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.1."])
+@pytest.mark.parametrize(
+    "missing", ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.1."]
+)
 def test_a_part_that_never_comes_is_an_error_that_names_it(missing: str) -> None:
     tensors = {k: v for k, v in Transformer(UNTIED).named_parameters() if not k.startswith(missing)}
     engine = PackedTransformer(UNTIED, torch.float32)

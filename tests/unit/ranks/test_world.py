@@ -1,4 +1,5 @@
-"""The device that ranks compute on. Collectives between processes are tested in tests/integration/test_launch.py."""
+"""The device that ranks compute on. Collectives between processes are tested in
+tests/integration/test_launch.py."""
 
 from __future__ import annotations
 
@@ -16,9 +17,17 @@ from tlt.types import UserError
 
 @pytest.mark.parametrize(
     ("wanted", "num_ranks", "num_gpus", "name"),
-    [("auto", 2, 0, "cpu"), ("auto", 2, 2, "cuda"), ("auto", 1, 8, "cuda"), ("cpu", 2, 8, "cpu"), ("cuda", 2, 2, "cuda")],
+    [
+        ("auto", 2, 0, "cpu"),
+        ("auto", 2, 2, "cuda"),
+        ("auto", 1, 8, "cuda"),
+        ("cpu", 2, 8, "cpu"),
+        ("cuda", 2, 2, "cuda"),
+    ],
 )
-def test_ranks_compute_on_gpus_where_each_can_have_one(wanted: str, num_ranks: int, num_gpus: int, name: str) -> None:
+def test_ranks_compute_on_gpus_where_each_can_have_one(
+    wanted: str, num_ranks: int, num_gpus: int, name: str
+) -> None:
     choice = choose_device(wanted, num_ranks, num_gpus)
     assert choice.name == name
     assert choice.reason
@@ -29,7 +38,10 @@ def test_more_ranks_than_gpus_are_refused_with_both_remedies(wanted: str) -> Non
     with pytest.raises(UserError) as caught:
         choose_device(wanted, 4, 2)
     message = str(caught.value)
-    assert all(part in message for part in ("run.num_ranks: 4 ranks", "has 2", "--run.num_ranks 2", "--run.device cpu"))
+    assert all(
+        part in message
+        for part in ("run.num_ranks: 4 ranks", "has 2", "--run.num_ranks 2", "--run.device cpu")
+    )
     assert "\n" not in message
 
 
@@ -38,7 +50,9 @@ def test_cuda_without_any_gpu_is_refused() -> None:
         choose_device("cuda", 1, 0)
 
 
-def test_a_run_with_more_ranks_than_gpus_does_not_fall_back_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_more_ranks_than_gpus_does_not_fall_back_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = make_config(num_ranks=2)

@@ -1,4 +1,5 @@
-"""The recipe math: its model reads chat messages and solves the easiest of its problems; its curriculum begins with them."""
+"""The recipe math: its model reads chat messages and solves the easiest of its problems; its curriculum
+begins with them."""
 
 from __future__ import annotations
 

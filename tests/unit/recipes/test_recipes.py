@@ -1,4 +1,5 @@
-"""Recipes are found by their names, in the repository as in a wheel, and are copied whole to where a user works."""
+"""Recipes are found by their names, in the repository as in a wheel, and are copied whole to where a user
+works."""
 
 from __future__ import annotations
 
@@ -56,11 +57,16 @@ def test_a_file_wins_over_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pyte
     assert resolve_config(Path("countdown")) == find_recipe("countdown")
     assert resolve_config(Path("countdown/headline")) == find_recipe("countdown/headline")
     assert resolve_config(Path("countdwon.toml")) == Path("countdwon.toml")
-    with pytest.raises(UserError, match="countdwon: is neither a file nor a recipe; recipes are countdown, math, p"):
+    with pytest.raises(
+        UserError, match="countdwon: is neither a file nor a recipe; recipes are countdown, math, p"
+    ):
         resolve_config(Path("countdwon"))
     assert resolve_config(Path("paper/qwen2.5-7b")) == find_recipe("paper/qwen2.5-7b")
     assert resolve_config(Path("paper/no.toml")) == Path("paper/no.toml")
-    for name, remedy in (("paper", "give one of paper/deepseek"), ("paper/qwen3.5-7b", "give one of paper/deepseek")):
+    for name, remedy in (
+        ("paper", "give one of paper/deepseek"),
+        ("paper/qwen3.5-7b", "give one of paper/deepseek"),
+    ):
         with pytest.raises(UserError, match=remedy):
             resolve_config(Path(name))
     with pytest.raises(UserError, match=r"countdown\.txt: is neither a file nor a recipe"):
@@ -76,14 +82,17 @@ def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Pat
     names = [path.name for path in parts]
     assert names[0] == "quickstart.toml"
     assert {"headline.toml", "base", "drafter"} <= set(names)
-    assert not [path for path in (tmp_path / "a").rglob("*") if path.suffix == ".py" or path.name == "README.md"]
+    assert not [
+        path for path in (tmp_path / "a").rglob("*") if path.suffix == ".py" or path.name == "README.md"
+    ]
     config = load_config(tmp_path / "a" / "mine" / "quickstart.toml")
     assert config.model.path == tmp_path / "a" / "mine" / "base"
     assert config.drafter.path == tmp_path / "a" / "mine" / "drafter"
 
 
 @pytest.mark.parametrize(
-    "name", ["math/chain_sum", "paper/qwen2.5-7b", "countdown/headline", "smollm2/quickstart", "smollm2/reasoning"]
+    "name",
+    ["math/chain_sum", "paper/qwen2.5-7b", "countdown/headline", "smollm2/quickstart", "smollm2/reasoning"],
 )
 def test_a_name_that_train_knows_can_be_copied_and_is_what_to_run_next(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -104,7 +113,9 @@ def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
         copy_recipe("countdown", tmp_path / "quickstart.toml" / "below")
 
 
-def test_the_command_says_what_lies_there_and_what_to_run_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_lies_there_and_what_to_run_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", "countdown", str(tmp_path / "mine")]) == 0
     printed = capsys.readouterr().out
     assert "base/" in printed

@@ -1,4 +1,5 @@
-"""The warm-up of the recipe smollm2: it learns solutions and neither prompts nor mistakes, of training problems alone."""
+"""The warm-up of the recipe smollm2: it learns solutions and neither prompts nor mistakes, of training
+problems alone."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_a_mistake_is_read_and_not_learned_and_the_end_is_learned() -> None:
     ids, labels = warm_up.encode(tokenizer, [("2 + 3 = ", True), ("6", False), ("\n#### 5", True)])
     assert tokenizer.decode(ids[:-1]) == "2 + 3 = 6\n#### 5"
     assert ids[-1] == labels[-1] == tokenizer.stop_ids[0]
-    assert tokenizer.decode([token for token in labels[:-1] if token != warm_up.IGNORED]) == "2 + 3 = \n#### 5"
+    assert (
+        tokenizer.decode([token for token in labels[:-1] if token != warm_up.IGNORED]) == "2 + 3 = \n#### 5"
+    )
 
 
 def test_documents_are_of_training_problems_and_no_prompt_is_learned() -> None:

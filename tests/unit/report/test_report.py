@@ -16,12 +16,28 @@ import pytest
 import rich.console
 import torch
 
-from tlt.accounts import DrafterCheck, IdleRecord, LengthStats, RewardSummary, RolloutRecord, UpdateMetrics, percentile
+from tlt.accounts import (
+    DrafterCheck,
+    IdleRecord,
+    LengthStats,
+    RewardSummary,
+    RolloutRecord,
+    UpdateMetrics,
+    percentile,
+)
 from tlt.io.files import dumps, write_jsonl
 from tlt.report.console import WIDTH, Console, duration
 from tlt.report.outcome import Gain, Outcome, summary_rows
 from tlt.report.record import MetricsWriter, StepRecord, paired_sign_flip_test, read_metrics
-from tlt.report.timeline import Epoch, Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
+from tlt.report.timeline import (
+    Epoch,
+    Timeline,
+    critical_path_share,
+    merge_timelines,
+    rank_path,
+    read_spans,
+    shared_epoch,
+)
 from tlt.spans import Span
 from tlt.types import UserError
 
@@ -29,7 +45,8 @@ PARTS = {name: kind for name, kind in get_type_hints(StepRecord).items() if data
 
 
 def record(step: int, **changes: Any) -> StepRecord:
-    """A record in which every field says something. changes: of its own fields, and by part: {field: value}."""
+    """A record in which every field says something. changes: of its own fields, and by part: {field:
+    value}."""
     given: dict[str, dict[str, object]] = {
         "rollout": {
             "response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5},
@@ -44,15 +61,20 @@ def record(step: int, **changes: Any) -> StepRecord:
         "drafter": {"version": step},
         "idle": {"preemption_seconds": (0.01, 0.002), "seconds_by_use": {"rest": 0.5}, "gain": {}, "cost": {"train": 0.1}},
     }  # fmt: skip
-    parts = {name: kind(**{**plain(kind), **given[name], **changes.pop(name, {})}) for name, kind in PARTS.items()}
+    parts = {
+        name: kind(**{**plain(kind), **given[name], **changes.pop(name, {})}) for name, kind in PARTS.items()
+    }
     return StepRecord(**{**plain(StepRecord), "step": step, "policy_version": step, **parts, **changes})
 
 
 def plain(kind: type) -> dict[str, object]:
-    return {field.name: {"int": 3, "str": "off", "bool": False}.get(field.type, 0.5) for field in dataclasses.fields(kind)}
+    return {
+        field.name: {"int": 3, "str": "off", "bool": False}.get(field.type, 0.5)
+        for field in dataclasses.fields(kind)
+    }
 
 
-# -- metrics -------------------------------------------------------------------------------------------------------------
+# -- metrics -------------------------------------------------------------------------------------------------
 
 
 def test_a_record_survives_the_file(tmp_path: Path) -> None:
@@ -65,7 +87,9 @@ def test_a_record_survives_the_file(tmp_path: Path) -> None:
 
 def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path: Path) -> None:
     empty = {"accept_length": math.nan, "accept_by_depth": ()}
-    nothing = record(0, update={"grad_norm": math.inf}, rollout=dict(empty, response_tokens=LengthStats.of([])))
+    nothing = record(
+        0, update={"grad_norm": math.inf}, rollout=dict(empty, response_tokens=LengthStats.of([]))
+    )
     with MetricsWriter(tmp_path / "metrics.jsonl", 0) as writer:
         writer.write(nothing)
     text = writer.path.read_text()
@@ -111,14 +135,23 @@ def test_a_line_of_an_older_tlt_reads_as_the_records_of_today() -> None:
     assert found.rollout.response_tokens == LengthStats(10.0, 9.0, NOT_THERE, 12)
     assert found.rewards == RewardSummary(0.25, 0.375, 1, "why", {"a": 0.5}, solve_rate_by_task={"sums": 0.5})
     gaps = {"engine_trainer_logprob_gap": 1e-7, "engine_trainer_logprob_gap_max": NOT_THERE}
-    losses = {"loss": -0.5, "grad_norm": 0.75, "entropy": 0.2, "clip_fraction": 0.0, "kl": NOT_THERE, "lr": 1e-4}
+    losses = {
+        "loss": -0.5,
+        "grad_norm": 0.75,
+        "entropy": 0.2,
+        "clip_fraction": 0.0,
+        "kl": NOT_THERE,
+        "lr": 1e-4,
+    }
     assert found.update == UpdateMetrics(**losses, **gaps, zero_variance_groups=2, seconds=1.25)
     measured = DrafterCheck(7, 0.7, 0.3, "trained", before=NOT_THERE, coverage=NOT_THERE)
     assert found.drafter == dataclasses.replace(
         measured, tokens=40, loss=2.5, captured_tokens=30, recomputed_tokens=10, train_seconds=0.5
     )
     assert found.idle == IdleRecord(0.75, 0.5, (0.01,), {"rest": 0.25}, {"train": 0.1}, ahead_tokens=5)
-    assert dumps(json.loads(StepRecord.from_json(found.to_json()).to_json())) == found.to_json(), "written, it is one of today"
+    assert dumps(json.loads(StepRecord.from_json(found.to_json()).to_json())) == found.to_json(), (
+        "written, it is one of today"
+    )
 
 
 @pytest.mark.parametrize("path", sorted(Path("benchmarks/results").glob("*/metrics.jsonl")), ids=str)
@@ -147,11 +180,18 @@ def test_resuming_drops_later_records_and_a_torn_line_and_never_repeats_a_step(t
         with pytest.raises(AssertionError):
             writer.write(record(2))
         writer.write(record(3, update={"loss": 2.0}))
-        assert [(r.step, r.update.loss) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)], "not flushed"
+        assert [(r.step, r.update.loss) for r in read_metrics(path)] == [
+            (0, 1.0),
+            (1, 1.0),
+            (2, 1.0),
+            (3, 2.0),
+        ], "not flushed"
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("line", ['{"step": 1}', "nonsense", "[]", "3", dumps(dataclasses.asdict(record(1)) | {"surplus": 1})])
+@pytest.mark.parametrize(
+    "line", ['{"step": 1}', "nonsense", "[]", "3", dumps(dataclasses.asdict(record(1)) | {"surplus": 1})]
+)
 def test_a_line_that_is_no_record_is_refused_with_its_place(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(record(0).to_json() + "\n" + line + "\n")
@@ -167,7 +207,7 @@ def test_percentiles_are_interpolated_and_nan_of_nothing() -> None:
     assert LengthStats.of([7]) == LengthStats(7.0, 7.0, 7.0, 7)
 
 
-# -- the paired test -----------------------------------------------------------------------------------------------------
+# -- the paired test -----------------------------------------------------------------------------------------
 
 
 def brute_force_p(before: list[float], after: list[float]) -> float:
@@ -181,7 +221,9 @@ def brute_force_p(before: list[float], after: list[float]) -> float:
 def test_the_exact_sign_flip_test_equals_enumeration(seed: int) -> None:
     generator = np.random.default_rng(seed)
     before, after = (generator.integers(0, 5, 9) / 4 for _ in range(2))
-    assert paired_sign_flip_test(before.tolist(), after.tolist()) == brute_force_p(before.tolist(), after.tolist())
+    assert paired_sign_flip_test(before.tolist(), after.tolist()) == brute_force_p(
+        before.tolist(), after.tolist()
+    )
 
 
 def test_the_sampled_sign_flip_test_agrees_with_the_exact_one() -> None:
@@ -191,7 +233,9 @@ def test_the_sampled_sign_flip_test_agrees_with_the_exact_one() -> None:
     exact = paired_sign_flip_test(before, after)
     sampled = paired_sign_flip_test(before, after, num_permutations=16_000, seed=3)
     assert 0.01 < exact < 0.9
-    assert abs(sampled - exact) < 5 * math.sqrt(exact * (1 - exact) / 16_000)  # wrong once in 10^6; the seed is fixed
+    assert abs(sampled - exact) < 5 * math.sqrt(
+        exact * (1 - exact) / 16_000
+    )  # wrong once in 10^6; the seed is fixed
     assert sampled == paired_sign_flip_test(before, after, num_permutations=16_000, seed=3)
 
 
@@ -207,16 +251,19 @@ def test_the_sign_flip_test_knows_its_extremes() -> None:
 
 
 def test_the_sign_flip_test_keeps_its_error_rate() -> None:
-    """Where nothing changed, p <= 0.05 in at most 5 % of cases (here of 400; more than 9 % has a chance below 0.001)."""
+    """Where nothing changed, p <= 0.05 in at most 5 % of cases (here of 400; more than 9 % has a chance
+    below 0.001)."""
     generator = np.random.default_rng(5)
     num_rejected = 0
     for _ in range(400):
         scores = generator.binomial(4, generator.random(64)[:, None], size=(64, 2)) / 4
-        num_rejected += paired_sign_flip_test(scores[:, 0], scores[:, 1], num_permutations=400, seed=1) <= 0.05
+        num_rejected += (
+            paired_sign_flip_test(scores[:, 0], scores[:, 1], num_permutations=400, seed=1) <= 0.05
+        )
     assert 0.02 < num_rejected / 400 < 0.09
 
 
-# -- timeline ------------------------------------------------------------------------------------------------------------
+# -- timeline ------------------------------------------------------------------------------------------------
 
 
 def test_adjacent_spans_of_one_name_become_one_and_keep_their_busy_time(tmp_path: Path) -> None:
@@ -261,7 +308,10 @@ def test_the_trace_has_a_row_per_rank_on_one_axis_and_survives_a_resume(tmp_path
 DAMAGES = {
     "binary": (b"\xff\xfe\x00\n\x80" * 3, "3 of its 5 lines are no spans"),
     "a line of another kind": (b'{"a": 1}\n', "1 of its 3 lines are no spans"),
-    "times that are none": (b'["decode", NaN, 1, 1, 1]\n["decode", 1, 1, 1, Infinity]\n', "2 of its 4 lines are no spans"),
+    "times that are none": (
+        b'["decode", NaN, 1, 1, 1]\n["decode", 1, 1, 1, Infinity]\n',
+        "2 of its 4 lines are no spans",
+    ),
     "a line that is nested too deeply": (b"[" * 99_999 + b"\n", "1 of its 3 lines are no spans"),
     "one long line": (b"x" * 200_000, "1 of its 3 lines are no spans"),
     "a torn line": (b'["decode", 1', ""),
@@ -294,7 +344,9 @@ def test_a_device_in_the_place_of_a_timeline_is_not_read_without_end(tmp_path: P
     assert "is no file" in " ".join(merge_timelines(tmp_path, tmp_path / "timeline.json"))
 
 
-def test_a_folder_in_the_place_of_a_timeline_or_its_picture_is_one_note_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_a_timeline_or_its_picture_is_one_note_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
     rank_path(tmp_path, 1).mkdir()
     said: list[str] = []
     timelines = [Timeline(rank, rank_path(tmp_path, rank), say=said.append) for rank in range(2)]
@@ -304,14 +356,18 @@ def test_a_folder_in_the_place_of_a_timeline_or_its_picture_is_one_note_and_the_
             timeline.flush()
             assert timeline.spans == []
     assert said == [
-        f"{rank_path(tmp_path, 1)}: cannot be written (Is a directory); timeline.json will lack what this rank does now"
+        f"{rank_path(tmp_path, 1)}: cannot be written (Is a directory); timeline.json will lack what this "
+        "rank does now"
     ]
     assert merge_timelines(tmp_path, tmp_path / "timeline.json") == [
-        f"{rank_path(tmp_path, 1)}: cannot be read (Is a directory); {tmp_path / 'timeline.json'} lacks rank 1"
+        f"{rank_path(tmp_path, 1)}: cannot be read (Is a directory); {tmp_path / 'timeline.json'} lacks "
+        "rank 1"
     ]
     (tmp_path / "timeline.json").unlink()
     (tmp_path / "timeline.json").mkdir()
-    assert merge_timelines(tmp_path, tmp_path / "timeline.json")[1].endswith("; there is no picture of the run's time")
+    assert merge_timelines(tmp_path, tmp_path / "timeline.json")[1].endswith(
+        "; there is no picture of the run's time"
+    )
 
 
 def test_a_span_measures_with_the_given_clock_and_nests() -> None:
@@ -323,7 +379,8 @@ def test_a_span_measures_with_the_given_clock_and_nests() -> None:
 
 
 def test_clocks_of_one_machine_need_no_offset_and_others_get_the_median() -> None:
-    """Two ranks; rank 1's clock runs 40 s ahead of rank 0's, and rank 0's Unix time is 500 s ahead of its clock."""
+    """Two ranks; rank 1's clock runs 40 s ahead of rank 0's, and rank 0's Unix time is 500 s ahead of its
+    clock."""
 
     def epochs(boot_ids: tuple[str, str]) -> list[Epoch]:
         rounds = itertools.count()
@@ -358,7 +415,12 @@ def test_a_span_costs_about_a_microsecond() -> None:
 
 
 SYNTHETIC = {
-    0: [Span("prefill", 0.0, 1.0), Span("decode", 1.0, 6.0), Span("update", 6.2, 9.9), Span("step", 0.0, 10.0)],
+    0: [
+        Span("prefill", 0.0, 1.0),
+        Span("decode", 1.0, 6.0),
+        Span("update", 6.2, 9.9),
+        Span("step", 0.0, 10.0),
+    ],
     1: [Span("decode", 0.5, 3.0), Span("train drafter", 3.0, 6.2), Span("update", 6.2, 9.9)],
 }
 
@@ -392,7 +454,7 @@ def test_each_step_has_its_own_last_response_and_evaluation_is_none() -> None:
     assert math.isnan(critical_path_share({}))
 
 
-# -- console -------------------------------------------------------------------------------------------------------------
+# -- console -------------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -412,7 +474,10 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
             }
             console.step(record(step, rollout=extreme if step == 1 else {}))
         console.evaluation(3, 0.483, 21.0, is_best=True)
-        products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
+        products = {
+            "policy": Path("/somewhere/far") / ("long-" * 30),
+            "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl",
+        }
         outcome = Outcome(Gain((0, 3), (0.402, 0.483), None, 3e-5), [], 3, 561.0)
         console.summary([*summary_rows(outcome, products)], ["tlt generate runs/policy"])
     return stream.getvalue()
@@ -428,17 +493,29 @@ def rows_of(outcome: Outcome) -> dict[str, str]:
 
 def test_a_summary_says_reward_and_solve_rate_where_functions_alone_score_and_what_was_left_out() -> None:
     gain = Gain((0, 8), (0.008, 0.0), (0.585, 0.642), 0.013)
-    rows = rows_of(Outcome(gain, ["the evaluation after 9 updates is left out: 2 of its responses have no score"], 9, 60.0))
-    assert rows["reward"] == "0.585 → 0.642 on held-out problems, before → after paired sign-flip test, one-sided: p = 0.013"
+    rows = rows_of(
+        Outcome(
+            gain, ["the evaluation after 9 updates is left out: 2 of its responses have no score"], 9, 60.0
+        )
+    )
+    assert (
+        rows["reward"]
+        == "0.585 → 0.642 on held-out problems, before → after paired sign-flip test, one-sided: p = 0.013"
+    )
     assert rows["solved"].startswith("0.8% → 0.0% the evaluation after 9 updates is left out: 2 of its")
     later = rows_of(Outcome(Gain((4, 8), (0.5, 0.75), None, 0.25), [], 9, 60.0))
     assert later["solved"].startswith("50.0% → 75.0% of held-out problems, after 4 → 8 updates")
 
 
-def test_the_time_of_a_resumed_run_is_that_of_all_steps_and_what_this_command_took_is_said_beside_it() -> None:
+def test_the_time_of_a_resumed_run_is_that_of_all_steps_and_what_this_command_took_is_said_beside_it() -> (
+    None
+):
     assert rows_of(Outcome(None, [], 38, 560.0))["time"] == "9 min 20 s, 38 steps"
     resumed = Outcome(None, [], 38, 80.0, recorded_seconds=560.0)
-    assert rows_of(resumed)["time"] == "9 min 20 s for 38 steps and the evaluations; 1 min 20 s since this command began"
+    assert (
+        rows_of(resumed)["time"]
+        == "9 min 20 s for 38 steps and the evaluations; 1 min 20 s since this command began"
+    )
 
 
 def test_while_something_else_than_steps_goes_on_the_live_line_says_no_time_left() -> None:
@@ -476,9 +553,12 @@ def test_in_a_notebook_the_lines_go_to_the_stream_too(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("stream", "environ"), [(io.StringIO(), {}), (Terminal(), {"NO_COLOR": "1"}), (Terminal(), {"TERM": "dumb"})]
+    ("stream", "environ"),
+    [(io.StringIO(), {}), (Terminal(), {"NO_COLOR": "1"}), (Terminal(), {"TERM": "dumb"})],
 )
-def test_without_a_terminal_or_color_there_are_plain_narrow_lines(stream: io.StringIO, environ: dict[str, str]) -> None:
+def test_without_a_terminal_or_color_there_are_plain_narrow_lines(
+    stream: io.StringIO, environ: dict[str, str]
+) -> None:
     text = show(stream, environ)
     assert "\x1b" not in text
     lines = text.splitlines()
@@ -534,7 +614,9 @@ def test_responses_that_could_not_be_scored_are_counted_below_the_row() -> None:
 
 def test_a_reason_that_would_steer_the_terminal_is_shown_as_it_is_written() -> None:
     stream = io.StringIO()
-    Console(stream=stream).reward_errors(record(0, rewards={"num_errors": 1, "first_error": "\x1b[2J\x9b1m gone"}))
+    Console(stream=stream).reward_errors(
+        record(0, rewards={"num_errors": 1, "first_error": "\x1b[2J\x9b1m gone"})
+    )
     assert r"\x1b[2J\x9b1m gone" in stream.getvalue()
 
 
@@ -571,7 +653,9 @@ def test_durations_are_written_as_one_says_them() -> None:
 def test_a_long_timeline_is_merged_without_being_held_in_memory(tmp_path: Path) -> None:
     num = 3_000
     with rank_path(tmp_path, 0).open("w") as file:
-        for i in range(num):  # a span that ends later is written later; where two start together the inner one is written first
+        for i in range(
+            num
+        ):  # a span that ends later is written later; where two start together the inner one is written first
             file.write(json.dumps(["decode", float(i), i + 0.25, 0.25, 1]) + "\n")
             file.write(json.dumps(["step", float(i), i + 1.0, 1.0, 1]) + "\n")
     tracemalloc.start()
@@ -579,6 +663,10 @@ def test_a_long_timeline_is_merged_without_being_held_in_memory(tmp_path: Path) 
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 150 * 2 * num, "bytes of a row"
-    events = [event for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    events = [
+        event
+        for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+        if event["ph"] == "X"
+    ]
     assert [event["name"] for event in events] == ["step", "decode"] * num
     assert [event["ts"] for event in events[::2]] == [i * 1e6 for i in range(num)]

@@ -71,19 +71,27 @@ def tracked(folder: Path, step: int = 0) -> TrackedRun:
     return TrackedRun("my run", "my-project", "1a2b3c4d", folder, config, step)
 
 
-def begin(folder: Path, names: list[str], said: list[str], answer: float = 60.0, finish: float = 60.0) -> Tracking:
-    return track([f"fake_trackers:{name}" for name in names], tracked(folder), said.append, Patience(answer, finish))
+def begin(
+    folder: Path, names: list[str], said: list[str], answer: float = 60.0, finish: float = 60.0
+) -> Tracking:
+    return track(
+        [f"fake_trackers:{name}" for name in names], tracked(folder), said.append, Patience(answer, finish)
+    )
 
 
 def diary(folder: Path, name: str = "Diary") -> list[list[object]]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------
+# -- names ---------------------------------------------------------------------------------------------------
 
 
 def test_figures_are_named_by_their_place_in_the_record_and_counted_from_1() -> None:
-    drafts = {"draft_acceptance_rate": 0.4, "draft_mean_acceptance_length": 2.2, "draft_acceptance_rate_pos": (0.8, 0.4)}
+    drafts = {
+        "draft_acceptance_rate": 0.4,
+        "draft_mean_acceptance_length": 2.2,
+        "draft_acceptance_rate_pos": (0.8, 0.4),
+    }
     values = record(6, rewards={"mean": 0.25}, update={"loss": -1.5}, rollout=drafts).figures()
     expected = {
         "step_seconds": 0.5,
@@ -107,7 +115,10 @@ def test_what_does_not_exist_is_left_out() -> None:
     rollout = {"accept_length": NAN, "accept_by_depth": (), "draft_acceptance_rate_pos": (0.5, NAN)}
     values = record(0, rollout=rollout, update={"grad_norm": math.inf}).figures()
     assert "rollout/draft_acceptance_rate_pos_1" in values
-    assert not {"rollout/accept_length", "update/grad_norm", "rollout/draft_acceptance_rate_pos_2"} & values.keys()
+    assert (
+        not {"rollout/accept_length", "update/grad_norm", "rollout/draft_acceptance_rate_pos_2"}
+        & values.keys()
+    )
     assert not [name for name in values if "accept_by_depth" in name]
     assert all(math.isfinite(value) for value in values.values())
 
@@ -119,7 +130,7 @@ def test_a_run_keeps_its_id_and_no_two_share_one(tmp_path: Path) -> None:
     assert run_id(tmp_path / "a") == first != run_id(tmp_path / "b")
 
 
-# -- what a tracker is told ----------------------------------------------------------------------------------------------
+# -- what a tracker is told ----------------------------------------------------------------------------------
 
 
 def test_a_tracker_is_told_the_run_then_its_figures_in_order_then_the_end(folder: Path) -> None:
@@ -146,7 +157,7 @@ def test_without_trackers_nothing_happens(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-# -- what cannot stop a run ----------------------------------------------------------------------------------------------
+# -- what cannot stop a run ----------------------------------------------------------------------------------
 
 REASONS = {
     "fail": "RuntimeError: server gone",
@@ -159,7 +170,9 @@ REASONS = {
 
 @pytest.mark.parametrize("where", ["begin", "log", "finish"])
 @pytest.mark.parametrize("how", REASONS)
-def test_a_tracker_that_fails_is_said_in_one_line_and_the_others_go_on(folder: Path, how: str, where: str) -> None:
+def test_a_tracker_that_fails_is_said_in_one_line_and_the_others_go_on(
+    folder: Path, how: str, where: str
+) -> None:
     said: list[str] = []
     names = [f"{how}_at_{where}", "Diary"]
     tracking = begin(folder, names[:1], said, answer=1.0 if how == "hang" else 60.0)
@@ -240,13 +253,16 @@ def is_running(pid: int) -> bool:
     return True
 
 
-# -- the user's mistakes -------------------------------------------------------------------------------------------------
+# -- the user's mistakes -------------------------------------------------------------------------------------
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trackers, "NAMES", {"wandb": "no_such_package"})
     with pytest.raises(
-        UserError, match=r"^tracking.use: wandb .*not installed; pip install '\.\[wandb\]' in the folder of TLT's source$"
+        UserError,
+        match=r"^tracking.use: wandb .*not installed; pip install '\.\[wandb\]' in the folder of TLT's source$",
     ):
         check_trackers(["wandb"])
     (folder.parent / "modules" / "no_such_package").mkdir()  # as W&B leaves ./wandb: no package
@@ -267,14 +283,16 @@ def test_a_tracker_that_does_not_exist_is_refused_in_one_line(name: str) -> None
     check_trackers(["json:JSONDecoder"])
 
 
-@pytest.mark.parametrize("words", [["--tracking.use", "wandb, trackio"], ["--tracking.use", '["wandb", "trackio"]']])
+@pytest.mark.parametrize(
+    "words", [["--tracking.use", "wandb, trackio"], ["--tracking.use", '["wandb", "trackio"]']]
+)
 def test_trackers_are_named_with_commas_or_as_a_list(words: list[str], tmp_path: Path) -> None:
     config = load_config({"model": {"path": tmp_path}, "task": {"name": "countdown"}}, words)
     assert config.tracking.use == ["wandb", "trackio"]
     assert type(config).from_json(config.to_json()) == config
 
 
-# -- the libraries themselves --------------------------------------------------------------------------------------------
+# -- the libraries themselves --------------------------------------------------------------------------------
 
 
 def track_twice(folder: Path, name: str) -> list[str]:
@@ -283,7 +301,13 @@ def track_twice(folder: Path, name: str) -> list[str]:
     for start, steps, value in ((0, range(5), 0.5), (3, range(4, 6), 0.75)):
         tracking = track([name], tracked(folder, start), said.append)
         for step in steps:
-            tracking.log(step, {"rollout/draft_acceptance_rate": value + step, "rollout/strategy_seconds/learned:4x1x4": 1.0})
+            tracking.log(
+                step,
+                {
+                    "rollout/draft_acceptance_rate": value + step,
+                    "rollout/strategy_seconds/learned:4x1x4": 1.0,
+                },
+            )
         tracking.finish()
     assert len(said) == 2, said
     return said
@@ -314,7 +338,8 @@ def test_wandb_offline_needs_no_network_and_no_account(folder: Path, monkeypatch
 
 
 def wandb_rows(path: Path) -> list[dict[str, float]]:
-    """The figures in a .wandb file: LevelDB's log format (records cut at blocks of 32 KiB) behind a header of seven bytes."""
+    """The figures in a .wandb file: LevelDB's log format (records cut at blocks of 32 KiB) behind a header
+    of seven bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, whole, rows = path.read_bytes(), 7, b"", []
@@ -329,12 +354,17 @@ def wandb_rows(path: Path) -> list[dict[str, float]]:
             whole = b""
             if message.WhichOneof("record_type") == "history":
                 rows.append(
-                    {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in message.history.item}
+                    {
+                        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                        for item in message.history.item
+                    }
                 )
     return rows
 
 
-def test_trackio_keeps_one_run_in_a_database_of_its_own_without_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_keeps_one_run_in_a_database_of_its_own_without_a_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("trackio")
     isolate(folder, monkeypatch)
     monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
@@ -400,18 +430,25 @@ def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_keeps_the_id_that_its_checkpoint_knows_and_refuses_another(tmp_path: Path) -> None:
     assert run_id(tmp_path, "12ab34cd") == "12ab34cd"
     assert run_id(tmp_path) == run_id(tmp_path, "12ab34cd") == "12ab34cd"
-    with pytest.raises(UserError, match=r"is run 12ab34cd by its tracking.json, but its checkpoint is of run ffff;"):
+    with pytest.raises(
+        UserError, match=r"is run 12ab34cd by its tracking.json, but its checkpoint is of run ffff;"
+    ):
         run_id(tmp_path, "ffff")
 
 
 @pytest.mark.parametrize("torn", [b"torn", b"\xff\x00", b"{}", b'{"run_id": null}', b"[" * 99_999])
-def test_an_id_that_cannot_be_read_is_the_checkpoints_and_what_was_there_is_kept(torn: bytes, tmp_path: Path) -> None:
+def test_an_id_that_cannot_be_read_is_the_checkpoints_and_what_was_there_is_kept(
+    torn: bytes, tmp_path: Path
+) -> None:
     path, said = tmp_path / "tracking.json", list[str]()
     for kept in ("tracking.json.unreadable", "tracking.json.unreadable-2"):
         path.write_bytes(torn)
         assert run_id(tmp_path, "12ab34cd", said.append) == run_id(tmp_path) == "12ab34cd"
         assert (tmp_path / kept).read_bytes() == torn
-        assert f"is kept as {kept}; the run goes on under 12ab34cd, the id that its checkpoint or journal knows" in said.pop()
+        assert (
+            f"is kept as {kept}; the run goes on under 12ab34cd, the id that its checkpoint or journal knows"
+            in said.pop()
+        )
     path.unlink()
     path.mkdir()
     assert run_id(tmp_path, say=said.append) == run_id(tmp_path)

@@ -1,4 +1,5 @@
-"""Helper processes leave nothing behind: whatever they have started, in whatever session, however they or their parent end."""
+"""Helper processes leave nothing behind: whatever they have started, in whatever session, however they or
+their parent end."""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def kill(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("how", ["die", "hang"])
-def test_a_worker_that_dies_or_is_late_leaves_nothing_that_it_has_started(sleepers: Callable[[], list[int]], how: str) -> None:
+def test_a_worker_that_dies_or_is_late_leaves_nothing_that_it_has_started(
+    sleepers: Callable[[], list[int]], how: str
+) -> None:
     with RewardPool(RewardSpec("litter:TASK"), 1, timeout_seconds=1) as pool:
         pool.submit(("a", 0), {}, how)
         assert not pool.drain(patience=60)["a", 0].is_scored
@@ -131,8 +134,12 @@ def test_of_a_worker_whose_keeper_is_killed_no_child_of_its_group_is_left_and_it
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_tracker_leaves_nothing_that_it_has_started(sleepers: Callable[[], list[int]], tmp_path: Path, dies: bool) -> None:
-    tracking = track(["litter:Tracker"], TrackedRun("a", "b", "c", tmp_path, {}, 0), lambda line: None, Patience())
+def test_a_tracker_leaves_nothing_that_it_has_started(
+    sleepers: Callable[[], list[int]], tmp_path: Path, dies: bool
+) -> None:
+    tracking = track(
+        ["litter:Tracker"], TrackedRun("a", "b", "c", tmp_path, {}, 0), lambda line: None, Patience()
+    )
     if dies:
         tracking.log(1, {})
     tracking.finish()
@@ -180,4 +187,6 @@ def test_a_parent_that_is_killed_while_its_worker_starts_leaves_none_that_hangs_
 def start_parent(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(folder), str(Path(__file__).parents[3])])
     environment = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.Popen([sys.executable, str(folder / "parent.py")], env=environment, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, str(folder / "parent.py")], env=environment, start_new_session=True
+    )

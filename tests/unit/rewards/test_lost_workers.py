@@ -1,4 +1,5 @@
-"""Reward workers that are killed, stop, or say what nobody has asked for: the response is tried again, for the same reward."""
+"""Reward workers that are killed, stop, or say what nobody has asked for: the response is tried again, for
+the same reward."""
 
 from __future__ import annotations
 
@@ -118,7 +119,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("lost_task", None)
 
 
-def rewards_of(texts: list[str], num_workers: int = 1, timeout: float = 60, **options: str) -> dict[str, Reward]:
+def rewards_of(
+    texts: list[str], num_workers: int = 1, timeout: float = 60, **options: str
+) -> dict[str, Reward]:
     """Returns text → reward; the i-th response is worth i."""
     with RewardPool(RewardSpec("lost_task:TASK", options=options), num_workers, timeout) as pool:
         for i, text in enumerate(texts):
@@ -133,7 +136,9 @@ def scored(texts: list[str]) -> dict[str, Reward]:
 LOST = ["kill", "die", "stop", "hang", "rubbish", "half", "forge", "hang-up", "close"]
 
 
-def test_a_response_whose_worker_is_lost_once_gets_the_reward_that_it_would_have_got(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_response_whose_worker_is_lost_once_gets_the_reward_that_it_would_have_got(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     texts = [f"{how} once" for how in LOST]
     assert rewards_of(texts, num_workers=4, timeout=1) == scored(texts)
     assert capfd.readouterr() == ("", ""), "nothing that workers print"
@@ -147,7 +152,10 @@ def test_a_response_whose_worker_is_lost_once_gets_the_reward_that_it_would_have
     ],
 )
 def test_the_second_loss_is_the_responses_own_and_says_so(how: str, reason: str) -> None:
-    assert rewards_of([how, "fine"]) == {how: Reward(0.0, False, f"{reason}; tried twice"), "fine": Reward(1.0, True)}
+    assert rewards_of([how, "fine"]) == {
+        how: Reward(0.0, False, f"{reason}; tried twice"),
+        "fine": Reward(1.0, True),
+    }
 
 
 def test_a_worker_killed_at_its_start_costs_no_response_its_score() -> None:
@@ -160,13 +168,20 @@ def test_workers_that_all_die_at_their_start_are_given_up_and_the_response_says_
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_lost_while_idle_costs_the_next_response_neither_its_score_nor_its_second_try(number: int) -> None:
-    with RewardPool(RewardSpec("lost_task:TASK"), 1, timeout_seconds=60 if number == signal.SIGKILL else 1) as pool:
+def test_a_worker_lost_while_idle_costs_the_next_response_neither_its_score_nor_its_second_try(
+    number: int,
+) -> None:
+    with RewardPool(
+        RewardSpec("lost_task:TASK"), 1, timeout_seconds=60 if number == signal.SIGKILL else 1
+    ) as pool:
         pool.submit(("a", 0), {}, "pid")
         pid = int(pool.drain()["a", 0].value)
         os.kill(pid, number)
         wait_for(lambda: number == signal.SIGSTOP or not is_running(pid))
-        large = {"worth": 2.0, "more": "x" * 1_000_000}  # than what a pipe takes whose other end does not read
+        large = {
+            "worth": 2.0,
+            "more": "x" * 1_000_000,
+        }  # than what a pipe takes whose other end does not read
         pool.submit(("b", 0), large, "kill once" if number == signal.SIGKILL else "fine")
         assert pool.drain(patience=60) == {("b", 0): Reward(2.0, True)}
 
@@ -204,11 +219,18 @@ def test_an_answer_that_comes_while_nobody_asks_does_not_cost_the_next_response_
         assert pool.drain(patience=60) == {("c", 0): Reward(2.0, True)}
 
 
-@pytest.mark.parametrize("functions", [(), ("lost_task:do",), ("lost_task:do_later",)], ids=["task", "function", "coroutine"])
+@pytest.mark.parametrize(
+    "functions", [(), ("lost_task:do",), ("lost_task:do_later",)], ids=["task", "function", "coroutine"]
+)
 def test_whatever_a_score_raises_is_one_line_and_costs_no_worker(
     functions: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    verbs = {"interrupt": "KeyboardInterrupt", "generator": "GeneratorExit", "exit": "SystemExit", "cancel": "CancelledError"}
+    verbs = {
+        "interrupt": "KeyboardInterrupt",
+        "generator": "GeneratorExit",
+        "exit": "SystemExit",
+        "cancel": "CancelledError",
+    }
     with RewardPool(RewardSpec("lost_task:TASK", functions), 1, timeout_seconds=20) as pool:
         for verb in verbs:
             pool.submit((verb, 0), {"worth": 1.0}, verb)
@@ -221,7 +243,10 @@ def test_whatever_a_score_raises_is_one_line_and_costs_no_worker(
 
 
 def test_ctrl_c_while_a_rank_scores_itself_is_no_verdict() -> None:
-    with RewardPool(RewardSpec("lost_task:TASK"), 0, timeout_seconds=60) as pool, pytest.raises(KeyboardInterrupt):
+    with (
+        RewardPool(RewardSpec("lost_task:TASK"), 0, timeout_seconds=60) as pool,
+        pytest.raises(KeyboardInterrupt),
+    ):
         pool.submit(("a", 0), {"worth": 1.0}, "interrupt")
 
 

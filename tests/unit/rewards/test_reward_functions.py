@@ -1,4 +1,5 @@
-"""Reward functions in TRL's signature: called as TRL calls them, weighted, and None, errors and coroutines as documented."""
+"""Reward functions in TRL's signature: called as TRL calls them, weighted, and None, errors and coroutines
+as documented."""
 
 from __future__ import annotations
 
@@ -128,11 +129,17 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("my_rewards", None)
 
 
-def spec(*functions: str, weights: tuple[float, ...] = (), task: str = "data", solved_at: float = 1.0) -> RewardSpec:
-    return RewardSpec(task, tuple(f if f == "task" else f"my_rewards:{f}" for f in functions), weights, solved_at)
+def spec(
+    *functions: str, weights: tuple[float, ...] = (), task: str = "data", solved_at: float = 1.0
+) -> RewardSpec:
+    return RewardSpec(
+        task, tuple(f if f == "task" else f"my_rewards:{f}" for f in functions), weights, solved_at
+    )
 
 
-def score(spec: RewardSpec, problem: dict[str, Any], text: str, *, ids: tuple[int, ...] = (), step: int = 0) -> Reward:
+def score(
+    spec: RewardSpec, problem: dict[str, Any], text: str, *, ids: tuple[int, ...] = (), step: int = 0
+) -> Reward:
     scorer = Scorer(spec)
     try:
         return scorer.score(Response(problem, text, ids, step))
@@ -141,9 +148,16 @@ def score(spec: RewardSpec, problem: dict[str, Any], text: str, *, ids: tuple[in
 
 
 def test_the_reward_is_the_weighted_sum_and_the_parts_are_kept() -> None:
-    reward = score(spec("exact", "length_penalty", weights=(2.0, 0.1)), {"prompt": "6*7", "answer": "42"}, "42", ids=(5, 6, 7))
+    reward = score(
+        spec("exact", "length_penalty", weights=(2.0, 0.1)),
+        {"prompt": "6*7", "answer": "42"},
+        "42",
+        ids=(5, 6, 7),
+    )
     assert reward == Reward(2.0 - 0.1 * 3, True, parts={"exact": 1.0, "length_penalty": -3.0})
-    assert not score(spec("exact", "length_penalty"), {"prompt": "6*7", "answer": "42"}, "41", ids=(5,)).is_solved
+    assert not score(
+        spec("exact", "length_penalty"), {"prompt": "6*7", "answer": "42"}, "41", ids=(5,)
+    ).is_solved
 
 
 MESSAGES = [{"role": "user", "content": "6*7"}]
@@ -160,7 +174,8 @@ CHAT = [{"role": "assistant", "content": "42"}]
     ],
 )
 def test_functions_see_what_trl_gives_them(prompt: dict[str, Any], prompts: Any, completions: Any) -> None:
-    """Of a conversation the completion is a message; all further columns are lists; prompt and completion are no columns."""
+    """Of a conversation the completion is a message; all further columns are lists; prompt and completion
+    are no columns."""
     import json
 
     problem = {**prompt, "problem_id": "p", "answer": "42", "extra": {"a": [1]}, "completion": "x"}
@@ -269,7 +284,10 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 def test_what_cannot_be_called_with_these_problems_is_refused_before_a_run() -> None:
     scorer = Scorer(spec("exact"))
     scorer.check({"prompt": "6*7", "answer": "42"})
-    with pytest.raises(UserError, match=r"^rewards.functions: my_rewards:exact: missing .*'answer'; the problems offer kind, "):
+    with pytest.raises(
+        UserError,
+        match=r"^rewards.functions: my_rewards:exact: missing .*'answer'; the problems offer kind, ",
+    ):
         scorer.check({"prompt": "6*7", "kind": "code"})
     for name, reason in (("nowhere", "has no 'nowhere'"), ("not_a_function", "is a int; give a function")):
         with pytest.raises(UserError, match=f"^reward function 'my_rewards:{name}'.*{reason}"):

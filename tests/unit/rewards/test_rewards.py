@@ -1,4 +1,5 @@
-"""Rewards from worker processes: right, with the reason where there is none, bounded in time, and nothing left behind."""
+"""Rewards from worker processes: right, with the reason where there is none, bounded in time, and nothing
+left behind."""
 
 from __future__ import annotations
 
@@ -114,7 +115,9 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(task: str, num_workers: int, tmp_path: Path) -> None:
+def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(
+    task: str, num_workers: int, tmp_path: Path
+) -> None:
     with RewardPool(RewardSpec(task), num_workers, timeout_seconds=30) as pool:
         for i in range(20):
             pool.submit((f"p{i}", i % 3), {"worth": i / 4}, "fine")
@@ -124,7 +127,9 @@ def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(task: 
         assert {key: rewards[key] for key in rewards if key[0].startswith("p")} == {
             (f"p{i}", i % 3): Reward(i / 4, True) for i in range(20)
         }
-        assert rewards["raise", 0] == Reward(0.0, False, f"RuntimeError: no such luck, {tmp_path}/faulty_task.py:13")
+        assert rewards["raise", 0] == Reward(
+            0.0, False, f"RuntimeError: no such luck, {tmp_path}/faulty_task.py:13"
+        )
         assert rewards["nan", 0].error == "the reward is nan; it must be a finite number"
         assert rewards["incomplete", 0].error == (
             'score() returned {\'reward\': 1.0}; it must be {"reward": a number, "solved": whether it is right}'
@@ -160,12 +165,15 @@ def test_a_scorer_that_allocates_too_much_costs_its_own_response_and_goes_before
             pool.submit((verb, 0), {}, verb)
         rewards = pool.drain()
     assert rewards["allocate", 0].error.startswith("MemoryError")
-    assert rewards["kernel", 0] == Reward(0.0, False, "the worker died: killed by SIGKILL (out of memory?); tried twice")
+    assert rewards["kernel", 0] == Reward(
+        0.0, False, "the worker died: killed by SIGKILL (out of memory?); tried twice"
+    )
     assert rewards["score", 0] == Reward(1000.0, False), "the kernel ends this process first"
 
 
 def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: str) -> None:
-    """With a parent too busy to notice at once: there pools that share one pipe lose track of who had what."""
+    """With a parent too busy to notice at once: there pools that share one pipe lose track of who had
+    what."""
     is_over = threading.Event()
 
     def keep_the_interpreter_busy() -> None:
@@ -177,7 +185,9 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
     try:
         with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
             for i in range(12):
-                pool.submit(("p", i), {"worth": 1.0, "padding": "x" * 100_000}, "die" if i % 3 == 1 else "fine")
+                pool.submit(
+                    ("p", i), {"worth": 1.0, "padding": "x" * 100_000}, "die" if i % 3 == 1 else "fine"
+                )
             rewards = pool.drain()
     finally:
         is_over.set()
@@ -220,7 +230,9 @@ def test_a_task_that_cannot_be_imported_in_a_worker_says_why(task: str, tmp_path
     assert "no_such_module" in error
 
 
-def test_a_worker_that_cannot_be_started_again_blocks_nobody(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_again_blocks_nobody(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -262,7 +274,7 @@ def test_a_worker_hears_signals_even_where_its_parent_blocks_them(task: str) -> 
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-# ── what a step's rewards say together ───────────────────────────────────────────────────────────────────────────────
+# ── what a step's rewards say together ──────────────────────────────────────────────────────────────────────
 
 
 def test_what_a_scorer_prints_changes_no_reward_where_nobody_can_read_it(task: str) -> None:
@@ -281,8 +293,15 @@ def test_what_a_scorer_prints_changes_no_reward_where_nobody_can_read_it(task: s
 
 
 def test_means_are_over_the_responses_that_could_be_scored() -> None:
-    rewards = [Reward(1.0, True), Reward(0.0, False, "time-out"), Reward(0.5, False), Reward(0.0, False, "KeyError")]
-    assert summarize(rewards) == RewardSummary(mean=0.75, solve_rate=0.5, num_errors=2, first_error="time-out")
+    rewards = [
+        Reward(1.0, True),
+        Reward(0.0, False, "time-out"),
+        Reward(0.5, False),
+        Reward(0.0, False, "KeyError"),
+    ]
+    assert summarize(rewards) == RewardSummary(
+        mean=0.75, solve_rate=0.5, num_errors=2, first_error="time-out"
+    )
     none_scored = summarize(rewards[1:2])
     assert math.isnan(none_scored.mean)
     assert math.isnan(none_scored.solve_rate)
@@ -356,16 +375,21 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def start(task: str, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a parent whose responses all say the same. It has no `if __name__ == "__main__"`: workers that imported it
-    again would make pools of their own."""
+    """Starts a parent whose responses all say the same. It has no `if __name__ == "__main__"`: workers
+    that imported it again would make pools of their own."""
     (tmp_path / "main.py").write_text(SCRIPT)
     started = []
 
     def start(response: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]),
+        }
         command = [sys.executable, str(tmp_path / "main.py"), response]
         pipe = subprocess.PIPE
-        parent = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment)
+        parent = subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment
+        )
         started.append(parent)
         return parent
 
@@ -393,7 +417,9 @@ def test_ctrl_c_in_the_process_group_prints_nothing_from_workers(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_a_killed_parent_leaves_no_hung_worker_behind(start: Callable[[str], subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_hung_worker_behind(
+    start: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
     parent = start(f"hang {tmp_path / 'begun'}")
     workers = [int(path.suffix[1:]) for path in wait_for_files(tmp_path, "begun.*", 2)]
     assert all(is_running(pid) for pid in workers)

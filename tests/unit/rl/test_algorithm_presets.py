@@ -1,5 +1,5 @@
-"""Every algorithm by name against its paper's formula, written out in numpy for one response after the other; whatever the
-micro-batches. Against TRL: tests/referee/test_trl_losses.py."""
+"""Every algorithm by name against its paper's formula, written out in numpy for one response after the
+other; whatever the micro-batches. Against TRL: tests/referee/test_trl_losses.py."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def ppo(ratio: Any, advantage: Any, low: float, high: float) -> Any:
 def grpo(case: Case, flat: Array, fixed: Array) -> float:
     terms = [
         ppo(np.exp(new - old), a, 0.8, 1.28)
-        for new, old, a in zip(parts(case, flat), parts(case, case.old), group_std(case, case.values), strict=True)
+        for new, old, a in zip(
+            parts(case, flat), parts(case, case.old), group_std(case, case.values), strict=True
+        )
     ]
     return float(np.concatenate(terms).mean())
 
@@ -83,9 +85,12 @@ def rloo(case: Case, flat: Array, fixed: Array) -> float:
 
 
 def reinforce(case: Case, flat: Array, fixed: Array, beta: float = 0.0) -> float:
-    """With a KL penalty of k1 at every token, of the policy that sampled; returns count to the response's end."""
+    """With a KL penalty of k1 at every token, of the policy that sampled; returns count to the response's
+    end."""
     returns = []
-    for r, old, reference in zip(case.values, parts(case, case.old), parts(case, case.reference), strict=True):
+    for r, old, reference in zip(
+        case.values, parts(case, case.old), parts(case, case.reference), strict=True
+    ):
         returns.append(np.array([r - beta * (old - reference)[t:].sum() for t in range(len(old))]))
     every = np.concatenate(returns)
     terms = [
@@ -98,7 +103,9 @@ def reinforce(case: Case, flat: Array, fixed: Array, beta: float = 0.0) -> float
 def gspo(case: Case, flat: Array, fixed: Array) -> float:
     terms = [
         ppo(np.exp((new - old).mean()), a, 1 - 3e-4, 1 + 4e-4)
-        for new, old, a in zip(parts(case, flat), parts(case, case.old), group_std(case, case.values), strict=True)
+        for new, old, a in zip(
+            parts(case, flat), parts(case, case.old), group_std(case, case.values), strict=True
+        )
     ]
     return float(np.mean(terms))
 
@@ -179,7 +186,10 @@ def test_a_corrected_kl_is_weighed_by_the_ratio_which_has_a_gradient(estimator: 
 
 
 def test_a_kl_in_the_reward_is_a_responses_sum_for_rloo_and_what_is_still_to_come_for_reinforce() -> None:
-    kl = [float((old - ref).sum()) for old, ref in zip(parts(CASE, CASE.old), parts(CASE, CASE.reference), strict=True)]
+    kl = [
+        float((old - ref).sum())
+        for old, ref in zip(parts(CASE, CASE.old), parts(CASE, CASE.reference), strict=True)
+    ]
     penalized = with_rewards(CASE, [value - 0.2 * of for value, of in zip(CASE.values, kl, strict=True)])
     check(lambda flat, fixed: rloo(penalized, flat, fixed), CASE, name="rloo", kl_coefficient=0.2)
     check(lambda flat, fixed: reinforce(CASE, flat, fixed, 0.2), CASE, name="reinforce++", kl_coefficient=0.2)
@@ -211,7 +221,9 @@ def test_truncated_responses_are_left_out_of_the_loss_and_stay_in_their_groups()
 
     def by_response(flat: Array, fixed: Array) -> float:
         log_r = CASE.reference.numpy() - flat
-        terms = ppo(np.exp(flat - CASE.old.numpy()), advantages, 0.8, 1.28) + 0.3 * (np.exp(log_r) - log_r - 1)
+        terms = ppo(np.exp(flat - CASE.old.numpy()), advantages, 0.8, 1.28) + 0.3 * (
+            np.exp(log_r) - log_r - 1
+        )
         means = [0.0 if cut else part.mean() for cut, part in zip(is_cut, parts(CASE, terms), strict=True)]
         return float(np.mean(means))
 
@@ -221,7 +233,9 @@ def test_truncated_responses_are_left_out_of_the_loss_and_stay_in_their_groups()
 def test_a_key_of_its_own_overrides_the_presets_choice_and_nothing_else() -> None:
     plain = AlgorithmSection(name="gspo").resolve(100)
     assert AlgorithmSection(name="gspo", clip_high=0.1).resolve(100) == replace(plain, clip_high=0.1)
-    same = AlgorithmSection(ratio="sequence", aggregation="sequence", clip_low=3e-4, clip_high=4e-4).resolve(100)
+    same = AlgorithmSection(ratio="sequence", aggregation="sequence", clip_low=3e-4, clip_high=4e-4).resolve(
+        100
+    )
     assert replace(same, name="gspo") == plain
 
 

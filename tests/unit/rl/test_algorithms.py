@@ -1,4 +1,5 @@
-"""Advantages, losses and estimators against numbers worked out by hand, plain loops, enumeration and finite differences. Whole
+"""Advantages, losses and estimators against numbers worked out by hand, plain loops, enumeration and finite
+differences. Whole
 algorithms: test_algorithm_presets.py."""
 
 from __future__ import annotations
@@ -35,18 +36,24 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=double)
 
 
-# ── advantages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── advantages ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_advantages_of_one_solved_in_four_are_those_worked_out_by_hand() -> None:
     rewards, group = tensor(1, 0, 0, 0), torch.zeros(4, dtype=torch.long)
-    assert group_advantages(rewards, group).tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)  # std = 1/2
+    assert group_advantages(rewards, group).tolist() == pytest.approx(
+        [1.5, -0.5, -0.5, -0.5], abs=1e-5
+    )  # std = 1/2
     assert group_advantages(rewards, group, "group-mean").tolist() == [0.75, -0.25, -0.25, -0.25]
-    assert group_advantages(rewards, group, "leave-one-out").tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert group_advantages(rewards, group, "leave-one-out").tolist() == pytest.approx(
+        [1, -1 / 3, -1 / 3, -1 / 3]
+    )
 
 
 @given(
-    st.lists(st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=1, max_size=5), min_size=1, max_size=5),
+    st.lists(
+        st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=1, max_size=5), min_size=1, max_size=5
+    ),
     st.sampled_from(["group-std", "group-mean", "leave-one-out"]),
     st.randoms(use_true_random=False),
 )
@@ -85,7 +92,9 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_all_tokens() -
     parts = whitened_advantages([tensor(*values[:3]), tensor(*values[3:4]), tensor(*values[4:])])
     assert [len(part) for part in parts] == [3, 1, 2]
     mean, std = statistics.fmean(values), statistics.pstdev(values)
-    assert torch.cat(parts).tolist() == pytest.approx([(value - mean) / (std + STD_FLOOR) for value in values])
+    assert torch.cat(parts).tolist() == pytest.approx(
+        [(value - mean) / (std + STD_FLOOR) for value in values]
+    )
 
 
 def test_a_reward_comes_after_the_last_token_and_a_penalty_with_each() -> None:
@@ -97,7 +106,7 @@ def test_the_overlong_penalty_grows_from_nothing_to_one_within_its_buffer() -> N
     assert overlong_penalty(20, 20, 0) == 0
 
 
-# ── the policy loss ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the policy loss ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -113,7 +122,9 @@ def test_the_overlong_penalty_grows_from_nothing_to_one_within_its_buffer() -> N
         (1.5, 0.0, 0.0, False),
     ],
 )
-def test_clipped_loss_is_the_one_worked_out_by_hand(ratio: float, advantage: float, loss: float, is_clipped: bool) -> None:
+def test_clipped_loss_is_the_one_worked_out_by_hand(
+    ratio: float, advantage: float, loss: float, is_clipped: bool
+) -> None:
     old = tensor(-1.0)
     new = (old + math.log(ratio)).requires_grad_()
     result = clipped_loss((new - old).exp(), tensor(advantage), 0.8, 1.3)
@@ -145,12 +156,16 @@ def test_on_policy_gradient_is_minus_advantage_times_gradient_of_logprob(kind: A
 @pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
 def test_gradients_agree_with_finite_differences(level: Any) -> None:
     generator = torch.Generator().manual_seed(1)
-    old, new, advantages, reference = (torch.randn(12, dtype=double, generator=generator) * 0.3 for _ in range(4))
+    old, new, advantages, reference = (
+        torch.randn(12, dtype=double, generator=generator) * 0.3 for _ in range(4)
+    )
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         ratio = importance_ratio(x, old, (5, 7), level)
         policy = clipped_loss(ratio, advantages, 0.8, 1.28)
-        return (policy.loss_N * importance_weights(old, reference, cap=1.1) + 0.1 * kl_estimate(x, reference)).sum() / 12
+        return (
+            policy.loss_N * importance_weights(old, reference, cap=1.1) + 0.1 * kl_estimate(x, reference)
+        ).sum() / 12
 
     assert torch.autograd.gradcheck(loss, new.requires_grad_())
 
@@ -178,7 +193,7 @@ def test_importance_weights_are_capped_constants() -> None:
     assert not weights.requires_grad
 
 
-# ── estimators ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── estimators ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_expectation_of_k1_and_k3_is_the_kl_and_k2_has_its_gradient() -> None:
@@ -193,9 +208,13 @@ def test_expectation_of_k1_and_k3_is_the_kl_and_k2_has_its_gradient() -> None:
         torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
         assert bool((estimates >= 0).all()) == (name == "k3")
         assert kl_estimate(policy, policy, name).abs().max() == 0
-    in_loss = {name: (policy.exp().detach() * kl_estimate(policy, reference, name)).sum() for name in ("k1", "k2")}
+    in_loss = {
+        name: (policy.exp().detach() * kl_estimate(policy, reference, name)).sum() for name in ("k1", "k2")
+    }
     torch.testing.assert_close(torch.autograd.grad(in_loss["k2"], logits, retain_graph=True)[0], gradient)
-    assert torch.autograd.grad(in_loss["k1"], logits)[0].abs().max() < 1e-12, "which is why k1 is refused in the loss"
+    assert torch.autograd.grad(in_loss["k1"], logits)[0].abs().max() < 1e-12, (
+        "which is why k1 is refused in the loss"
+    )
 
 
 def test_entropy_is_that_of_the_distribution_and_survives_impossible_tokens() -> None:
@@ -204,7 +223,9 @@ def test_entropy_is_that_of_the_distribution_and_survives_impossible_tokens() ->
     certain = tensor(0.0, -math.inf, -math.inf)[None]
     assert entropy(certain).tolist() == [0.0]
     logits = torch.randn(4, 6, dtype=double, generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(entropy(logits.log_softmax(-1)), torch.distributions.Categorical(logits=logits).entropy())
+    torch.testing.assert_close(
+        entropy(logits.log_softmax(-1)), torch.distributions.Categorical(logits=logits).entropy()
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,16 @@ def test_what_was_asked_for_may_come_from_any_rank_in_any_order() -> None:
             r"1 of 3 requests have no response, such as \('a', 1\) \(responses: 1 by rank 0, 1 by",
         ),
         ([([A, B], [A]), ([C], [C])], r"1 of 3 requests have no reward, such as \('a', 1\)"),
-        ([([A, B], [A, B]), ([B, C], [B, C])], r"1 of 3 requests were answered too often, such as \('a', 1\)"),
+        (
+            [([A, B], [A, B]), ([B, C], [B, C])],
+            r"1 of 3 requests were answered too often, such as \('a', 1\)",
+        ),
         ([([A, B, C, ("z", 0)], [A, B, C])], r"1 of 3 requests were answered too often, such as \('z', 0\)"),
         ([([], [])], "3 of 3 requests have no response"),
     ],
 )
-def test_anything_else_is_refused_with_its_phase_the_first_response_and_the_ranks(brought: list, message: str) -> None:
+def test_anything_else_is_refused_with_its_phase_the_first_response_and_the_ranks(
+    brought: list, message: str
+) -> None:
     with pytest.raises(IncompleteBatch, match=f"^rollout 3: {message}"):
         check_complete([A, B, C], brought, "rollout 3")

@@ -38,11 +38,15 @@ def make_responses(seed: int, families: Sequence[tuple[int, Sequence[int]]]) -> 
 
 
 def plain(model: Transformer, batch: Sequence[Response]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies, each response with a prompt of its own and by torch's own functions."""
+    """Log-probabilities and entropies, each response with a prompt of its own and by torch's own
+    functions."""
     attend = PackedCausal(model.config, [r.length for r in batch])
     tokens = [token for r in batch for token in (*r.rollout.prompt_ids, *r.rollout.token_ids[:-1])]
     features_NE = model(torch.tensor(tokens), attend.positions(), attend)
-    features = [x[r.num_prompt - 1 :] for x, r in zip(features_NE.split([r.length for r in batch]), batch, strict=True)]
+    features = [
+        x[r.num_prompt - 1 :]
+        for x, r in zip(features_NE.split([r.length for r in batch]), batch, strict=True)
+    ]
     distribution = torch.distributions.Categorical(logits=model.logits(torch.cat(features)) / TEMPERATURE)
     targets_T = torch.tensor([token for r in batch for token in r.rollout.token_ids])
     return distribution.log_prob(targets_T), distribution.entropy().detach()
@@ -54,7 +58,11 @@ def with_gradients(model: Transformer, found: tuple[Tensor, Tensor]) -> tuple[Te
     logprobs_T, entropy_T = found
     weight_T = torch.linspace(-1, 2, len(logprobs_T), dtype=logprobs_T.dtype)
     (logprobs_T * weight_T).sum().backward()
-    return logprobs_T.detach(), entropy_T, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return (
+        logprobs_T.detach(),
+        entropy_T,
+        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+    )
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from tlt.config.schema import OptimizerSection
 from tlt.models.decoder import ModelConfig
-from tlt.rl.plan import Response, Shares, families_of, plan_equal_share, plan_micro_batches, plan_ranks, plan_share
+from tlt.rl.plan import (
+    Response,
+    Shares,
+    families_of,
+    plan_equal_share,
+    plan_micro_batches,
+    plan_ranks,
+    plan_share,
+)
 from tlt.rl.schedule import learning_rate
 from tlt.types import Rollout
 
@@ -29,7 +37,11 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths: list[
     assert len(batches) <= max(1, 2 * math.ceil(tokens / budget)) + sum(length > budget for length in lengths)
 
 
-@given(st.lists(st.lists(st.floats(0.1, 100), min_size=1, max_size=9), max_size=12), st.floats(0, 50), st.integers(1, 6))
+@given(
+    st.lists(st.lists(st.floats(0.1, 100), min_size=1, max_size=9), max_size=12),
+    st.floats(0, 50),
+    st.integers(1, 6),
+)
 @settings(max_examples=100, deadline=None)
 def test_ranks_differ_by_at_most_the_largest_response_with_its_prompt(
     costs: list[list[float]], prompt: float, num_ranks: int
@@ -45,7 +57,9 @@ def test_ranks_differ_by_at_most_the_largest_response_with_its_prompt(
     def largest(shares: Shares) -> float:
         return max(sum(prompt + sum(own[i] for i in items) for items in share.values()) for share in shares)
 
-    alone = plan_ranks([[i] for i in range(len(own))], [cost + prompt for cost in own], num_ranks, [0.0] * len(own))
+    alone = plan_ranks(
+        [[i] for i in range(len(own))], [cost + prompt for cost in own], num_ranks, [0.0] * len(own)
+    )
     loads = [sum(own[i] + prompt for items in share.values() for i in items) for share in alone]
     assert max(loads) - min(loads) <= max(own, default=0) + prompt + 1e-9
     assert largest(shares) <= max(loads) + 1e-9
@@ -54,12 +68,18 @@ def test_ranks_differ_by_at_most_the_largest_response_with_its_prompt(
 def of_one_prompt(number: int, num_prompt: int, own: list[int], needs_grad: bool = True) -> list[Response]:
     """Responses that the model reads `own` tokens of."""
     return [
-        Response(Rollout(f"p{number}", s, (number,) * num_prompt, (1,) * (n + 1), (0.0,) * (n + 1), "stop", 0), (), needs_grad)
+        Response(
+            Rollout(f"p{number}", s, (number,) * num_prompt, (1,) * (n + 1), (0.0,) * (n + 1), "stop", 0),
+            (),
+            needs_grad,
+        )
         for s, n in enumerate(own)
     ]
 
 
-FAMILIES = st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 300), min_size=1, max_size=9)), max_size=8)
+FAMILIES = st.lists(
+    st.tuples(st.integers(1, 60), st.lists(st.integers(0, 300), min_size=1, max_size=9)), max_size=8
+)
 
 
 @given(FAMILIES, st.integers(1, 400), st.integers(1, 4))
@@ -86,7 +106,10 @@ def test_groups_stay_together_where_ranks_are_balanced_and_are_divided_where_the
     groups = [of_one_prompt(i, 45, [3, 5, 7, 9, 11, 13, 15, 23]) for i in range(4)]
     assert ranks([r for group in groups for r in group]) == [{"p0": 8, "p2": 8}, {"p1": 8, "p3": 8}]
     assert ranks(groups[0]) == [{"p0": 4}, {"p0": 4}]
-    assert ranks([*groups[0], *of_one_prompt(1, 45, [3, 5, 7, 9, 11, 13, 15, 23], needs_grad=False)])[1].total() >= 8
+    assert (
+        ranks([*groups[0], *of_one_prompt(1, 45, [3, 5, 7, 9, 11, 13, 15, 23], needs_grad=False)])[1].total()
+        >= 8
+    )
 
 
 def test_a_short_prompt_of_a_long_response_is_not_shared() -> None:
@@ -96,7 +119,12 @@ def test_a_short_prompt_of_a_long_response_is_not_shared() -> None:
 
 def response(number: int, length: int, needs_grad: bool, weight: float) -> Response:
     tokens = (1,) * length
-    return Response(Rollout(f"p{number}", 0, (1,), tokens, (0.0,) * length, "stop", 0), (1.0,) * length, needs_grad, weight)
+    return Response(
+        Rollout(f"p{number}", 0, (1,), tokens, (0.0,) * length, "stop", 0),
+        (1.0,) * length,
+        needs_grad,
+        weight,
+    )
 
 
 @given(
@@ -108,19 +136,29 @@ def response(number: int, length: int, needs_grad: bool, weight: float) -> Respo
 def test_equal_shares_are_the_plain_ones_and_dummies(
     given_: list[tuple[int, bool, float]], budget: int, num_ranks: int
 ) -> None:
-    """Every rank has as many micro-batches with a backward pass as any other, before as many without; dummies count nothing."""
+    """Every rank has as many micro-batches with a backward pass as any other, before as many without;
+    dummies count nothing."""
     responses = [response(i, *values) for i, values in enumerate(given_)]
     equal = [plan_equal_share(responses, CONFIG, budget, num_ranks, rank) for rank in range(num_ranks)]
     plain = [plan_share(responses, CONFIG, budget, num_ranks, rank) for rank in range(num_ranks)]
     assert len({tuple(batch.needs_grad for batch in share) for share in equal}) == 1
-    assert [batch.needs_grad for batch in equal[0]] == sorted((batch.needs_grad for batch in equal[0]), reverse=True)
-    assert max(map(len, equal)) <= sum(max(sum(b.needs_grad == kind for b in share) for share in plain) for kind in (0, 1))
+    assert [batch.needs_grad for batch in equal[0]] == sorted(
+        (batch.needs_grad for batch in equal[0]), reverse=True
+    )
+    assert max(map(len, equal)) <= sum(
+        max(sum(b.needs_grad == kind for b in share) for share in plain) for kind in (0, 1)
+    )
     for mine, theirs in zip(equal, plain, strict=True):
         assert [b.responses for b in mine if not b.is_dummy] == [b.responses for b in theirs]
         for batch in mine:
             if batch.is_dummy:
                 (dummy,) = batch.responses
-                assert (dummy.length, dummy.num_in_loss, dummy.weight, set(dummy.advantages)) == (2, 0, 0, {0.0})
+                assert (dummy.length, dummy.num_in_loss, dummy.weight, set(dummy.advantages)) == (
+                    2,
+                    0,
+                    0,
+                    {0.0},
+                )
 
 
 def test_learning_rates_follow_the_schedule() -> None:
@@ -131,7 +169,9 @@ def test_learning_rates_follow_the_schedule() -> None:
     assert rates("constant", 0) == [1.0] * 8
     assert rates("constant", 4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
     assert rates("linear", 4) == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
-    assert rates("cosine", 0) == pytest.approx([0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)])
+    assert rates("cosine", 0) == pytest.approx(
+        [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -1,5 +1,6 @@
-"""The policy update against transformers and torch's own parts, and the promises of DESIGN §2: a pure function of (tokens,
-rewards, weights), whatever the order of arrival, the micro-batches and the ranks. Float64, two layers, vocabulary 61."""
+"""The policy update against transformers and torch's own parts, and the promises of DESIGN §2: a pure
+function of (tokens, rewards, weights), whatever the order of arrival, the micro-batches and the ranks.
+Float64, two layers, vocabulary 61."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def make_model(seed: int = 0) -> Transformer:
     return Transformer(CONFIG).double().initialize(seed, std=0.15)
 
 
-def make_batch(seed: int = 0, num_problems: int = 5, num_samples: int = 4) -> tuple[list[Rollout], list[Reward]]:
+def make_batch(
+    seed: int = 0, num_problems: int = 5, num_samples: int = 4
+) -> tuple[list[Rollout], list[Reward]]:
     """Ragged responses; problem 1's rewards are all equal."""
     rng = random.Random(seed)
     rollouts, rewards = [], []
@@ -51,14 +54,20 @@ def make_batch(seed: int = 0, num_problems: int = 5, num_samples: int = 4) -> tu
 
 
 def make_trainer(
-    model: Transformer, optimizer: OptimizerSection = OPTIMIZER, group: Any = None, reference: Any = None, **algorithm: Any
+    model: Transformer,
+    optimizer: OptimizerSection = OPTIMIZER,
+    group: Any = None,
+    reference: Any = None,
+    **algorithm: Any,
 ) -> PolicyTrainer:
     settings_ = {"tokens_per_micro_batch": 100, **algorithm}
     return PolicyTrainer(model, AlgorithmSection(**settings_), optimizer, SAMPLING, 10, group, reference)
 
 
 def run(
-    batches: Sequence[tuple[list[Rollout], list[Reward]]], reference: Transformer | None = None, **algorithm: Any
+    batches: Sequence[tuple[list[Rollout], list[Reward]]],
+    reference: Transformer | None = None,
+    **algorithm: Any,
 ) -> tuple[Tensor, list[UpdateMetrics]]:
     """All weights after one update per batch, flat."""
     model = make_model()
@@ -75,11 +84,12 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-# ── the naive update: transformers' model, one sequence at a time, formulas written out once more ─────────────────────
+# ── the naive update: transformers' model, one sequence at a time, formulas written out once more ───────────
 
 
 class Rotary(torch.nn.Module):
-    """transformers computes its angles in float32 whatever the model's dtype; these are the same in float64."""
+    """transformers computes its angles in float32 whatever the model's dtype; these are the same in
+    float64."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = CONFIG.rope_theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
@@ -136,7 +146,11 @@ class Naive:
         advantages = []
         for rollout in rollouts:
             group = torch.tensor(
-                [w.value for r, w in zip(rollouts, rewards, strict=True) if r.problem_id == rollout.problem_id]
+                [
+                    w.value
+                    for r, w in zip(rollouts, rewards, strict=True)
+                    if r.problem_id == rollout.problem_id
+                ]
             ).double()
             mine = rewards[rollouts.index(rollout)].value
             advantages.append(float((mine - group.mean()) / (group.std() + 1e-6)))
@@ -154,7 +168,9 @@ class Naive:
                 ratio = torch.exp(new - old[i])
                 low, high = ratio.clamp(min=0.8), ratio.clamp(max=1.28)
                 a = advantages[i]
-                objective = a * (high if a > 0 else low)  # the clip binds on one side only, which depends on the sign
+                objective = a * (
+                    high if a > 0 else low
+                )  # the clip binds on one side only, which depends on the sign
                 sums["clip"] += float((ratio > 1.28).sum() if a > 0 else (ratio < 0.8).sum() if a < 0 else 0)
                 k3 = torch.exp(frozen[i] - new) - (frozen[i] - new) - 1
                 sums["kl"] += float(k3.detach().sum()) if initial else 0.0
@@ -170,7 +186,10 @@ class Naive:
             self.optimizer.step()
         tokens = sum(len(r.token_ids) for r in rollouts)
         gaps = torch.cat(
-            [(o - torch.tensor(r.logprobs, dtype=torch.float64)).abs() for o, r in zip(old, rollouts, strict=True)]
+            [
+                (o - torch.tensor(r.logprobs, dtype=torch.float64)).abs()
+                for o, r in zip(old, rollouts, strict=True)
+            ]
         )
         return {
             "loss": sums["loss"],
@@ -191,7 +210,9 @@ class Naive:
 def test_updates_agree_with_transformers_one_sequence_at_a_time(minibatches: int, kl: float) -> None:
     model, initial = make_model(), make_model(7)
     naive, naive_initial = Naive(model), Naive(initial)
-    trainer = make_trainer(model, reference=initial if kl else None, minibatches=minibatches, kl_coefficient=kl)
+    trainer = make_trainer(
+        model, reference=initial if kl else None, minibatches=minibatches, kl_coefficient=kl
+    )
     for step in range(2):
         rollouts, rewards = make_batch(step)
         metrics = trainer.update(rollouts, rewards, step)
@@ -225,7 +246,7 @@ def test_importance_correction_weighs_tokens_by_the_capped_ratio_to_the_engine()
         assert corrected[0].engine_trainer_logprob_gap_max == pytest.approx(abs(shift))
 
 
-# ── purity ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── purity ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def shuffled(batch: tuple[list[Rollout], list[Reward]], seed: int) -> tuple[list[Rollout], list[Reward]]:
@@ -239,7 +260,13 @@ def shuffled(batch: tuple[list[Rollout], list[Reward]], seed: int) -> tuple[list
 def test_same_inputs_in_any_order_with_any_engine_logprobs_give_the_same_bits(minibatches: int) -> None:
     batches = [make_batch(0), make_batch(1)]
     others = [
-        ([Rollout(**{**vars(r), "logprobs": (-9.0,) * len(r.token_ids), "policy_version": 5}) for r in rollouts], rewards)
+        (
+            [
+                Rollout(**{**vars(r), "logprobs": (-9.0,) * len(r.token_ids), "policy_version": 5})
+                for r in rollouts
+            ],
+            rewards,
+        )
         for rollouts, rewards in (shuffled(batch, 3) for batch in batches)
     ]
     first, _ = run(batches, minibatches=minibatches, epochs=2)
@@ -273,7 +300,9 @@ def test_responses_without_advantage_get_no_backward_pass_yet_count_as_tokens() 
     calls = []
     original = policy.response_logprobs
 
-    def spy(model: Transformer, batch: Sequence[policy.Response], temperature: float) -> tuple[Tensor, Tensor]:
+    def spy(
+        model: Transformer, batch: Sequence[policy.Response], temperature: float
+    ) -> tuple[Tensor, Tensor]:
         result = original(model, batch, temperature)
         calls.append((result[0].requires_grad, {r.rollout.problem_id for r in batch}))
         return result
@@ -286,15 +315,21 @@ def test_responses_without_advantage_get_no_backward_pass_yet_count_as_tokens() 
 
 
 def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same gradient and token count; entropy and gap are those of the others, and of the sampled ones weighted by tokens."""
+    """Same gradient and token count; entropy and gap are those of the others, and of the sampled ones
+    weighted by tokens."""
     rollouts, rewards = make_batch()
-    rewards = [Reward(0.5, False) if r.problem_id in ("p1", "p3") else w for r, w in zip(rollouts, rewards, strict=True)]
+    rewards = [
+        Reward(0.5, False) if r.problem_id in ("p1", "p3") else w
+        for r, w in zip(rollouts, rewards, strict=True)
+    ]
     whole, metrics = run([(rollouts, rewards)])
     seen: list[policy.Response] = []
     measure = policy.response_logprobs
     exact: dict[Rollout, tuple[Tensor, Tensor]] = {}
 
-    def spy(model: Transformer, batch: Sequence[policy.Response], temperature: float) -> tuple[Tensor, Tensor]:
+    def spy(
+        model: Transformer, batch: Sequence[policy.Response], temperature: float
+    ) -> tuple[Tensor, Tensor]:
         seen.extend(batch)
         result = measure(model, batch, temperature)
         sizes = [r.num_tokens for r in batch]
@@ -314,7 +349,9 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
     assert len(kept) == math.ceil(30 / (sum(len(r.token_ids) for r in flat) / len(flat)))
 
     def mean(value: Callable[[Rollout], float]) -> float:
-        total = sum(value(r.rollout) for r in seen if r.needs_grad) + sum(map(value, kept)) * len(flat) / len(kept)
+        total = sum(value(r.rollout) for r in seen if r.needs_grad) + sum(map(value, kept)) * len(flat) / len(
+            kept
+        )
         return total / metrics[0].num_tokens
 
     assert estimates[0].entropy == pytest.approx(mean(lambda r: float(exact[r][1].sum())))
@@ -325,16 +362,27 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
 
 @pytest.mark.parametrize("kl", [0.0, 0.3])
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_update_with_responses_that_could_not_be_scored_is_the_one_without_them(name: str, kl: float) -> None:
+def test_an_update_with_responses_that_could_not_be_scored_is_the_one_without_them(
+    name: str, kl: float
+) -> None:
     rollouts, rewards = make_batch()
     lost = {1, 4, 5, 6, 7, 14}  # a whole group among them
-    unscored = [replace(reward, value=9.0, error="time-out") if i in lost else reward for i, reward in enumerate(rewards)]
+    unscored = [
+        replace(reward, value=9.0, error="time-out") if i in lost else reward
+        for i, reward in enumerate(rewards)
+    ]
     scored = [[item for i, item in enumerate(items) if i not in lost] for items in (rollouts, rewards)]
     given = {"name": name, "kl_coefficient": kl, "minibatches": 2, "reference": make_model(5) if kl else None}
-    (found, (metrics,)), (expected, (without,)) = (run([batch], **given) for batch in ((rollouts, unscored), tuple(scored)))
+    (found, (metrics,)), (expected, (without,)) = (
+        run([batch], **given) for batch in ((rollouts, unscored), tuple(scored))
+    )
     assert torch.equal(found, expected)
     assert metrics.zero_variance_groups == without.zero_variance_groups + 1
-    assert (metrics.loss, metrics.entropy, metrics.num_tokens) == (without.loss, without.entropy, without.num_tokens)
+    assert (metrics.loss, metrics.entropy, metrics.num_tokens) == (
+        without.loss,
+        without.entropy,
+        without.num_tokens,
+    )
 
 
 UNSCORED = {"error": "time-out"}
@@ -346,7 +394,9 @@ def test_where_no_response_counts_the_momentum_of_earlier_steps_moves_nothing(na
     given = {"name": name, "kl_coefficient": kl, "reference": make_model(5) if kl else None}
     rollouts, rewards = make_batch(1)
     before, _ = run([make_batch()], **given)
-    after, (_, metrics) = run([make_batch(), (rollouts, [replace(reward, **UNSCORED) for reward in rewards])], **given)
+    after, (_, metrics) = run(
+        [make_batch(), (rollouts, [replace(reward, **UNSCORED) for reward in rewards])], **given
+    )
     assert torch.equal(before, after)
     assert (metrics.num_skipped, metrics.num_tokens, metrics.zero_variance_groups) == (1, 0, 5)
     assert math.isnan(metrics.loss)
@@ -397,7 +447,7 @@ def test_the_last_step_of_a_linear_schedule_moves_nothing() -> None:
     assert torch.equal(before, flat(model))
 
 
-# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_bad_batches_are_errors_that_name_step_and_place() -> None:
@@ -409,7 +459,11 @@ def test_bad_batches_are_errors_that_name_step_and_place() -> None:
         (rollouts, rewards[1:], "20 rollouts but 19 rewards"),
         (rollouts[:1], rewards[:1], r"1 responses cannot fill algorithm.minibatches = 2"),
         ([r, *rollouts], [rewards[0], *rewards], r"\('p0', 0\) occurs twice"),
-        ([Rollout(**{**vars(r), "token_ids": (), "logprobs": ()}), rollouts[1]], rewards[:2], r"\('p0', 0\) is empty"),
+        (
+            [Rollout(**{**vars(r), "token_ids": (), "logprobs": ()}), rollouts[1]],
+            rewards[:2],
+            r"\('p0', 0\) is empty",
+        ),
         ([Rollout(**{**vars(r), "logprobs": ()}), rollouts[1]], rewards[:2], "but 0 logprobs"),
         (rollouts[:2], [Reward(math.nan, False), rewards[1]], "has reward nan"),
     ]
@@ -429,7 +483,9 @@ def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> No
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
     trainer = make_trainer(model)
     before = flat(model)
-    with pytest.raises(NonFiniteUpdate, match=r"^policy update of step 5: loss nan, gradient norm nan; .* --resume") as caught:
+    with pytest.raises(
+        NonFiniteUpdate, match=r"^policy update of step 5: loss nan, gradient norm nan; .* --resume"
+    ) as caught:
         trainer.update(*make_batch(), 4)
     assert isinstance(caught.value, UserError), "one line, and no restart: it would come again"
     assert torch.equal(before, flat(model))
@@ -439,14 +495,20 @@ def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> No
 
 def test_weights_that_an_update_would_leave_not_finite_are_named_before_anybody_takes_them() -> None:
     trainer = make_trainer(make_model().float(), OPTIMIZER.model_copy(update={"weight_decay": 1e300}))
-    with pytest.raises(NonFiniteUpdate, match=r"step 5: .* not finite, first model\..*; they are written nowhere") as caught:
+    with pytest.raises(
+        NonFiniteUpdate, match=r"step 5: .* not finite, first model\..*; they are written nowhere"
+    ) as caught:
         trainer.update(*make_batch(), 4)
     assert "optimizer.weight_decay 1e+300" in str(caught.value)
     assert trainer.next_step == 0
 
 
-@pytest.mark.parametrize(("largest", "advantage"), [(1e308, "group-std"), (1e200, "group-std"), (1e40, "group-mean")])
-def test_rewards_too_large_for_an_advantage_are_named_and_no_learning_rate(largest: float, advantage: str) -> None:
+@pytest.mark.parametrize(
+    ("largest", "advantage"), [(1e308, "group-std"), (1e200, "group-std"), (1e40, "group-mean")]
+)
+def test_rewards_too_large_for_an_advantage_are_named_and_no_learning_rate(
+    largest: float, advantage: str
+) -> None:
     rollouts, rewards = make_batch()
     rewards = [replace(reward, value=largest * (number % 2)) for number, reward in enumerate(rewards)]
     trainer = make_trainer(make_model().float(), advantage=advantage)
@@ -469,13 +531,18 @@ def test_a_gradient_that_is_not_finite_is_named_although_the_loss_is() -> None:
     assert torch.equal(before, flat(model))
 
 
-# ── two ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── two ranks ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
     "minibatches": {"minibatches": 3, "epochs": 2},
     "kl": {"kl_coefficient": 0.3},
-    "ratios and means of whole responses": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "minibatches": 2},
+    "ratios and means of whole responses": {
+        "name": "gspo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "minibatches": 2,
+    },
     "kl in the reward of a response": {"name": "rloo", "kl_coefficient": 0.3, "epochs": 2},
     "kl in the rewards of tokens, whitened over the batch": {"name": "reinforce++", "kl_coefficient": 0.3},
     "fewer responses than ranks": {},
@@ -498,13 +565,17 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
+    )
     results: dict[str, Any] = {}
     for name, algorithm in SCENARIOS.items():
         model = make_model()
         reference = make_model(7) if "kl_coefficient" in algorithm else None
         trainer = make_trainer(model, group=dist.group.WORLD, reference=reference, **algorithm)
-        metrics = [trainer.update(*shuffled(b, 10 + rank), step) for step, b in enumerate(scenario_batches(name))]
+        metrics = [
+            trainer.update(*shuffled(b, 10 + rank), step) for step, b in enumerate(scenario_batches(name))
+        ]
         results[name] = (flat(model), [{**vars(m), "seconds": 0.0} for m in metrics])
     # One rank's share overflows: all of them must say so, and none may hang.
     model = make_model()

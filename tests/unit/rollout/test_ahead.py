@@ -31,7 +31,13 @@ def after(num: int) -> Callable[[], bool]:
 
 
 def make_ahead(requests: list[Request], **changes: Any) -> AheadOfPolicy:
-    given = {"engine": make_engine(make_policy()), "references": References(), "past": [], "lengths": {}, "num_replicas": 1}
+    given = {
+        "engine": make_engine(make_policy()),
+        "references": References(),
+        "past": [],
+        "lengths": {},
+        "num_replicas": 1,
+    }
     given |= changes
     ahead = AheadOfPolicy(requests=requests, **given)
     ahead.begin(queue_of())
@@ -99,7 +105,9 @@ def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_h
     replicas[1].run(lambda: False)
     assert tokens_of(replicas[1]) == plain(requests), "the first one is busy, and its four are done here"
     replicas[0].run(lambda: False)
-    assert replicas[0].found.keys() == {requests[i].key for i in range(4)}, "and what the other has done is not done again"
+    assert replicas[0].found.keys() == {requests[i].key for i in range(4)}, (
+        "and what the other has done is not done again"
+    )
 
 
 def test_the_next_step_comes_before_the_one_behind_it_and_the_longest_problems_first() -> None:
@@ -123,7 +131,9 @@ def test_of_two_steps_with_the_same_problem_the_nearer_one_is_generated() -> Non
     assert tokens_of(ahead) == plain(ahead.requests)
 
 
-def test_no_more_responses_run_at_a_time_than_a_step_has_and_further_steps_take_the_places_of_those_that_end() -> None:
+def test_no_more_responses_run_at_a_time_than_a_step_has_and_further_steps_take_the_places_of_those_that_end() -> (
+    None
+):
     requests = [request(f"p{i}", step) for step in (1, 2, 3) for i in range(4 * step - 4, 4 * step)]
     ahead = make_ahead(requests, engine=make_engine(make_policy(), max_batch_size=24))
     num_running = []
@@ -146,7 +156,9 @@ def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dr
     ahead = make_ahead([asked], references=references, past=[used])
     assert ahead.num_offered == 5
     references.keep(used.key, range(9), REPLAY)
-    assert make_ahead([asked], references=references, past=[used]).num_offered == 0, "another run's are no offer of ours"
+    assert make_ahead([asked], references=references, past=[used]).num_offered == 0, (
+        "another run's are no offer of ours"
+    )
     ahead.run(after(3))
     ahead.keep([ahead.take_found()])
     ahead.end()
@@ -170,13 +182,17 @@ def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dr
     [["--rollout.speculation=off"], ["--rollout.speculation=4x1x4"], ["--rollout.tuner=beg-mab"]],
 )
 def test_what_nothing_would_draft_from_is_not_generated_ahead(words: list[str]) -> None:
-    with pytest.raises(UserError, match=r"rollout\.ahead is 1, but nothing would draft from what is generated"):
+    with pytest.raises(
+        UserError, match=r"rollout\.ahead is 1, but nothing would draft from what is generated"
+    ):
         load_config("recipes/countdown/quickstart.toml", ["--rollout.ahead=1", *words])
 
 
 def test_what_follows_references_may_be_generated_ahead_for() -> None:
     for words in ([], ["--rollout.speculation=ahead+hybrid:64x1x64"], ["--rollout.engine=vllm"]):
-        assert load_config("recipes/countdown/quickstart.toml", ["--rollout.ahead=1", *words]).rollout.ahead == 1
+        assert (
+            load_config("recipes/countdown/quickstart.toml", ["--rollout.ahead=1", *words]).rollout.ahead == 1
+        )
 
 
 @pytest.mark.parametrize("speculation", ["off", "4x1x4"])

@@ -43,7 +43,9 @@ def wait_until_done(coordinator: Coordinator, clock: Clock) -> None:
         clock.sleep(0.002)
 
 
-def make_replicas(num_replicas: int, num_units: int, clock: Clock | None = None, timeout: float = 60.0) -> list[Coordinator]:
+def make_replicas(
+    num_replicas: int, num_units: int, clock: Clock | None = None, timeout: float = 60.0
+) -> list[Coordinator]:
     clock = clock or Clock()
     store = HashStore()
     replicas = [Coordinator(store, r, num_replicas, timeout, clock, clock.sleep) for r in range(num_replicas)]
@@ -54,14 +56,20 @@ def make_replicas(num_replicas: int, num_units: int, clock: Clock | None = None,
 
 # An action is (replica, what, amount). The model beside it is a plain list.
 actions = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from(["take", "finish", "add", "look", "offer", "hand over"]), st.integers(0, 9)),
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(["take", "finish", "add", "look", "offer", "hand over"]),
+        st.integers(0, 9),
+    ),
     max_size=80,
 )
 
 
 @settings(max_examples=300, deadline=None)
 @given(num_replicas=st.integers(1, 4), num_units=st.integers(0, 40), script=actions)
-def test_any_interleaving_hands_out_each_unit_exactly_once(num_replicas: int, num_units: int, script: list) -> None:
+def test_any_interleaving_hands_out_each_unit_exactly_once(
+    num_replicas: int, num_units: int, script: list
+) -> None:
     replicas = make_replicas(num_replicas, num_units)
     total, taken, num_finished = num_units, [], 0
     held: list[list[int]] = [[] for _ in replicas]
@@ -164,7 +172,10 @@ def test_what_was_handed_over_is_waited_for_while_it_is_being_written_and_not_fo
     giver, taker = make_replicas(2, 0, clock, timeout=5.0)
     (unit,) = giver.add_units(1)
     assert taker.take(1) == [unit]
-    store, naps = giver.store, iter([lambda: store.set(f"load/{unit}/0", "x"), lambda: store.set(f"load/{unit}", "1")])
+    store, naps = (
+        giver.store,
+        iter([lambda: store.set(f"load/{unit}/0", "x"), lambda: store.set(f"load/{unit}", "1")]),
+    )
 
     def nap(seconds: float) -> None:
         clock.sleep(seconds)
@@ -179,7 +190,9 @@ def test_what_was_handed_over_is_waited_for_while_it_is_being_written_and_not_fo
 @pytest.mark.parametrize(
     ("num_units", "room", "expected"), [(16, 99, 4), (16, 3, 3), (16, 0, 0), (1, 9, 1), (0, 9, 0), (5, 9, 2)]
 )
-def test_a_take_is_at_most_half_a_fair_share_and_at_least_one(num_units: int, room: int, expected: int) -> None:
+def test_a_take_is_at_most_half_a_fair_share_and_at_least_one(
+    num_units: int, room: int, expected: int
+) -> None:
     assert len(make_replicas(2, num_units)[0].take(room)) == expected
 
 
@@ -287,7 +300,9 @@ def test_a_silent_replica_is_named_after_the_timeout_and_one_at_work_is_not() ->
         assert not second.all_done()
     second.take(1)
     second.finish(1)
-    with pytest.raises(ReplicaTimeout, match=r"phase 'rollout 0': replica 1 waits for replica 0, which holds 1 unit") as error:
+    with pytest.raises(
+        ReplicaTimeout, match=r"phase 'rollout 0': replica 1 waits for replica 0, which holds 1 unit"
+    ) as error:
         wait_until_done(second, clock)
     assert 30.0 < clock.now - 100.0 < 35.0, str(error.value)
 
@@ -330,7 +345,9 @@ def test_who_waits_asks_less_and_less_often_up_to_a_bound_and_anew_when_somethin
     assert pauses[0] == (POLL_SECONDS if num_replicas == 2 else longest)
     assert pauses == sorted(pauses)
     assert pauses[-1] == longest
-    assert store.num_asked < 4 * len(pauses), "to wait is to ask for two values, and to show signs of life now and then"
+    assert store.num_asked < 4 * len(pauses), (
+        "to wait is to ask for two values, and to show signs of life now and then"
+    )
     busy.finish(units[0])
     clock.sleep(longest)
     assert not idle.has_news()
@@ -512,7 +529,8 @@ def test_three_processes_share_a_queue_over_tcp() -> None:
 
 
 def test_no_call_blocks_on_a_key_that_is_not_there_yet() -> None:
-    """The quickest of many calls: tens of microseconds, where a `get` of an absent key waits for the store's time-out."""
+    """The quickest of many calls: tens of microseconds, where a `get` of an absent key waits for the
+    store's time-out."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     coordinator = connect_coordinator(server, 0, 2, timeout=60.0)
     coordinator.begin("rollout 0", 100)

@@ -1,4 +1,5 @@
-"""Dynamic sampling: what is drawn again, under which keys, and what the update takes. Pure functions, then a phase."""
+"""Dynamic sampling: what is drawn again, under which keys, and what the update takes. Pure functions, then
+a phase."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def answer(draw: Draw, *values: float | None) -> Group:
     """A group of these rewards; None: could not be scored."""
     rewards = tuple(Reward(0.0 if v is None else v, False, "time-out" if v is None else "") for v in values)
     indexes = range(draw.first_sample, draw.first_sample + len(values))
-    rollouts = tuple(Rollout(draw.problem.problem_id, i, draw.problem.prompt_ids, (1,), (0.0,), "stop", 0) for i in indexes)
+    rollouts = tuple(
+        Rollout(draw.problem.problem_id, i, draw.problem.prompt_ids, (1,), (0.0,), "stop", 0) for i in indexes
+    )
     return Group(draw, rollouts, rewards)
 
 
@@ -53,7 +56,11 @@ def test_a_group_has_a_signal_where_two_scores_differ() -> None:
 
 def test_groups_without_a_signal_are_replaced_by_the_next_spare_problems() -> None:
     sampling = rule(3, PROBLEMS[3:])
-    groups = [answer(Draw(PROBLEMS[0]), 0, 1), answer(Draw(PROBLEMS[1]), 0, 0), answer(Draw(PROBLEMS[2]), 1, 1)]
+    groups = [
+        answer(Draw(PROBLEMS[0]), 0, 1),
+        answer(Draw(PROBLEMS[1]), 0, 0),
+        answer(Draw(PROBLEMS[2]), 1, 1),
+    ]
     draws = sampling.next_draws(groups, 1)
     assert draws == [Draw(PROBLEMS[3]), Draw(PROBLEMS[4])]
     groups += [answer(draws[0], 1, 1), answer(draws[1], 0, 1)]
@@ -77,11 +84,19 @@ def test_where_no_problem_is_left_those_without_a_signal_come_again_with_further
 
 def test_after_the_last_round_others_fill_up_each_problem_once() -> None:
     sampling = rule(3, (), max_resamples=1)
-    groups = [answer(Draw(PROBLEMS[0]), 0, 0), answer(Draw(PROBLEMS[1]), 0, 0), answer(Draw(PROBLEMS[2]), 0, 1)]
+    groups = [
+        answer(Draw(PROBLEMS[0]), 0, 0),
+        answer(Draw(PROBLEMS[1]), 0, 0),
+        answer(Draw(PROBLEMS[2]), 0, 1),
+    ]
     groups += [answer(Draw(PROBLEMS[0], 2), 1, 1), answer(Draw(PROBLEMS[1], 2), 0, 1)]
     assert sampling.next_draws(groups, 2) == []
     kept = sampling.select(groups)
-    assert [(group.problem_id, group.draw.first_sample) for group in kept] == [("p2", 0), ("p1", 2), ("p0", 0)]
+    assert [(group.problem_id, group.draw.first_sample) for group in kept] == [
+        ("p2", 0),
+        ("p1", 2),
+        ("p0", 0),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -94,7 +109,9 @@ def test_no_key_occurs_twice_and_every_round_asks_for_what_lacks_whatever_the_re
     groups: list[Group] = []
     draws = [Draw(problem) for problem in begin]
     for num_rounds in range(1, 20):
-        assert len({draw.problem.problem_id for draw in draws}) == len(draws), "a unit of work is known by its problem"
+        assert len({draw.problem.problem_id for draw in draws}) == len(draws), (
+            "a unit of work is known by its problem"
+        )
         groups += [answer(draw, 0.0, float(rng.random() < 0.2)) for draw in draws]
         lacking = num - sum(group.has_signal for group in groups)
         draws = sampling.next_draws(groups, num_rounds)
@@ -114,7 +131,7 @@ def test_spare_problems_are_a_function_of_seed_and_step() -> None:
     assert spare_problems(PROBLEMS, 3, 4, 0) != spare_problems(PROBLEMS, 6, 4, 0)
 
 
-# ── in a phase ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in a phase ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ParityScorers:
@@ -123,7 +140,9 @@ class ParityScorers:
     def __init__(self) -> None:
         self.rewards: dict[tuple[str, int], Reward] = {}
 
-    def submit(self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int) -> None:
+    def submit(
+        self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int
+    ) -> None:
         self.rewards[key] = Reward(float(sum(map(int, text.split())) % 5 == 0), True)
 
     def collect(self) -> dict[tuple[str, int], Reward]:
@@ -159,7 +178,9 @@ def make_phase(engine: RolloutEngine) -> RolloutPhase:
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
     scorers: Any = ParityScorers()
     words = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    return RolloutPhase(world, engine, local_coordinator(), Receivers(scorers, words), Timeline(0), lambda: False)
+    return RolloutPhase(
+        world, engine, local_coordinator(), Receivers(scorers, words), Timeline(0), lambda: False
+    )
 
 
 def sample(engine: RolloutEngine, step: int = 4, drafter: DrafterSide | None = None) -> PhaseResult:
@@ -170,7 +191,10 @@ def sample(engine: RolloutEngine, step: int = 4, drafter: DrafterSide | None = N
 
 def responses(groups: Sequence[Group]) -> list[tuple[str, int, tuple[int, ...], float]]:
     pairs = zip(*flatten(groups), strict=True)
-    return [(rollout.problem_id, rollout.sample_index, rollout.token_ids, reward.value) for rollout, reward in pairs]
+    return [
+        (rollout.problem_id, rollout.sample_index, rollout.token_ids, reward.value)
+        for rollout, reward in pairs
+    ]
 
 
 def test_with_speculation_on_and_off_the_same_problems_are_drawn_again_and_answered_alike() -> None:
@@ -189,7 +213,10 @@ def test_with_speculation_on_and_off_the_same_problems_are_drawn_again_and_answe
 
 
 def test_another_step_draws_other_responses_to_the_same_problems() -> None:
-    first, again = responses(sample(make_engine(POLICY)).groups), responses(sample(make_engine(POLICY), 7).groups)
+    first, again = (
+        responses(sample(make_engine(POLICY)).groups),
+        responses(sample(make_engine(POLICY), 7).groups),
+    )
     tokens = {(problem, index): ids for problem, index, ids, _ in first}
     shared = [(tokens[problem, index], ids) for problem, index, ids, _ in again if (problem, index) in tokens]
     assert shared
@@ -223,10 +250,15 @@ def test_a_stop_in_a_later_round_breaks_the_whole_step_off() -> None:
 
 
 def test_idle_time_at_the_end_of_a_round_counts_and_so_does_the_training_in_it() -> None:
-    """Replica 1 ends round 0 after 3 s of 10 and trains for 4 s; then replica 0 ends round 1 after 12 s of 15."""
+    """Replica 1 ends round 0 after 3 s of 10 and trains for 4 s; then replica 0 ends round 1 after 12 s of
+    15."""
 
-    def replica(start: float, last_token: float, end: float, train: float, num_migrated: int) -> ReplicaReport:
-        return ReplicaReport(start, last_token, end, EngineStats(), DrafterReport(2, 9, train), num_migrated=num_migrated)
+    def replica(
+        start: float, last_token: float, end: float, train: float, num_migrated: int
+    ) -> ReplicaReport:
+        return ReplicaReport(
+            start, last_token, end, EngineStats(), DrafterReport(2, 9, train), num_migrated=num_migrated
+        )
 
     first = [replica(0, 10, 10.5, 0, 1), replica(0, 3, 10.5, 4, 0)]
     second = [replica(11, 12, 15.5, 1, 0), replica(11, 15, 15.5, 0, 2)]

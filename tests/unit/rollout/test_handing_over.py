@@ -31,13 +31,18 @@ from tlt.types import Finished, Request, Rollout
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has all the work and the other none. Everything is finished once, with the tokens that one alone would give."""
+def test_a_replica_that_runs_dry_takes_over_running_responses(
+    speculates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has all the work and the other none. Everything is finished once, with the tokens that one alone
+    would give."""
     monkeypatch.setattr("tlt.rollout.work_queue.HELP_SECONDS", 0.0)
     problems = make_problems(4)
     alone, _ = make_engine(strategy=Strategy.OFF)
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
-    expected = {rollout.problem_id: rollout.token_ids for rollout in alone.generate(group[0] for group in requests)}
+    expected = {
+        rollout.problem_id: rollout.token_ids for rollout in alone.generate(group[0] for group in requests)
+    }
     coordinators, works, offered = make_coordinators(2), [], threading.Event()
     offer = coordinators[1].offer_help
     coordinators[1].offer_help = lambda: (offer(), offered.set())[0]
@@ -83,9 +88,16 @@ def test_half_of_the_responses_migrate_but_none_that_is_nearly_done() -> None:
     assert worth_migrating([(10, 90), (20, 80)], 1) == [0], "the one that is cheaper to read again"
     assert worth_migrating([(60, 40), (20, 80)], 1) == [1]
     assert worth_migrating([(60, 40), (70, 30)], 1) == []
-    assert worth_migrating([(50, 50), (10, 90), (40, 60), (20, 80), (30, 70)], 1) == [1, 4], "short and long ones"
+    assert worth_migrating([(50, 50), (10, 90), (40, 60), (20, 80), (30, 70)], 1) == [1, 4], (
+        "short and long ones"
+    )
     assert worth_migrating([(60, 40), (10, 90), (70, 30), (20, 80), (80, 20), (90, 10)], 1) == [1, 3]
-    assert [len(worth_migrating([(10, 90)] * 12, num_offers)) for num_offers in (1, 2, 3, 20)] == [6, 4, 3, 1], "equal parts"
+    assert [len(worth_migrating([(10, 90)] * 12, num_offers)) for num_offers in (1, 2, 3, 20)] == [
+        6,
+        4,
+        3,
+        1,
+    ], "equal parts"
 
 
 def test_what_waits_for_a_slot_is_handed_over_first() -> None:

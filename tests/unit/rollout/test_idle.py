@@ -1,4 +1,5 @@
-"""Idle time: what a rank does with it, when it rests, what that is worth, and the plan that follows from it."""
+"""Idle time: what a rank does with it, when it rests, what that is worth, and the plan that follows from
+it."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def spend(plan: IdlePlan, ahead: int, train: int, seconds: float) -> tuple[IdleT
     clock = Clock()
     timeline, end = Timeline(0, clock=lambda: clock.now), clock.now + seconds
     work = IdleWork(Working(clock, ahead), plan)
-    idle = IdleTime(work, Working(clock, train), lambda: clock.now >= end, lambda: clock.sleep(0.01), timeline)
+    idle = IdleTime(
+        work, Working(clock, train), lambda: clock.now >= end, lambda: clock.sleep(0.01), timeline
+    )
     while clock.now < end:
         idle.spend()
     idle.leave()
@@ -117,7 +120,9 @@ def test_what_another_runs_references_have_won_is_no_gain_of_generating_ahead() 
     def facts(age: str, num_own: int = 30, predicted: float | None = 9.0) -> IdleFacts:
         stats = EngineStats(won_seconds=4.0, followed_by_age=Counter({"1": num_own, age: 10}))
         stats.by_strategy["off"].record(StepOutcome(3, (), (), 1.0), predicted)
-        return facts_of(PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())]), num_offered=50)
+        return facts_of(
+            PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())]), num_offered=50
+        )
 
     assert facts("2").won_seconds == pytest.approx(4.0)
     assert facts("replay").won_seconds == pytest.approx(3.0)
@@ -126,7 +131,7 @@ def test_what_another_runs_references_have_won_is_no_gain_of_generating_ahead() 
     assert facts("2").offered_tokens == 50
 
 
-# ── what it is worth ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what it is worth ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def choice(*uses: IdleUse, compares: bool = True) -> IdleChoice:
@@ -137,7 +142,9 @@ def costly(use: IdleUse, cost: float, num_steps: int = 3000) -> SlowdownSums:
     """What a regression over so many steps says where this use costs so much."""
     share = np.array([float(use is AHEAD), float(use is TRAIN)])
     xx, noise = num_steps / 4 * np.outer(share, share), 0.2
-    return SlowdownSums(xx, cost * num_steps / 4 * share, num_steps * noise**2 + cost**2 * num_steps / 4, float(num_steps))
+    return SlowdownSums(
+        xx, cost * num_steps / 4 * share, num_steps * noise**2 + cost**2 * num_steps / 4, float(num_steps)
+    )
 
 
 def test_ahead_is_worth_what_its_tokens_have_won_shared_by_the_ranks_at_work() -> None:
@@ -150,7 +157,9 @@ def test_ahead_is_worth_what_its_tokens_have_won_shared_by_the_ranks_at_work() -
     before = chosen.worth()[AHEAD].gain
     for _ in range(20):
         chosen.observe(idle, NO_SUMS)
-    assert chosen.worth()[AHEAD].gain == pytest.approx(before), "what is not done teaches nothing, and is not forgotten either"
+    assert chosen.worth()[AHEAD].gain == pytest.approx(before), (
+        "what is not done teaches nothing, and is not forgotten either"
+    )
 
 
 def test_where_no_tuner_says_what_else_there_was_nothing_is_learned_of_what_is_won() -> None:
@@ -169,13 +178,18 @@ def test_training_is_worth_the_tokens_that_its_acceptance_brings_for_some_steps(
     weight = 1 / (1 - 0.8)
     assert chosen.worth()[TRAIN].gain == pytest.approx((measured * weight + 0.1 * 2) / (weight + 2), rel=0.01)
     last = replace(facts, steps_left=1)
-    assert last.training_gain == pytest.approx(measured / module.HORIZON), "at the end of a run there is nothing to train for"
+    assert last.training_gain == pytest.approx(measured / module.HORIZON), (
+        "at the end of a run there is nothing to train for"
+    )
 
 
 def test_the_use_that_is_worth_more_comes_first_and_the_other_has_its_trials() -> None:
     chosen = choice()
     for _ in range(10):
-        chosen.observe(replace(GENERATED, won_seconds=9.0, train_seconds=5.0, acceptance_before=0.5, acceptance=0.501), NO_SUMS)
+        chosen.observe(
+            replace(GENERATED, won_seconds=9.0, train_seconds=5.0, acceptance_before=0.5, acceptance=0.501),
+            NO_SUMS,
+        )
     plans = [chosen.plan(step).order for step in range(module.TRIAL_EVERY)]
     assert plans[0] == (TRAIN, AHEAD)
     assert plans[1:] == [(AHEAD, TRAIN)] * (module.TRIAL_EVERY - 1)
@@ -196,7 +210,9 @@ def test_a_use_that_costs_more_than_it_brings_is_left_but_for_trials() -> None:
 def test_training_that_takes_longer_to_publish_than_it_brings_is_left() -> None:
     """Steps so short that a rank trains for 0.1 s and all wait 0.05 s for the average."""
     chosen = choice(TRAIN)
-    facts = replace(NOTHING, rollout_seconds=1.0, train_seconds=0.1, acceptance_before=0.70, acceptance=0.7005)
+    facts = replace(
+        NOTHING, rollout_seconds=1.0, train_seconds=0.1, acceptance_before=0.70, acceptance=0.7005
+    )
     chosen.observe(replace(facts, publish_seconds=0.05), NO_SUMS)
     assert chosen.plan(1).order == ()
     free = choice(TRAIN)
@@ -229,7 +245,9 @@ def test_ranks_rest_the_less_the_better_the_costs_are_known() -> None:
     assert shares[0] == 1 / 4
     assert shares[-1] == 1 / 32
     assert shares == sorted(shares, reverse=True)
-    assert IdleChoice((TRAIN,), False, has_neighbours=False).plan(0).rest == 0.0, "alone on its machine it slows nobody"
+    assert IdleChoice((TRAIN,), False, has_neighbours=False).plan(0).rest == 0.0, (
+        "alone on its machine it slows nobody"
+    )
 
 
 def test_rests_make_up_their_share_wherever_a_phase_begins() -> None:

@@ -49,7 +49,8 @@ def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch
 
 
 def test_any_number_of_replicas_join_late_each_when_it_falls_idle() -> None:
-    """Replica 0 generates until both others train; replica 2 falls idle only when replica 1 trains already."""
+    """Replica 0 generates until both others train; replica 2 falls idle only when replica 1 trains
+    already."""
     coordinators = make_coordinators(3)
     trains = [threading.Event() for _ in range(3)]
     before_step = [
@@ -73,7 +74,11 @@ def test_any_number_of_replicas_join_late_each_when_it_falls_idle() -> None:
 
     with running(*(replica(index) for index in range(3))) as results:
         pass
-    assert sorted(rollout.problem_id for rollouts, _, _ in results for rollout in rollouts) == ["p0", "p1", "p2"]
+    assert sorted(rollout.problem_id for rollouts, _, _ in results for rollout in rollouts) == [
+        "p0",
+        "p1",
+        "p2",
+    ]
     assert all(report.num_micro_steps >= 1 for _, _, report in results[1:])
     assert trains[1].is_set()
     assert trains[2].is_set()
@@ -129,7 +134,9 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
     engine, _ = make_engine()
     trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
     spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, max_passes=2.0)
-    spot.add(Rollout("before", 0, (3, 4), (5,) * 60, (0.0,) * 60, "stop", 0), torch.randn(61, CONFIG.hidden_size))
+    spot.add(
+        Rollout("before", 0, (3, 4), (5,) * 60, (0.0,) * 60, "stop", 0), torch.randn(61, CONFIG.hidden_size)
+    )
     idle, busy = make_coordinators(2)
     busy.begin("rollout", 2)
     held, waits, sleep = busy.take(1), [], time.sleep
@@ -153,7 +160,9 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
 
 def test_replicas_on_hosts_whose_clocks_count_from_other_starts_are_compared_on_one() -> None:
     """The second host was started 499,000 s later: without the shift a rollout of seconds lasts six days."""
-    here = ReplicaReport(500_000.0, 500_010.0, 500_013.0, EngineStats(), DrafterReport(1, 9, 1.0, preempted_at=500_012.5))
+    here = ReplicaReport(
+        500_000.0, 500_010.0, 500_013.0, EngineStats(), DrafterReport(1, 9, 1.0, preempted_at=500_012.5)
+    )
     there = ReplicaReport(1000.0, 1012.0, 1013.0, EngineStats(), DrafterReport())
     result = PhaseResult([], [], [here, there.shifted(499_000.0)])
     assert result.seconds == pytest.approx(13.0)
@@ -165,7 +174,9 @@ def test_replicas_on_hosts_whose_clocks_count_from_other_starts_are_compared_on_
 
 def test_idle_time_before_new_work_counts_and_so_does_the_training_in_it() -> None:
     """4 s without work of which 3 trained, work, and 2 s at the end, where the trainer overran by one."""
-    replica = ReplicaReport(0.0, 10.0, 13.0, EngineStats(), DrafterReport(9, 9, 6.0), gap_seconds=4.0, gap_training=3.0)
+    replica = ReplicaReport(
+        0.0, 10.0, 13.0, EngineStats(), DrafterReport(9, 9, 6.0), gap_seconds=4.0, gap_training=3.0
+    )
     other = ReplicaReport(0.0, 12.0, 13.0, EngineStats(), DrafterReport())
     result = PhaseResult([], [], [replica, other])
     assert result.idle_seconds == pytest.approx(4.0 + 2.0)
@@ -174,9 +185,13 @@ def test_idle_time_before_new_work_counts_and_so_does_the_training_in_it() -> No
 
 def test_preemption_is_measured_from_the_last_response_of_all_where_a_trainer_was_at_work() -> None:
     def replica(last_token: float, preempted_at: float | None) -> ReplicaReport:
-        return ReplicaReport(0.0, last_token, 11.0, EngineStats(), DrafterReport(1, 9, 2.0, preempted_at=preempted_at))
+        return ReplicaReport(
+            0.0, last_token, 11.0, EngineStats(), DrafterReport(1, 9, 2.0, preempted_at=preempted_at)
+        )
 
     replicas = [replica(10.0, None), replica(4.0, 10.03), replica(5.0, 10.001), replica(9.0, 8.5)]
     result = PhaseResult([], [], replicas)
-    assert result.preemption_seconds == pytest.approx((0.03, 0.001)), "the last one had gone back to generating at 8.5"
+    assert result.preemption_seconds == pytest.approx((0.03, 0.001)), (
+        "the last one had gone back to generating at 8.5"
+    )
     assert result.idle_seconds == pytest.approx(0 + 6 + 5 + 1)

@@ -34,7 +34,14 @@ def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on(keeps
     phase = make_phase(engine, coordinator)
     phase.should_stop = lambda: len(spot.buffer) > 3
     with pytest.raises(StopRequested):
-        phase.run(make_problems(6), 2, PARAMS, "rollout", 0, make_side(spot, learned, make_watch(engine, learned, spot)))
+        phase.run(
+            make_problems(6),
+            2,
+            PARAMS,
+            "rollout",
+            0,
+            make_side(spot, learned, make_watch(engine, learned, spot)),
+        )
     assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
     assert spot.counters()["trajectories"] == [[[3, 4, 5, 6, 7], 2]]
 
@@ -56,7 +63,12 @@ def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> No
     (coordinator,) = make_coordinators(1)
     make_phase(engine, coordinator).run(make_problems(6), 2, PARAMS, "rollout", 0)
     assert engine.stats.num_tokens > 0
-    caches = (engine.cache.groups, learned.pairs.cache.groups, engine.cache.layers, learned.pairs.cache.layers)
+    caches = (
+        engine.cache.groups,
+        learned.pairs.cache.groups,
+        engine.cache.layers,
+        learned.pairs.cache.layers,
+    )
     assert caches == ([], [], [], [])
     assert learned.pairs.history.ring_SCF.nbytes == 0
 
@@ -67,7 +79,9 @@ def test_features_are_read_out_only_where_they_are_trained_on() -> None:
         engine, learned = make_engine()
         read = learned.pairs.history.read
         num_reads: list[int] = []
-        learned.pairs.history.read = lambda s, f, t, read=read, n=num_reads: (f == [0] and n.append(1)) or read(s, f, t)
+        learned.pairs.history.read = lambda s, f, t, read=read, n=num_reads: (
+            (f == [0] and n.append(1)) or read(s, f, t)
+        )
         trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
         spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
         (coordinator,) = make_coordinators(1)

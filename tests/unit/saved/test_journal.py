@@ -37,7 +37,9 @@ POLICY = make_policy()
 BEGINNING = Saved()
 
 
-def open_journal(folder: Path, saved: Saved = BEGINNING, follows: str = "", said: list[str] | None = None) -> FileJournal:
+def open_journal(
+    folder: Path, saved: Saved = BEGINNING, follows: str = "", said: list[str] | None = None
+) -> FileJournal:
     said = [] if said is None else said
     return FileJournal(folder, WORLD, "run", lambda: saved, follows, Timeline(0), said.append)
 
@@ -50,7 +52,9 @@ def answer(request: Request, num_tokens: int = 5) -> Rollout:
     rng = random.Random(str(request.key))
     token_ids = tuple(rng.randrange(1, 50) for _ in range(num_tokens))
     logprobs = tuple(-rng.random() for _ in token_ids)
-    return Rollout(request.problem_id, request.sample_index, request.prompt_ids, token_ids, logprobs, "stop", 7)
+    return Rollout(
+        request.problem_id, request.sample_index, request.prompt_ids, token_ids, logprobs, "stop", 7
+    )
 
 
 def records_in(folder: Path) -> list[Record]:
@@ -78,7 +82,7 @@ def note_running(journal: FileJournal, *responses: Running) -> None:
         journal.note_running(responses)
 
 
-# ── what comes back ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_finished_responses_and_their_rewards_come_back_as_they_were(tmp_path: Path) -> None:
@@ -114,18 +118,28 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
     note_running(journal, Running(request, 999))
     assert not [*tmp_path.iterdir()], "999 tokens are not worth a record"
     whole = Running(request, 3500).to_request()
-    for num_tokens in (1100, 1500, 2400, 3500):  # 1,100 and 2,400 and 3,500 are written: each 1,000 more, or beyond
+    for num_tokens in (
+        1100,
+        1500,
+        2400,
+        3500,
+    ):  # 1,100 and 2,400 and 3,500 are written: each 1,000 more, or beyond
         so_far = Running(request, num_tokens)
-        so_far._so_far = replace(request, token_ids=whole.token_ids[:num_tokens], logprobs=whole.logprobs[:num_tokens])
+        so_far._so_far = replace(
+            request, token_ids=whole.token_ids[:num_tokens], logprobs=whole.logprobs[:num_tokens]
+        )
         note_running(journal, so_far)
     ((begun, untouched),) = open_journal(tmp_path).begin("rollout 0", requests).requests
     assert begun == whole
     assert untouched == requests[0][1]
-    assert [record.num_tokens for record in records_in(tmp_path)] == [0, 1100, 1300, 1100], "each token is written once"
+    assert [record.num_tokens for record in records_in(tmp_path)] == [0, 1100, 1300, 1100], (
+        "each token is written once"
+    )
 
 
 def test_stretches_are_joined_within_a_file_alone_and_the_longest_counts(tmp_path: Path) -> None:
-    """Another replica that goes on with a response writes it from its beginning: only so its file stands alone."""
+    """Another replica that goes on with a response writes it from its beginning: only so its file stands
+    alone."""
     requests = ask(1)
     request = requests[0][0]
     whole = Running(request, 4000).to_request()
@@ -189,7 +203,7 @@ def test_a_stretch_that_does_not_follow_the_one_before_it_is_left_out() -> None:
     assert not choose([part(4, 5)]), "its beginning is nowhere"
 
 
-# ── whose it is ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── whose it is ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -263,10 +277,12 @@ def test_an_attempt_that_is_not_gone_on_with_leaves_nothing(tmp_path: Path) -> N
     assert not forget_journal(tmp_path)
 
 
-# ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── damage ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def written(folder: Path) -> tuple[list[list[Request]], dict[tuple[str, int], Rollout], dict[tuple[str, int], Reward]]:
+def written(
+    folder: Path,
+) -> tuple[list[list[Request]], dict[tuple[str, int], Rollout], dict[tuple[str, int], Reward]]:
     """Writes a phase of finished and running responses."""
     requests = ask(4, 3)
     journal = open_journal(folder)
@@ -280,7 +296,9 @@ def written(folder: Path) -> tuple[list[list[Request]], dict[tuple[str, int], Ro
     return requests, rollouts, rewards
 
 
-def is_true(recalled: Recalled, rollouts: dict[tuple[str, int], Rollout], rewards: dict[tuple[str, int], Reward]) -> bool:
+def is_true(
+    recalled: Recalled, rollouts: dict[tuple[str, int], Rollout], rewards: dict[tuple[str, int], Reward]
+) -> bool:
     """Whether all that came back is as it was written."""
     return (
         all(rollouts[r.problem_id, r.sample_index] == r for r in recalled.rollouts)
@@ -342,7 +360,7 @@ def test_a_torn_last_record_is_told_and_the_others_count(tmp_path: Path) -> None
     assert "torn or damaged" in said[0]
 
 
-# ── within a phase ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── within a phase ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Exact:
@@ -352,7 +370,9 @@ class Exact:
         self.submitted: list[tuple[str, int]] = []
         self._done: dict[tuple[str, int], Reward] = {}
 
-    def submit(self, key: tuple[str, int], problem: object, text: str, token_ids: Sequence[int], step: int) -> None:
+    def submit(
+        self, key: tuple[str, int], problem: object, text: str, token_ids: Sequence[int], step: int
+    ) -> None:
         self.submitted.append(key)
         self._done[key] = Reward(sum(token_ids) % 5 / 4, False)
 
@@ -371,7 +391,8 @@ class Killed(Exception):
 
 
 def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult, RolloutEngine, Exact]:
-    """Runs a phase of two rounds with its journal; kill_after: engine steps after which this process 'dies'."""
+    """Runs a phase of two rounds with its journal; kill_after: engine steps after which this process
+    'dies'."""
     engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=3)
     engine.load_policy(dict(POLICY.named_parameters()))
     step, num_steps = engine.step, iter(range(10**6))

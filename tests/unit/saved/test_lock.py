@@ -24,7 +24,10 @@ def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
     program = "import sys; from pathlib import Path; from tlt.saved.lock import FolderLock;"
     program += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
@@ -55,18 +58,24 @@ def test_a_folder_is_a_runs_as_soon_as_something_in_it_is_worth_keeping(left: st
     (tmp_path / "metrics.jsonl").touch()
     refuse_begun(tmp_path)
     (tmp_path / left).write_text("{}\n")
-    with pytest.raises(UserError, match=f"holds a run already; continue it with tlt train --resume {tmp_path}"):
+    with pytest.raises(
+        UserError, match=f"holds a run already; continue it with tlt train --resume {tmp_path}"
+    ):
         refuse_begun(tmp_path)
 
 
 @pytest.mark.parametrize("comes_again", [False, True])
-def test_a_folder_that_was_removed_is_missed_even_where_another_has_its_name(comes_again: bool, tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_is_missed_even_where_another_has_its_name(
+    comes_again: bool, tmp_path: Path
+) -> None:
     lock = FolderLock(tmp_path / "run")
     lock.check()
     shutil.rmtree(tmp_path / "run")
     if comes_again:
         (tmp_path / "run").mkdir()
-    with pytest.raises(UserError, match=r"^run\.out_dir: .*/run has been removed, or moved, under the run; bring it"):
+    with pytest.raises(
+        UserError, match=r"^run\.out_dir: .*/run has been removed, or moved, under the run; bring it"
+    ):
         lock.check()
     lock.release()
 

@@ -1,4 +1,5 @@
-"""Which of a run's own and of another run's responses are drafted from, and what is kept of a step for others."""
+"""Which of a run's own and of another run's responses are drafted from, and what is kept of a step for
+others."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_what_was_generated_ahead_goes_first_and_an_earlier_evaluation_last(
     purpose: Purpose, expected: tuple[list[int], int | str], tmp_path: Path
 ) -> None:
     step = 5 if purpose == "rollout" else 0
-    own, other, strange = (Request(name, 1, (8, 9), PARAMS, purpose, step) for name in ("own", "other", "strange"))
+    own, other, strange = (
+        Request(name, 1, (8, 9), PARAMS, purpose, step) for name in ("own", "other", "strange")
+    )
     line = {"sample_index": 1, "prompt_ids": [8, 9], "token_ids": [7, 8, 9, 10]}
     of_others = ({"problem_id": "strange"} | line, {"problem_id": "own", **line, "prompt_ids": [9]})
     write(tmp_path, purpose, 5, {"problem_id": "own"} | line, {"problem_id": "other"} | line, *of_others)
@@ -51,7 +54,9 @@ def test_what_was_generated_ahead_goes_first_and_an_earlier_evaluation_last(
         assert kept(references, own) == expected
         assert kept(references, other) == ([7, 8, 9, 10], REPLAY)
         assert kept(references, strange) is None, "it is no problem of this run"
-    assert [kept(references, one) for one in (own, other)] == [None, None], "they are of use in this phase alone"
+    assert [kept(references, one) for one in (own, other)] == [None, None], (
+        "they are of use in this phase alone"
+    )
     assert not said
 
 
@@ -61,7 +66,12 @@ def test_a_judgement_says_what_was_scored_and_why_not() -> None:
     rewards = [Reward(0.5, True, parts={"a": 1.0}), Reward(float("nan"), False, error="timed out")]
     phase: Any = SimpleNamespace(rollouts=[rollout] * 2, rewards=rewards)
     one, other = written._records({"purpose": "rollout", "policy_step": 6}, phase)
-    assert (one["text"], one["reward"], one["is_solved"], one["reward_parts"]) == ("2 tokens", 0.5, True, {"a": 1.0})
+    assert (one["text"], one["reward"], one["is_solved"], one["reward_parts"]) == (
+        "2 tokens",
+        0.5,
+        True,
+        {"a": 1.0},
+    )
     assert (other["reward"], other["reward_error"], other["policy_version"]) == (None, "timed out", 6)
     assert "reward_error" not in one
     assert "reward_parts" not in other
@@ -74,4 +84,9 @@ def test_what_a_later_attempt_contradicts_is_removed(tmp_path: Path) -> None:
     (tmp_path / "responses" / "rollout-of-mine.jsonl").write_text("{}")
     forget_responses(tmp_path, 4, {0})
     left = [path.name for path in (*kept_by(tmp_path, "rollout"), *kept_by(tmp_path, "evaluation"))]
-    assert left == ["rollout-00000000.jsonl", "rollout-00000003.jsonl", "rollout-of-mine.jsonl", "evaluation-00000000.jsonl"]
+    assert left == [
+        "rollout-00000000.jsonl",
+        "rollout-00000003.jsonl",
+        "rollout-of-mine.jsonl",
+        "evaluation-00000000.jsonl",
+    ]

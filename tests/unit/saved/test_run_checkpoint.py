@@ -30,7 +30,7 @@ from tlt.saved.checkpoint import CheckpointWriter, find_checkpoint, go_back_to, 
 from tlt.saved.manifest import latest_checkpoint, read_manifest
 from tlt.types import LAW_VERSION, UserError
 
-# ── what they hold ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what they hold ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_checkpoint_holds_what_was_when_it_was_saved(tmp_path: Path) -> None:
@@ -51,17 +51,25 @@ def test_any_number_of_ranks_reads_what_any_number_has_written(num_ranks: int, t
         assert_holds(tmp_path, 3, world=world)
     owners = [known["rank"] for world in make_worlds(2) for known in load(tmp_path, world)[2]]
     assert sorted({*owners}) == list(range(num_ranks))
-    assert [load(tmp_path, world)[2][0]["rank"] for world in make_worlds(3)] == [rank % num_ranks for rank in range(3)]
+    assert [load(tmp_path, world)[2][0]["rank"] for world in make_worlds(3)] == [
+        rank % num_ranks for rank in range(3)
+    ]
 
 
 def test_every_rank_writes_its_equal_part_of_what_all_of_them_hold(tmp_path: Path) -> None:
-    tensors = {f"t{i}": torch.randn(size, 8) for i, size in enumerate((300, 7, 1, 40, 100, 3))} | {"s": torch.tensor(1.0)}
-    sizes = [sum(part.values.nbytes for part in shards.parts_of(tensors, rank, 4).values()) for rank in range(4)]
+    tensors = {f"t{i}": torch.randn(size, 8) for i, size in enumerate((300, 7, 1, 40, 100, 3))} | {
+        "s": torch.tensor(1.0)
+    }
+    sizes = [
+        sum(part.values.nbytes for part in shards.parts_of(tensors, rank, 4).values()) for rank in range(4)
+    ]
     assert sum(sizes) == sum(tensor.nbytes for tensor in tensors.values())
     assert max(sizes) - min(sizes) <= 2 * 8 * 4, "a row more or less"
 
 
-def test_files_are_safetensors_that_others_read_and_their_digests_those_of_their_bytes(tmp_path: Path) -> None:
+def test_files_are_safetensors_that_others_read_and_their_digests_those_of_their_bytes(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 3, num_ranks=2)
     path = latest_checkpoint(tmp_path)
     assert path is not None
@@ -82,7 +90,7 @@ def test_no_tensor_is_copied_twice_and_each_rank_copies_its_part_alone() -> None
     assert parts["b"].values.data_ptr() != tensors["b"].data_ptr()
 
 
-# ── which of them stay ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── which of them stay ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_newest_ones_stay_and_what_killed_writers_left_goes(tmp_path: Path) -> None:
@@ -116,7 +124,9 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path)
     assert names_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
-def test_nothing_is_written_again_where_no_step_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_again_where_no_step_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = CheckpointWriter(tmp_path, ALONE)
     writer.save(make_checkpoint(1))
     writer.wait()
@@ -143,7 +153,7 @@ def test_an_earlier_attempts_writer_that_still_lives_writes_into_nothing(tmp_pat
     assert_holds(tmp_path, 4)
 
 
-# ── what cannot be written ───────────────────────────────────────────────────────────────────────────────────────────
+# ── what cannot be written ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_one_whole(
@@ -159,7 +169,10 @@ def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_
     with monkeypatch.context() as patched:
         patched.setattr(shards, "write_chunk", full)
         writer.save(make_checkpoint(2))
-        with pytest.raises(UserError, match=r"checkpoint of step 2 .*No space left.*the one before, .*step-00000001, is whole"):
+        with pytest.raises(
+            UserError,
+            match=r"checkpoint of step 2 .*No space left.*the one before, .*step-00000001, is whole",
+        ):
             writer.save(make_checkpoint(3))
     assert names_in(tmp_path) == ["step-00000001"]
     writer.save(make_checkpoint(3))
@@ -167,7 +180,9 @@ def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_
     assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = shards.write_chunk
 
     def full(file: object, chunk: memoryview) -> None:
@@ -181,7 +196,9 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path: Path, monkeypa
         writer.save(make_checkpoint(1, rank=rank))
     for writer in writers:
         message = refusal(writer.wait)
-        assert message.startswith("the checkpoint of step 1 is not written (rank 1: No space left on device);")
+        assert message.startswith(
+            "the checkpoint of step 1 is not written (rank 1: No space left on device);"
+        )
     assert names_in(tmp_path) == []
 
 
@@ -191,7 +208,9 @@ def test_a_rank_that_never_writes_is_awaited_for_so_long_and_named(tmp_path: Pat
     assert "(rank 1 has been awaited for 0.2 s)" in refusal(writer.wait)
 
 
-def test_a_run_that_ends_by_an_error_waits_for_no_other_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_by_an_error_waits_for_no_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "_GRACE_SECONDS", 0.1)
     writer = CheckpointWriter(tmp_path, make_worlds(2)[0])
     writer.save(make_checkpoint(1))
@@ -203,11 +222,13 @@ def test_a_first_checkpoint_that_fails_does_not_promise_an_earlier_one(tmp_path:
     (tmp_path / "file").write_text("")
     writer = CheckpointWriter(tmp_path / "file" / "checkpoints", ALONE)
     writer.save(make_checkpoint(10))
-    with pytest.raises(UserError, match=r"checkpoint of step 10 is not written \(.*\); there is none before it"):
+    with pytest.raises(
+        UserError, match=r"checkpoint of step 10 is not written \(.*\); there is none before it"
+    ):
         writer.wait()
 
 
-# ── what resuming refuses ────────────────────────────────────────────────────────────────────────────────────────────
+# ── what resuming refuses ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
@@ -228,7 +249,9 @@ def test_a_checkpoint_of_an_older_version_is_named_and_never_unpickled(tmp_path:
     (old / "training.pt").write_bytes(b"\x80\x04cos\nsystem\n")
     (old / "state.json").write_text(json.dumps({"step": 10, "drafter_version": 1}))
     message = refusal(find_checkpoint, tmp_path, ALONE)
-    assert message.startswith(f"{old}: was written by an older version of TLT and cannot be resumed; go on with the version")
+    assert message.startswith(
+        f"{old}: was written by an older version of TLT and cannot be resumed; go on with the version"
+    )
 
 
 def test_a_checkpoint_of_another_law_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +270,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("said", CHANGES)
-def test_a_run_never_goes_on_with_tensors_that_its_checkpoint_does_not_hold(said: str, tmp_path: Path) -> None:
+def test_a_run_never_goes_on_with_tensors_that_its_checkpoint_does_not_hold(
+    said: str, tmp_path: Path
+) -> None:
     save(tmp_path, 1)
     found = find_checkpoint(tmp_path, ALONE)
     assert found is not None
@@ -268,7 +293,7 @@ def test_a_run_never_goes_on_with_tensors_that_its_checkpoint_does_not_hold(said
     assert all((tensor == -1).all() or name in CHANGES[said] for name, tensor in tensors.items())
 
 
-# ── going back ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── going back ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_going_back_is_an_explicit_choice_and_keeps_what_is_newer(tmp_path: Path) -> None:
@@ -278,7 +303,9 @@ def test_going_back_is_an_explicit_choice_and_keeps_what_is_newer(tmp_path: Path
     os.truncate(shard, 100)
     message = refusal(load, tmp_path)
     assert message.startswith(f"{shard}: has 100 bytes, not the")
-    assert message.endswith(f"go on from the checkpoint before it: tlt train --resume {tmp_path / 'step-00000002'}")
+    assert message.endswith(
+        f"go on from the checkpoint before it: tlt train --resume {tmp_path / 'step-00000002'}"
+    )
     go_back_to(tmp_path / "step-00000001")
     assert_holds(tmp_path, 1, 1)
     assert names_in(tmp_path) == ["step-00000001", "step-00000002.aside", "step-00000003.aside"]

@@ -1,4 +1,5 @@
-"""Arithmetic: what is asked is what is scored, problems differ, and no test problem is trained on in another order."""
+"""Arithmetic: what is asked is what is scored, problems differ, and no test problem is trained on in
+another order."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_equal_arguments_give_equal_problems_which_the_number_asked_for_does_not
 def test_two_digit_additions_are_asked_as_a_chat_message() -> None:
     problem = TASK.problems(1, 0)[0]
     (first, second), answer = sums("train", 1)[0], int(problem["answer"])
-    assert problem["messages"] == [{"role": "user", "content": f"What is {first} + {second}? Reply with the number only."}]
+    assert problem["messages"] == [
+        {"role": "user", "content": f"What is {first} + {second}? Reply with the number only."}
+    ]
     assert (10 <= first <= 99, 10 <= second <= 99, first + second) == (True, True, answer)
 
 
@@ -74,7 +77,9 @@ def test_options_bound_what_is_drawn() -> None:
     assert {len(str(number)) for numbers in drawn for number in numbers} == {1, 2, 3}
     assert {number for numbers in sums("train", 60, digits=1) for number in numbers} == set(range(1, 10))
     assert text(TASK.problems(1, 0, instruction="")[0]).endswith("?")
-    assert text(TASK.problems(1, 0, steps=True)[0]).endswith("? Write out each step, then the answer after ####.")
+    assert text(TASK.problems(1, 0, steps=True)[0]).endswith(
+        "? Write out each step, then the answer after ####."
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,10 @@ def test_options_bound_what_is_drawn() -> None:
         ({"terms": 2.5}, "terms is 2.5"),
         ({"terms": "23"}, "terms is '23'"),
         ({"split": "dev"}, "use one of"),
-        ({"digits": 1, "split": "test"}, "leave about 13 different test problems of the 100 asked for; ask for fewer"),
+        (
+            {"digits": 1, "split": "test"},
+            "leave about 13 different test problems of the 100 asked for; ask for fewer",
+        ),
         ({"carry": True}, "takes no option 'carry'"),
     ],
 )
@@ -127,7 +135,10 @@ def test_the_last_number_is_scored_and_where_steps_are_asked_for_the_marked_one(
     response: str, is_solved: bool, is_solved_with_steps: bool
 ) -> None:
     for search, expected in (("any", is_solved), ("marked", is_solved_with_steps)):
-        assert TASK.score({"answer": "82", "search": search}, response) == {"reward": float(expected), "solved": expected}
+        assert TASK.score({"answer": "82", "search": search}, response) == {
+            "reward": float(expected),
+            "solved": expected,
+        }
 
 
 def test_what_is_asked_decides_where_the_answer_is_sought() -> None:

@@ -48,7 +48,9 @@ few_numbers = st.lists(st.integers(1, 10), min_size=2, max_size=3).map(lambda n:
 
 @settings(max_examples=40, deadline=None)
 @given(few_numbers)
-def test_every_solution_of_the_referee_scores_one_and_a_planted_error_scores_zero(numbers: tuple[int, ...]) -> None:
+def test_every_solution_of_the_referee_scores_one_and_a_planted_error_scores_zero(
+    numbers: tuple[int, ...],
+) -> None:
     for steps, end in referee(numbers).items():
         assert TASK.score(problem(numbers, end), "!" + text(steps)) == {"reward": 1.0, "solved": True}
         assert not is_correct(Puzzle(numbers, end + 1), text(steps))
@@ -58,10 +60,14 @@ def test_every_solution_of_the_referee_scores_one_and_a_planted_error_scores_zer
 
 @settings(max_examples=300, deadline=None)
 @given(few_numbers, st.integers(1, 60), st.data())
-def test_scorer_agrees_with_the_referee_on_any_steps(numbers: tuple[int, ...], target: int, data: st.DataObject) -> None:
+def test_scorer_agrees_with_the_referee_on_any_steps(
+    numbers: tuple[int, ...], target: int, data: st.DataObject
+) -> None:
     number = st.sampled_from((*numbers, *range(1, 12)))
     step = st.tuples(number, st.sampled_from("+-*/"), number).flatmap(
-        lambda s: st.just((*s, int({"+": s[0] + s[2], "-": s[0] - s[2], "*": s[0] * s[2], "/": s[0] / s[2]}[s[1]])))
+        lambda s: st.just(
+            (*s, int({"+": s[0] + s[2], "-": s[0] - s[2], "*": s[0] * s[2], "/": s[0] / s[2]}[s[1]]))
+        )
     )
     steps = tuple(data.draw(st.lists(step, min_size=1, max_size=3)))
     assert is_correct(Puzzle(numbers, target), text(steps)) == (referee(numbers).get(steps) == target)
@@ -100,7 +106,9 @@ def test_only_what_follows_the_last_mark_is_judged() -> None:
 @settings(max_examples=25, deadline=None)
 @given(few_numbers)
 def test_solver_reaches_what_the_referee_reaches_within_the_bound(numbers: tuple[int, ...]) -> None:
-    bounded = {end for steps, end in referee(numbers).items() if all(step[3] <= MAX_INTERMEDIATE for step in steps)}
+    bounded = {
+        end for steps, end in referee(numbers).items() if all(step[3] <= MAX_INTERMEDIATE for step in steps)
+    }
     assert reachable(numbers) == bounded
 
 
@@ -191,8 +199,14 @@ def one_million_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "place"),
     [
-        ({"max_number": 10**8, "max_target": 3}, "options max_number 100000000, max_target 3: none of 10,000 draws of"),
-        ({"mix": {2: 1}, "max_number": 2, "max_target": 2, "split": "test"}, "of 2 numbers is a test puzzle; raise max_target"),
+        (
+            {"max_number": 10**8, "max_target": 3},
+            "options max_number 100000000, max_target 3: none of 10,000 draws of",
+        ),
+        (
+            {"mix": {2: 1}, "max_number": 2, "max_target": 2, "split": "test"},
+            "of 2 numbers is a test puzzle; raise max_target",
+        ),
         ({"mix": {"5": 1}, "max_number": 10**5, "max_target": 2}, "change max_number, or leave 5 out of mix"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The math task: records of the usual data sets in their own columns, where an answer is sought, and what counts as equal."""
+"""The math task: records of the usual data sets in their own columns, where an answer is sought, and what
+counts as equal."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tlt.tasks.math import INSTRUCTION, TASK, gold_answer, is_equal, to_problem
 from tlt.types import UserError
 
 DAPO_PROMPT = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer"
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer"
     " (without quotes) where $Answer is the answer to the problem.\n\nWhat is 2+2?\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
@@ -50,7 +52,10 @@ EURUS = {
     "data_source": "numina_synthetic_math",
     "prompt": [
         {"content": "When tackling complex reasoning tasks, …", "role": "system"},
-        {"content": "What is half of one?\n\nPresent the answer in LaTex format: \\boxed{Your answer}", "role": "user"},
+        {
+            "content": "What is half of one?\n\nPresent the answer in LaTex format: \\boxed{Your answer}",
+            "role": "user",
+        },
     ],
     "ability": "math",
     "reward_model": {"ground_truth": r"\frac{1}{2}", "style": "rule"},
@@ -74,9 +79,14 @@ TRL = {"prompt": "What is 1+1?", "solution": "$2$"}
     ],
     ids=["GSM8K", "MATH", "MATH-500", "TRL"],
 )
-def test_a_record_with_a_question_is_asked_by_the_template(record: dict[str, Any], question: str, answer: str) -> None:
+def test_a_record_with_a_question_is_asked_by_the_template(
+    record: dict[str, Any], question: str, answer: str
+) -> None:
     problem = to_problem(record)
-    assert problem["prompt"] == f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
+    assert (
+        problem["prompt"]
+        == f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
+    )
     assert problem["answer"] == answer
     assert "messages" not in problem
     assert to_problem(record, "Q: {question}\nA:")["prompt"] == f"Q: {question}\nA:"
@@ -120,7 +130,12 @@ def test_a_record_that_cannot_be_asked_or_scored_is_refused(record: dict[str, An
 @pytest.mark.parametrize(
     ("text", "boxed", "marked", "last"),
     [
-        (r"so \boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}", r"\frac{1}{\sqrt{2}}", r"\frac{1}{\sqrt{2}}"),
+        (
+            r"so \boxed{\frac{1}{\sqrt{2}}}.",
+            r"\frac{1}{\sqrt{2}}",
+            r"\frac{1}{\sqrt{2}}",
+            r"\frac{1}{\sqrt{2}}",
+        ),
         (r"\boxed{1} then \boxed{2}", "2", "2", "2"),
         (r"\boxed{1} then \boxed{2", "1", "1", "1"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}", r"\{1, 2\}", r"\{1, 2\}"),
@@ -161,7 +176,7 @@ def test_a_plain_number_is_read_exactly() -> None:
     assert [to_number(text) for text in ("", "x", "1/0", "1 2", "--1", "1e5", "1/2/3")] == [None] * 7
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Problems of a file
 
 
@@ -189,7 +204,9 @@ def test_one_file_is_split_by_its_questions_and_two_files_are_kept_apart(tmp_pat
     assert len(ids["train"] | ids["test"]) == len(ids["train"]) + len(ids["test"]) == 400
     assert 20 < len(ids["test"]) < 90
     other = {"split": "test", "train": file, "template": "{question}"}
-    assert len(make_problems("math", 1000, 0, other)) == len(ids["test"])  # another template moves no question
+    assert len(make_problems("math", 1000, 0, other)) == len(
+        ids["test"]
+    )  # another template moves no question
     test = write(tmp_path / "test.jsonl", *questions(3))
     assert len(make_problems("math", 1000, 0, {"split": "test", "train": file, "test": test})) == 3
     assert len(make_problems("math", 1000, 0, {"split": "train", "train": file, "test": test})) == 400
@@ -198,7 +215,9 @@ def test_one_file_is_split_by_its_questions_and_two_files_are_kept_apart(tmp_pat
 @pytest.mark.usefixtures("installed")
 def test_a_seed_draws_which_problems_and_repeated_records_count_once(tmp_path: Path) -> None:
     file = write(tmp_path / "all.jsonl", *questions(50) * 3)
-    first, again, other = (make_problems("math", 10, seed, {"split": "train", "train": file}) for seed in (0, 0, 1))
+    first, again, other = (
+        make_problems("math", 10, seed, {"split": "train", "train": file}) for seed in (0, 0, 1)
+    )
     assert first == again != other
     test = write(tmp_path / "again.jsonl", *[DAPO] * 3)
     assert len(make_problems("math", 10, 0, {"split": "test", "train": file, "test": test})) == 1
@@ -242,7 +261,7 @@ def test_without_math_verify_the_task_says_what_to_install_before_any_work(
         make_problems("math", 1, 0, {"split": "train", "train": write(tmp_path / "all.jsonl", GSM8K)})
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Scoring, with math-verify itself
 
 
@@ -278,7 +297,8 @@ def test_a_gold_answer_that_is_no_mathematics_is_said() -> None:
 
 @pytest.mark.slow
 def test_every_data_sets_records_are_scored_through_a_pool_whose_time_out_ends_what_never_would() -> None:
-    """math-verify sets no alarm, so a worker that hangs in sympy is killed from outside; the next response is scored again."""
+    """math-verify sets no alarm, so a worker that hangs in sympy is killed from outside; the next response
+    is scored again."""
     pytest.importorskip("math_verify")
     with RewardPool(RewardSpec("math"), num_workers=1, timeout_seconds=3.0) as pool:
         responses = {

@@ -1,6 +1,8 @@
-"""The tasks of reasoning-gym: splits that share nothing, scores of the generator's own, and mistakes in one line.
+"""The tasks of reasoning-gym: splits that share nothing, scores of the generator's own, and mistakes in one
+line.
 
-A stand-in of two generators shows the rules wherever the tests run; the library itself is asked where it is installed."""
+A stand-in of two generators shows the rules wherever the tests run; the library itself is asked where it
+is installed."""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def forget() -> None:
         cache.cache_clear()
 
 
-def draw(num: int, split: str = "train", seed: int = 0, name: str = "sums", **options: Any) -> list[dict[str, Any]]:
+def draw(
+    num: int, split: str = "train", seed: int = 0, name: str = "sums", **options: Any
+) -> list[dict[str, Any]]:
     return make_problems(f"reasoning-gym:{name}", num, seed, {"split": split, **options})
 
 
@@ -98,7 +102,9 @@ def test_equal_arguments_give_equal_problems_and_an_id_is_of_the_question(sums: 
     assert len(both) < 100, "seeds 0 and 1 are no shifts of each other"
 
 
-def test_the_parent_and_its_workers_draw_alike_where_a_generator_walks_through_sets(sums: ReasoningGym) -> None:
+def test_the_parent_and_its_workers_draw_alike_where_a_generator_walks_through_sets(
+    sums: ReasoningGym,
+) -> None:
     problems = draw(40, sets=True, answer_in="whole")
     with RewardPool(RewardSpec("reasoning-gym:sums"), 2, timeout_seconds=30) as pool:
         for problem in problems:
@@ -108,10 +114,15 @@ def test_the_parent_and_its_workers_draw_alike_where_a_generator_walks_through_s
 
 
 @pytest.mark.parametrize(("off", "reward"), [(0, 1.0), (1, 0.5), (2, 1.0), (3, 0.0), (9, 0.0)])
-def test_the_generator_scores_within_0_and_1_what_went_through_json(sums: ReasoningGym, off: int, reward: float) -> None:
+def test_the_generator_scores_within_0_and_1_what_went_through_json(
+    sums: ReasoningGym, off: int, reward: float
+) -> None:
     (problem,) = json.loads(json.dumps(draw(1, answer_in="whole")))
     assert problem["prompt"] == problem["question"]
-    assert sums.score(problem, f" {int(problem['answer']) + off}\n") == {"reward": reward, "solved": reward == 1.0}
+    assert sums.score(problem, f" {int(problem['answer']) + off}\n") == {
+        "reward": reward,
+        "solved": reward == 1.0,
+    }
 
 
 def test_an_answer_that_is_missing_or_unreadable_is_worth_nothing(sums: ReasoningGym) -> None:
@@ -177,7 +188,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         get_task("reasoning-gym:chain_sum")
 
 
-# ── the library itself ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the library itself ──────────────────────────────────────────────────────────────────────────────────────
 
 ALL = """
 import json, sys

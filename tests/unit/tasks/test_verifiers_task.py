@@ -1,4 +1,5 @@
-"""Tasksets of verifiers as tasks, where the library is installed: scored by their rewards, refused where they want more."""
+"""Tasksets of verifiers as tasks, where the library is installed: scored by their rewards, refused where
+they want more."""
 
 from __future__ import annotations
 
@@ -83,11 +84,16 @@ def test_a_taskset_gives_problems_and_its_weighted_rewards(write: Callable[..., 
     assert task.score(problem, "not the answer") == {"reward": -0.5, "solved": False}
 
 
-def test_a_system_message_makes_the_prompt_messages_that_are_scored_all_the_same(write: Callable[..., None]) -> None:
+def test_a_system_message_makes_the_prompt_messages_that_are_scored_all_the_same(
+    write: Callable[..., None],
+) -> None:
     write("sums_b")
     (problem,) = draw("sums-b", 1, system="Add.", solved_at=1.5)
     assert [message["role"] for message in problem["messages"]] == ["system", "user"]
-    assert get_task("verifiers:sums-b").score(problem, problem["data"]["answer"]) == {"reward": 2.0, "solved": True}
+    assert get_task("verifiers:sums-b").score(problem, problem["data"]["answer"]) == {
+        "reward": 2.0,
+        "solved": True,
+    }
 
 
 @pytest.mark.parametrize("needs", WRONG)
@@ -119,7 +125,8 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_endless_taskset_that_repeats_itself_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library need not be installed: the taskset is a stand-in. Its only prompt belongs to one of the two splits."""
+    """The library need not be installed: the taskset is a stand-in. Its only prompt belongs to one of the
+    two splits."""
 
     def endless() -> Iterator[int]:
         yield from range(100_000)

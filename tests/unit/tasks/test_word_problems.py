@@ -1,4 +1,5 @@
-"""Word problems: the story says what is computed, the solutions are right, and no test problem's arithmetic is trained on."""
+"""Word problems: the story says what is computed, the solutions are right, and no test problem's
+arithmetic is trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Written-out arithmetic: every line is right but those that are marked as mistakes, and the answer is scored 1.0."""
+"""Written-out arithmetic: every line is right but those that are marked as mistakes, and the answer is
+scored 1.0."""
 
 from __future__ import annotations
 
@@ -67,7 +68,10 @@ def test_each_attempt_begins_one_number_later_and_leaves_what_is_subtracted_from
         sign = question.operation
         again = text(write_solution(question, is_checked=True, rng=rng)).split("Again:\n")[1]
         half = first + second if sign == "+" else first - second
-        assert again == f"{first} {sign} {second} = {half}\n{half} {sign} {third} = {question.answer}\n#### {question.answer}"
+        assert (
+            again
+            == f"{first} {sign} {second} = {half}\n{half} {sign} {third} = {question.answer}\n#### {question.answer}"
+        )
     assert [sums.numbers_from(start)[0] for start in range(4)] == [sums.numbers[i] for i in (0, 1, 2, 0)]
 
 

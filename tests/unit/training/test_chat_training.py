@@ -1,4 +1,5 @@
-"""Training on chat: messages go through the tokenizer's template, and everything after that is as for token ids."""
+"""Training on chat: messages go through the tokenizer's template, and everything after that is as for
+token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from tlt.tasks.base import get_task
 from tlt.training.problems import load_problems
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-VOCABULARY = (*SPECIAL, *"ĊĠabcdefghijklmnopqrstuvwxyz0123456789+-*/=?.")  # bytes: a newline and a space first
+VOCABULARY = (
+    *SPECIAL,
+    *"ĊĠabcdefghijklmnopqrstuvwxyz0123456789+-*/=?.",
+)  # bytes: a newline and a space first
 TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
 {%- endfor %}
@@ -26,7 +30,8 @@ TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 CHATS = [
-    [{"role": "system", "content": "answer with digits."}, {"role": "user", "content": f"{n} + {n}?"}] for n in range(3, 7)
+    [{"role": "system", "content": "answer with digits."}, {"role": "user", "content": f"{n} + {n}?"}]
+    for n in range(3, 7)
 ]
 
 
@@ -50,11 +55,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen2 of transformers' own, whose tokenizer has a template like Qwen's."""
     path = tmp_path_factory.mktemp("chat") / "model"
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "eos_token_id": 2, "max_position_embeddings": 128})).save_pretrained(path)
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(VOCABULARY)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    Qwen2ForCausalLM(
+        Qwen2Config(**{**SIZES, "eos_token_id": 2, "max_position_embeddings": 128})
+    ).save_pretrained(path)
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(VOCABULARY)}, merges=[])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[2], additional_special_tokens=[SPECIAL[1]]
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[2],
+        additional_special_tokens=[SPECIAL[1]],
     )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(path)
@@ -66,7 +81,13 @@ def configure(model: Path, folder: Path, **task: Any) -> Any:
         {
             "model": {"path": str(model)},
             "task": {"name": "countdown", **task},
-            "run": {"num_ranks": 1, "num_steps": 2, "out_dir": str(folder), "device": "cpu", "dtype": "float64"},
+            "run": {
+                "num_ranks": 1,
+                "num_steps": 2,
+                "out_dir": str(folder),
+                "device": "cpu",
+                "dtype": "float64",
+            },
             "rollout": {"problems_per_step": 2, "samples_per_problem": 4},
             "sampling": {"max_tokens": 12},
             "optimizer": {"learning_rate": 1e-2},
@@ -81,7 +102,9 @@ def write_problems(path: Path, key: str, values: list[Any]) -> Path:
     return path
 
 
-def test_a_run_on_messages_is_the_run_on_the_ids_that_the_template_makes_of_them(model: Path, tmp_path: Path) -> None:
+def test_a_run_on_messages_is_the_run_on_the_ids_that_the_template_makes_of_them(
+    model: Path, tmp_path: Path
+) -> None:
     """The problems have no problem_id either: their lines name them."""
     hf = AutoTokenizer.from_pretrained(model)
     ids = [hf.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in CHATS]
@@ -105,16 +128,23 @@ def test_rows_of_gsm8k_are_asked_in_the_template_and_a_response_is_scored_by_wha
 ) -> None:
     rows = [
         {"question": "tom has 3 + 4 pens. how many?", "answer": "tom has 3+4=<<3+4=7>>7 pens.\n#### 7"},
-        {"question": "1000 hens, 250 are sold?", "answer": "1000-250=<<1000-250=750>>750 are left.\n#### 750"},
+        {
+            "question": "1000 hens, 250 are sold?",
+            "answer": "1000-250=<<1000-250=750>>750 are left.\n#### 750",
+        },
     ]
     file = tmp_path / "gsm8k.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = "{question} end with the answer."
-    config = configure(model, tmp_path / "run", name="math", data=str(file), chat=True, options={"template": template})
+    config = configure(
+        model, tmp_path / "run", name="math", data=str(file), chat=True, options={"template": template}
+    )
     hf = AutoTokenizer.from_pretrained(model)
     for problem, row, answer in zip(load_problems(config, "train"), rows, ("7", "750"), strict=True):
         asked = [{"role": "user", "content": template.replace("{question}", row["question"])}]
-        assert list(problem.prompt_ids) == hf.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        assert list(problem.prompt_ids) == hf.apply_chat_template(
+            asked, add_generation_prompt=True, return_dict=False
+        )
         for text in (f"so it is\n#### {answer}", f"it is \\boxed{{{answer}}}.", f"Answer: {answer}.0"):
             assert get_task("math").score(problem.data, text) == {"reward": 1.0, "solved": True}
         for text in (f"#### {answer}0", f"it is {answer}"):
@@ -128,4 +158,6 @@ def test_a_task_may_make_chats_and_the_trained_policy_still_answers_them(model: 
     engine = Engine.from_pretrained(result.folder / "policy", device="cpu")
     (response,) = engine.generate([CHATS[0]], max_tokens=4)
     hf = AutoTokenizer.from_pretrained(model)
-    assert list(response.prompt_ids) == hf.apply_chat_template(CHATS[0], add_generation_prompt=True, return_dict=False)
+    assert list(response.prompt_ids) == hf.apply_chat_template(
+        CHATS[0], add_generation_prompt=True, return_dict=False
+    )

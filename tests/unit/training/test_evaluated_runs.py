@@ -1,5 +1,5 @@
-"""Whole runs of one rank in this process: they are evaluated where it is due, whatever stops them or has no score, and best/ is
-of the best evaluation that they have."""
+"""Whole runs of one rank in this process: they are evaluated where it is due, whatever stops them or has
+no score, and best/ is of the best evaluation that they have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ NUM_STEPS = 3
 
 class Rows:
     def problems(self, num: int, seed: int, split: str = "train") -> list[dict[str, Any]]:
-        return [{"problem_id": f"{split}-{i}", "prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i + 1}]"} for i in range(num)]
+        return [
+            {"problem_id": f"{split}-{i}", "prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i + 1}]"} for i in range(num)
+        ]
 
     def score(self, problem: dict[str, Any], text: str) -> dict[str, Any]:
         raise AssertionError("the functions score alone")
@@ -45,9 +47,9 @@ TASK = Rows()
 
 @dataclasses.dataclass
 class Judge:
-    """What the reward function does: it raises for ids of these beginnings after so many updates, and asks the run to stop in
-    such an evaluation. bonus: of held-out responses, by updates, so that a test says which evaluation is the best;
-    a response is solved from a reward of 2 on, and none is without a bonus."""
+    """What the reward function does: it raises for ids of these beginnings after so many updates, and asks
+    the run to stop in such an evaluation. bonus: of held-out responses, by updates, so that a test says
+    which evaluation is the best; a response is solved from a reward of 2 on, and none is without a bonus."""
 
     fails: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     bonus: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -74,15 +76,29 @@ def digits(completions: list[str], problem_id: list[str], trainer_state: Any) ->
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random policy with Countdown's tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    config = ModelConfig("llama", load_model_config(BASE).vocab_size, 32, 64, 1, 4, 2, 8, tie_embeddings=True, max_positions=64)
-    save_model(folder, config, Transformer(config).initialize(0, std=0.15).state_dict(), dtype=torch.float32, source=BASE)
+    config = ModelConfig(
+        "llama", load_model_config(BASE).vocab_size, 32, 64, 1, 4, 2, 8, tie_embeddings=True, max_positions=64
+    )
+    save_model(
+        folder,
+        config,
+        Transformer(config).initialize(0, std=0.15).state_dict(),
+        dtype=torch.float32,
+        source=BASE,
+    )
     return folder
 
 
 def make_config(base: Path, out_dir: Path) -> Config:
     return load_config(
         {
-            "run": {"num_steps": NUM_STEPS, "num_ranks": 1, "out_dir": out_dir, "device": "cpu", "dtype": "float64"}
+            "run": {
+                "num_steps": NUM_STEPS,
+                "num_ranks": 1,
+                "out_dir": out_dir,
+                "device": "cpu",
+                "dtype": "float64",
+            }
             | {"checkpoint_every": 1, "keep_checkpoints": 9},
             "model": {"path": base},
             "task": {"name": f"{HERE}:TASK", "num_problems": 4},
@@ -111,7 +127,9 @@ def held_in_best(out_dir: Path) -> int:
 
 
 def weights(folder: Path) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(folder / "model.safetensors").items())])
+    return torch.cat(
+        [tensor.flatten() for _, tensor in sorted(load_file(folder / "model.safetensors").items())]
+    )
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -185,8 +203,13 @@ def test_an_incomplete_evaluation_judges_nothing_and_is_done_again_by_a_run_that
     out_dir = tmp_path / "run"
     go(base, out_dir, bonus={3: 9.0}, fails={3: ("test-1",)})
     said = " ".join(capsys.readouterr().out.split())
-    assert not same_weights(out_dir / "best", out_dir / "policy"), "what was scored of the last evaluation is the best of all"
-    assert "evaluation after 3 updates: 2 responses could not be scored, so it is not compared with others; the first: " in said
+    assert not same_weights(out_dir / "best", out_dir / "policy"), (
+        "what was scored of the last evaluation is the best of all"
+    )
+    assert (
+        "evaluation after 3 updates: 2 responses could not be scored, so it is not compared with others; "
+        "the first: " in said
+    )
     assert "the evaluation after 3 updates is left out: 2 of its responses have no score" in said
     last = evaluations(out_dir)[-1]
     assert (last.step, last.num_unscored, [*last.by_problem]) == (3, 2, ["test-0"])
@@ -206,13 +229,22 @@ def test_an_evaluation_without_any_score_is_written_down_and_the_run_goes_on(
     go(base, out_dir, fails={1: ("test",)})
     assert "held-out problems after 1 updates: no score" in capsys.readouterr().out
     _, nothing, *_ = evaluations(out_dir)
-    assert (nothing.solve_rate, nothing.reward, nothing.by_problem, nothing.num_unscored) == (None, None, {}, 4)
+    assert (nothing.solve_rate, nothing.reward, nothing.by_problem, nothing.num_unscored) == (
+        None,
+        None,
+        {},
+        4,
+    )
     assert len(evaluations(out_dir)) == 4
     assert "NaN" not in (out_dir / "evaluations.jsonl").read_text()
 
 
-def test_an_evaluation_before_training_without_any_score_ends_the_run_in_one_line(base: Path, tmp_path: Path) -> None:
-    expected = r"none of the 4 responses of the evaluation before training could be scored; .*KeyError: 'target'"
+def test_an_evaluation_before_training_without_any_score_ends_the_run_in_one_line(
+    base: Path, tmp_path: Path
+) -> None:
+    expected = (
+        r"none of the 4 responses of the evaluation before training could be scored; .*KeyError: 'target'"
+    )
     with pytest.raises(UserError, match=expected):
         go(base, tmp_path / "run", fails={0: ("test",)})
     with pytest.raises(UserError, match="none of the 4 responses of step 1 could be scored"):
@@ -240,7 +272,8 @@ def test_a_later_step_without_any_score_moves_nothing_whichever_attempt_takes_it
 def test_what_lies_in_best_is_never_the_policy_of_an_evaluation_that_the_run_has_gone_back_behind(
     to: int, left: int | None, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The best evaluation left is that of step 0, whose policy is gone, or that of the very step gone back to."""
+    """The best evaluation left is that of step 0, whose policy is gone, or that of the very step gone back
+    to."""
     out_dir, best_before = tmp_path / "run", 0 if left is None else left
     go(base, out_dir, bonus={best_before: 1.2, 3: 9.0})
     assert same_weights(out_dir / "best", out_dir / "policy")

@@ -1,4 +1,5 @@
-"""Evaluations of a run: what their file keeps of a run that was killed, or that went back; and whether training helped."""
+"""Evaluations of a run: what their file keeps of a run that was killed, or that went back; and whether
+training helped."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def make_evaluation(step: int, *shares: float, num_unscored: int = 0) -> Evaluat
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "evaluations.jsonl"
     evaluations = Evaluations(path, 0, writes=True)
-    for evaluation in (make_evaluation(0, 0.0, 0.5), make_evaluation(10, 1.0, 0.5), make_evaluation(20, 1.0, 1.0)):
+    for evaluation in (
+        make_evaluation(0, 0.0, 0.5),
+        make_evaluation(10, 1.0, 0.5),
+        make_evaluation(20, 1.0, 1.0),
+    ):
         evaluations.add(evaluation)
     return path
 
@@ -80,7 +85,9 @@ def test_where_rewards_are_the_score_best_and_progress_go_by_them(path: Path) ->
     assert by_solving.best == make_evaluation(20, 1.0, 1.0)
 
 
-def test_an_incomplete_evaluation_is_neither_the_best_nor_compared_and_the_next_one_takes_its_place(path: Path) -> None:
+def test_an_incomplete_evaluation_is_neither_the_best_nor_compared_and_the_next_one_takes_its_place(
+    path: Path,
+) -> None:
     evaluations = Evaluations(path, 20, writes=True)
     evaluations.add(make_evaluation(30, 1.0, num_unscored=1))
     evaluations.add(make_evaluation(40, num_unscored=2))
@@ -90,7 +97,9 @@ def test_an_incomplete_evaluation_is_neither_the_best_nor_compared_and_the_next_
     progress = evaluations.progress()
     assert progress is not None
     assert progress.steps == (0, 20)
-    assert evaluations.left_out() == ["the evaluation after 40 updates is left out: 2 of its responses have no score"]
+    assert evaluations.left_out() == [
+        "the evaluation after 40 updates is left out: 2 of its responses have no score"
+    ]
     evaluations.add(make_evaluation(40, 0.5, 1.0))
     assert (evaluations.left_out(), evaluations.all) == ([], read_evaluations(path))
     assert [evaluation.step for evaluation in evaluations.all] == [0, 10, 20, 30, 40]
@@ -98,19 +107,26 @@ def test_an_incomplete_evaluation_is_neither_the_best_nor_compared_and_the_next_
 
 def test_lines_of_an_older_tlt_are_read_and_have_no_reward_to_be_judged_by(tmp_path: Path) -> None:
     path = tmp_path / "evaluations.jsonl"
-    path.write_text('{"step": 0, "solve_rate": 0.5, "seconds": 2.5, "by_problem": {"p0": 0.5}, "by_task": {}}\n')
+    path.write_text(
+        '{"step": 0, "solve_rate": 0.5, "seconds": 2.5, "by_problem": {"p0": 0.5}, "by_task": {}}\n'
+    )
     evaluations = Evaluations(path, 0, writes=False)
     assert evaluations.is_done(0)
     assert evaluations.all == [Evaluation(0, 0.5, 2.5, {"p0": 0.5})]
     by_reward = Evaluations(path, 0, writes=False, by_reward=True)
     assert not by_reward.is_done(0)
-    assert by_reward.left_out() == ["the evaluation before training is left out: an older TLT wrote no rewards"]
+    assert by_reward.left_out() == [
+        "the evaluation before training is left out: an older TLT wrote no rewards"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("functions", "is_by_reward"), [((), False), (("task",), False), (("m:f", "task"), False), (("m:f", "m:g"), True)]
+    ("functions", "is_by_reward"),
+    [((), False), (("task",), False), (("m:f", "task"), False), (("m:f", "m:g"), True)],
 )
-def test_the_reward_is_the_score_where_functions_alone_score(functions: tuple[str, ...], is_by_reward: bool) -> None:
+def test_the_reward_is_the_score_where_functions_alone_score(
+    functions: tuple[str, ...], is_by_reward: bool
+) -> None:
     assert is_judged_by_reward(functions) == is_by_reward
 
 
@@ -123,15 +139,23 @@ def make_phase_result(rewards: list[Reward]) -> PhaseResult:
 
 def test_a_response_that_could_not_be_scored_is_left_out_and_not_counted_as_unsolved() -> None:
     solved, failed = Reward(1.0, True), Reward(0.0, False, "KeyError: 'target'")
-    evaluation = Evaluation.of(3, make_phase_result([solved, failed, solved, Reward(0.0, False), failed, failed]))
+    evaluation = Evaluation.of(
+        3, make_phase_result([solved, failed, solved, Reward(0.0, False), failed, failed])
+    )
     assert evaluation.by_problem == {"p0": 1.0, "p1": 0.5}, "of the third problem nothing is known"
     assert (evaluation.solve_rate, evaluation.reward, evaluation.num_unscored) == (0.75, 0.75, 3)
     nothing = Evaluation.of(3, make_phase_result([failed, failed]))
-    assert (nothing.solve_rate, nothing.reward, nothing.by_problem, nothing.num_unscored) == (None, None, {}, 2)
+    assert (nothing.solve_rate, nothing.reward, nothing.by_problem, nothing.num_unscored) == (
+        None,
+        None,
+        {},
+        2,
+    )
 
 
 def test_the_means_and_the_p_value_of_progress_are_over_the_same_problems(tmp_path: Path) -> None:
-    """An older TLT left problems out in silence; such an evaluation is not compared with one of other problems."""
+    """An older TLT left problems out in silence; such an evaluation is not compared with one of other
+    problems."""
     evaluations = Evaluations(tmp_path / "evaluations.jsonl", 0, writes=False)
     evaluations.add(Evaluation(0, 0.75, 1.0, {"a": 1.0, "b": 0.5}))
     evaluations.add(Evaluation(1, 0.5, 1.0, {"b": 0.5, "c": 0.5}))

@@ -1,4 +1,5 @@
-"""Rollouts beside somebody else's trainer: transformers' own module is trained here by hand, and is the reference."""
+"""Rollouts beside somebody else's trainer: transformers' own module is trained here by hand, and is the
+reference."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def make_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = {"bos_token_id": 1, "eos_token_id": STOP, "pad_token_id": 0}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "vocab_size": VOCAB}
-    return LlamaForCausalLM(LlamaConfig(**(shape | ids | {"initializer_range": 0.3} | changes))).double().eval()
+    return (
+        LlamaForCausalLM(LlamaConfig(**(shape | ids | {"initializer_range": 0.3} | changes))).double().eval()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,9 @@ def take_a_step(model: nn.Module) -> None:
 
 def test_greedy_responses_are_those_of_transformers() -> None:
     model = make_model()
-    responses = LiveRollouts(model).generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24, stop_ids=(STOP,)), 0)
+    responses = LiveRollouts(model).generate(
+        PROMPTS, SamplingParams(temperature=0.0, max_tokens=24, stop_ids=(STOP,)), 0
+    )
     for prompt, response in zip(PROMPTS, responses, strict=True):
         known = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)[0, len(prompt) :]
         assert list(response.token_ids) == known.tolist()
@@ -64,7 +69,11 @@ def test_greedy_responses_are_those_of_transformers() -> None:
 def test_speculation_changes_no_token(drafter: Path) -> None:
     model = make_model()
     plain = LiveRollouts(model, LiveSettings(speculation="off")).generate(PROMPTS, PARAMS, 4)
-    for settings in (LiveSettings(drafter, "learned:3x2x6"), LiveSettings(None, "3x1x3"), LiveSettings(drafter)):
+    for settings in (
+        LiveSettings(drafter, "learned:3x2x6"),
+        LiveSettings(None, "3x1x3"),
+        LiveSettings(drafter),
+    ):
         assert tokens(LiveRollouts(model, settings).generate(PROMPTS, PARAMS, 4)) == tokens(plain), settings
 
 
@@ -85,7 +94,9 @@ def test_an_evaluation_has_keys_of_its_own_and_can_be_repeated() -> None:
     assert not set(tokens(first)) & set(tokens(rollouts.generate(PROMPTS, PARAMS, 4, "evaluation")))
     rollouts.restart("evaluation")
     assert tokens(rollouts.generate(PROMPTS, PARAMS, 4, "evaluation")) == tokens(first)
-    assert not set(tokens(trained)) & set(tokens(rollouts.generate(PROMPTS, PARAMS, 4))), "the step's own counts went on"
+    assert not set(tokens(trained)) & set(tokens(rollouts.generate(PROMPTS, PARAMS, 4))), (
+        "the step's own counts went on"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -99,7 +110,9 @@ def test_every_call_uses_the_weights_of_that_moment(dtype: str) -> None:
             attend = PackedCausal(packed.config, [4])
             found = packed.logits(packed.forward(ids, attend.positions(), attend)).double()
             distance = (found - model(ids[None]).logits[0]).norm() / found.norm()
-        assert distance < {"float64": 1e-6, "float32": 1e-5, "bfloat16": 0.05}[dtype]  # transformers rotates in float32
+        assert (
+            distance < {"float64": 1e-6, "float32": 1e-5, "bfloat16": 0.05}[dtype]
+        )  # transformers rotates in float32
         assert packed.version == step
         take_a_step(model)
 
@@ -123,12 +136,16 @@ def test_nothing_is_ever_written_into_the_trainers_weights() -> None:
     model, other = make_model(), make_model(1).float()
     before = copy.deepcopy(model.state_dict())
     engine = LiveRollouts(model).engine
-    engine.load_policy(module_tensors(other, expected_shapes(engine.config)), 1)  # of another type: it cannot be borrowed
+    engine.load_policy(
+        module_tensors(other, expected_shapes(engine.config)), 1
+    )  # of another type: it cannot be borrowed
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(engine.model.embedding_VE, other.model.embed_tokens.weight.double())
 
 
-def test_a_single_rank_trains_the_drafter_for_a_share_of_its_time_and_can_save_it(drafter: Path, tmp_path: Path) -> None:
+def test_a_single_rank_trains_the_drafter_for_a_share_of_its_time_and_can_save_it(
+    drafter: Path, tmp_path: Path
+) -> None:
     model, drafting = make_model(), {"learning_rate": 1e-2}
     rollouts = LiveRollouts(model, LiveSettings(drafter, "learned:3x1x3", drafting=drafting, idle_share=1.0))
     rollouts.generate(PROMPTS, PARAMS, 0)
@@ -140,7 +157,9 @@ def test_a_single_rank_trains_the_drafter_for_a_share_of_its_time_and_can_save_i
     assert rollouts.latest.check is None
     rollouts.save_drafter(tmp_path / "kept")
     assert tokens(LiveRollouts(model, LiveSettings(tmp_path / "kept")).generate(PROMPTS, PARAMS, 1))
-    assert (tmp_path / "kept" / "model.safetensors").read_bytes() != (drafter / "model.safetensors").read_bytes()
+    assert (tmp_path / "kept" / "model.safetensors").read_bytes() != (
+        drafter / "model.safetensors"
+    ).read_bytes()
 
 
 def test_the_callers_random_numbers_stay_as_they_are(drafter: Path) -> None:
@@ -194,8 +213,14 @@ def test_acceptance_has_the_names_that_trainers_log() -> None:
         (lambda: LiveRollouts(nn.Linear(2, 2)), "model: is a Linear"),
         (lambda: LiveRollouts(make_model(hidden_act="gelu")), "hidden_act is 'gelu'"),
         (lambda: LiveRollouts(make_model().half()), "dtype: 'float16' is unknown"),
-        (lambda: LiveRollouts(make_model()).generate([[1, VOCAB]], PARAMS, 0), "prompt 1 of rank 0: token id 61"),
-        (lambda: LiveRollouts(make_model()).generate([[1], [1] * 128], PARAMS, 0), "prompt 2 of rank 0: .* 128 tokens"),
+        (
+            lambda: LiveRollouts(make_model()).generate([[1, VOCAB]], PARAMS, 0),
+            "prompt 1 of rank 0: token id 61",
+        ),
+        (
+            lambda: LiveRollouts(make_model()).generate([[1], [1] * 128], PARAMS, 0),
+            "prompt 2 of rank 0: .* 128 tokens",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(make: Any, message: str) -> None:
@@ -208,9 +233,13 @@ def test_adapters_and_shards_are_refused() -> None:
     model = make_model()
     config, expected = module_config(model), expected_shapes(module_config(model))
     assert module_tensors(model, expected).keys() == expected.keys()
-    with pytest.raises(UserError, match=r"parameter model.embed_tokens.weight of a ModuleDict is missing; .* adapters merged"):
+    with pytest.raises(
+        UserError, match=r"parameter model.embed_tokens.weight of a ModuleDict is missing; .* adapters merged"
+    ):
         module_tensors(nn.ModuleDict({"base_model": model}), expected)
     model.model.norm.weight = nn.Parameter(torch.empty(0))
-    with pytest.raises(UserError, match=r"parameter model.norm.weight is \[0\] where the whole \[32\] is wanted"):
+    with pytest.raises(
+        UserError, match=r"parameter model.norm.weight is \[0\] where the whole \[32\] is wanted"
+    ):
         module_tensors(model, expected)
     assert config.vocab_size == VOCAB

@@ -86,7 +86,9 @@ def test_a_fault_of_a_task_is_one_line_that_names_it(fault: str, write_task: Any
     assert "\n" not in str(refused.value)
 
 
-def test_a_task_that_is_nowhere_says_where_it_was_sought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_is_nowhere_says_where_it_was_sought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     message = refusal(get_task, "elsewhere:TASK")
     assert str(tmp_path) in message
@@ -105,7 +107,9 @@ def problems_from(tmp_path: Path, *lines: Any, per_step: int = 1) -> Any:
 
 
 def test_a_problems_file_may_give_text_or_ids_and_need_not_name_its_problems(tmp_path: Path) -> None:
-    text, ids = problems_from(tmp_path, {"prompt": "[2,9,16:5]"}, {"prompt_ids": [3, 4, 5], "problem_id": "second"})
+    text, ids = problems_from(
+        tmp_path, {"prompt": "[2,9,16:5]"}, {"prompt_ids": [3, 4, 5], "problem_id": "second"}
+    )
     assert (text.problem_id, text.data["problem_id"]) == ("1", "1")
     assert (ids.problem_id, ids.prompt_ids) == ("second", (3, 4, 5))
 

@@ -29,7 +29,9 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "countdown"
 
 def make_config(folder: Path) -> Config:
     sizes = ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
-    return load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(folder), "--run.device", "cpu", *sizes])
+    return load_config(
+        RECIPE / "quickstart.toml", ["--run.out_dir", str(folder), "--run.device", "cpu", *sizes]
+    )
 
 
 def test_a_folder_in_which_another_process_runs_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
@@ -60,7 +62,11 @@ def test_the_header_names_model_parameters_task_device_drafter_and_folder(
     ("given", "chosen", "notes"),
     [
         ([], 4, []),
-        (["--run.num_ranks", "3"], 3, ["  1 GPU(s) stay idle, for run.num_ranks is 3; --run.num_ranks 4 takes all"]),
+        (
+            ["--run.num_ranks", "3"],
+            3,
+            ["  1 GPU(s) stay idle, for run.num_ranks is 3; --run.num_ranks 4 takes all"],
+        ),
         (["--run.device", "cpu"], 2, []),
     ],
 )
@@ -73,10 +79,23 @@ def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
-    unsaid = [line for line in (RECIPE / "quickstart.toml").read_text().splitlines() if not line.startswith("num_ranks")]
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
+    )
+    unsaid = [
+        line
+        for line in (RECIPE / "quickstart.toml").read_text().splitlines()
+        if not line.startswith("num_ranks")
+    ]
     (tmp_path / "mine.toml").write_text("\n".join(unsaid))
-    words = ["--model.path", str(RECIPE / "base"), "--drafter.path", str(RECIPE / "drafter"), "--task.num_problems", "8"]
+    words = [
+        "--model.path",
+        str(RECIPE / "base"),
+        "--drafter.path",
+        str(RECIPE / "drafter"),
+        "--task.num_problems",
+        "8",
+    ]
     words += ["--evaluation.num_problems", "4", "--run.out_dir", str(tmp_path / "mine")]
     config = prepare(load_config(tmp_path / "mine.toml", [*words, *given]))
     said = capsys.readouterr().out.splitlines()
@@ -86,7 +105,14 @@ def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle
 
 
 def test_the_header_says_how_the_update_is_sharded_and_why(tmp_path: Path) -> None:
-    sharded = ["--parallel.policy", "fsdp", "--parallel.param_dtype", "bfloat16", "--parallel.checkpoint_activations", "true"]
+    sharded = [
+        "--parallel.policy",
+        "fsdp",
+        "--parallel.param_dtype",
+        "bfloat16",
+        "--parallel.checkpoint_activations",
+        "true",
+    ]
     config = load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), *sharded])
     said = "policy sharded (FSDP2) (parallel.policy is fsdp), computed in bfloat16, activations checkpointed"
     assert describe_update(config) == said
@@ -99,15 +125,25 @@ def test_responses_that_the_window_would_cut_are_refused_before_any_rank_starts(
     for max_tokens, is_refused in ((room, False), (room + 1, True)):
         longer = load_config(config.model_dump(), {"sampling.max_tokens": max_tokens})
         told = f"is {room + 1}, but the model's window of {window} tokens leaves {room} after .*; give {room}"
-        with pytest.raises(UserError, match=rf"^sampling\.max_tokens: {told}") if is_refused else nullcontext():
+        with (
+            pytest.raises(UserError, match=rf"^sampling\.max_tokens: {told}") if is_refused else nullcontext()
+        ):
             preflight(longer)
 
 
 def test_a_type_for_a_sharded_update_is_refused_where_the_policy_is_replicated(tmp_path: Path) -> None:
-    config = load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "bfloat16"])
-    with pytest.raises(UserError, match=r"parallel\.param_dtype: bfloat16 .* \(ranks on CPUs\); give --parallel\.policy fsdp"):
+    config = load_config(
+        RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "bfloat16"]
+    )
+    with pytest.raises(
+        UserError, match=r"parallel\.param_dtype: bfloat16 .* \(ranks on CPUs\); give --parallel\.policy fsdp"
+    ):
         prepare(config)
-    prepare(load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "float32"]))
+    prepare(
+        load_config(
+            RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "float32"]
+        )
+    )
 
 
 def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay_with_their_commits(
@@ -116,7 +152,16 @@ def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     shutil.copy(RECIPE / "quickstart.toml", "run.toml")
-    words = ["--model.path", "me/base", "--drafter.path", "me/drafter", "--run.out_dir", "out", "--run.device", "cpu"]
+    words = [
+        "--model.path",
+        "me/base",
+        "--drafter.path",
+        "me/drafter",
+        "--run.out_dir",
+        "out",
+        "--run.device",
+        "cpu",
+    ]
     words += ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
     with serve_hub() as hub:
         point_at(monkeypatch, hub.url)
@@ -136,7 +181,9 @@ def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay
     assert preflight(ranks).num_problems == len(load_problems(ranks, "train")) == 8
 
 
-def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_the_run_has_one(tmp_path: Path) -> None:
+def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_the_run_has_one(
+    tmp_path: Path,
+) -> None:
     products = {"policy": Path("run/policy"), "drafter": Path("run/drafter")}
     task, generate = next_commands(make_config(tmp_path), products)
     words = shlex.split(task)
@@ -157,7 +204,9 @@ def test_the_next_commands_ask_in_chat_where_the_run_did(tmp_path: Path) -> None
         "--model.chat_template_kwargs.enable_thinking",
         "false",
     ]
-    _, generate = next_commands(load_config(RECIPE / "quickstart.toml", words), {"policy": Path("run/policy")})
+    _, generate = next_commands(
+        load_config(RECIPE / "quickstart.toml", words), {"policy": Path("run/policy")}
+    )
     said = shlex.split(generate)
     assert said[said.index("--chat") + 1] == "true"
     assert said[said.index("--system-prompt") + 1] == "Be brief."
@@ -170,4 +219,13 @@ def test_the_next_commands_name_the_data_that_the_held_out_problems_were_read_fr
     config = load_config(RECIPE / "quickstart.toml", words)
     task, _ = next_commands(config, {"policy": Path("run/policy")})
     expected = ["--data", str(tmp_path / "test.jsonl"), "--columns", '{"prompt": "a b"}']
-    assert shlex.split(task) == ["tlt", "task", "countdown", "--num", "8", "--out", "problems.jsonl", *expected]
+    assert shlex.split(task) == [
+        "tlt",
+        "task",
+        "countdown",
+        "--num",
+        "8",
+        "--out",
+        "problems.jsonl",
+        *expected,
+    ]

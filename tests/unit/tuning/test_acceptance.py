@@ -1,4 +1,5 @@
-"""What `tlt drafter eval` counts: held against the engine's own counts, a target of known entropy and uncached drafters."""
+"""What `tlt drafter eval` counts: held against the engine's own counts, a target of known entropy and
+uncached drafters."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_a_target_that_knows_nothing_has_the_entropy_of_its_vocabulary() -> None
 
 
 def test_the_confidence_is_the_draft_distributions_own() -> None:
-    """One guess after a prompt, against an uncached forward of the trainable drafter on the features of a plain one."""
+    """One guess after a prompt, against an uncached forward of the trainable drafter on the features of a
+    plain one."""
     policy = make_policy().float()
     drafter = make_drafter(CONFIG)
     (request,) = requests(num=1, max_tokens=1)
@@ -85,7 +87,10 @@ def test_the_confidence_is_the_draft_distributions_own() -> None:
         features_TE = policy(tokens_T, attend.positions(), attend)
         embeddings_ME = policy.model.embed_tokens(tokens_T[pairs.token_index_M])
         hidden_ME = model(
-            embeddings_ME, features_TE[pairs.feature_index_M], pairs.positions_M, PackedCausal(CONFIG, pairs.lengths)
+            embeddings_ME,
+            features_TE[pairs.feature_index_M],
+            pairs.positions_M,
+            PackedCausal(CONFIG, pairs.lengths),
         )
         expected = model.logits(hidden_ME, policy.head_weight)[-1].softmax(-1).max().item()
     assert bucket.num_guesses == 1
@@ -94,7 +99,9 @@ def test_the_confidence_is_the_draft_distributions_own() -> None:
 
 def test_the_timing_gives_a_ratio_per_round_and_equal_responses() -> None:
     policy = make_policy().float()
-    ratio, num_different = speedup(Chains(model_of(policy), make_drafter(CONFIG), 2, 2), requests(num=2, max_tokens=4), 2)
+    ratio, num_different = speedup(
+        Chains(model_of(policy), make_drafter(CONFIG), 2, 2), requests(num=2, max_tokens=4), 2
+    )
     assert len(ratio.values) == 2
     assert num_different == 0
 
@@ -114,7 +121,9 @@ def test_an_evaluation_without_an_upper_end_is_strict_json() -> None:
     assert found.by_entropy[-1].high is None
 
 
-def test_prompts_of_one_token_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_one_token_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A drafter's first guess needs the target's features of two tokens."""
     model, drafter, prompts = tmp_path / "model", tmp_path / "drafter", tmp_path / "prompts.jsonl"
     save_model(model, CONFIG, tensors(make_policy().float()), dtype=torch.float32, source=None)
@@ -142,7 +151,17 @@ def _export_says_whose_drafter_it_is(
     for index, (about, num_lines) in enumerate(cases):
         drafter, out = folder / f"of{index}", folder / f"out{index}"
         save_drafter(drafter, draft_model, torch.float32, about)
-        arguments = ["drafter", "export", str(drafter), "--target", str(model), "--to", str(out), "--format", "vllm-eagle3"]
+        arguments = [
+            "drafter",
+            "export",
+            str(drafter),
+            "--target",
+            str(model),
+            "--to",
+            str(out),
+            "--format",
+            "vllm-eagle3",
+        ]
         assert cli.main(arguments) == 0
         error = capsys.readouterr().err
         assert error.count("\n") == num_lines
@@ -152,7 +171,9 @@ def _export_says_whose_drafter_it_is(
         assert all(recorded in readme for recorded in about.values())
 
 
-def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_export_and_evaluate_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, drafter, out = tmp_path / "model", tmp_path / "drafter", tmp_path / "out.json"
     save_model(model, DEEP, tensors(Transformer(DEEP).initialize(1, 0.3)), dtype=torch.float32, source=None)
     draft_model = DraftModel(drafter_shape(DEEP, "eagle3")).initialize(2)
@@ -163,7 +184,16 @@ def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytes
     assert cli.main(["drafter", "export", str(drafter), *exported]) == 0
     assert cli.main(["drafter", "export", str(drafter), *exported]) == 2
     assert "exists; give the name of a new folder" in capsys.readouterr().err
-    asked = ["--model", str(model), "--prompts", str(tmp_path / "prompts.jsonl"), "--max-tokens", "8", "--rounds", "1"]
+    asked = [
+        "--model",
+        str(model),
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--max-tokens",
+        "8",
+        "--rounds",
+        "1",
+    ]
     found = []
     for folder in (drafter, tmp_path / "served"):
         assert cli.main(["drafter", "eval", str(folder), *asked, "--out", str(out)]) == 0

@@ -20,7 +20,13 @@ def test_it_prefers_the_best_median_of_its_own_bucket() -> None:
     a, b = Strategy("learned", 4, 1, 4), Strategy("learned", 8, 1, 8)
     mab = BegMab([(1, [a, b]), (5, [Strategy.OFF, a])], epsilon=0.0, window=5)
     batch = BatchState(2, 10.0, 0, 0)
-    for reward_a, reward_b in ((3, 2), (3, 2), (1, 90), (3, 2), (3, 2)):  # one lucky step of b changes no median
+    for reward_a, reward_b in (
+        (3, 2),
+        (3, 2),
+        (1, 90),
+        (3, 2),
+        (3, 2),
+    ):  # one lucky step of b changes no median
         for arm, reward in ((a, reward_a), (b, reward_b)):
             mab.observe(arm, batch, StepOutcome(4, (reward, reward), (4, 4), 1.0))
     assert mab.choose(batch) == a
@@ -43,7 +49,9 @@ def test_a_decision_is_a_pure_function_of_the_rewards() -> None:
     mab = BegMab(groups_of(ARMS))
     play(mab, Machine(GOOD, 25.0), [4] * 300)
     assert len({mab.decide(1, 0.5, 0.1) for _ in range(5)}) == 1
-    assert {mab.decide(1, 0.0, pick / 50) for pick in range(50)} == set(mab.groups[1][1]), "exploring reaches every arm"
+    assert {mab.decide(1, 0.0, pick / 50) for pick in range(50)} == set(mab.groups[1][1]), (
+        "exploring reaches every arm"
+    )
 
 
 def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back() -> None:
@@ -71,7 +79,10 @@ def test_on_the_same_machines_it_loses_more_to_the_best_arms_than_the_cost_model
     sizes = [24] * 150 + [8] * 150 + [2] * 300 + [1] * 600
     ours, theirs = [], []
     for seed in range(5):
-        for shares, tuner in ((ours, CostModel(ARMS)), (theirs, BegMab(groups_of(ARMS), rng=random.Random(seed)))):
+        for shares, tuner in (
+            (ours, CostModel(ARMS)),
+            (theirs, BegMab(groups_of(ARMS), rng=random.Random(seed))),
+        ):
             machine = Machine(GOOD, 25.0, seed)
             shares.append(share_of_best(machine, play(tuner, machine, sizes), sizes, ARMS))
     assert statistics.mean(ours) > statistics.mean(theirs)
@@ -81,6 +92,11 @@ def test_its_choices_change_no_token() -> None:
     texts = []
     for tuner in (None, BegMab(groups_of(default_arms(ALL)), epsilon=0.5)):
         engine = make_engine(make_policy(), tuner, max_batch_size=5)
-        texts.append({(r.problem_id, r.sample_index): r.token_ids for r in engine.generate(make_requests(6, 1, seed=0))})
+        texts.append(
+            {
+                (r.problem_id, r.sample_index): r.token_ids
+                for r in engine.generate(make_requests(6, 1, seed=0))
+            }
+        )
     assert len(engine.stats.by_strategy) > 2
     assert texts[0] == texts[1]

@@ -27,14 +27,21 @@ def test_a_restored_tuner_chooses_as_the_one_before_would_have() -> None:
         assert tuner is not None
         return tuner
 
-    machine, before, again, fresh = Machine({"learned": 0.8, "ngram": 0.5, "hybrid": 0.7}, 16.0), made(), made(), made()
+    machine, before, again, fresh = (
+        Machine({"learned": 0.8, "ngram": 0.5, "hybrid": 0.7}, 16.0),
+        made(),
+        made(),
+        made(),
+    )
     play(before, machine, [32, 8, 3, 1] * 40)
     again.restore(through_json(before.counters()))
     assert again.counters() == before.counters() != fresh.counters()
     rng = random.Random(1)
     sizes = [rng.choice((1, 2, 7, 30)) for _ in range(60)]
     chosen = [
-        [tuner.choose(BatchState(size, 128.0, 3, 2)) for size in sizes]  # another policy: the evidence ages, the same on both
+        [
+            tuner.choose(BatchState(size, 128.0, 3, 2)) for size in sizes
+        ]  # another policy: the evidence ages, the same on both
         for tuner in (before, again)
     ]
     assert chosen[0] == chosen[1]
@@ -70,7 +77,10 @@ def test_restored_retrieval_finds_what_was_said_before() -> None:
 
 
 def test_what_ranks_that_are_no_more_knew_is_taken_over_within_the_bound() -> None:
-    one, other = taught({"p": [[1, 2, *range(10, 30)]]}), taught({"p": [[1, 2, *range(50, 70)]], "q": [[*range(90)]]})
+    one, other = (
+        taught({"p": [[1, 2, *range(10, 30)]]}),
+        taught({"p": [[1, 2, *range(50, 70)]], "q": [[*range(90)]]}),
+    )
     heir = whole_drafts()
     heir.restore([through_json(one.counters()), through_json(other.counters())])
     assert heir.num_tokens == one.num_tokens + other.num_tokens

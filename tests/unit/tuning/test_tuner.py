@@ -16,7 +16,15 @@ import pytest
 
 from benchmarks import cold_machines
 from tlt.engine.stats import EngineStats
-from tlt.speculative.strategy import BatchState, Hindsight, Reading, ReferenceDraft, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import (
+    BatchState,
+    Hindsight,
+    Reading,
+    ReferenceDraft,
+    StepOutcome,
+    Strategy,
+    StrategyTuner,
+)
 from tlt.tuning import step_costs
 from tlt.tuning.acceptance import Acceptance, Curve
 from tlt.tuning.cost_model import CostModel
@@ -29,7 +37,8 @@ ARMS = default_arms(ALL)
 
 
 class Machine:
-    """Seconds and acceptance of every arm, with noise. `half_rows`: tokens in a forward at which it costs twice one token's."""
+    """Seconds and acceptance of every arm, with noise. `half_rows`: tokens in a forward at which it costs
+    twice one token's."""
 
     def __init__(self, hazard: dict[str, float], half_rows: float, seed: int = 0, noise: float = 0.1) -> None:
         self.hazard, self.half_rows, self.noise, self.random = hazard, half_rows, noise, random.Random(seed)
@@ -52,7 +61,8 @@ class Machine:
         return max(self.speed(arm, batch) for arm in arms)
 
     def hindsight(self, arm: Strategy) -> tuple[Hindsight, ...]:
-        """What retrieval would have drafted for one sequence, as the engine says it while another drafter drafts."""
+        """What retrieval would have drafted for one sequence, as the engine says it while another drafter
+        drafts."""
         drawn = () if arm.drafter in ("ngram", "hybrid") else self.run(Hindsight.STRATEGY, 1).accepted
         return tuple(Hindsight(15, accepted) for accepted in drawn)
 
@@ -68,7 +78,10 @@ class Machine:
 
 
 def play(
-    tuner: StrategyTuner, machine: Machine, sizes: Sequence[int], versions: Callable[[int], tuple[int, int]] = lambda _: (0, 0)
+    tuner: StrategyTuner,
+    machine: Machine,
+    sizes: Sequence[int],
+    versions: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
 ) -> list[Strategy]:
     chosen: list[Strategy] = []
     hindsight: tuple[Hindsight, ...] = ()
@@ -81,7 +94,9 @@ def play(
     return chosen
 
 
-def share_of_best(machine: Machine, chosen: Sequence[Strategy], sizes: Sequence[int], arms: Sequence[Strategy]) -> float:
+def share_of_best(
+    machine: Machine, chosen: Sequence[Strategy], sizes: Sequence[int], arms: Sequence[Strategy]
+) -> float:
     """Speed relative to the best arm at every batch size, without luck: by the machine's own means."""
     tokens = sum(machine.tokens(arm) * size for arm, size in zip(chosen, sizes, strict=True))
     seconds = sum(machine.seconds(arm, size) for arm, size in zip(chosen, sizes, strict=True))
@@ -91,7 +106,8 @@ def share_of_best(machine: Machine, chosen: Sequence[Strategy], sizes: Sequence[
 
 
 def test_the_cost_model_says_how_fast_it_would_be_without_the_references_that_it_follows() -> None:
-    """Four sequences, each with a reference that is right; without, the best arm is what this machine says."""
+    """Four sequences, each with a reference that is right; without, the best arm is what this machine
+    says."""
     kinds = ("learned", "ahead", "ahead+learned")
     arms = default_arms(kinds)
     machine = Machine({"learned": 0.7}, 25.0)
@@ -122,7 +138,10 @@ ROLLOUT = [*[64] * 60, *[48] * 40, *[32] * 40, *[16] * 60, *[8] * 80, *[4] * 80,
     ("hazard", "half_rows"),
     [
         ({"learned": 0.85, "ngram": 0.5, "hybrid": 0.85}, 25.0),  # this CPU: off at no batch size
-        ({"learned": 0.7, "ngram": 0.4, "hybrid": 0.72}, 200.0),  # a GPU: deep trees at batch 1, short chains at 64
+        (
+            {"learned": 0.7, "ngram": 0.4, "hybrid": 0.72},
+            200.0,
+        ),  # a GPU: deep trees at batch 1, short chains at 64
         ({"learned": 0.5, "ngram": 0.8, "hybrid": 0.8}, 60.0),  # retrieval wins
         ({"learned": 0.05, "ngram": 0.02, "hybrid": 0.05}, 25.0),  # nothing helps
     ],
@@ -149,7 +168,9 @@ def test_with_a_useless_drafter_the_cost_model_is_soon_at_off(size: int, num_ste
         cheap = Counter(late)[Strategy.OFF] + (Counter(late)[Strategy("ngram", 1, 1, 1)] if size == 1 else 0)
         assert cheap > 0.9 * len(late), "at batch 1 one retrieved token costs but 4 % more than none"
         assert Counter(late).most_common(1)[0][0] == Strategy.OFF
-        assert share_of_best(machine, chosen, [size] * 600, ARMS) > 0.95, "finding it out has cost less than 5 %"
+        assert share_of_best(machine, chosen, [size] * 600, ARMS) > 0.95, (
+            "finding it out has cost less than 5 %"
+        )
 
 
 def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back() -> None:
@@ -178,11 +199,16 @@ def test_one_measured_arm_informs_its_neighbours() -> None:
     assert 0.021 < forecast.seconds_A[2] < 0.03, "its neighbour"
     variance = costs.variance(forecast.shares_AP, 0)
     assert variance[1] < variance[2] < variance[3] < unknown[3]
-    assert costs.forecast([work(middle, 10)]).seconds_A[0] == pytest.approx(0.022, rel=0.2), "a neighbouring batch size"
+    assert costs.forecast([work(middle, 10)]).seconds_A[0] == pytest.approx(0.022, rel=0.2), (
+        "a neighbouring batch size"
+    )
 
 
-def test_what_is_learned_of_forwards_is_the_posterior_of_the_textbook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is drafted, logarithms are linear in what is sought: against one inversion of all measurements at once."""
+def test_what_is_learned_of_forwards_is_the_posterior_of_the_textbook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing is drafted, logarithms are linear in what is sought: against one inversion of all
+    measurements at once."""
     monkeypatch.setattr(step_costs, "_FORGET", 0.0)
     costs, rng = StepCosts(), random.Random(1)
     mean, covariance = costs.mean_P.copy(), costs.covariance_PP.copy()
@@ -191,10 +217,16 @@ def test_what_is_learned_of_forwards_is_the_posterior_of_the_textbook(monkeypatc
     weights_NP = np.zeros((len(rows), len(mean)))
     places = range(step_costs.KNOTS)
     for row, n in enumerate(rows):
-        weights_NP[row, : step_costs.KNOTS] = [np.interp(math.log2(n), places, one) for one in np.eye(step_costs.KNOTS)]
+        weights_NP[row, : step_costs.KNOTS] = [
+            np.interp(math.log2(n), places, one) for one in np.eye(step_costs.KNOTS)
+        ]
     for n, took in zip(rows, seconds, strict=True):
         costs.observe(Work(Strategy.OFF, 0, 0.0, n, 0.0), took)
-    gain = covariance @ weights_NP.T @ np.linalg.inv(weights_NP @ covariance @ weights_NP.T + noise**2 * np.eye(len(rows)))
+    gain = (
+        covariance
+        @ weights_NP.T
+        @ np.linalg.inv(weights_NP @ covariance @ weights_NP.T + noise**2 * np.eye(len(rows)))
+    )
     assert costs.mean_P == pytest.approx(mean + gain @ (np.log(seconds) - weights_NP @ mean), abs=1e-8)
     assert costs.covariance_PP == pytest.approx(covariance - gain @ weights_NP @ covariance, abs=1e-8)
 
@@ -241,14 +273,17 @@ def test_the_hybrid_is_expected_to_accept_what_the_learned_drafter_does_until_it
     for _ in range(50):
         acceptance.observe(Strategy("learned", 4, 1, 4), [4, 4, 3, 4])
     hybrid = Strategy("hybrid", 4, 1, 4)
-    assert expected(acceptance, hybrid)[0] == pytest.approx(expected(acceptance, Strategy("learned", 4, 1, 4))[0], rel=0.05)
+    assert expected(acceptance, hybrid)[0] == pytest.approx(
+        expected(acceptance, Strategy("learned", 4, 1, 4))[0], rel=0.05
+    )
     for _ in range(50):
         acceptance.observe(hybrid, [0, 0, 0, 0])
     assert expected(acceptance, hybrid)[0] < 1.5
 
 
 def test_the_hybrid_is_expected_to_accept_what_is_retrieved_and_elsewhere_what_is_learned() -> None:
-    """Learned chains: all have one token, half of them two, a quarter four. Retrieval: nothing for every second, else all."""
+    """Learned chains: all have one token, half of them two, a quarter four. Retrieval: nothing for every
+    second, else all."""
     acceptance = Acceptance()
     for _ in range(100):
         acceptance.observe(Strategy("learned", 4, 1, 4), [1, 2, 1, 4])
@@ -259,7 +294,9 @@ def test_the_hybrid_is_expected_to_accept_what_is_retrieved_and_elsewhere_what_i
 
 
 @pytest.mark.parametrize("half_rows", [25.0, 200.0])
-def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_drafts(half_rows: float) -> None:
+def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_drafts(
+    half_rows: float,
+) -> None:
     """A long response, alone: for 400 steps nothing repeats, for 400 everything does, and so on."""
     shares = []
     for seed in range(4):
@@ -269,7 +306,9 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_dr
         for step in range(2400):
             repeats = step // 400 % 2
             machine.hazard = (
-                {"learned": 0.55, "ngram": 0.93, "hybrid": 0.93} if repeats else {"learned": 0.3, "ngram": 0.1, "hybrid": 0.3}
+                {"learned": 0.55, "ngram": 0.93, "hybrid": 0.93}
+                if repeats
+                else {"learned": 0.3, "ngram": 0.1, "hybrid": 0.3}
             )
             batch = BatchState(1, 200.0, 0, 0, hindsight=hindsight)
             arm = tuner.choose(batch)
@@ -282,7 +321,8 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_dr
 
 
 def test_a_tree_is_not_expected_to_stop_where_chains_do() -> None:
-    """Chains of eight that stopped after two, both tokens accepted: as a chain worth three tokens, as a tree more."""
+    """Chains of eight that stopped after two, both tokens accepted: as a chain worth three tokens, as a
+    tree more."""
     acceptance, chain = Acceptance(), Strategy("learned", 8, 1, 8)
     for _ in range(50):
         acceptance.observe(chain, [2, 2, 2, 2], drafted=[2, 2, 2, 2])
@@ -294,7 +334,8 @@ def test_a_tree_is_not_expected_to_stop_where_chains_do() -> None:
 
 @pytest.mark.parametrize("size", [1, 64])
 def test_what_lasts_is_what_a_run_was_like_on_the_whole(size: int) -> None:
-    """In the first 1,600 of 2,000 engine steps two of four tokens are accepted, then none; and the policy is another."""
+    """In the first 1,600 of 2,000 engine steps two of four tokens are accepted, then none; and the policy
+    is another."""
     acceptance, arm = Acceptance(), Strategy("learned", 4, 1, 4)
     for step in range(2000):
         acceptance.observe(arm, [2 if step < 1600 else 0] * size)
@@ -305,7 +346,9 @@ def test_what_lasts_is_what_a_run_was_like_on_the_whole(size: int) -> None:
     assert expected(restored, arm, size) == expected(acceptance, arm, size)
     restored.forget_the_latest()
     shares = [math.exp(-(1999 - step) / 4000) for step in range(2000)]
-    assert expected(restored, arm, size)[0] == pytest.approx(1 + 2 * sum(shares[:1600]) / sum(shares), rel=0.02)
+    assert expected(restored, arm, size)[0] == pytest.approx(
+        1 + 2 * sum(shares[:1600]) / sum(shares), rel=0.02
+    )
 
 
 def test_a_large_batch_whose_texts_change_is_noticed_within_a_few_steps() -> None:
@@ -352,7 +395,9 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     tuner.observe(arm, batch, StepOutcome(8, (1,) * 4, (4,) * 4, 5.0))  # caught up with a long response
     for _ in range(3):
         tuner.observe(arm, batch, StepOutcome(8, (1,) * 4, (4,) * 4, 0.02))
-    tuner.observe(arm, replace(batch, num_admitted=1), StepOutcome(8, (1,) * 4, (4,) * 4, 0.06))  # read a prompt as well
+    tuner.observe(
+        arm, replace(batch, num_admitted=1), StepOutcome(8, (1,) * 4, (4,) * 4, 0.06)
+    )  # read a prompt as well
     assert tuner.costs.forecast([work(arm, 4)]).seconds_A[0] == pytest.approx(0.025, rel=0.25)
     counts = tuner.acceptance.counts[Curve("learned", 1, None, octave=2)]
     fading = [math.exp(-k / 25) for k in range(5)]  # a curve spans 100 verifications, here of four a step
@@ -367,7 +412,10 @@ def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it
     assert expectations[0] < 1.3
     assert expectations == sorted(expectations)
     for recorded, is_off in ((0.02, True), (0.85, False)):
-        machine, tuner = Machine({"learned": 0.85, "ngram": 0.0, "hybrid": 0.85}, 25.0), CostModel(ARMS, acceptance=recorded)
+        machine, tuner = (
+            Machine({"learned": 0.85, "ngram": 0.0, "hybrid": 0.85}, 25.0),
+            CostModel(ARMS, acceptance=recorded),
+        )
         assert (Strategy.OFF in play(tuner, machine, [4] * 8)[3:]) is is_off
     wrong = Acceptance(0.9)
     for _ in range(60):
@@ -376,25 +424,34 @@ def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it
 
 
 def test_a_depth_that_is_hardly_reached_is_not_trusted_for_what_it_once_was() -> None:
-    """Everything repeats for 200 steps, then nothing: the depths beyond the first, which few come to now, are doubted, too."""
+    """Everything repeats for 200 steps, then nothing: the depths beyond the first, which few come to now,
+    are doubted, too."""
     acceptance = Acceptance()
     for step in range(500):
         acceptance.observe(Hindsight.STRATEGY, [15 if step < 200 else step % 10 == 0])
-    assert expected(acceptance, Hindsight.STRATEGY, 1)[0] < 2.6, "2.9 where 16 earlier verifications count at every depth"
+    assert expected(acceptance, Hindsight.STRATEGY, 1)[0] < 2.6, (
+        "2.9 where 16 earlier verifications count at every depth"
+    )
 
 
 def test_counters_of_another_form_leave_costs_as_they_are() -> None:
     """An older version kept seconds by batch size; its checkpoint must not stop a run."""
     tuner, older = CostModel(ARMS), CostModel(ARMS)
     play(older, Machine({"learned": 0.8, "ngram": 0.1, "hybrid": 0.8}, 25.0), [4] * 20)
-    for costs in ({}, {"seconds": [[1, 0.1]]}, {"mean": [0.1, 0.2], "covariance": [[1.0]], "num_steps": {"off": 3}}):
+    for costs in (
+        {},
+        {"seconds": [[1, 0.1]]},
+        {"mean": [0.1, 0.2], "covariance": [[1.0]], "num_steps": {"off": 3}},
+    ):
         before = tuner.costs.counters()
         tuner.restore({**older.counters(), "costs": costs})
         assert tuner.costs.counters() == before
         assert tuner.choose(BatchState(4, 200.0, 0, 0)) == Strategy.OFF
 
 
-def test_after_three_steps_off_something_is_tried_if_enough_is_left_to_pay_for_what_the_drafter_must_read_first() -> None:
+def test_after_three_steps_off_something_is_tried_if_enough_is_left_to_pay_for_what_the_drafter_must_read_first() -> (
+    None
+):
     tuner, machine = CostModel(ARMS), Machine({"learned": 0.9, "ngram": 0.1, "hybrid": 0.9}, 25.0)
     assert play(tuner, machine, [4] * 3) == [Strategy.OFF] * 3
     for num_left, is_off in ((2.0, True), (500.0, False)):
@@ -404,14 +461,17 @@ def test_after_three_steps_off_something_is_tried_if_enough_is_left_to_pay_for_w
 
 @pytest.mark.parametrize("drafter", ["good", "useless"])
 def test_where_speculation_can_only_just_win_a_cold_batch_is_hardly_slower_than_off(drafter: str) -> None:
-    """At 0.5B and batch 16 the best arm is as fast as off, and to find that out a drafter reads 960 tokens first."""
+    """At 0.5B and batch 16 the best arm is as fast as off, and to find that out a drafter reads 960 tokens
+    first."""
     profile, kind = cold_machines.PROFILES["0.5B"], cold_machines.DRAFTERS[drafter]
     off = cold_machines.run_batch(cold_machines.Machine(profile, kind), Fixed(Strategy.OFF), 16, 100)
     times = []
     for seed in range(400, 412):
         tuner = make_tuner("adaptive", kind.kinds, prior=profile.prior)
         assert tuner is not None
-        times.append(off / cold_machines.run_batch(cold_machines.Machine(profile, kind, seed), tuner, 16, 100))
+        times.append(
+            off / cold_machines.run_batch(cold_machines.Machine(profile, kind, seed), tuner, 16, 100)
+        )
     assert np.mean(times) > 0.98
 
 

@@ -1,7 +1,8 @@
 """An engine that is vLLM, over a pretend one: what it counts, chooses and hands over, without vLLM.
 
-The pretend vLLM has vLLM's pipeline: a prompt is read in one step, which brings a token; what is drafted at the end of a step
-is verified in the next one. Its model is a table of logits, and its tokens are the law's.
+The pretend vLLM has vLLM's pipeline: a prompt is read in one step, which brings a token; what is drafted
+at the end of a step is verified in the next one. Its model is a table of logits, and its tokens are the
+law's.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ REQUESTS = make_requests(num_problems=9, num_samples=3, seed=8)
 
 
 class Pretended:
-    """A request inside the pretend vLLM. tokens: prompt and response.  drafts: what the next step verifies."""
+    """A request inside the pretend vLLM. tokens: prompt and response.
+    drafts: what the next step verifies."""
 
-    def __init__(self, name: str, slot: int, token_ids: Sequence[int], max_tokens: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, slot: int, token_ids: Sequence[int], max_tokens: int, stop_ids: Sequence[int]
+    ) -> None:
         self.name, self.slot, self.tokens, self.stop_ids = name, slot, list(token_ids), stop_ids
         self.end = len(token_ids) + max_tokens
         self.has_read, self.drafts = False, [0] * 0
 
 
 class PretendLink:
-    """vLLM as its engine sees it (link.py). finds: for how many of three requests a draft is found; wrong: the share of drafted
-    tokens that are."""
+    """vLLM as its engine sees it (link.py). finds: for how many of three requests a draft is found; wrong:
+    the share of drafted tokens that are."""
 
     device, dtype, is_v2, captures, sleeps = torch.device("cpu"), torch.float32, False, True, False
 
@@ -61,10 +65,17 @@ class PretendLink:
         self.off_by = 0  # a fault: the position whose noise is used
 
     def add(
-        self, name: str, token_ids: Sequence[int], max_tokens: int, stop_ids: Sequence[int], extra_args: dict[str, Any]
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        extra_args: dict[str, Any],
     ) -> str:
         slot = min(set(range(SLOTS)) - {request.slot for request in self.requests.values()})
-        self.table.put(slot, RowLaw(tuple(extra_args["tlt"]["key"]), SamplingParams(**extra_args["tlt"]["params"])))
+        self.table.put(
+            slot, RowLaw(tuple(extra_args["tlt"]["key"]), SamplingParams(**extra_args["tlt"]["params"]))
+        )
         self.requests[f"i-{name}"] = Pretended(name, slot, token_ids, max_tokens, stop_ids)
         return f"i-{name}"
 
@@ -92,7 +103,9 @@ class PretendLink:
         found = {}
         self.table.flush()
         given, self.given = self.given, {}
-        self.followed = frozenset(given.keys() & {name for name, request in self.requests.items() if request.has_read})
+        self.followed = frozenset(
+            given.keys() & {name for name, request in self.requests.items() if request.has_read}
+        )
         for internal_id in self.followed:
             self.requests[internal_id].drafts = given[internal_id]
         self.verified = {internal_id: len(request.drafts) for internal_id, request in self.requests.items()}
@@ -121,7 +134,9 @@ class PretendLink:
         return tokens, logprobs
 
     def draw(self, request: Pretended, last: int, position: int) -> tuple[int, float]:
-        drawn = self.table.draw(self.logits_VV[last][None], torch.tensor([request.slot]), torch.tensor([position]))
+        drawn = self.table.draw(
+            self.logits_VV[last][None], torch.tensor([request.slot]), torch.tensor([position])
+        )
         return int(drawn[0]), float(drawn[1])
 
     def guess(self, request: Pretended) -> list[int]:
@@ -222,13 +237,19 @@ def test_the_tuner_hears_of_steps_alone_that_drafted_and_verified_by_one_strateg
         assert strategy.is_off == (not outcome.accepted) or outcome.num_tokens <= SLOTS
     depths = {strategy.depth for strategy, _ in tuner.told}
     assert depths == {0, 1, 2, 4}
-    assert any(set(outcome.drafted) == {0} for _, outcome in tuner.told)  # steps that found nothing count, too
+    assert any(
+        set(outcome.drafted) == {0} for _, outcome in tuner.told
+    )  # steps that found nothing count, too
 
 
 def test_the_tuner_knows_how_much_is_left_and_hears_of_no_step_that_read_prompts() -> None:
     tuner = Told(CHAINS[:1])
     list(engine_over(PretendLink(), tuner).generate(REQUESTS))
-    assert {batch.num_admitted for batch in tuner.batches} == {0} != {batch.num_admitted for batch in tuner.asked}
+    assert (
+        {batch.num_admitted for batch in tuner.batches}
+        == {0}
+        != {batch.num_admitted for batch in tuner.asked}
+    )
     left = [0.0 if batch.num_left is None else batch.num_left for batch in tuner.asked]
     longest = max(request.params.max_tokens for request in REQUESTS)
     assert left[0] > longest > left[-1] > 0.0, "those that wait count, too"
@@ -259,7 +280,11 @@ def test_verifications_are_counted_under_the_strategy_that_drafted() -> None:
         return found
 
     link.step = counted  # type: ignore[method-assign]  # counts on the way
-    list(engine.generate([dataclasses.replace(r, params=dataclasses.replace(r.params, stop_ids=())) for r in REQUESTS]))
+    list(
+        engine.generate(
+            [dataclasses.replace(r, params=dataclasses.replace(r.params, stop_ids=())) for r in REQUESTS]
+        )
+    )
     counts = {name: stats.num_tokens for name, stats in engine.stats.by_strategy.items() if name != "off"}
     assert counts == verified
     assert engine.stats.num_drafted_tokens >= sum(engine.stats.survivors_by_depth.values()) > 0
@@ -312,12 +337,16 @@ def test_room_and_waiting_follow_the_queue() -> None:
 
 def test_a_response_ends_at_a_stop_text_and_vllm_is_told() -> None:
     link = PretendLink()
-    engine = engine_over(link, Fixed(CHAINS[3]), decode=lambda ids: "".join(chr(97 + token % 26) for token in ids))
+    engine = engine_over(
+        link, Fixed(CHAINS[3]), decode=lambda ids: "".join(chr(97 + token % 26) for token in ids)
+    )
     plain = dataclasses.replace(REQUESTS[0], params=SamplingParams(seed=1, max_tokens=50))
     (whole,) = engine.generate([plain])
     text = "".join(chr(97 + token % 26) for token in whole.token_ids)
     stop = text[20:22]
-    (found,) = engine.generate([dataclasses.replace(plain, params=dataclasses.replace(plain.params, stop=(stop,)))])
+    (found,) = engine.generate(
+        [dataclasses.replace(plain, params=dataclasses.replace(plain.params, stop=(stop,)))]
+    )
     assert found.token_ids == whole.token_ids[: text.index(stop) + 2]
     assert found.finish_reason == "stop"
     assert link.requests == {}
@@ -328,12 +357,15 @@ def test_logits_that_are_not_finite_are_refused_in_one_line() -> None:
     link.logits_VV = torch.full((VOCAB, VOCAB), math.nan)
     engine = engine_over(link)
     engine.load_policy({"logits": link.logits_VV}, 3)
-    with pytest.raises(UserError, match=r"^policy 3 gives logits that are not finite \(problem 'p0', sample 0, position"):
+    with pytest.raises(
+        UserError, match=r"^policy 3 gives logits that are not finite \(problem 'p0', sample 0, position"
+    ):
         list(engine.generate(REQUESTS))
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [((), "is empty"), (tuple(range(50)) * 2, "has 100 tokens; the model's window is 80")]
+    ("prompt", "message"),
+    [((), "is empty"), (tuple(range(50)) * 2, "has 100 tokens; the model's window is 80")],
 )
 def test_a_prompt_that_no_response_can_be_made_to_is_refused(prompt: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -424,7 +456,10 @@ def test_the_self_check_refuses_an_engine_that_drifted(fault: Callable[[PretendL
 def test_requests_stop_where_they_are_told() -> None:
     """Otherwise the tests above would not see an engine that goes on."""
     assert {tokens[-1] for tokens in EXPECTED.values()} & {STOP}
-    assert any(len(tokens) == request.params.max_tokens for tokens, request in zip(EXPECTED.values(), REQUESTS, strict=True))
+    assert any(
+        len(tokens) == request.params.max_tokens
+        for tokens, request in zip(EXPECTED.values(), REQUESTS, strict=True)
+    )
 
 
 @pytest.mark.parametrize("window", [2, 3, 5, 17])

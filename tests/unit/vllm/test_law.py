@@ -1,4 +1,5 @@
-"""The law at the rows of vLLM's batches, without vLLM: slots, keys, parameters, and noise that is computed ahead."""
+"""The law at the rows of vLLM's batches, without vLLM: slots, keys, parameters, and noise that is computed
+ahead."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def table_of(found: list[RowLaw], vocab_size: int = VOCAB) -> LawTable:
     return table
 
 
-def one_by_one(found: list[RowLaw], logits_RV: Tensor, slots: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
+def one_by_one(
+    found: list[RowLaw], logits_RV: Tensor, slots: list[int], positions: list[int]
+) -> tuple[Tensor, Tensor]:
     """The law of every row alone."""
     drawn = []
     for logits_V, slot, position in zip(logits_RV, slots, positions, strict=True):
@@ -66,7 +69,9 @@ def test_a_row_has_the_law_s_token_whatever_stands_around_it(vocab_size: int) ->
     for _ in range(6):
         slots = [rng.randrange(NUM_SLOTS) for _ in range(rng.randint(1, 20))]
         positions = [rng.randrange(1, 400) for _ in slots]
-        logits_RV = 3 * torch.randn(len(slots), vocab_size, generator=torch.Generator().manual_seed(rng.randrange(99)))
+        logits_RV = 3 * torch.randn(
+            len(slots), vocab_size, generator=torch.Generator().manual_seed(rng.randrange(99))
+        )
         tokens_R, scores_R = table.draw(logits_RV, torch.tensor(slots), torch.tensor(positions))
         expected_R, logprobs_R = one_by_one(found, logits_RV, slots, positions)
         assert tokens_R.tolist() == expected_R.tolist()
@@ -92,20 +97,25 @@ def test_values_that_pad_a_head_are_never_drawn() -> None:
     logits_RV[:, VOCAB:] = 1e4
     drawn, _ = table.draw(logits_RV, torch.zeros(3, dtype=torch.int64), torch.tensor([4, 5, 6]))
     assert int(drawn.max()) < VOCAB
-    assert int(table.rank(logits_RV, torch.zeros(3, dtype=torch.int64), torch.tensor([4, 5, 6])).max()) < VOCAB
+    assert (
+        int(table.rank(logits_RV, torch.zeros(3, dtype=torch.int64), torch.tensor([4, 5, 6])).max()) < VOCAB
+    )
 
 
 def test_a_drafter_with_the_target_s_own_logits_guesses_what_the_target_draws() -> None:
     """At tau 1 and without truncation the ranking is the law itself."""
     found = [
-        replace(law, params=SamplingParams(temperature)) for law, temperature in zip(laws(3), (0.0, 0.6, 1.0), strict=True)
+        replace(law, params=SamplingParams(temperature))
+        for law, temperature in zip(laws(3), (0.0, 0.6, 1.0), strict=True)
     ]
     table = LawTable(3, VOCAB, CPU, tau=1.0)
     for slot, law in enumerate(found):
         table.put(slot, law)
     table.flush()
     logits_RV, slots_R, positions_R = torch.randn(30, VOCAB), torch.arange(30) % 3, torch.arange(30) + 7
-    assert torch.equal(table.rank(logits_RV, slots_R, positions_R), table.draw(logits_RV, slots_R, positions_R)[0])
+    assert torch.equal(
+        table.rank(logits_RV, slots_R, positions_R), table.draw(logits_RV, slots_R, positions_R)[0]
+    )
 
 
 def test_what_is_drawn_from_is_kept_while_somebody_checks() -> None:
@@ -120,7 +130,7 @@ def test_what_is_drawn_from_is_kept_while_somebody_checks() -> None:
     assert [tuple(key) for key in keys.tolist()] == [found[1].key, found[0].key]
 
 
-# ── whose slot, whose law ────────────────────────────────────────────────────────────────────────────────────────────
+# ── whose slot, whose law ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_slots_follow_the_requests_through_a_batch_that_changes() -> None:
@@ -158,7 +168,12 @@ def test_our_engine_s_law_travels_whole() -> None:
     request = Request("p", 3, (1, 2), params, "rollout", 5)
     found = RowLaw.of(Asked(temperature=0.0, extra_args=RowLaw.extra_args(request)))
     assert found.key == request.key
-    assert (found.params.temperature, found.params.top_k, found.params.top_p, found.params.min_p) == (0.8, 20, 0.9, 0.02)
+    assert (found.params.temperature, found.params.top_k, found.params.top_p, found.params.min_p) == (
+        0.8,
+        20,
+        0.9,
+        0.02,
+    )
 
 
 def test_a_seed_is_the_key_and_its_absence_is_chance() -> None:
@@ -173,7 +188,10 @@ def test_a_seed_is_the_key_and_its_absence_is_chance() -> None:
 def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     found = laws(7)
     params, keys_R4 = BatchParams([law.params for law in found]), keys_tensor([law.key for law in found])
-    logits_RV, positions_R = torch.randn(7, VOCAB, dtype=torch.float64), torch.arange(7) * 3  # float64 is the reference's
+    logits_RV, positions_R = (
+        torch.randn(7, VOCAB, dtype=torch.float64),
+        torch.arange(7) * 3,
+    )  # float64 is the reference's
     whole = draw(logits_RV, keys_R4, positions_R, params)
     monkeypatch.setattr(rows_module, "ROW_BYTES", 28 * VOCAB * 3)
     asked: list[int] = []
@@ -190,7 +208,7 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
     assert parts[0].tolist() == one_by_one(found, logits_RV, list(range(7)), positions_R.tolist())[0].tolist()
 
 
-# ── what vLLM can draft ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what vLLM can draft ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -204,7 +222,9 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
         ("ngram:3x1x3", True, ("ngram",), 3),
     ],
 )
-def test_one_drafter_and_its_depth(speculation: str, has_learned: bool, kinds: tuple[str, ...], depth: int) -> None:
+def test_one_drafter_and_its_depth(
+    speculation: str, has_learned: bool, kinds: tuple[str, ...], depth: int
+) -> None:
     check_speculation(speculation, has_learned)
     assert kinds_of(speculation, has_learned) == kinds
     assert depths_of(speculation, kinds, 8)[-1] == depth
@@ -220,7 +240,9 @@ def test_one_drafter_and_its_depth(speculation: str, has_learned: bool, kinds: t
         ("four", True, "is no strategy"),
     ],
 )
-def test_what_vllm_cannot_draft_is_refused_in_one_line(speculation: str, has_learned: bool, message: str) -> None:
+def test_what_vllm_cannot_draft_is_refused_in_one_line(
+    speculation: str, has_learned: bool, message: str
+) -> None:
     with pytest.raises(UserError, match=message) as refusal:
         check_speculation(speculation, has_learned)
     assert "\n" not in str(refusal.value)

@@ -36,7 +36,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def check(**changes: Any) -> None:
-    given = {"speculation": "adaptive", "has_learned": True, "dtype": torch.float32, "device": "cpu", "section": VllmSection()}
+    given = {
+        "speculation": "adaptive",
+        "has_learned": True,
+        "dtype": torch.float32,
+        "device": "cpu",
+        "section": VllmSection(),
+    }
     preflight.check_vllm(**{**given, **changes})
 
 
@@ -49,10 +55,15 @@ def check(**changes: Any) -> None:
         ({"speculation": "hybrid:4x1x4"}, "names the drafter hybrid, which engine vllm does not have here"),
         ({"speculation": "learned:4x1x4", "has_learned": False}, "give a drafter, or ngram"),
         ({"dtype": torch.float64}, "float64, which vLLM does not compute in; give float32 or bfloat16"),
-        ({"section": VllmSection(transfer="ipc")}, "^vllm.transfer: ipc: .*vLLM computes on a CPU here; give auto"),
+        (
+            {"section": VllmSection(transfer="ipc")},
+            "^vllm.transfer: ipc: .*vLLM computes on a CPU here; give auto",
+        ),
     ],
 )
-def test_a_user_s_mistake_is_one_line(installed: dict[str, str], changes: dict[str, Any], said: str | None) -> None:
+def test_a_user_s_mistake_is_one_line(
+    installed: dict[str, str], changes: dict[str, Any], said: str | None
+) -> None:
     if said is None:
         check(**changes)
         return
@@ -61,14 +72,20 @@ def test_a_user_s_mistake_is_one_line(installed: dict[str, str], changes: dict[s
     assert "\n" not in str(caught.value)
 
 
-def test_engines_need_as_many_gpus_as_they_are_spread_over(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_need_as_many_gpus_as_they_are_spread_over(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     check(device="cuda", section=VllmSection(tensor_parallel=2), num_engines=2)
-    with pytest.raises(UserError, match=r"2 engine\(s\) of 3 GPU\(s\) each need 6, and this machine has 4; give 2"):
+    with pytest.raises(
+        UserError, match=r"2 engine\(s\) of 3 GPU\(s\) each need 6, and this machine has 4; give 2"
+    ):
         check(device="cuda", section=VllmSection(tensor_parallel=3), num_engines=2)
     with pytest.raises(UserError, match="vLLM computes on this machine's GPUs; give cuda"):
         check(device="cpu")
-    with pytest.raises(UserError, match=r"^engine: vllm keeps drafts on the GPU.*; leave out --references, --replay"):
+    with pytest.raises(
+        UserError, match=r"^engine: vllm keeps drafts on the GPU.*; leave out --references, --replay"
+    ):
         check(device="cuda", follows=True)
 
 
@@ -79,9 +96,13 @@ def test_weights_through_gpu_memory_are_refused_where_no_worker_shares_it(
     ipc = VllmSection(transfer="ipc")
     check(device="cuda", section=ipc, is_in_group=True)
     check(device="cuda", section=ipc.model_copy(update={"own_process": True}))
-    with pytest.raises(UserError, match=r"^vllm.transfer: ipc: vLLM's worker is in this process.*; give auto, or own_"):
+    with pytest.raises(
+        UserError, match=r"^vllm.transfer: ipc: vLLM's worker is in this process.*; give auto, or own_"
+    ):
         check(device="cuda", section=ipc)
-    with pytest.raises(UserError, match=r"^vllm.transfer: ipc: each of 2 workers reads memory of its own GPU.*; give auto"):
+    with pytest.raises(
+        UserError, match=r"^vllm.transfer: ipc: each of 2 workers reads memory of its own GPU.*; give auto"
+    ):
         check(device="cuda", section=ipc.model_copy(update={"tensor_parallel": 2}))
 
 
@@ -90,19 +111,27 @@ def test_a_run_of_several_ranks_has_a_worker_that_is_a_process(
 ) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(start, "check_vllm", lambda *given, **_: asked.append(given[-1]))
-    for values in ({"run.num_ranks": 1}, {"run.num_ranks": 2}, {"run.num_ranks": 1, "parallel.policy": "fsdp"}):
+    for values in (
+        {"run.num_ranks": 1},
+        {"run.num_ranks": 2},
+        {"run.num_ranks": 1, "parallel.policy": "fsdp"},
+    ):
         start.preflight(load_config(RECIPE, {**VLLM, **values}))
     assert asked == [False, True, True]
 
 
-def test_a_run_is_refused_before_its_ranks_start_where_vllm_is_missing_or_unknown(installed: dict[str, str]) -> None:
+def test_a_run_is_refused_before_its_ranks_start_where_vllm_is_missing_or_unknown(
+    installed: dict[str, str],
+) -> None:
     config = load_config(RECIPE, VLLM)
     start.preflight(config)
     installed["vllm"] = "0.99.1"
     with pytest.raises(UserError, match=r"vllm 0\.99\.1 is installed, known are 0\.32"):
         start.preflight(config)
     installed.clear()
-    with pytest.raises(UserError, match=r"vllm is not installed here; pip install .\.\[vllm\]. in the folder"):
+    with pytest.raises(
+        UserError, match=r"vllm is not installed here; pip install .\.\[vllm\]. in the folder"
+    ):
         start.preflight(config)
 
 

@@ -1,4 +1,5 @@
-"""References in an engine that is vLLM, over a pretend one: what its scheduler is given, what is counted and what refused."""
+"""References in an engine that is vLLM, over a pretend one: what its scheduler is given, what is counted
+and what refused."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def references_for(requests: Sequence[Request], kinds: Sequence[str], version: i
     for index, request in enumerate(requests):
         tokens = right[request.problem_id, request.sample_index]
         if (
-            reference := reference_of(kinds[index % len(kinds)], tokens, EXPECTED["p0", 0], rng, range(8, VOCAB), 90)
+            reference := reference_of(
+                kinds[index % len(kinds)], tokens, EXPECTED["p0", 0], rng, range(8, VOCAB), 90
+            )
         ) is not None:
             references.keep(request.key, reference, version)
     return references
@@ -57,7 +60,9 @@ def references_for(requests: Sequence[Request], kinds: Sequence[str], version: i
 
 @pytest.mark.parametrize("offset", [0, 4])
 @pytest.mark.parametrize(
-    "tuner", [Fixed(AHEAD), Fixed(BESIDE), Told([Strategy.OFF, AHEAD, BESIDE, NGRAM])], ids=["ahead", "beside", "switching"]
+    "tuner",
+    [Fixed(AHEAD), Fixed(BESIDE), Told([Strategy.OFF, AHEAD, BESIDE, NGRAM])],
+    ids=["ahead", "beside", "switching"],
 )
 def test_no_reference_changes_a_token(tuner: Any, offset: int) -> None:
     references = references_for(REQUESTS, KINDS[offset:] + KINDS[:offset])
@@ -93,7 +98,9 @@ def test_what_was_followed_is_counted_by_the_reference_s_age() -> None:
     assert len(rollouts) == 9
     assert engine.stats.followed_by_age.keys() == {"2", "replay"}
     bounds = 2 * 60 - 10, 2 * 60
-    assert all(bounds[0] < count < bounds[1] for count in engine.stats.followed_by_age.values()), engine.stats.followed_by_age
+    assert all(bounds[0] < count < bounds[1] for count in engine.stats.followed_by_age.values()), (
+        engine.stats.followed_by_age
+    )
 
 
 def test_a_tuner_is_told_which_sequences_were_drafted_for_from_references() -> None:
@@ -105,7 +112,9 @@ def test_a_tuner_is_told_which_sequences_were_drafted_for_from_references() -> N
     assert all(len(o.from_reference) == len(o.accepted) == len(o.drafted) for o in steady)
     assert sum(steady[0].from_reference) == 3
     assert max(steady[0].drafted) > 30
-    elsewhere = [d for o in steady for d, followed in zip(o.drafted, o.from_reference, strict=True) if not followed]
+    elsewhere = [
+        d for o in steady for d, followed in zip(o.drafted, o.from_reference, strict=True) if not followed
+    ]
     assert max(elsewhere) == 4, "vLLM's own drafts stay where there is no reference"
 
 
@@ -132,12 +141,17 @@ def test_what_references_win_is_counted_in_the_steps_that_followed_them() -> Non
 
 def test_drafts_stay_with_their_requests_when_others_leave_and_come() -> None:
     """More requests than slots, of all lengths: a neighbour's draft would agree with nothing."""
-    requests = [replace(r, params=replace(r.params, stop_ids=(), max_tokens=8 + 7 * i)) for i, r in enumerate(LONG)]
+    requests = [
+        replace(r, params=replace(r.params, stop_ids=(), max_tokens=8 + 7 * i)) for i, r in enumerate(LONG)
+    ]
     engine = engine_with(references_for(requests, ["right"]), Fixed(AHEAD))
     engine.add(requests)
     while not engine.is_idle:
         engine.step()
-        if engine.stats.num_steps in (2, 3):  # their prompts have been read, and some of them leave in the middle
+        if engine.stats.num_steps in (
+            2,
+            3,
+        ):  # their prompts have been read, and some of them leave in the middle
             engine.add(engine.withdraw([*range(len(engine.running))][::2]))
     assert engine.stats.draft_acceptance_rate == 1.0
 
@@ -169,7 +183,9 @@ class Believing(PretendLink):
 
 
 @pytest.mark.parametrize(("link", "said"), [(Deaf, "given were not verified"), (Believing, "by the law")])
-def test_the_self_check_sees_a_vllm_that_drops_or_believes_what_it_is_given(link: type[PretendLink], said: str) -> None:
+def test_the_self_check_sees_a_vllm_that_drops_or_believes_what_it_is_given(
+    link: type[PretendLink], said: str
+) -> None:
     references = References(None)
     check_law(engine_with(references, None), VOCAB)
     assert len(references) == 0
@@ -246,7 +262,9 @@ class SecondRunner:
         SecondRunner.is_closed = True
 
 
-def test_references_are_refused_where_vllm_starts_with_the_runner_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_are_refused_where_vllm_starts_with_the_runner_of_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(assembly, "Link", SecondRunner)
     settings = VllmSettings(Path("model"), torch.float32, 8, 80)
     with pytest.raises(UserError, match="keeps drafts on the GPU"):
@@ -259,7 +277,9 @@ def test_references_are_refused_where_vllm_starts_with_the_runner_of_gpus(monkey
     [("adaptive", "cost-model", True), ("adaptive", "beg-mab", False), ("ngram:4x1x4", "cost-model", False),
      ("ahead:8x1x8", "cost-model", True), ("off", "cost-model", False)],
 )  # fmt: skip
-def test_references_are_followed_where_the_speculation_follows_any(speculation: str, tuner: str, follows: bool) -> None:
+def test_references_are_followed_where_the_speculation_follows_any(
+    speculation: str, tuner: str, follows: bool
+) -> None:
     plan = VllmPlan(None, speculation, tuner, references=References(None))  # type: ignore[arg-type]  # settings are not read
     assert (plan.used_references is not None) == follows
 

@@ -1,4 +1,5 @@
-"""How weights reach vLLM's workers: which way is chosen, and how long a sender keeps what it shares; without vLLM or a GPU."""
+"""How weights reach vLLM's workers: which way is chosen, and how long a sender keeps what it shares;
+without vLLM or a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ class PretendWorker:
         self.calls.append((name, len(self.shared)))
         if name == "tlt_shared_part":
             (part,) = arguments
-            assert [list(handle) for handle in part["ipc_handles"]] == [[pretend_gpu.UUID]] * len(part["names"])
+            assert [list(handle) for handle in part["ipc_handles"]] == [[pretend_gpu.UUID]] * len(
+                part["names"]
+            )
         return [self.answer if name == "tlt_try_shared" else self.puts_by]
 
 
@@ -109,5 +112,7 @@ def test_what_is_shared_is_a_copy_in_one_piece(monkeypatch: pytest.MonkeyPatch) 
 def test_a_worker_that_reads_something_else_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = PretendWorker(monkeypatch)
     monkeypatch.setattr(transfer, "reduce_tensor", lambda tensor: (None, ()))
-    with pytest.raises(UserError, match=r"^vllm.transfer: ipc does not work here .other values arrive.*; give host$"):
+    with pytest.raises(
+        UserError, match=r"^vllm.transfer: ipc does not work here .other values arrive.*; give host$"
+    ):
         transfer.SharedGpu(worker, torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""Two estimates learned from verifications: how likely a drafted candidate is to be accepted (`Calibration`), and by which
-coupling temperature to rank the candidates (`TauSearch`). Both change the speed alone: the tokens stay the target's own.
-Knows neither model nor engine.
+"""Two estimates learned from verifications: how likely a drafted candidate is to be accepted
+(`Calibration`), and by which coupling temperature to rank the candidates (`TauSearch`). Both change the
+speed alone: the tokens stay the target's own. Knows neither model nor engine.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from tlt.types import DraftTree, Verdict
 from tlt.uploads import upload
 
 DEFAULT_CONFIDENCE_THRESHOLD = 0.4
-"""Drafting a chain stops where the chance that the whole chain is accepted falls below this (measured: benchmarks/log.md)."""
+"""Drafting a chain stops where the chance that the whole chain is accepted falls below this (measured:
+benchmarks/log.md)."""
 
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
-"""Borders of the bins of a candidate's raw log-confidence, which is the log-probability that the drafter gives it. They lie
-closer together where candidates are likely."""
+"""Borders of the bins of a candidate's raw log-confidence, which is the log-probability that the drafter
+gives it. They lie closer together where candidates are likely."""
 
 _DEPTH_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3)
 """Group of each depth: depths 0, 1, 2-3, 4-7 and from 8 on count together."""
@@ -37,17 +38,18 @@ _OBSERVED_ROWS = 8
 
 
 def sent_to_host(values: Tensor) -> Tensor:
-    """Returns a copy on the host that nobody waits for: it is whole once the host has waited for anything that the same device
-    does later, as it does for every verdict. On a CPU it is the tensor itself."""
+    """Returns a copy on the host that nobody waits for: it is whole once the host has waited for anything
+    that the same device does later, as it does for every verdict. On a CPU it is the tensor itself."""
     return values.to("cpu", non_blocking=True)
 
 
 class Calibration:
-    """Estimates P(accepted | parent accepted) of a candidate from its depth, its rank among its siblings and its confidence.
+    """Estimates P(accepted | parent accepted) of a candidate from its depth, its rank among its siblings and
+    its confidence.
 
-    Each combination of the three is a cell, with a Beta posterior. The cell's estimate is the posterior mean; its prior says
-    that the drafter's confidence is right. A node counts only if its parent was accepted: for any other node the target was
-    never asked.
+    Each combination of the three is a cell, with a Beta posterior. The cell's estimate is the posterior
+    mean; its prior says that the drafter's confidence is right. A node counts only if its parent was
+    accepted: for any other node the target was never asked.
     """
 
     UNUSED = -1
@@ -66,8 +68,8 @@ class Calibration:
         self._refresh()
 
     def __call__(self, depth: int, raw_BFW: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (cells, calibrated log-confidences) of the candidates, both [B, F, W]. B: sequences, F: expanded nodes, W:
-        candidates of each, best first. `depth` counts from 0."""
+        """Returns (cells, calibrated log-confidences) of the candidates, both [B, F, W]. B: sequences, F:
+        expanded nodes, W: candidates of each, best first. `depth` counts from 0."""
         group = _DEPTH_GROUPS[depth] if depth < len(_DEPTH_GROUPS) else _NUM_DEPTH_GROUPS - 1
         num_bins = len(_EDGES) + 1
         ranks_W = torch.arange(raw_BFW.shape[-1], device=raw_BFW.device).clamp_max_(_NUM_RANKS - 1)
@@ -75,14 +77,16 @@ class Calibration:
         return cells_BFW, self.table[cells_BFW]
 
     def note(self, tree: DraftTree, cells_BN: Tensor) -> Tensor:
-        """Returns what `observe` needs of a drafted tree, [3, rows, nodes], on its way to the host. cells_BN: the cells of its
-        nodes, the root left out."""
+        """Returns what `observe` needs of a drafted tree, [3, rows, nodes], on its way to the host.
+        cells_BN: the cells of its nodes, the root left out."""
         rows = slice(0, _OBSERVED_ROWS)
-        return sent_to_host(torch.stack([tree.tokens_BN[rows, 1:], tree.parents_BN[rows, 1:], cells_BN[rows]]))
+        return sent_to_host(
+            torch.stack([tree.tokens_BN[rows, 1:], tree.parents_BN[rows, 1:], cells_BN[rows]])
+        )
 
     def observe(self, noted_3BN: Tensor, verdicts: Sequence[Verdict]) -> None:
-        """Counts which nodes of a drafted tree were accepted. Nodes that were not verified count, too, where the target's token
-        at their position is known."""
+        """Counts which nodes of a drafted tree were accepted. Nodes that were not verified count, too,
+        where the target's token at their position is known."""
         for tokens, parents, cells, verdict in zip(*noted_3BN.tolist(), verdicts, strict=False):
             path = [0]
             for node, (token, parent, cell) in enumerate(zip(tokens, parents, cells, strict=True), start=1):
@@ -100,7 +104,8 @@ class Calibration:
             self._refresh()
 
     def age(self, keep: float = 0.5) -> None:
-        """Lowers the weight of all observations to this share, since the drafter or the target has changed."""
+        """Lowers the weight of all observations to this share, since the drafter or the target has
+        changed."""
         for cell, prior in enumerate(self.prior):
             self.seen[cell] = _PRIOR_COUNT + keep * (self.seen[cell] - _PRIOR_COUNT)
             self.accepted[cell] = prior * _PRIOR_COUNT + keep * (self.accepted[cell] - prior * _PRIOR_COUNT)
@@ -124,8 +129,8 @@ class Calibration:
 class TauSearch:
     """Finds the coupling temperature tau whose first candidate is most often the target's token.
 
-    The candidates at the root are ranked by logits / tau + noise, and the target's token there is always known. So one
-    verification judges every tau, and nothing has to be tried out.
+    The candidates at the root are ranked by logits / tau + noise, and the target's token there is always
+    known. So one verification judges every tau, and nothing has to be tried out.
 
     tau: a fixed value, which ends the search; None: search.
     """
@@ -145,8 +150,8 @@ class TauSearch:
         self._count = 0
 
     def guess(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> Tensor | None:
-        """Returns the token that each of the K taus would put first, [K, B], in one of `EVERY` proposals, on its way to the
-        host; None in the others.
+        """Returns the token that each of the K taus would put first, [K, B], in one of `EVERY` proposals, on
+        its way to the host; None in the others.
         token_ids_V: the target's ids of a drafter's reduced vocabulary."""
         self._count += 1
         if self.is_fixed or self._count % self.EVERY:
@@ -155,8 +160,9 @@ class TauSearch:
         return sent_to_host(first_KB if token_ids_V is None else token_ids_V[first_KB])
 
     def observe(self, guesses_KB: Tensor, tokens: Sequence[int]) -> None:
-        """Counts the guesses that are the target's token, `tokens[b]` at the root of row b. Another tau takes over when it
-        leads by more than a standard error of the difference in hits, at most the square root of the misses of both."""
+        """Counts the guesses that are the target's token, `tokens[b]` at the root of row b. Another tau
+        takes over when it leads by more than a standard error of the difference in hits, at most the
+        square root of the misses of both."""
         guesses = guesses_KB.tolist()
         fade = math.exp(-len(tokens) / self.MEMORY)
         self.num_seen = self.num_seen * fade + len(tokens)

@@ -21,10 +21,12 @@ _TAU = 0.7
 
 @dataclass(slots=True)
 class Branch:
-    """A piece of the trie of continuations: tokens that follow each other without a choice, and the branches behind them.
+    """A piece of the trie of continuations: tokens that follow each other without a choice, and the branches
+    behind them.
 
-    start: the place of the first token in the continuations.  weight: of the sources that lead here.  noise: the law's, of the
-    first token, where there are other branches beside this one.
+    start: the place of the first token in the continuations.
+    weight: of the sources that lead here.
+    noise: the law's, of the first token, where there are other branches beside this one.
     """
 
     tokens: tuple[int, ...]
@@ -44,7 +46,8 @@ class Branch:
 
 
 def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: int = 0) -> Branch:
-    """Returns the trie of (tokens, weight of their sources), which all agree before `start`. Its root may have no token."""
+    """Returns the trie of (tokens, weight of their sources), which all agree before `start`. Its root may
+    have no token."""
     if not continuations:
         return Branch((), start, 0.0, [])
     texts = [tokens for tokens, _ in continuations]
@@ -62,7 +65,8 @@ def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: in
 
 @dataclass(frozen=True)
 class Retrieved:
-    """A tree of (token, parent column), the root (column 0) left out, and the bucket of the match that led to it."""
+    """A tree of (token, parent column), the root (column 0) left out, and the bucket of the match that led
+    to it."""
 
     bucket: int
     nodes: list[tuple[int, int]]
@@ -76,7 +80,8 @@ class Retrieved:
 
 
 def walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, bool]:
-    """Returns how far `tokens` lead down a tree of (token, parent column), and whether its nodes, not its end, stopped them."""
+    """Returns how far `tokens` lead down a tree of (token, parent column), and whether its nodes, not its
+    end, stopped them."""
     children: dict[int, dict[int, int]] = {}
     for column, (token, parent) in enumerate(nodes, start=1):
         children.setdefault(parent, {})[token] = column
@@ -99,7 +104,8 @@ def match_bucket(length: int) -> int:
 
 
 def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
-    """Returns (token, parent column) of the `budget` most confident candidates, parents first; column 0 is the tree's root.
+    """Returns (token, parent column) of the `budget` most confident candidates, parents first; column 0 is
+    the tree's root.
 
     Best first: a node's confidence is the product of its shares on the way from the root.
     """
@@ -115,7 +121,9 @@ def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
         if place + 1 < len(branch.tokens):
             ranked = [(confidence, branch, place + 1)]
         else:
-            ranked = [(confidence + share, child, 0) for share, child in _shares(branch.children)[: strategy.width]]
+            ranked = [
+                (confidence + share, child, 0) for share, child in _shares(branch.children)[: strategy.width]
+            ]
         for sure, child, first in ranked:
             order += 1
             heapq.heappush(heap, (-sure, order, column, child, first))
@@ -135,4 +143,6 @@ def _shares(branches: Sequence[Branch]) -> list[tuple[float, Branch]]:
     scores = [math.log(branch.weight) / _TAU + branch.noise for branch in branches]
     top = max(scores)
     total = top + math.log(sum(math.exp(score - top) for score in scores))
-    return sorted(((score - total, b) for score, b in zip(scores, branches, strict=True)), key=lambda pair: -pair[0])
+    return sorted(
+        ((score - total, b) for score, b in zip(scores, branches, strict=True)), key=lambda pair: -pair[0]
+    )

@@ -1,10 +1,11 @@
-"""The target's features (hidden states) of the latest positions of every running sequence. A drafter reads them when
-speculation is switched on in the middle of a response. Knows no drafter.
+"""The target's features (hidden states) of the latest positions of every running sequence. A drafter reads
+them when speculation is switched on in the middle of a response. Knows no drafter.
 
     a decoding step ── write ─▶ queue ── flush ─▶ ring, one per slot ── read ─▶ the drafter
 
-Without speculation nobody reads, and that path must cost nothing: `write` only queues the engine's tensor, and many steps are
-copied at once. A slot is a sequence's place in the engine's batch. F: size of a feature, S: slots, C: columns of the ring.
+Without speculation nobody reads, and that path must cost nothing: `write` only queues the engine's tensor,
+and many steps are copied at once. A slot is a sequence's place in the engine's batch. F: size of a
+feature, S: slots, C: columns of the ring.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ _MAX_QUEUED = 64
 
 
 class FeatureHistory:
-    """Keeps the features of each slot's latest `window` positions in a ring: position p lies in column p mod C.
+    """Keeps the features of each slot's latest `window` positions in a ring: position p lies in column p mod
+    C.
 
-    A verification also writes the positions of drafts that are then rejected. They are written again before anybody reads them.
-    So that they never overwrite a position of the window, the ring is wider than the window by the longest draft.
+    A verification also writes the positions of drafts that are then rejected. They are written again
+    before anybody reads them. So that they never overwrite a position of the window, the ring is wider
+    than the window by the longest draft.
     """
 
-    def __init__(self, size: int, window: int, max_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: int, window: int, max_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.window, self.max_slots, self.device = window, max_slots, device
         self.num_columns = window + Strategy.MAX_DEPTH + 1
         self.ring_SCF = torch.zeros(0, min(BLOCK, self.num_columns), size, dtype=dtype, device=device)
@@ -43,21 +48,22 @@ class FeatureHistory:
         return self.ring_SCF.nbytes
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes of a sequence of `length` tokens: its columns of the ring, and its part of the queue."""
+        """Returns the bytes of a sequence of `length` tokens: its columns of the ring, and its part of the
+        queue."""
         num_columns = min(whole_blocks(length), self.num_columns) + _MAX_QUEUED
         return num_columns * self.ring_SCF.shape[2] * self.ring_SCF.element_size()
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Says how many sequences of how many tokens there is room for: the ring grows to that, no further, when it is written.
-        What lies beyond is given up now."""
+        """Says how many sequences of how many tokens there is room for: the ring grows to that, no
+        further, when it is written. What lies beyond is given up now."""
         self._room = num_slots, min(length, self.num_columns)
         if len(self.ring_SCF) > num_slots or self.ring_SCF.shape[1] > self._room[1]:
             self.flush()
             self.ring_SCF = self.ring_SCF[:num_slots, : self._room[1]].clone()
 
     def write(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Takes the features of the T positions from starts[b] on of the sequence in slots[b]. One more position of the same
-        sequences joins the queue; anything else is copied at once."""
+        """Takes the features of the T positions from starts[b] on of the sequence in slots[b]. One more
+        position of the same sequences joins the queue; anything else is copied at once."""
         slots = tuple(slots)
         follows = slots == self._slots and all(
             start == first + len(self._queue) for start, first in zip(starts, self._starts, strict=True)
@@ -79,14 +85,15 @@ class FeatureHistory:
         self._slots = ()
 
     def read(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
-        """Returns the features of num_positions positions from starts[b] on, [B, num_positions, F]. Those of positions that
-        have no committed token yet are meaningless."""
+        """Returns the features of num_positions positions from starts[b] on, [B, num_positions, F]. Those
+        of positions that have no committed token yet are meaningless."""
         self.flush()
         self._reserve(max(slots) + 1, max(starts) + num_positions)
         return self.ring_SCF[self._index(slots, starts, num_positions)]
 
     def first_known(self, num_known: int) -> int:
-        """Returns the earliest position still held of a sequence whose first `num_known` positions have been written."""
+        """Returns the earliest position still held of a sequence whose first `num_known` positions have
+        been written."""
         return max(num_known - self.window, 0)
 
     def move(self, source: int, target: int) -> None:
@@ -107,7 +114,9 @@ class FeatureHistory:
         self._reserve(max(slots) + 1, max(starts) + num_positions)
         self.ring_SCF[self._index(slots, starts, num_positions)] = features_BTF[:, skipped:]
 
-    def _index(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> tuple[Tensor, Tensor]:
+    def _index(
+        self, slots: Sequence[int], starts: Sequence[int], num_positions: int
+    ) -> tuple[Tensor, Tensor]:
         slots_B1, starts_B1 = upload([[*slots], [*starts]], self.device)[..., None]
         columns_BT = starts_B1 + torch.arange(num_positions, device=self.device)
         if max(starts) + num_positions > self.num_columns:

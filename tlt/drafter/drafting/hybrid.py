@@ -1,7 +1,8 @@
 """Retrieval first, the learned drafter else: one drafter to the engine, three kinds to a strategy.
 
-`ngram` and `learned` use one of the two alone. `hybrid` decides row by row: the retrieved draft where it is expected to be
-accepted further than a learned one; when that holds for all rows, the learned drafter does not run at all.
+`ngram` and `learned` use one of the two alone. `hybrid` decides row by row: the retrieved draft where it
+is expected to be accepted further than a learned one; when that holds for all rows, the learned drafter
+does not run at all.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ def make_drafter(
     ngram_tokens: int = DEFAULT_MAX_TOKENS,
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
 ) -> Drafter[Any]:
-    """Returns what an engine drafts with: the learned drafter, if there is one, beside retrieval. The threshold is retrieval's;
-    the learned drafter has its own."""
+    """Returns what an engine drafts with: the learned drafter, if there is one, beside retrieval. The
+    threshold is retrieval's; the learned drafter has its own."""
     ngram = NgramDrafter(max_slots, ngram_tokens, confidence_threshold=confidence_threshold)
     return ngram if learned is None else HybridDrafter(learned, ngram)
 
 
 @dataclass(frozen=True)
 class HybridProposal(Proposal):
-    """is_retrieved: by row, whether the learned drafter did not draft it.  learned, retrieved: what the two proposed; None: not
-    asked."""
+    """is_retrieved: by row, whether the learned drafter did not draft it.
+    learned, retrieved: what the two proposed; None: not asked."""
 
     is_retrieved: tuple[bool, ...]
     learned: LearnedProposal | None = None
@@ -72,7 +73,9 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
             rows = zip(verdicts, proposal.is_retrieved, strict=True)
             accepted = [verdict.num_accepted for verdict, is_retrieved in rows if not is_retrieved]
             keep = 0.99 ** len(accepted)
-            self.learned_accepted = keep * self.learned_accepted + (1 - keep) * sum(accepted) / max(len(accepted), 1)
+            self.learned_accepted = keep * self.learned_accepted + (1 - keep) * sum(accepted) / max(
+                len(accepted), 1
+            )
 
     def counters(self) -> dict[str, Any]:
         known = {"learned": self.learned.counters(), "ngram": self.ngram.counters()}
@@ -90,7 +93,9 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
         match strategy.drafter:
             case "learned":
                 learned = self.learned.propose(context, strategy, noise, unwanted)
-                return HybridProposal(learned.tree, tuple(row in unwanted for row in range(num_rows)), learned=learned)
+                return HybridProposal(
+                    learned.tree, tuple(row in unwanted for row in range(num_rows)), learned=learned
+                )
             case "ngram":
                 retrieved = self.ngram.propose(context, strategy, noise)
                 return HybridProposal(retrieved.tree, (True,) * num_rows, retrieved=retrieved)
@@ -98,7 +103,9 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
         survival = [self.ngram.survival(row, strategy.depth) for row in retrieved.retrieved]
         sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # a chain goes no further
         expected = [sum(s for s in row if s >= sure) for row in survival]
-        is_retrieved = tuple(row in unwanted or tokens > self.learned_accepted for row, tokens in enumerate(expected))
+        is_retrieved = tuple(
+            row in unwanted or tokens > self.learned_accepted for row, tokens in enumerate(expected)
+        )
         retrieved = self.ngram.stop(retrieved, survival)
         if all(is_retrieved):
             return HybridProposal(retrieved.tree, is_retrieved, retrieved=retrieved)

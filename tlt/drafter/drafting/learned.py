@@ -39,15 +39,17 @@ _MAX_LOG_CONFIDENCE = -1e-4
 class LearnedSettings:
     """Says how the learned drafter ranks, when it stops and what it remembers.
 
-    ranking: "coupled" ranks candidates by log q / tau + the target's own noise, q being the draft distribution at the
-        sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv 2406.16858).
+    ranking: "coupled" ranks candidates by log q / tau + the target's own noise, q being the draft
+        distribution at the sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv
+        2406.16858).
     tau: the coupling temperature; None: tuned while running.
-    confidence_threshold: a sequence's chain stops before the token with which the chance that all of it is accepted falls below
-        this (SpecDec++, arXiv 2405.19715, stops so by a trained head); its first token is always drafted. 0: never. Trees never
-        stop, and on a GPU no chain does: to know would take the host a wait at every level, while what is drafted in vain
-        costs little where a forward reads the same weights for more rows. There the strategy's depth alone bounds a chain.
-    window: positions whose features are remembered per sequence; what lies further back when speculation is switched on
-        is not seen by the drafter.
+    confidence_threshold: a sequence's chain stops before the token with which the chance that all of it is
+        accepted falls below this (SpecDec++, arXiv 2405.19715, stops so by a trained head); its first token
+        is always drafted. 0: never. Trees never stop, and on a GPU no chain does: to know would take the host
+        a wait at every level, while what is drafted in vain costs little where a forward reads the same
+        weights for more rows. There the strategy's depth alone bounds a chain.
+    window: positions whose features are remembered per sequence; what lies further back when speculation is
+        switched on is not seen by the drafter.
     calibrate: whether confidences are corrected by what was accepted so far.
     keep_targets: also remember what training matches (model.py, training_capture).
     """
@@ -65,9 +67,10 @@ class LearnedProposal(Proposal):
     """A learned draft, and what is to be learned from the target's answer to it.
 
     guesses_KB: see `TauSearch.guess`; None: not asked this time.
-    noted_3BN:  what the calibration wants back of all that was drafted, also where the proposed tree stops before it
-                (`Calibration.note`); None: nothing is to be counted.
-    logprobs_BD: log-probabilities of the tokens of a chain by the drafter, at the sequences' temperatures; None: unwatched.
+    noted_3BN:  what the calibration wants back of all that was drafted, also where the proposed tree stops
+        before it (`Calibration.note`); None: nothing is to be counted.
+    logprobs_BD: log-probabilities of the tokens of a chain by the drafter, at the sequences' temperatures;
+        None: unwatched.
     """
 
     guesses_KB: Tensor | None = None
@@ -81,8 +84,8 @@ OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
 
 @dataclass(frozen=True)
 class _Level:
-    """Candidates for the nodes of one level, over the draft vocabulary: the logits at the sequences' temperatures, and the
-    law's noise of the position; None where it is not ranked with."""
+    """Candidates for the nodes of one level, over the draft vocabulary: the logits at the sequences'
+    temperatures, and the law's noise of the position; None where it is not ranked with."""
 
     scaled_BTV: Tensor
     noise_B1V: Tensor | None
@@ -90,8 +93,8 @@ class _Level:
 
 @dataclass(frozen=True)
 class _Front:
-    """Where a proposal starts from: the last committed tokens and what the drafter has read up to them. `unwanted` rows draft
-    otherwise."""
+    """Where a proposal starts from: the last committed tokens and what the drafter has read up to them.
+    `unwanted` rows draft otherwise."""
 
     params_scale: Callable[[Tensor], Tensor]
     strategy: Strategy
@@ -104,7 +107,8 @@ class _Front:
 class LearnedDrafter(Drafter[LearnedProposal]):
     """Drafts with a one-layer model that shares the target's embedding and head.
 
-    on_verdicts: watches it; None: nobody does.  vocabulary: the tokens to propose; None: all, or those that its folder fixes.
+    on_verdicts: watches it; None: nobody does.
+    vocabulary: the tokens to propose; None: all, or those that its folder fixes.
     """
 
     kinds = ("learned",)
@@ -145,11 +149,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         """The chance below which a chain stops, 0: none does (`LearnedSettings.confidence_threshold`)."""
         return self.settings.confidence_threshold if self.model.device.type == "cpu" else 0.0
 
-    # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """New weights, also for sequences that run: what the old ones left in the cache is computed again from the remembered
-        features. What was learned about the old ones' confidence counts for less from here on."""
+        """New weights, also for sequences that run: what the old ones left in the cache is computed again
+        from the remembered features. What was learned about the old ones' confidence counts for less from
+        here on."""
         self.model.load(tensors, version)
         self.pairs.forget()
         if self.calibration is not None:
@@ -169,7 +174,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
         """Returns [T, F], or None where the window no longer holds the first position."""
         history = self.pairs.history
-        return history.read([slot], [0], num_positions)[0] if history.first_known(num_positions) == 0 else None
+        return (
+            history.read([slot], [0], num_positions)[0] if history.first_known(num_positions) == 0 else None
+        )
 
     def finish(self, slot: int, rollout: Rollout) -> None:
         """The slot's next sequence starts anew; only the draft vocabulary learns from this one."""
@@ -202,7 +209,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             self.calibration.restore(counters[0]["calibration"])
         self.tau_search.restore(counters[0]["tau"])
 
-    # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def propose(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
@@ -217,7 +224,10 @@ class LearnedDrafter(Drafter[LearnedProposal]):
 
     def _level(self, front: _Front, hidden_BTE: Tensor, depth: int) -> _Level:
         scaled_BTV = front.params_scale(self.model.logits(hidden_BTE, self.target))
-        return _Level(scaled_BTV, front.noise.of_depth(depth, self.model.token_ids)[:, None] if self.is_coupled else None)
+        return _Level(
+            scaled_BTV,
+            front.noise.of_depth(depth, self.model.token_ids)[:, None] if self.is_coupled else None,
+        )
 
     def _guess(self, roots: _Level) -> Tensor | None:
         if roots.noise_B1V is None:
@@ -225,14 +235,16 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return self.tau_search.guess(roots.scaled_BTV[:, 0], roots.noise_B1V[:, 0], self.model.token_ids)
 
     def _scores(self, level: _Level) -> Tensor:
-        """Returns log q / tau + noise, up to a constant per node: the order in which the target is likely to agree. Plain
+        """Returns log q / tau + noise, up to a constant per node: the order in which the target is likely to
+        agree. Plain
         ranking: log q."""
         if level.noise_B1V is None:
             return level.scaled_BTV
         return torch.add(level.noise_B1V, level.scaled_BTV, alpha=1 / self.tau)
 
     def _note(self, tree: DraftTree, cells: Sequence[Tensor], unwanted: Sequence[int]) -> Tensor | None:
-        """Returns what is to be counted of a tree, whose cells are given by level; rows that draft otherwise are not."""
+        """Returns what is to be counted of a tree, whose cells are given by level; rows that draft
+        otherwise are not."""
         if self.calibration is None or not cells:
             return None
         cells_BN = torch.cat(list(cells), dim=1)
@@ -258,7 +270,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 columns_B1 = read.ends_B[:, None] + depth - 1
                 length = max(read.num_pairs) + depth
                 mask = None if is_even else chain_mask(columns_B1, length, self.model.dtype)
-                hidden_B1E = self.pairs.forward(tokens[-1], hidden_B1E, columns_B1, columns_B1, read.offsets_B1, length, mask)
+                hidden_B1E = self.pairs.forward(
+                    tokens[-1], hidden_B1E, columns_B1, columns_B1, read.offsets_B1, length, mask
+                )
             level = self._level(front, hidden_B1E, depth)
             guesses_KB = guesses_KB if depth else self._guess(level)
             scores_B1V = self._scores(level)
@@ -285,9 +299,10 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return LearnedProposal(tree, guesses_KB, noted_3BN, logprobs_BD)
 
     def _branch(self, front: _Front) -> LearnedProposal:
-        """Grows a pool level by level (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are
-        expanded by `width` candidates each; the `budget` most confident nodes of the pool become the tree. A node's
-        confidence is the product, from the root on, of how likely each candidate is to be accepted."""
+        """Grows a pool level by level (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a
+        level are expanded by `width` candidates each; the `budget` most confident nodes of the pool become
+        the tree. A node's confidence is the product, from the root on, of how likely each candidate is to
+        be accepted."""
         strategy, read, device = front.strategy, front.read, self.model.device
         B = len(read.num_pairs)
         width = min(strategy.width, self.model.num_proposed)
@@ -295,7 +310,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
         pool_index_BF = torch.zeros(B, 1, dtype=torch.int64, device=device)  # 0 is the root
         hidden_BFE = read.hidden_BE[:, None]
-        seen_BFC = torch.zeros(B, 1, 0, dtype=torch.bool, device=device)  # draft columns each frontier node may see
+        seen_BFC = torch.zeros(
+            B, 1, 0, dtype=torch.bool, device=device
+        )  # draft columns each frontier node may see
         pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
         pool_confidence, pool_cells = [], []
         guesses_KB: Tensor | None = None
@@ -308,7 +325,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 cells_BFW, logprob_BFW = self.calibration(depth, logprob_BFW)
                 pool_cells.append(cells_BFW.flatten(1))
             frontier = confidence_BF.shape[1]
-            confidence_BC = (confidence_BF[:, :, None] + logprob_BFW.clamp_max(_MAX_LOG_CONFIDENCE)).flatten(1)
+            confidence_BC = (confidence_BF[:, :, None] + logprob_BFW.clamp_max(_MAX_LOG_CONFIDENCE)).flatten(
+                1
+            )
             token_BC = self._token_ids(token_BFW.flatten(1))
             pool_tokens.append(token_BC)
             pool_parents.append(pool_index_BF.repeat_interleave(width, dim=1))
@@ -327,7 +346,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 length = max(read.num_pairs) + start + num_next
                 mask = tree_mask(seen_BFC, read.ends_B, length, self.model.dtype)
                 inputs = hidden_BFE[rows_B1, parent_BF]
-                hidden_BFE = self.pairs.forward(tokens_BF, inputs, depths_BF, columns_BF, read.offsets_B1, length, mask)
+                hidden_BFE = self.pairs.forward(
+                    tokens_BF, inputs, depths_BF, columns_BF, read.offsets_B1, length, mask
+                )
             pool_size += frontier * width
         chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
         tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)

@@ -4,8 +4,8 @@
                  └─ anchors: the last 4 and the last 10 tokens ─▶ their latest occurrences ─▶ longest match backwards
                                                                        └─▶ what followed there, as a trie of candidates
 
-Knows tokens only: no features, no weights. Everything is a host-side data structure; the one tensor operation of a
-proposal fetches the noise of its candidates.
+Knows tokens only: no features, no weights. Everything is a host-side data structure; the one tensor
+operation of a proposal fetches the noise of its candidates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _KEEP = 0.99
 """The share of what was learned about acceptance that outlives one more draft."""
 
 _MAX_LOOKS = 8
-"""Chains that are looked up in hindsight at a time. Where a step brings more tokens than they cover, the rest is left out."""
+"""Chains that are looked up in hindsight at a time. Where a step brings more tokens than they cover, the
+rest is left out."""
 
 DEFAULT_MAX_TOKENS = 200_000
 """Indexed tokens over all problems, about 60 bytes each; problems not asked for the longest leave first."""
@@ -36,7 +37,8 @@ DEFAULT_MAX_TOKENS = 200_000
 
 @dataclass(frozen=True)
 class _Watched:
-    """What was found for a sequence of `start` tokens.  num_drafted: how many of it would have been drafted."""
+    """What was found for a sequence of `start` tokens.
+    num_drafted: how many of it would have been drafted."""
 
     start: int
     retrieved: Retrieved
@@ -51,10 +53,11 @@ class NgramProposal(Proposal):
 
 
 class NgramDrafter(Drafter[NgramProposal]):
-    """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is trained.
+    """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is
+    trained.
 
-    Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter (continuations.py). How
-    likely a draft is to be accepted is learned by length of the match (`survival`).
+    Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter
+    (continuations.py). How likely a draft is to be accepted is learned by length of the match (`survival`).
 
     confidence_threshold: as of `LearnedDrafter`.
     """
@@ -72,17 +75,20 @@ class NgramDrafter(Drafter[NgramProposal]):
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
         self.watched: _Watched | None = None
         self._is_asked = False
-        self.hits = [[1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
+        self.hits = [
+            [1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)
+        ]  # drafts accepted, drafts tried: a Beta(1, 1)
 
     @property
     def num_tokens(self) -> int:
         return sum(index.num_tokens for index in self.problems.values())
 
-    # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Watches the sequence in the first slot alone, while neither retrieval nor the hybrid drafts. Where sources disagree,
-        candidates are ranked without the law's noise, which makes retrieval look a little worse than it is."""
+        """Watches the sequence in the first slot alone, while neither retrieval nor the hybrid drafts.
+        Where sources disagree, candidates are ranked without the law's noise, which makes retrieval look a
+        little worse than it is."""
         if self._is_asked:  # then verdicts tell
             self._is_asked, self.watched = False, None
             return ()
@@ -105,7 +111,9 @@ class NgramDrafter(Drafter[NgramProposal]):
         """Returns what a verification would draft after this text of the first slot."""
         trie, length = self._continuations(0, text, Hindsight.STRATEGY)
         retrieved = Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY))
-        return _Watched(len(text), retrieved, self._num_drafted(self.survival(retrieved, Hindsight.STRATEGY.depth)))
+        return _Watched(
+            len(text), retrieved, self._num_drafted(self.survival(retrieved, Hindsight.STRATEGY.depth))
+        )
 
     def admit(self, slot: int, request: Request) -> None:
         index = self.problems.get(request.problem_id)
@@ -150,9 +158,12 @@ class NgramDrafter(Drafter[NgramProposal]):
     def _count(self, retrieved: Retrieved, accepted: int, has_failed: bool) -> None:
         if retrieved.nodes:
             successes, tried = self.hits[retrieved.bucket]
-            self.hits[retrieved.bucket] = [_KEEP * successes + accepted, _KEEP * tried + accepted + has_failed]
+            self.hits[retrieved.bucket] = [
+                _KEEP * successes + accepted,
+                _KEEP * tried + accepted + has_failed,
+            ]
 
-    # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── across restarts ─────────────────────────────────────────────────────────────────────────────────────
 
     def counters(self) -> dict[str, Any]:
         problems = {problem_id: index.ended_texts() for problem_id, index in self.problems.items()}
@@ -170,7 +181,7 @@ class NgramDrafter(Drafter[NgramProposal]):
                     index.close(text)
         self._make_room()
 
-    # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def survival(self, retrieved: Retrieved, depth: int) -> list[float]:
         """Returns how likely this row's draft is to be accepted to depth 1, 2, ... `depth`."""
@@ -186,11 +197,13 @@ class NgramDrafter(Drafter[NgramProposal]):
         return self.stop(found, [self.survival(row, strategy.depth) for row in found.retrieved])
 
     def stop(self, found: NgramProposal, survival: Sequence[Sequence[float]]) -> NgramProposal:
-        """Ends each sequence's chain where its survival falls below the threshold; one without a match keeps no node but the
-        root."""
+        """Ends each sequence's chain where its survival falls below the threshold; one without a match
+        keeps no node but the root."""
         if not found.tree.is_chain:
             return found
-        return replace(found, tree=chain(found.tree.tokens_BN, [1 + self._num_drafted(row) for row in survival]))
+        return replace(
+            found, tree=chain(found.tree.tokens_BN, [1 + self._num_drafted(row) for row in survival])
+        )
 
     def _num_drafted(self, survival: Sequence[float]) -> int:
         return sum(p >= self.confidence_threshold and p > 0 for p in survival) or int(survival[0] > 0)
@@ -201,7 +214,9 @@ class NgramDrafter(Drafter[NgramProposal]):
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise)
         rows = [grow(trie, strategy) for trie, _ in tries]
-        retrieved = tuple(Retrieved(match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True))
+        retrieved = tuple(
+            Retrieved(match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True)
+        )
         num_nodes = 1 + max(len(nodes) for nodes in rows)
         tokens_BN, parents_BN = [], []
         for committed, nodes in zip(context.tokens, rows, strict=True):

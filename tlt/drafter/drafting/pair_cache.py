@@ -1,11 +1,13 @@
-"""The pairs that the learned drafter has read, as keys and values, and the target's features of those that it has yet to read.
+"""The pairs that the learned drafter has read, as keys and values, and the target's features of those that it
+has yet to read.
 
     committed tokens   0 1 2 ... n-2 | n-1 (root)
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
                        └ caught up ┘
 
-Every proposal first catches up with what was committed since the last one: a few pairs while speculating, up to the window of
-features remembered when speculation is switched on late. The target is never run for this. Knows no candidates and no strategy.
+Every proposal first catches up with what was committed since the last one: a few pairs while speculating,
+up to the window of features remembered when speculation is switched on late. The target is never run for
+this. Knows no candidates and no strategy.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """Where drafting starts. Row b has `num_pairs[b]` pairs in columns 0 .. of the cache, the first of them at rotary position
-    `offsets_B1[b]` (None: 0 in every row); `hidden_BE` is the output of the last.  ends_B: num_pairs, on the device."""
+    """Where drafting starts. Row b has `num_pairs[b]` pairs in columns 0 .. of the cache, the first of them
+    at rotary position `offsets_B1[b]` (None: 0 in every row); `hidden_BE` is the output of the last.
+    ends_B: num_pairs, on the device."""
 
     num_pairs: list[int]
     ends_B: Tensor
@@ -45,8 +48,10 @@ class CaughtUp:
 class PairCache:
     """Reads the running sequences for the drafter, each in the slot that the engine gave it.
 
-    captured_size: width of the features that `remember` receives at a position; they may hold more than the drafter reads.
-    window: positions whose features are remembered per sequence; pairs that lie further back are never read.
+    captured_size: width of the features that `remember` receives at a position; they may hold more than the
+        drafter reads.
+    window: positions whose features are remembered per sequence; pairs that lie further back are never
+        read.
     """
 
     def __init__(
@@ -76,11 +81,14 @@ class PairCache:
         return self.cache.slot_bytes(length + SPARE_COLUMNS) + self.history.slot_bytes(length)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Says how many sequences of how many tokens there is room for: what is kept of them grows to that, no further, when it
-        is needed. What lies beyond is given up now."""
+        """Says how many sequences of how many tokens there is room for: what is kept of them grows to
+        that, no further, when it is needed. What lies beyond is given up now."""
         self.room = num_slots, length
         self.history.reserve(num_slots, length)
-        slots, columns = min(self.cache.num_slots, num_slots), min(self.cache.capacity, length + SPARE_COLUMNS)
+        slots, columns = (
+            min(self.cache.num_slots, num_slots),
+            min(self.cache.capacity, length + SPARE_COLUMNS),
+        )
         if slots and (slots, columns) != (self.cache.num_slots, self.cache.capacity):
             self.cache.resize(slots, columns)
 
@@ -100,7 +108,10 @@ class PairCache:
         """Reads all that was committed. room: columns that drafting needs behind it."""
         num_rows = len(context.tokens)
         starts = self._enter(context)
-        num_pairs = [len(tokens) - TOKEN_AHEAD - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]
+        num_pairs = [
+            len(tokens) - TOKEN_AHEAD - first
+            for tokens, first in zip(context.tokens, self.firsts, strict=False)
+        ]
         self._hold(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
         firsts = self.firsts[:num_rows]
         offsets_B1 = upload(firsts, self.model.device)[:, None] if any(firsts) else None
@@ -109,9 +120,9 @@ class PairCache:
         return CaughtUp(num_pairs, ends_B, offsets_B1, hidden_BE)
 
     def _enter(self, context: DraftContext) -> list[int]:
-        """Brings sequences that the cache knows nothing of (or too little, after a long stretch without speculation) in by
-        packed forwards without padding, all pairs but the last; samples of one prompt share the work. Returns the number
-        of pairs in the cache by row."""
+        """Brings sequences that the cache knows nothing of (or too little, after a long stretch without
+        speculation) in by packed forwards without padding, all pairs but the last; samples of one prompt
+        share the work. Returns the number of pairs in the cache by row."""
         entering: list[int] = []
         copies: list[tuple[int, int]] = []
         leader_of: dict[tuple[int, ...], int] = {}
@@ -136,7 +147,10 @@ class PairCache:
     def _prefill(self, context: DraftContext, slots: list[int]) -> None:
         device = self.model.device
         firsts = [self.firsts[slot] for slot in slots]
-        lengths = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first for slot, first in zip(slots, firsts, strict=True)]
+        lengths = [
+            len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first
+            for slot, first in zip(slots, firsts, strict=True)
+        ]
         self._hold(len(context.tokens), max(lengths))
         alone = [(length, (0,)) for length in lengths]
         attend = StoringPrefill(self.model.config.layer, alone, self.cache.layers, slots)
@@ -151,8 +165,9 @@ class PairCache:
     def _read_missing(
         self, context: DraftContext, starts: list[int], num_pairs: list[int], offsets_B1: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's last one, and num_pairs
-        on the device. Rows with fewer missing pairs repeat garbage beyond their end, in columns that drafting overwrites."""
+        """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's
+        last one, and num_pairs on the device. Rows with fewer missing pairs repeat garbage beyond their
+        end, in columns that drafting overwrites."""
         device = self.model.device
         missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
         slots, firsts = range(len(missing)), self.firsts[: len(missing)]
@@ -161,17 +176,27 @@ class PairCache:
             width = min(max(missing) - done, _CATCH_UP_TOKENS)
             columns = [min(start + done, count) for start, count in zip(starts, num_pairs, strict=True)]
             begins = [first + column for first, column in zip(firsts, columns, strict=True)]
-            rows = [tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width] for tokens, b in zip(context.tokens, begins, strict=True)]
+            rows = [
+                tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width]
+                for tokens, b in zip(context.tokens, begins, strict=True)
+            ]
             places = zip(rows, columns, num_pairs, missing, strict=True)
-            sent = [[*row, *[0] * (width - len(row)), column, count, num - 1] for row, column, count, num in places]
+            sent = [
+                [*row, *[0] * (width - len(row)), column, count, num - 1]
+                for row, column, count, num in places
+            ]
             sent_BX = upload(sent, device)  # at once: every upload costs a GPU's host as much as a kernel
             tokens_BT, (first_B, ends_B, last_B) = sent_BX[:, :width], sent_BX[:, width:].unbind(1)
-            hidden_BTE = self.model.fuse(self.history.read(slots, begins, width).flatten(0, 1)).view(len(rows), width, -1)
+            hidden_BTE = self.model.fuse(self.history.read(slots, begins, width).flatten(0, 1)).view(
+                len(rows), width, -1
+            )
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
             length = max(columns) + width
             is_plain = width == 1 and len(rows) == 1
             mask = None if is_plain else chain_mask(columns_BT, length, self.model.dtype)
-            outputs.append(self.forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask))
+            outputs.append(
+                self.forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask)
+            )
             done += width
         output_BTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if len(missing) == 1:

@@ -76,8 +76,11 @@ class ReferenceCursor:
             return _UNBROKEN, 0
         return (_IN_PLACE if self.place == self.num_read else _OUT_OF_PLACE), match_bucket(self.num_agreed)
 
-    def read(self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None) -> None:
-        """Reads what the sequence, prompt included, has grown by. note: is told of each token whether the reference said it."""
+    def read(
+        self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None
+    ) -> None:
+        """Reads what the sequence, prompt included, has grown by. note: is told of each token whether the
+        reference said it."""
         for token in tokens[self.skip + self.num_read :]:
             agrees = self.place < len(self.reference) and self.reference[self.place] == token
             if self.place < len(self.reference):
@@ -131,20 +134,32 @@ class ReferenceAcceptance:
         """Returns the draft that a reference allows now."""
         case, bucket = cursor.cell
         agreed, compared = self.hits[case][bucket]
-        return reference_draft(agreed / compared, self.confidence_threshold, len(cursor.reference) - cursor.place)
+        return reference_draft(
+            agreed / compared, self.confidence_threshold, len(cursor.reference) - cursor.place
+        )
 
     def draft(
-        self, cursor: ReferenceCursor | None, tokens: Sequence[int], request: Request, depth: int, vocab_size: int
+        self,
+        cursor: ReferenceCursor | None,
+        tokens: Sequence[int],
+        request: Request,
+        depth: int,
+        vocab_size: int,
     ) -> Sequence[int]:
-        """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept. Raises
-        UserError for a reference of another vocabulary."""
+        """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely
+        to be kept. Raises UserError for a reference of another vocabulary."""
         if cursor is None:
             return ()
-        num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
+        num_left = (
+            len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1
+        )  # the target adds one of its own
         drafted = cursor.next_tokens(max(min(depth, self.possible(cursor).length, num_left), 0))
         if (bad := next((token for token in drafted if not 0 <= token < vocab_size), None)) is not None:
             place = f"reference for problem {request.problem_id!r}, sample {request.sample_index}"
-            raise UserError(f"{place}: token id {bad} is outside the vocabulary of {vocab_size}; keep responses of this model")
+            raise UserError(
+                f"{place}: token id {bad} is outside the vocabulary of {vocab_size}; keep responses of this "
+                "model"
+            )
         return drafted
 
     def restore(self, hits: Sequence[Sequence[Sequence[float]]]) -> None:
@@ -188,12 +203,14 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
         found = [self.acceptance.possible(cursor) for cursor in self.cursors if cursor is not None]
         return tuple(draft for draft in found if draft.length > 0)
 
-    # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self, slot: int, request: Request) -> None:
         super().admit(slot, request)
         reference = self.references.get(request.key)
-        self.cursors[slot] = None if reference is None else ReferenceCursor(reference, len(request.prompt_ids))
+        self.cursors[slot] = (
+            None if reference is None else ReferenceCursor(reference, len(request.prompt_ids))
+        )
 
     def move(self, source: int, target: int) -> None:
         super().move(source, target)
@@ -219,7 +236,7 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
         if proposal.inner is not None:
             self.inner.observe(proposal.inner, verdicts)
 
-    # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def propose(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
@@ -232,7 +249,9 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
         rows = zip(cursors, context.tokens, context.requests, strict=True)
         drafts = [self.acceptance.draft(*row, strategy.depth, context.vocab_size) for row in rows]
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
-        nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
+        nodes = [
+            [root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)
+        ]
         tree = chain(upload(nodes, context.device), [1 + len(draft) for draft in drafts])
         pairs = zip(drafts, cursors, strict=True)
         versions = tuple(cursor.version if draft and cursor else None for draft, cursor in pairs)

@@ -3,7 +3,8 @@
     key of the noise ─▶ tokens          the same problem and sample in the last evaluation, in a run with another learning rate,
                                         or generated ahead by the policy of one update ago: hardly a token differs
 
-A reference is a guess. What the request's own policy draws decides, so a wrong one costs time and no token. Knows no engine.
+A reference is a guess. What the request's own policy draws decides, so a wrong one costs time and no
+token. Knows no engine.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _TYPE = "i"
 
 @dataclass(frozen=True)
 class Reference:
-    """A response. version: of the policy that wrote it, or REPLAY.  is_whole: whether it was written to its end."""
+    """A response. version: of the policy that wrote it, or REPLAY.
+    is_whole: whether it was written to its end."""
 
     token_ids: Sequence[int]
     version: int | str = 0
@@ -40,7 +42,8 @@ class Reference:
 
 
 class References:
-    """Keeps token ids by the key of their noise; beyond `mib` MiB those that were kept first leave first. None: all stay."""
+    """Keeps token ids by the key of their noise; beyond `mib` MiB those that were kept first leave first.
+    None: all stay."""
 
     def __init__(self, mib: float | None = DEFAULT_MIB) -> None:
         self.max_tokens = sys.maxsize if mib is None else int(mib * 2**20) // array(_TYPE).itemsize
@@ -50,7 +53,9 @@ class References:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: NoiseKey, token_ids: Sequence[int], version: int | str = 0, is_whole: bool = False) -> None:
+    def keep(
+        self, key: NoiseKey, token_ids: Sequence[int], version: int | str = 0, is_whole: bool = False
+    ) -> None:
         """Keeps a response, in place of what was kept under its key."""
         self.drop(key)
         self._kept[key] = Reference(array(_TYPE, token_ids), version, is_whole)
@@ -79,7 +84,9 @@ class References:
             numbers, token_ids = tensors["numbers"], tensors["token_ids"]
             lengths = numbers[:, -1]
             is_complete = numbers.shape[1] == 7 and lengths.min() >= 0 and lengths.sum() == len(token_ids)
-            if not is_complete or (len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size):
+            if not is_complete or (
+                len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size
+            ):
                 raise ValueError("its tokens are not as many or not as large as they should be")
             texts = np.split(token_ids, lengths.cumsum()[:-1])
         except (SafetensorError, KeyError, IndexError) as error:

@@ -30,8 +30,9 @@ _MAX_TEXTS = 64
 
 
 class Occurrences:
-    """Where the anchors of one length occurred. A table has the latest place by the anchor's hash, and whoever adds a place
-    keeps the one before it, so that places form chains from the latest to the first (as in LZ77 compressors).
+    """Where the anchors of one length occurred. A table has the latest place by the anchor's hash, and
+    whoever adds a place keeps the one before it, so that places form chains from the latest to the first (as
+    in LZ77 compressors).
 
     Anchors whose hashes share a row share a chain, so each place has to be compared token by token.
     """
@@ -45,8 +46,8 @@ class Occurrences:
         return self.table[key & (len(self.table) - 1)]
 
     def read(self, text: int, stored: array[int], first: int, earlier: array[int]) -> None:
-        """Takes in the places of a text from `first` on: the token at each follows an anchor. earlier: gets the place that was
-        the latest before."""
+        """Takes in the places of a text from `first` on: the token at each follows an anchor. earlier:
+        gets the place that was the latest before."""
         table, mask, length = self.table, len(self.table) - 1, self.length
         for end in range(first, len(stored)):
             row = crc32(stored[end - length : end]) & mask
@@ -54,8 +55,8 @@ class Occurrences:
             table[row] = text << 32 | end
 
     def hold(self, num_places: int) -> None:
-        """Doubles the table where places take more than half of its rows. A row's chain then goes on from two rows, by one more
-        bit of the hash."""
+        """Doubles the table where places take more than half of its rows. A row's chain then goes on from
+        two rows, by one more bit of the hash."""
         while 2 * num_places > len(self.table):
             self.table *= 2
 
@@ -73,7 +74,8 @@ class SuffixIndex:
         self._open: set[int] = set()
 
     def open(self, skip: int = 0) -> int:
-        """A new text; anchors that end in its first `skip` tokens are not indexed (a sibling's prompt is known already)."""
+        """A new text; anchors that end in its first `skip` tokens are not indexed (a sibling's prompt is
+        known already)."""
         text = self._next_id
         self._next_id += 1
         self.texts[text] = array(_TOKEN)
@@ -97,8 +99,8 @@ class SuffixIndex:
             known.read(text, stored, len(earlier), earlier)
 
     def close(self, text: int) -> None:
-        """The text is complete. Beyond `_MAX_TEXTS` the oldest complete ones are forgotten; those that still grow stay, however
-        many they are."""
+        """The text is complete. Beyond `_MAX_TEXTS` the oldest complete ones are forgotten; those that
+        still grow stay, however many they are."""
         self._open.remove(text)
         num_surplus = len(self.texts) - _MAX_TEXTS
         if num_surplus > 0:
@@ -106,8 +108,13 @@ class SuffixIndex:
                 self._forget(oldest)
 
     def ended_texts(self) -> list[tuple[int, list[int]]]:
-        """Returns (skip, tokens) of every text that is complete, the oldest first: `open` and `extend` make the same again."""
-        return [(self._skips[text], stored.tolist()) for text, stored in self.texts.items() if text not in self._open]
+        """Returns (skip, tokens) of every text that is complete, the oldest first: `open` and `extend`
+        make the same again."""
+        return [
+            (self._skips[text], stored.tolist())
+            for text, stored in self.texts.items()
+            if text not in self._open
+        ]
 
     def _forget(self, text: int) -> None:
         """Occurrences in this text lead nowhere from now on, and so does all that came before them."""
@@ -115,7 +122,8 @@ class SuffixIndex:
         del self._skips[text], self._earlier[text]
 
     def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(length of the match, text, position of what followed) for the latest occurrences of the end of `tokens`."""
+        """(length of the match, text, position of what followed) for the latest occurrences of the end of
+        `tokens`."""
         ending = array(_TOKEN, tokens[-MAX_MATCH:])
         digits = int.from_bytes(ending, "little")
         for level, known in enumerate(self._occurrences):
@@ -138,25 +146,29 @@ class SuffixIndex:
 
 
 def _match_length(stored: array[int], end: int, digits: int, num: int) -> int:
-    """Returns how many tokens before `end` agree with a text's last `num`, which are given as the digits of a number, the last
-    token the highest: the highest digit in which the two differ ends the match."""
+    """Returns how many tokens before `end` agree with a text's last `num`, which are given as the digits
+    of a number, the last token the highest: the highest digit in which the two differ ends the match."""
     limit = min(end, num)
     theirs = int.from_bytes(stored[end - limit : end], "little") << (num - limit) * _TOKEN_BITS
     return min(num - -(-(theirs ^ digits).bit_length() // _TOKEN_BITS), limit)
 
 
 def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
-    """Counts the tokens that retrieval alone would have drafted, among the first `counts[i]` of each response to a prompt.
+    """Counts the tokens that retrieval alone would have drafted, among the first `counts[i]` of each response
+    to a prompt.
 
-    The responses grow side by side, as they do while generating: at each token retrieval knows as much of the siblings as of
-    the response itself, and of each match the token that the heaviest sources say.
+    The responses grow side by side, as they do while generating: at each token retrieval knows as much of
+    the siblings as of the response itself, and of each match the token that the heaviest sources say.
     """
     index = SuffixIndex()
     texts = [[*rollout.prompt_ids, *rollout.token_ids] for rollout in group]
     places = [index.open(0 if i == 0 else len(rollout.prompt_ids)) for i, rollout in enumerate(group)]
     num_retrieved = 0
     for position in range(max(counts)):
-        ends = [min(len(rollout.prompt_ids) + position, len(text)) for rollout, text in zip(group, texts, strict=True)]
+        ends = [
+            min(len(rollout.prompt_ids) + position, len(text))
+            for rollout, text in zip(group, texts, strict=True)
+        ]
         for place, text, end in zip(places, texts, ends, strict=True):
             index.extend(place, text[:end])
         for text, end, count in zip(texts, ends, counts, strict=True):

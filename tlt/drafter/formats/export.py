@@ -1,11 +1,12 @@
-"""Drafters for other engines: the same tensors in the layout that each of them loads, and a README that says how to serve it.
+"""Drafters for other engines: the same tensors in the layout that each of them loads, and a README that says
+how to serve it.
 
     vllm-eagle                    EagleLlamaForCausalLM: fc, layers.0; embedding and head are the target's
     vllm-eagle3, sglang-eagle3    LlamaForCausalLMEagle3: fc, midlayer, norm, lm_head, and d2t/t2d of a smaller vocabulary
     speculators                   the same tensors under layers.0, the layer's geometry nested; names its target
 
-An engine that lacks a key, or reads another meaning into it, mostly says nothing and accepts less: docs/drafter.md lists what
-each of them does. Knows no engine's code, only what it reads.
+An engine that lacks a key, or reads another meaning into it, mostly says nothing and accepts less:
+docs/drafter.md lists what each of them does. Knows no engine's code, only what it reads.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
 NUM_DRAFT_TOKENS = 3
-"""Draft tokens in the launch commands, the number in the engines' own examples; `tlt drafter eval` says how many pay."""
+"""Draft tokens in the launch commands, the number in the engines' own examples; `tlt drafter eval` says
+how many pay."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A layout of files: the form of drafter it is for, the engine that reads it, and the command that starts this engine."""
+    """A layout of files: the form of drafter it is for, the engine that reads it, and the command that
+    starts this engine."""
 
     method: Method
     engine: str
@@ -72,18 +75,25 @@ class Target:
 
 
 def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path) -> None:
-    """Writes the folder `out`, whole or not at all. UserError where the format is for another form of drafter, or has no place
-    for a part of this one."""
+    """Writes the folder `out`, whole or not at all. UserError where the format is for another form of
+    drafter, or has no place for a part of this one."""
     check_format(drafter, name)
     dtype = drafter.tensors["fc.weight"].dtype
     tensors, described = dict(drafter.tensors), describe(drafter.config, dtype, drafter.about)
     if drafter.config.method == "eagle3":
         if not drafter.config.owns_head:
-            rows = target.head_VE[draft_token_ids(tensors["d2t"])] if drafter.config.is_reduced else target.head_VE
+            rows = (
+                target.head_VE[draft_token_ids(tensors["d2t"])]
+                if drafter.config.is_reduced
+                else target.head_VE
+            )
             tensors["lm_head.weight"] = rows.to(dtype)
         # vLLM reads the ids at the top, of layers whose input is captured; SGLang reads these, and adds one
         layer_ids = [index - 1 for index in drafter.config.capture]
-        described["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True}
+        described["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": layer_ids,
+            "use_aux_hidden_state": True,
+        }
     if name == "speculators":
         tensors = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
         described = _speculators_config(described, target)
@@ -93,17 +103,24 @@ def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path)
 
 
 def with_vocabulary(drafter: StoredDrafter, wanted: DraftVocab, target: ModelConfig) -> StoredDrafter:
-    """Returns an eagle3 drafter with the draft vocabulary that is wanted, chosen by the counts that its folder records; the
-    drafter itself where it stays whole. Raises UserError for a size that cannot be had."""
+    """Returns an eagle3 drafter with the draft vocabulary that is wanted, chosen by the counts that its
+    folder records; the drafter itself where it stays whole. Raises UserError for a size that cannot be
+    had."""
     check_wanted(wanted, drafter.config)
     if drafter.config.method == "eagle":
         if isinstance(wanted, int):
-            raise UserError(f"--draft-vocab: {wanted} has no place in vllm-eagle, whose head is the target's; leave it out")
+            raise UserError(
+                f"--draft-vocab: {wanted} has no place in vllm-eagle, whose head is the target's; leave it "
+                "out"
+            )
         return drafter
     if not drafter.config.can_choose:
         return drafter
     if drafter.counts_V is None and isinstance(wanted, int):
-        raise UserError(f"--draft-vocab: {wanted} needs counts of tokens, which the drafter's folder lacks; give --responses")
+        raise UserError(
+            f"--draft-vocab: {wanted} needs counts of tokens, which the drafter's folder lacks; give "
+            "--responses"
+        )
     if drafter.counts_V is None:
         return drafter
     chosen = DraftVocabulary(DraftCosts.of(target, drafter.config), wanted, drafter.counts_V).token_ids
@@ -111,42 +128,62 @@ def with_vocabulary(drafter: StoredDrafter, wanted: DraftVocab, target: ModelCon
         return drafter
     model = DraftModel(replace(drafter.config, draft_vocab_size=len(chosen)))
     model.set_vocabulary(chosen)
-    return replace(drafter, config=model.config, tensors={**drafter.tensors, "d2t": model.d2t, "t2d": model.t2d})
+    return replace(
+        drafter, config=model.config, tensors={**drafter.tensors, "d2t": model.d2t, "t2d": model.t2d}
+    )
 
 
 def lacks_counts(drafter: StoredDrafter, wanted: DraftVocab, target: ModelConfig) -> str | None:
-    """Returns one line of warning where an eagle3 drafter keeps the whole vocabulary for want of counts; None: it does not."""
-    is_known = drafter.counts_V is not None or drafter.config.method == "eagle" or not drafter.config.can_choose
+    """Returns one line of warning where an eagle3 drafter keeps the whole vocabulary for want of counts;
+    None: it does not."""
+    is_known = (
+        drafter.counts_V is not None or drafter.config.method == "eagle" or not drafter.config.can_choose
+    )
     if is_known or not sizes_of(DraftCosts.of(target, drafter.config), wanted):
         return None
     return "the draft vocabulary stays whole, for the drafter's folder records no counts of tokens; give --responses"
 
 
 def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
-    """Returns one line of warning where the drafter was trained for other weights than the target's; None: it was not, or it is
-    not known."""
+    """Returns one line of warning where the drafter was trained for other weights than the target's; None:
+    it was not, or it is not known."""
     trained_for, found = drafter.policy_hash, target.policy_hash
     if trained_for is None or found is None or trained_for == found:
         return None
     return (
-        f"drafter was trained for policy {trained_for[:12]}, this target is {found[:12]}; responses stay right, but fewer "
+        f"drafter was trained for policy {trained_for[:12]}, this target is {found[:12]}; responses stay "
+        "right, but fewer "
         "guesses are accepted: give the policy it was trained for, or train it on"
     )
 
 
 def check_format(drafter: StoredDrafter, name: str) -> None:
-    """Raises UserError where the format is for another form of drafter, or has no place for a part of this one."""
+    """Raises UserError where the format is for another form of drafter, or has no place for a part of this
+    one."""
     form = FORMATS[name]
     if form.method != drafter.config.method:
         fitting = ", ".join(key for key, value in FORMATS.items() if value.method == drafter.config.method)
-        raise UserError(f"--format: {name} is for {form.method} drafters, this one is {drafter.config.method}; give {fitting}")
+        raise UserError(
+            f"--format: {name} is for {form.method} drafters, this one is {drafter.config.method}; give "
+            f"{fitting}"
+        )
     if drafter.config.has_bias:
-        raise UserError(f"--format: {name} has no place for the bias of fc that this drafter has; train one with tlt instead")
+        raise UserError(
+            f"--format: {name} has no place for the bias of fc that this drafter has; train one with tlt "
+            "instead"
+        )
 
 
 def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Returns config.json in speculators' form: the drafter's own keys at the top, those of its layer nested."""
-    own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "tie_word_embeddings", "torch_dtype", "tlt")
+    """Returns config.json in speculators' form: the drafter's own keys at the top, those of its layer
+    nested."""
+    own = (
+        "draft_vocab_size",
+        "eagle_aux_hidden_state_layer_ids",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "tlt",
+    )
     layer = {key: value for key, value in described.items() if key not in (*own, "eagle_config")}
     return {
         "architectures": ["Eagle3Speculator"],
@@ -157,7 +194,8 @@ def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[st
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target.name, "architectures": [target.architecture]},
         },
-        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+        "transformer_layer_config": layer
+        | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
         "norm_before_residual": False,
         "norm_before_fc": False,
         **{key: described[key] for key in own},
@@ -167,7 +205,11 @@ def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[st
 def _readme(drafter: StoredDrafter, name: str, target: Target, out: Path) -> str:
     form, about = FORMATS[name], drafter.about
     launch = form.launch.format(
-        target=target.name, folder=out.name, method=form.method, k=NUM_DRAFT_TOKENS, nodes=NUM_DRAFT_TOKENS + 1
+        target=target.name,
+        folder=out.name,
+        method=form.method,
+        k=NUM_DRAFT_TOKENS,
+        nodes=NUM_DRAFT_TOKENS + 1,
     )
     facts = {
         "Format": f"{name}, for {form.engine}",
@@ -183,7 +225,8 @@ def _readme(drafter: StoredDrafter, name: str, target: Target, out: Path) -> str
     lines = [
         f"# A drafter of form {form.method} for {target.name}",
         "",
-        "One decoder layer that guesses the target's next tokens for speculative decoding. Serve it from the folder above:",
+        "One decoder layer that guesses the target's next tokens for speculative decoding. Serve it from "
+        "the folder above:",
         "",
         f"    {launch}",
         "",
@@ -191,6 +234,7 @@ def _readme(drafter: StoredDrafter, name: str, target: Target, out: Path) -> str
         "|---|---|",
         *(f"| {key} | {value} |" for key, value in facts.items()),
         "",
-        "How often its guesses are accepted depends on the target's weights: after further training, export again.",
+        "How often its guesses are accepted depends on the target's weights: after further training, "
+        "export again.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,5 +1,6 @@
-"""Drafter folders: config.json and model.safetensors in the layout that vLLM's EAGLE loaders read. Knows our own layout;
-foreign.py brings those of other trainers into it, formats.py writes those of other engines."""
+"""Drafter folders: config.json and model.safetensors in the layout that vLLM's EAGLE loaders read. Knows
+our own layout; foreign.py brings those of other trainers into it, formats.py writes those of other
+engines."""
 
 from __future__ import annotations
 
@@ -45,14 +46,15 @@ class StoredDrafter:
 
     @property
     def policy_hash(self) -> str | None:
-        """Content hash of the policy it was trained for (the last of a run, or the target of `tlt drafter train`); None: not
-        recorded."""
+        """Content hash of the policy it was trained for (the last of a run, or the target of `tlt drafter
+        train`); None: not recorded."""
         known: str | None = self.about.get("policy_hash", self.about.get("target"))
         return known
 
     @property
     def acceptance(self) -> float | None:
-        """The mean acceptance of its guesses that was measured after training (measure.py); None: not recorded."""
+        """The mean acceptance of its guesses that was measured after training (measure.py); None: not
+        recorded."""
         known = self.about.get("acceptance")
         return float(known) if isinstance(known, int | float) and 0 < known < 1 else None
 
@@ -67,8 +69,8 @@ def save_drafter(
     """Writes the drafter, whole or not at all, in place of a folder that may be there.
 
     counts_V: how often each token was sampled, for whoever chooses a draft vocabulary; None: nobody counted.
-    about: what it was trained for and on, among it the policy's content hash. It goes under the key "tlt" of config.json,
-        which engines ignore.
+    about: what it was trained for and on, among it the policy's content hash. It goes under the key "tlt"
+        of config.json, which engines ignore.
     """
     save_stored(path, StoredDrafter(model.config, model.state_dict(), about or {}, counts_V), dtype)
 
@@ -88,13 +90,20 @@ def write_files(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
-def describe(config: DrafterShape, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe(
+    config: DrafterShape, dtype: torch.dtype, about: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Returns config.json of a drafter."""
     described = config_to_hf(config.layer, dtype, {"tlt": dict(about or {})})
-    described |= {"architectures": [name for name, method in ARCHITECTURES.items() if method == config.method]}
+    described |= {
+        "architectures": [name for name, method in ARCHITECTURES.items() if method == config.method]
+    }
     described |= {"model_type": "llama", "tie_word_embeddings": False}
     if config.method == "eagle3":
-        described |= {"draft_vocab_size": config.draft_vocab_size, "eagle_aux_hidden_state_layer_ids": list(config.capture)}
+        described |= {
+            "draft_vocab_size": config.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": list(config.capture),
+        }
     return described
 
 
@@ -103,11 +112,13 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def load_drafter(path: Path | str, target: ModelConfig, target_tensors: Mapping[str, Tensor] | None = None) -> StoredDrafter:
+def load_drafter(
+    path: Path | str, target: ModelConfig, target_tensors: Mapping[str, Tensor] | None = None
+) -> StoredDrafter:
     """Loads a drafter for a target. UserError, one line, where it cannot be read or does not fit the target.
 
-    Folders of other trainers are read as well (foreign.py). Where they repeat the target's embedding or head, the target's
-    own is used; with `target_tensors` the two are compared first.
+    Folders of other trainers are read as well (foreign.py). Where they repeat the target's embedding or
+    head, the target's own is used; with `target_tensors` the two are compared first.
     """
     path = Path(path)
     described, tensors = read_folder(path)
@@ -117,38 +128,55 @@ def load_drafter(path: Path | str, target: ModelConfig, target_tensors: Mapping[
         raise UserError(f"drafter {path}: {mismatch}; train a drafter for this model with tlt drafter train")
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise UserError(f"drafter {path}: tensor {name} holds numbers that are not finite; train or copy it again")
-    return StoredDrafter(config, tensors, described.get("tlt") or {}, read_counts(path / COUNTS, target.vocab_size))
+            raise UserError(
+                f"drafter {path}: tensor {name} holds numbers that are not finite; train or copy it again"
+            )
+    return StoredDrafter(
+        config, tensors, described.get("tlt") or {}, read_counts(path / COUNTS, target.vocab_size)
+    )
 
 
 def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
-    """Returns what the config.json of a drafter says of its shape, without its tensors, which might add a head or a bias."""
+    """Returns what the config.json of a drafter says of its shape, without its tensors, which might add a
+    head or a bias."""
     described = read_json(path / "config.json")
     known = ", ".join(ARCHITECTURES)
     method = ARCHITECTURES.get(next(iter(described.get("architectures") or []), ""))
     if method is None:
-        raise UserError(f"{path / 'config.json'}: architectures is {described.get('architectures')}; known are {known}")
+        raise UserError(
+            f"{path / 'config.json'}: architectures is {described.get('architectures')}; known are {known}"
+        )
     shape = drafter_shape(target, method, described.get("draft_vocab_size"))
-    return dataclasses.replace(shape, capture=tuple(described.get("eagle_aux_hidden_state_layer_ids") or shape.capture))
+    return dataclasses.replace(
+        shape, capture=tuple(described.get("eagle_aux_hidden_state_layer_ids") or shape.capture)
+    )
 
 
-def choose_preset(name: str | None, drafter: StoredDrafter, changes: Mapping[str, Any] | None = None) -> Preset:
-    """Returns the preset asked for, or else the one that the drafter was trained with, with `changes` to its constants.
-    UserError where it is for another form of drafter."""
+def choose_preset(
+    name: str | None, drafter: StoredDrafter, changes: Mapping[str, Any] | None = None
+) -> Preset:
+    """Returns the preset asked for, or else the one that the drafter was trained with, with `changes` to
+    its constants. UserError where it is for another form of drafter."""
     method = drafter.config.method
     preset = PRESETS[name or drafter.about.get("preset") or DEFAULT_PRESET[method]]
     if preset.method != method:
         fitting = " or ".join(key for key, value in PRESETS.items() if value.method == method)
         raise UserError(f"drafter.preset: {name} does not train a drafter of form {method}; give {fitting}")
-    preset = dataclasses.replace(preset, **{key: value for key, value in (changes or {}).items() if value is not None})
+    preset = dataclasses.replace(
+        preset, **{key: value for key, value in (changes or {}).items() if value is not None}
+    )
     if preset.feature_weight and method == "eagle3":
-        raise UserError(f"drafter.feature_weight: {preset.feature_weight} has no meaning for eagle3; leave it out")
+        raise UserError(
+            f"drafter.feature_weight: {preset.feature_weight} has no meaning for eagle3; leave it out"
+        )
     return preset
 
 
-def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> DrafterShape:
-    """Returns the drafter's shape, from its config.json and from the tensors it brought. UserError where it disagrees with the
-    target."""
+def read_config(
+    path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]
+) -> DrafterShape:
+    """Returns the drafter's shape, from its config.json and from the tensors it brought. UserError where
+    it disagrees with the target."""
     layer = parse_config(described, f"drafter {path}")
     theirs = {"hidden_size": layer.hidden_size, "vocab_size": layer.vocab_size}
     if described.get("target_hidden_size") is not None:
@@ -156,15 +184,21 @@ def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, t
     for key, value in theirs.items():
         ours = getattr(target, key.removeprefix("target_"))
         if value != ours:
-            raise UserError(f"drafter {path}: {key} is {value}, the target's is {ours}; train a drafter for this model")
+            raise UserError(
+                f"drafter {path}: {key} is {value}, the target's is {ours}; train a drafter for this model"
+            )
     config = drafter_shape(target, described["method"], described.get("draft_vocab_size"))
     capture = tuple(described.get("eagle_aux_hidden_state_layer_ids") or config.capture)
     if list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= target.num_layers:
-        remedy = f"it must name layers from 0 to {target.num_layers}, rising, so give the model it was trained for"
+        remedy = (
+            f"it must name layers from 0 to {target.num_layers}, rising, so give the model it was trained for"
+        )
         raise UserError(f"drafter {path}: eagle_aux_hidden_state_layer_ids is {list(capture)}; {remedy}")
     return dataclasses.replace(
         config,
-        layer=dataclasses.replace(layer, num_layers=1, tie_embeddings=True, max_positions=target.max_positions),
+        layer=dataclasses.replace(
+            layer, num_layers=1, tie_embeddings=True, max_positions=target.max_positions
+        ),
         capture=capture,
         owns_head="lm_head.weight" in tensors,
         has_bias="fc.bias" in tensors,
@@ -178,7 +212,8 @@ def write_counts(path: Path, counts_V: Tensor) -> None:
 
 
 def read_counts(path: Path, vocab_size: int) -> Tensor | None:
-    """Returns what `write_counts` wrote; None where no file is. UserError where it is none of these, or another model's."""
+    """Returns what `write_counts` wrote; None where no file is. UserError where it is none of these, or
+    another model's."""
     if not path.is_file():
         return None
     described = read_json(path)
@@ -188,5 +223,8 @@ def read_counts(path: Path, vocab_size: int) -> Tensor | None:
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError):
         is_sound = False
     if not is_sound:
-        raise UserError(f"{path}: does not hold token_ids below {vocab_size} and their counts; remove it, or copy it again")
+        raise UserError(
+            f"{path}: does not hold token_ids below {vocab_size} and their counts; remove it, or copy it "
+            "again"
+        )
     return counts_V

@@ -1,5 +1,6 @@
-"""Drafter folders of other trainers, brought into our layout: config.json as we would have written it, tensors under our names.
-A drafter that we would compute differently is refused, and no tensor is dropped in silence. Knows no target's shape.
+"""Drafter folders of other trainers, brought into our layout: config.json as we would have written it,
+tensors under our names. A drafter that we would compute differently is refused, and no tensor is dropped in
+silence. Knows no target's shape.
 
     SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer., often with a copy of the embedding and a bias of fc
     SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer., layer ids under eagle_config, one less than vLLM's
@@ -37,8 +38,8 @@ OTHER_COMPUTATIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm
 
 
 def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns (config.json, tensors) of a drafter of ours or another's, in our layout, with its form under the key "method".
-    UserError, one line, where it cannot be read."""
+    """Returns (config.json, tensors) of a drafter of ours or another's, in our layout, with its form under
+    the key "method". UserError, one line, where it cannot be read."""
     weights = INDEX if (path / INDEX).is_file() else WEIGHTS
     for name in ("config.json", weights):
         if not (path / name).is_file():
@@ -47,7 +48,9 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         stored = load_stored(path)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"drafter {path}: {weights} cannot be read ({error}); train or copy it again") from None
+        raise UserError(
+            f"drafter {path}: {weights} cannot be read ({error}); train or copy it again"
+        ) from None
     method = _method(path, described, stored)
     return _flatten(path, described, method), _rename(path, stored, method)
 
@@ -57,7 +60,8 @@ def _remedy(path: Path) -> str:
     if not (path / "pytorch_model.bin").is_file():
         return "give a folder that tlt drafter train wrote, or another's with config.json and safetensors"
     return (
-        "convert pytorch_model.bin once: python -c \"import torch, safetensors.torch as s; d = torch.load('pytorch_model.bin', "
+        'convert pytorch_model.bin once: python -c "import torch, safetensors.torch as s; d = '
+        "torch.load('pytorch_model.bin', "
         "weights_only=True); s.save_file({k: v.contiguous() for k, v in d.items()}, 'model.safetensors')\""
     )
 
@@ -67,31 +71,44 @@ def _method(path: Path, described: Mapping[str, Any], stored: Mapping[str, Tenso
     found = described.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else None
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise UserError(f"drafter {path}: architectures is {found}; only {', '.join(ARCHITECTURES)} can be loaded")
+        raise UserError(
+            f"drafter {path}: architectures is {found}; only {', '.join(ARCHITECTURES)} can be loaded"
+        )
     told: Method = "eagle3" if any(key.endswith("hidden_norm.weight") for key in stored) else "eagle"
     return ARCHITECTURES[name] or told
 
 
 def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """Returns config.json with the layer's geometry at the top, and with the captured layers counted as vLLM does: by their
-    inputs. SGLang's ids, under eagle_config, count outputs. UserError where the drafter is another function than ours."""
+    """Returns config.json with the layer's geometry at the top, and with the captured layers counted as
+    vLLM does: by their inputs. SGLang's ids, under eagle_config, count outputs. UserError where the
+    drafter is another function than ours."""
     nested = described.get("eagle_config") or {}
     flat: dict[str, Any] = {**(described.get("transformer_layer_config") or {}), **described}
     flat |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "method": method}
     for key in OTHER_COMPUTATIONS:
         if flat.get(key) or nested.get(key):
-            raise UserError(f"drafter {path}: {key} is true, which is not computed here; use a drafter trained without it")
+            raise UserError(
+                f"drafter {path}: {key} is true, which is not computed here; use a drafter trained without it"
+            )
     if nested.get("use_aux_hidden_state") is False:
-        raise UserError(f"drafter {path}: use_aux_hidden_state is false; use a drafter that reads three of the target's layers")
+        raise UserError(
+            f"drafter {path}: use_aux_hidden_state is false; use a drafter that reads three of the target's "
+            "layers"
+        )
     if (num_layers := flat.get("num_hidden_layers", 1)) != 1:
-        raise UserError(f"drafter {path}: num_hidden_layers is {num_layers}; only drafters of one layer can be loaded")
+        raise UserError(
+            f"drafter {path}: num_hidden_layers is {num_layers}; only drafters of one layer can be loaded"
+        )
     if not flat.get("eagle_aux_hidden_state_layer_ids") and nested.get("eagle_aux_hidden_state_layer_ids"):
-        flat["eagle_aux_hidden_state_layer_ids"] = [index + 1 for index in nested["eagle_aux_hidden_state_layer_ids"]]
+        flat["eagle_aux_hidden_state_layer_ids"] = [
+            index + 1 for index in nested["eagle_aux_hidden_state_layer_ids"]
+        ]
     return flat
 
 
 def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[str, Tensor]:
-    """Returns the tensors under our names, without stored rotary frequencies; UserError where two would have the same name."""
+    """Returns the tensors under our names, without stored rotary frequencies; UserError where two would
+    have the same name."""
     layer = "layers.0." if method == "eagle" else "midlayer."
     tensors: dict[str, Tensor] = {}
     for given, tensor in stored.items():
@@ -107,13 +124,18 @@ def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[st
 
 
 def drop_repeated(
-    path: Path, tensors: dict[str, Tensor], method: Method, vocab_size: int, target: Mapping[str, Tensor] | None
+    path: Path,
+    tensors: dict[str, Tensor],
+    method: Method,
+    vocab_size: int,
+    target: Mapping[str, Tensor] | None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors without those that say nothing new: the target's embedding, for EAGLE its head too, a bias of zeros,
-    and a draft vocabulary that leaves no token out.
+    """Returns the tensors without those that say nothing new: the target's embedding, for EAGLE its head too,
+    a bias of zeros, and a draft vocabulary that leaves no token out.
 
-    target: the target's tensors. UserError where the drafter's embedding, or an EAGLE drafter's head, is another; an EAGLE-3
-        head is left out if it is the target's. None: nothing is compared, and EAGLE-3 keeps its head.
+    target: the target's tensors. UserError where the drafter's embedding, or an EAGLE drafter's head, is
+        another; an EAGLE-3 head is left out if it is the target's. None: nothing is compared, and EAGLE-3
+        keeps its head.
     """
     tensors = dict(tensors)
     if "fc.bias" in tensors and not tensors["fc.bias"].any():
@@ -128,15 +150,20 @@ def drop_repeated(
         if "d2t" in tensors:
             head_VE = head_VE[draft_token_ids(tensors["d2t"])]
         if embedding_VE is not None and not _is_copy(embedding_VE, target["model.embed_tokens.weight"]):
-            raise UserError(f"drafter {path}: embed_tokens.weight is not the target's; give the model it was trained for")
+            raise UserError(
+                f"drafter {path}: embed_tokens.weight is not the target's; give the model it was trained for"
+            )
     own_VE = tensors.get("lm_head.weight")
     if own_VE is None or (method == "eagle3" and (head_VE is None or not _is_copy(own_VE, head_VE))):
         return tensors
     if head_VE is not None and not _is_copy(own_VE, head_VE):
-        raise UserError(f"drafter {path}: lm_head.weight is not the target's; give the model it was trained for")
+        raise UserError(
+            f"drafter {path}: lm_head.weight is not the target's; give the model it was trained for"
+        )
     return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
 
 
 def _is_copy(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors are equal up to rounding: one may have been stored in float16, the other in bfloat16."""
+    """Returns whether two tensors are equal up to rounding: one may have been stored in float16, the other
+    in bfloat16."""
     return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-4)

@@ -35,8 +35,9 @@ _MEASURED_TOKENS = 2048
 """Response tokens on which the trained drafter is measured."""
 
 WEAK_ACCEPTANCE = 0.2
-"""Acceptance below which a drafter is called weak. At 0.2 even an endless chain yields no more than 1 / (1 - 0.2) = 1.25 tokens
-per verification. On the shipped model the shipped drafter has 0.97, random ones have 0.01 to 0.02."""
+"""Acceptance below which a drafter is called weak. At 0.2 even an endless chain yields no more than 1 / (1
+- 0.2) = 1.25 tokens per verification. On the shipped model the shipped drafter has 0.97, random ones have
+0.01 to 0.02."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class OfflineSettings:
     """The settings of offline training.
 
     epochs: passes over all tokens, prompts included; fractions are allowed.
-    learning_rate: its highest value; it rises over the first 5 % of the tokens and falls to 0 over the second half.
+    learning_rate: its highest value; it rises over the first 5 % of the tokens and falls to 0 over the second
+        half.
     tokens_per_step: tokens of one optimizer step, at most.
     seed: of the windows that are drawn.
     temperature: at which the responses were drawn, and drafts will be judged.
@@ -62,10 +64,11 @@ class OfflineSummary:
     """The result of offline training.
 
     loss: that of the last step.
-    acceptance: mean of sum_v min(p, q) over a sample of the response tokens (measure.py); None: no response could be measured,
-        because all prompts have one token only.
+    acceptance: mean of sum_v min(p, q) over a sample of the response tokens (measure.py); None: no response
+        could be measured, because all prompts have one token only.
     warning: one line for the user where the drafter came out weak; None: it did not.
-    draft_vocab: tokens that it was trained and measured with.  coverage: the part of the responses' tokens among them.
+    draft_vocab: tokens that it was trained and measured with.
+    coverage: the part of the responses' tokens among them.
     """
 
     tokens: int
@@ -92,11 +95,12 @@ def train_offline(
     on_progress: Callable[[float, float | None], None],
     vocabulary: DraftVocabulary | None = None,
 ) -> OfflineSummary:
-    """Trains `model` in place on the responses, at least one of which must be `is_trainable`, and measures it on them.
+    """Trains `model` in place on the responses, at least one of which must be `is_trainable`, and measures it
+    on them.
 
     vocabulary: the tokens that it is trained to tell apart, and measured with; None: all, or its own.
-    on_progress: receives the share of the tokens that the target has read, without a loss; then, after every step, that
-        of the tokens trained on, and the loss.
+    on_progress: receives the share of the tokens that the target has read, without a loss; then, after
+        every step, that of the tokens trained on, and the loss.
     """
     buffer = TrajectoryBuffer(sys.maxsize, settings.seed)
     for rollout in rollouts:
@@ -120,7 +124,9 @@ def train_offline(
     acceptance = measure_acceptance(model, target, rollouts, settings.temperature, rng, token_ids)
     size = model.config.draft_vocab_size if token_ids is None else len(token_ids)
     coverage = 1.0 if vocabulary is None else vocabulary.coverage(rollouts)
-    return OfflineSummary(trainer.num_tokens, num_steps, seconds, loss, acceptance, _warning(acceptance), size, coverage)
+    return OfflineSummary(
+        trainer.num_tokens, num_steps, seconds, loss, acceptance, _warning(acceptance), size, coverage
+    )
 
 
 @torch.no_grad()
@@ -132,19 +138,26 @@ def measure_acceptance(
     rng: random.Random,
     token_ids: Tensor | None = None,
 ) -> float | None:
-    """Returns the acceptance that the engine's copy of the drafter has on a random few of the responses; None where none of
-    them can be measured. FloatingPointError where the drafter's outputs are not finite."""
+    """Returns the acceptance that the engine's copy of the drafter has on a random few of the responses;
+    None where none of them can be measured. FloatingPointError where the drafter's outputs are not finite."""
     counts = draw(rollouts, _MEASURED_TOKENS, rng)
     if not counts:
         return None
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), target.dtype, target.device)
     if token_ids is not None:
         packed.choose(token_ids)
-    sample = read([(rollouts[index], count) for index, count in counts.items()], target, model.config.capture, temperature)
+    sample = read(
+        [(rollouts[index], count) for index, count in counts.items()],
+        target,
+        model.config.capture,
+        temperature,
+    )
     logits_RV = engine_logits(packed, target, sample)
     acceptance = overlap(sample, logits_RV, packed.token_ids, temperature) / len(sample.target_RV)
     if not math.isfinite(acceptance):
-        raise FloatingPointError("drafter training: the drafter's outputs are not finite; lower its learning rate")
+        raise FloatingPointError(
+            "drafter training: the drafter's outputs are not finite; lower its learning rate"
+        )
     return acceptance
 
 
@@ -152,8 +165,10 @@ def _warning(acceptance: float | None) -> str | None:
     if acceptance is None or acceptance >= WEAK_ACCEPTANCE:
         return None
     return (
-        f"this drafter is weak: at most {acceptance:.1%} of its guesses can be accepted, so it will hardly speed anything up; "
-        "train it for more epochs, on more responses, or with smaller steps (--epochs, --samples, --tokens-per-micro-step)"
+        f"this drafter is weak: at most {acceptance:.1%} of its guesses can be accepted, so it will hardly "
+        "speed anything up; "
+        "train it for more epochs, on more responses, or with smaller steps (--epochs, --samples, "
+        "--tokens-per-micro-step)"
     )
 
 

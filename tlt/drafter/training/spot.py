@@ -1,12 +1,13 @@
-"""Drafter training in idle time (TLT, arXiv 2511.16665): one micro-step at a time, so that a processor that is needed for
-better work is free again within one of them.
+"""Drafter training in idle time (TLT, arXiv 2511.16665): one micro-step at a time, so that a processor that
+is needed for better work is free again within one of them.
 
     SpotTrainer.run(should_stop):   while not should_stop():  micro-step
 
-A micro-step recomputes a chunk of features, or makes one optimizer step on a packed batch. It has as many tokens as fit a
-small share of a training step, by the seconds per token measured so far. A limit keeps the drafter from learning few responses
-by heart: once those that are ready have been gone through `max_passes` times within a step, only features are recomputed, until
-more are ready. Knows neither who else works nor why it is to stop.
+A micro-step recomputes a chunk of features, or makes one optimizer step on a packed batch. It has as many
+tokens as fit a small share of a training step, by the seconds per token measured so far. A limit keeps the
+drafter from learning few responses by heart: once those that are ready have been gone through `max_passes`
+times within a step, only features are recomputed, until more are ready. Knows neither who else works nor
+why it is to stop.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MIN_TOKENS = 128
 """Smallest size of a micro-step, and the size before anything is measured."""
 
 MICRO_STEP_SHARE = 0.005
-"""Share of a step's seconds that a micro-step may take. A preemption waits for one micro-step at most, so that even the longest
-wait of many stays below 1 %."""
+"""Share of a step's seconds that a micro-step may take. A preemption waits for one micro-step at most, so
+that even the longest wait of many stays below 1 %."""
 
 _FORGETTING = 0.2
 """Weight of the latest micro-step in the measured seconds per token."""
@@ -51,8 +52,8 @@ class MicroStepSize:
         self.seconds_per_token: float | None = None
 
     def num_tokens(self, step_seconds: float | None) -> int:
-        """Returns the tokens that fit MICRO_STEP_SHARE of a step; the fewest while the duration of a step (None) or of the work
-        is unknown."""
+        """Returns the tokens that fit MICRO_STEP_SHARE of a step; the fewest while the duration of a step
+        (None) or of the work is unknown."""
         fitting = 0
         if step_seconds is not None and self.seconds_per_token is not None:
             fitting = int(MICRO_STEP_SHARE * step_seconds / self.seconds_per_token)
@@ -80,7 +81,8 @@ class FeatureRecompute:
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> bool:
-        """Sends the next tokens through the target; returns True when the trajectory is complete and has its features."""
+        """Sends the next tokens through the target; returns True when the trajectory is complete and has
+        its features."""
         end = min(self.done + num_tokens, self.trajectory.num_usable)
         columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
         mask = chain_mask(columns_1T, end, self.target.dtype)
@@ -96,14 +98,17 @@ class FeatureRecompute:
 
 
 class SpotTrainer:
-    """Trains the drafter while nothing else is to be done. Optimizer, buffer and counters live on between sessions.
+    """Trains the drafter while nothing else is to be done. Optimizer, buffer and counters live on between
+    sessions.
 
-    tokens_per_micro_step: most tokens of a micro-step; it has fewer where a preemption would otherwise wait too long.
+    tokens_per_micro_step: most tokens of a micro-step; it has fewer where a preemption would otherwise wait
+        too long.
     carry_longest: number of longest responses that stay for the next step.
     on_span: receives the time of every micro-step; None: nobody asks for it.
-    keeps_captured: True: features that the engine captured while generating are trained on while their policy is current.
-        False: all features are recomputed.
-    max_passes: limits the training within a step to this many passes over the response tokens that are ready; None: no limit.
+    keeps_captured: True: features that the engine captured while generating are trained on while their policy
+        is current. False: all features are recomputed.
+    max_passes: limits the training within a step to this many passes over the response tokens that are
+        ready; None: no limit.
     """
 
     def __init__(
@@ -120,7 +125,10 @@ class SpotTrainer:
         self.carry_longest, self.keeps_captured, self.max_passes = carry_longest, keeps_captured, max_passes
         self.on_span = on_span
         self.step_seconds: float | None = None  # duration of the latest step; None: none is done
-        self.train_size, self.recompute_size = MicroStepSize(tokens_per_micro_step), MicroStepSize(tokens_per_micro_step)
+        self.train_size, self.recompute_size = (
+            MicroStepSize(tokens_per_micro_step),
+            MicroStepSize(tokens_per_micro_step),
+        )
         self._recompute: FeatureRecompute | None = None
         self._has_recomputed = False
         self._num_predicted = 0  # response tokens trained on in this step
@@ -130,8 +138,8 @@ class SpotTrainer:
         self.buffer.add(rollout, features_TF if self.keeps_captured else None)
 
     def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Makes micro-steps until `should_stop()`, which is asked before each of them. Ends earlier where there is nothing to
-        train on, or the limit of passes is reached."""
+        """Makes micro-steps until `should_stop()`, which is asked before each of them. Ends earlier where
+        there is nothing to train on, or the limit of passes is reached."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
@@ -149,7 +157,8 @@ class SpotTrainer:
         return replace(report, seconds=end - start, preempted_at=end if is_preempted else None)
 
     def end_step(self, rollouts: Sequence[Rollout], seconds: float) -> None:
-        """Ends a step: the longest responses of all replicas stay for the next one, which is expected to last as long."""
+        """Ends a step: the longest responses of all replicas stay for the next one, which is expected to
+        last as long."""
         self._recompute, self._num_predicted = None, 0
         self.step_seconds = seconds
         self.buffer.carry_over(rollouts, self.carry_longest)
@@ -160,7 +169,8 @@ class SpotTrainer:
         self.buffer.abandon()
 
     def micro_step(self) -> DrafterReport | None:
-        """Does one unit of work and returns a report without seconds, which the caller measures; None: there was nothing to do.
+        """Does one unit of work and returns a report without seconds, which the caller measures; None: there
+        was nothing to do.
 
         Recomputing alternates with training on what is ready, so that a short idle window trains too.
         """
@@ -188,7 +198,8 @@ class SpotTrainer:
         return DrafterReport(1, batch.num_tokens, loss=loss, captured_tokens=batch.num_captured)
 
     def _token_budget(self, version: int) -> int:
-        """Returns the tokens of a micro-step that trains; 0: nothing is ready, or it would exceed the passes allowed."""
+        """Returns the tokens of a micro-step that trains; 0: nothing is ready, or it would exceed the
+        passes allowed."""
         ready, wanted = self.buffer.ready(version), self.train_size.num_tokens(self.step_seconds)
         if self.max_passes is None:
             return wanted if ready else 0
@@ -208,11 +219,11 @@ class SpotTrainer:
         if self.on_span is not None:
             self.on_span(Span(SpanName.TRAIN_DRAFTER, start, end))
 
-    # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── across restarts ─────────────────────────────────────────────────────────────────────────────────────
 
     def counters(self) -> dict[str, Any]:
-        """Returns the tokens trained on, those that the next step starts with, and the measured speeds, as JSON; no features,
-        because their policy will have been replaced."""
+        """Returns the tokens trained on, those that the next step starts with, and the measured speeds, as
+        JSON; no features, because their policy will have been replaced."""
         return {
             "num_tokens": self.trainer.num_tokens,
             "trajectories": [[list(t.token_ids), t.num_prompt] for t in self.buffer.trajectories],
@@ -223,6 +234,10 @@ class SpotTrainer:
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Takes up what `counters` returned; the trainer's tensors must have been filled."""
         self.trainer.num_tokens = counters["num_tokens"]
-        self.buffer.restore((tuple(token_ids), num_prompt) for token_ids, num_prompt in counters["trajectories"])
+        self.buffer.restore(
+            (tuple(token_ids), num_prompt) for token_ids, num_prompt in counters["trajectories"]
+        )
         self.step_seconds = counters["step_seconds"]
-        self.train_size.seconds_per_token, self.recompute_size.seconds_per_token = counters["seconds_per_token"]
+        self.train_size.seconds_per_token, self.recompute_size.seconds_per_token = counters[
+            "seconds_per_token"
+        ]

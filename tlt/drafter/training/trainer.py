@@ -1,5 +1,5 @@
-"""Training the drafter: one optimizer step on one packed batch. The target comes in packed, without gradients, and is only
-read. Knows neither where batches come from nor when to train."""
+"""Training the drafter: one optimizer step on one packed batch. The target comes in packed, without
+gradients, and is only read. Knows neither where batches come from nor when to train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tlt.models.packed import PackedTransformer
 class DrafterTrainer:
     """Trains the drafter's own parameters with AdamW. `num_tokens` counts the pairs of all batches so far.
 
-    token_ids: the draft vocabulary that the distributions are compared over; None: the drafter's own, mostly the whole one.
+    token_ids: the draft vocabulary that the distributions are compared over; None: the drafter's own,
+        mostly the whole one.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class DrafterTrainer:
         self.model, self.target, self.preset = model, target, preset
         self.clip_grad_norm = clip_grad_norm
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
         self.num_tokens = 0
         self.token_ids: Tensor | None = None
 
@@ -45,14 +48,16 @@ class DrafterTrainer:
         return training_capture(self.model.config, self.target.config.num_layers)
 
     def step(self, batch: PackedBatch) -> float:
-        """Makes one optimizer step and returns the loss. FloatingPointError, before any weight changes, if it is not finite."""
+        """Makes one optimizer step and returns the loss. FloatingPointError, before any weight changes, if
+        it is not finite."""
         with torch.enable_grad():
             loss = self.loss(batch)
             loss.backward()
         value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"drafter training: the loss is {value} after {self.num_tokens} tokens; lower drafter.learning_rate"
+                f"drafter training: the loss is {value} after {self.num_tokens} tokens; lower "
+                "drafter.learning_rate"
             )
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
         self.optimizer.step()
@@ -61,15 +66,25 @@ class DrafterTrainer:
         return value
 
     def loss(self, batch: PackedBatch) -> Tensor:
-        """Returns the preset's loss, summed over its unrolled steps. Every pair drafts from its own position: it reads the true
-        next tokens and, after the first step, its own hidden states, as it does while drafting tokens that are accepted. The
-        batch may lie on another device."""
-        model, preset, dtype, device = self.model, self.preset, self.parameters[0].dtype, self.parameters[0].device
+        """Returns the preset's loss, summed over its unrolled steps. Every pair drafts from its own
+        position: it reads the true next tokens and, after the first step, its own hidden states, as it
+        does while drafting tokens that are accepted. The batch may lie on another device."""
+        model, preset, dtype, device = (
+            self.model,
+            self.preset,
+            self.parameters[0].dtype,
+            self.parameters[0].device,
+        )
         pairs = align(batch.lengths, device)
-        token_ids_N, captured = batch.token_ids_N.to(device), Captured.of(batch.captured_NF.to(device, dtype), model.config)
+        token_ids_N, captured = (
+            batch.token_ids_N.to(device),
+            Captured.of(batch.captured_NF.to(device, dtype), model.config),
+        )
         first_weight_M = batch.weight_M.to(device, dtype)
         head_VE = self.target.head_VE
-        target_rows_VE = (model.restrict(head_VE) if self.token_ids is None else head_VE[self.token_ids]).to(dtype)
+        target_rows_VE = (model.restrict(head_VE) if self.token_ids is None else head_VE[self.token_ids]).to(
+            dtype
+        )
         rows_VE = model.lm_head.weight if model.config.owns_head else target_rows_VE
         with torch.no_grad():
             target_NV = F.linear(captured.feature_ME, target_rows_VE).softmax(dim=-1)
@@ -78,24 +93,30 @@ class DrafterTrainer:
         total = torch.zeros((), dtype=dtype, device=device)
         for step in range(preset.unrolled_steps):
             index_M, exists_M = pairs.ahead(step)
-            weight_M = first_weight_M.roll(-step) * exists_M  # pair t now does what pair t + step did at first
+            weight_M = (
+                first_weight_M.roll(-step) * exists_M
+            )  # pair t now does what pair t + step did at first
             if not weight_M.any():
                 break
             embeddings_ME = self.target.embed(token_ids_N[index_M]).to(dtype)
             hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M + step * exists_M, attend)
             logits_MV = model.logits(hidden_ME, rows_VE)
-            step_loss = draft_loss(hidden_ME, captured.feature_ME[index_M], logits_MV, target_NV[index_M], weight_M, preset)
+            step_loss = draft_loss(
+                hidden_ME, captured.feature_ME[index_M], logits_MV, target_NV[index_M], weight_M, preset
+            )
             total = total + preset.step_decay**step * step_loss
         return total
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what training changes, by name: weights and Adam's moments, the tensors themselves."""
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        trained = {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
         return trained_tensors("drafter", self.optimizer, trained)
 
     def shared_tensors(self) -> list[Tensor]:
-        """Returns what replicas average, in a fixed order: weights, Adam moments and step counts (these on the CPU). Where
-        there are no moments yet, zeros are created."""
+        """Returns what replicas average, in a fixed order: weights, Adam moments and step counts (these on
+        the CPU). Where there are no moments yet, zeros are created."""
         tensors: list[Tensor] = []
         for parameter in self.parameters:
             state = adam_state(self.optimizer, parameter)

@@ -1,8 +1,10 @@
-"""Features for the drafter's training: the target's, at every token, kept by slot and position in vLLM's first model runner.
+"""Features for the drafter's training: the target's, at every token, kept by slot and position in vLLM's
+first model runner.
 
     a step's hidden states, rows of all requests ─▶ one scatter into [slot, position] ─▶ read when the response has ended
 
-Rows of rejected drafts lie behind the kept tokens, and the next step writes over them. Knows no drafter and no training.
+Rows of rejected drafts lie behind the kept tokens, and the next step writes over them. Knows no drafter
+and no training.
 """
 
 from __future__ import annotations
@@ -31,13 +33,19 @@ class Captured:
                 *args: Any, **kwargs: Any) -> Any:  # fmt: skip
         aux_hidden_states = kwargs.get("aux_hidden_states", args[1] if len(args) > 1 else None)
         num_rows = scheduler_output.total_num_scheduled_tokens
-        self._write(scheduler_output, [part[:num_rows] for part in (*(aux_hidden_states or ()), hidden_states)])
-        return self._propose(scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args, **kwargs)
+        self._write(
+            scheduler_output, [part[:num_rows] for part in (*(aux_hidden_states or ()), hidden_states)]
+        )
+        return self._propose(
+            scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args, **kwargs
+        )
 
     def _write(self, scheduler_output: Any, parts: list[Tensor]) -> None:
         features_NF = torch.cat(parts, dim=-1)
         request_ids, scheduled = self.runner.input_batch.req_ids, scheduler_output.num_scheduled_tokens
-        counts_B = torch.tensor([scheduled[request_id] for request_id in request_ids], device=features_NF.device)
+        counts_B = torch.tensor(
+            [scheduled[request_id] for request_id in request_ids], device=features_NF.device
+        )
         slots_B, positions_N = self.batch.slots_B, self.runner.positions[: len(features_NF)].to(torch.int64)
         firsts_B = positions_N[counts_B.cumsum(0) - counts_B]
         kept = self._with_room(int((firsts_B + counts_B).max()), features_NF)
@@ -59,7 +67,8 @@ class Captured:
         self.known_S[slot] = 0
 
     def read(self, slot: int, num_positions: int) -> Tensor | None:
-        """Returns [num_positions, F]; None where some never passed through, as those that vLLM's prefix cache holds."""
+        """Returns [num_positions, F]; None where some never passed through, as those that vLLM's prefix
+        cache holds."""
         if self.features_SLF is None or int(self.known_S[slot]) < num_positions:
             return None
         return self.features_SLF[slot, :num_positions].clone()

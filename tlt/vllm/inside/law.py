@@ -1,9 +1,10 @@
-"""The law at the rows of vLLM's batches: keys and parameters lie in slots, written once per request. Knows no vLLM.
+"""The law at the rows of vLLM's batches: keys and parameters lie in slots, written once per request. Knows no
+vLLM.
 
     a request enters ─▶ slot: key, parameters        a step ─▶ rows (slot, position) ─▶ the law's tokens, log-probabilities
 
-vLLM hands logits over row by row, several rows of one sequence where drafts are verified, in an order of its own. A row's token
-depends on its slot's key and its own position alone, so the order does not matter.
+vLLM hands logits over row by row, several rows of one sequence where drafts are verified, in an order of
+its own. A row's token depends on its slot's key and its own position alone, so the order does not matter.
 """
 
 from __future__ import annotations
@@ -48,14 +49,16 @@ class RowLaw:
 
     @staticmethod
     def of(asked: Sampling) -> RowLaw:
-        """Returns the law of a request as vLLM has it. Our engine sends it whole. For anybody else's request the key follows
-        from its seed; what vLLM warms up with has none, and is drawn at random."""
+        """Returns the law of a request as vLLM has it. Our engine sends it whole. For anybody else's
+        request the key follows from its seed; what vLLM warms up with has none, and is drawn at random."""
         given = (asked.extra_args or {}).get(EXTRA)
         if given is not None:
             return RowLaw(tuple(given["key"]), SamplingParams(**given["params"]))
         seed = secrets.randbits(62) if asked.seed is None else asked.seed % 2**63
         top_k = max(asked.top_k, 0)  # vLLM's -1 keeps all tokens, too
-        params = SamplingParams(float(asked.temperature), top_k, float(asked.top_p), float(asked.min_p), seed=seed)
+        params = SamplingParams(
+            float(asked.temperature), top_k, float(asked.top_p), float(asked.min_p), seed=seed
+        )
         return RowLaw(Request("served", 0, (), params, "generate").key, params)
 
     @staticmethod
@@ -72,7 +75,8 @@ _FREE = RowLaw((0, 0, 0, 0), SamplingParams())
 class LawTable:
     """Draws by the law at rows of any slots.
 
-    tau: the temperature of the drafter's distribution where drafts are drawn with the target's noise (`rank`).
+    tau: the temperature of the drafter's distribution where drafts are drawn with the target's noise
+        (`rank`).
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, tau: float) -> None:
@@ -84,7 +88,8 @@ class LawTable:
         self._params: BatchParams | None = None
         self._unwritten: set[int] = set()
         self.recorded: list[tuple[Tensor, Tensor, Tensor]] | None = None
-        """(logits [R, V], positions [R], keys [R, 4]) of every draw while somebody checks it; None: nobody does."""
+        """(logits [R, V], positions [R], keys [R, 4]) of every draw while somebody checks it; None: nobody
+        does."""
 
     def put(self, slot: int, law: RowLaw | None) -> None:
         """Writes a slot; None: its request has left."""
@@ -112,18 +117,21 @@ class LawTable:
         return self._params
 
     def draw(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the law's tokens, int64[R], and their log-probabilities, [R]; positions: of the tokens to draw."""
+        """Returns the law's tokens, int64[R], and their log-probabilities, [R]; positions: of the tokens
+        to draw."""
         logits_RV, keys_R4 = logits_RV[:, : self.vocab_size], self.keys_S4[slots_R]  # some heads are padded
         if self.recorded is not None:
             self.recorded.append((logits_RV.clone(), positions_R.clone(), keys_R4))
         return draw(logits_RV, keys_R4, positions_R, self.params.take(slots_R))
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
-        """Returns the tokens that a drafter guesses: the argmax of log q / tau + the target's own noise, q being the draft
-        distribution at the sequence's temperature (as drafting/learned.py ranks). On a GPU it reads nothing but tensors that
-        stay where they are, for vLLM may capture it in a graph."""
+        """Returns the tokens that a drafter guesses: the argmax of log q / tau + the target's own noise, q
+        being the draft distribution at the sequence's temperature (as drafting/learned.py ranks). On a GPU
+        it reads nothing but tensors that stay where they are, for vLLM may capture it in a graph."""
         noise_RV = noise_to_rank_with(self.keys_S4[slots_R], positions_R, self.vocab_size)
-        scaled_RV = logits_RV[:, : self.vocab_size].float() * (self.inverse_temperature_S1[slots_R] / self.tau)
+        scaled_RV = logits_RV[:, : self.vocab_size].float() * (
+            self.inverse_temperature_S1[slots_R] / self.tau
+        )
         return torch.addcmul(scaled_RV, noise_RV, self.noise_scale_S1[slots_R]).argmax(-1)
 
 
@@ -156,4 +164,6 @@ class Slots:
 
     def of(self, request_ids: Sequence[str]) -> Tensor:
         """Returns the slots of these requests, int64[B]."""
-        return torch.tensor([self._slot_of[request_id] for request_id in request_ids], device=self.table.device)
+        return torch.tensor(
+            [self._slot_of[request_id] for request_id in request_ids], device=self.table.device
+        )

@@ -1,4 +1,5 @@
-"""What vLLM packs for its kernels on CPUs, and a reload of weights leaves as it was: packed anew, and the heads looked at.
+"""What vLLM packs for its kernels on CPUs, and a reload of weights leaves as it was: packed anew, and the
+heads looked at.
 
 experts         are packed when their kernel is made, and a reload keeps the kernel
 a tied head     has nothing of its own to load, and keeps its packed copy of the embedding
@@ -35,8 +36,9 @@ def pack_heads(model: nn.Module) -> None:
 
 
 def head_error(model: nn.Module) -> float:
-    """Returns by how much a head's product differs from that of its own weights, relative to the largest value. Some families
-    take the embedding itself for a head, so all are looked at that still show their weights."""
+    """Returns by how much a head's product differs from that of its own weights, relative to the largest
+    value. Some families take the embedding itself for a head, so all are looked at that still show their
+    weights."""
     return max((_error(table) for table in _tables(model)), default=0.0)
 
 
@@ -44,7 +46,9 @@ def _tables(model: nn.Module) -> Iterator[Any]:
     """Yields embeddings and heads whose weights are there, and not packed away."""
     layers: Iterator[Any] = model.modules()
     for layer in layers:
-        is_table = isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
+        is_table = isinstance(layer, VocabParallelEmbedding) and isinstance(
+            layer.quant_method, UnquantizedEmbeddingMethod
+        )
         if is_table and layer.weight.numel():
             yield layer
 

@@ -2,7 +2,8 @@
 
     vllm serve MODEL --additional-config '{"tlt": {}}'          the same seed gives the same text, drafted or not, alone or not
 
-vLLM loads it by its entry point in every process. It changes nothing where nobody asked for it. docs/vllm.md says what for.
+vLLM loads it by its entry point in every process. It changes nothing where nobody asked for it.
+docs/vllm.md says what for.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Installed:
 
 
 def register() -> None:
-    """Lets vLLM check what it starts with and what is asked of it, and lets workers install the law when they load their model.
-    It may be called several times."""
+    """Lets vLLM check what it starts with and what is asked of it, and lets workers install the law when
+    they load their model. It may be called several times."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu_worker import Worker
@@ -62,7 +63,13 @@ def _create_engine_config(method: Callable[..., Any], self: Any, *args: Any, **k
 
 
 def _process_inputs(
-    method: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    method: Callable[..., Any],
+    self: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     from vllm.exceptions import VLLMValidationError
 
@@ -71,8 +78,12 @@ def _process_inputs(
         try:
             check_request(self.vllm_config, request.sampling_params)
         except UserError as error:
-            raise VLLMValidationError(str(error)) from None  # of vLLM's own kind: a server answers with 400, not with 500
-        request.sampling_params.seed = seed_of(request.sampling_params)  # vLLM's own copy of the caller's parameters
+            raise VLLMValidationError(
+                str(error)
+            ) from None  # of vLLM's own kind: a server answers with 400, not with 500
+        request.sampling_params.seed = seed_of(
+            request.sampling_params
+        )  # vLLM's own copy of the caller's parameters
     return request
 
 

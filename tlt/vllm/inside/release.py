@@ -20,6 +20,11 @@ def check_installed() -> str:
             continue
         if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
             known = ", ".join(f"{release}.*" for release in SUPPORTED)
-            raise UserError(f"engine: vllm {found} is installed, known are {known}; install one of these, or use engine tlt")
+            raise UserError(
+                f"engine: vllm {found} is installed, known are {known}; install one of these, or use engine "
+                "tlt"
+            )
         return found
-    raise UserError(f"engine: vllm is not installed here; {how_to_install('vllm')} (docs/vllm.md), or use engine tlt")
+    raise UserError(
+        f"engine: vllm is not installed here; {how_to_install('vllm')} (docs/vllm.md), or use engine tlt"
+    )

@@ -39,11 +39,14 @@ class Batch:
     @property
     def slots_B(self) -> Tensor:
         request_ids = self.runner.input_batch.req_ids
-        # vLLM's own generators serve nobody here, and on a CPU it fails when it sets one back for a prompt that is unfinished
+        # vLLM's own generators serve nobody here, and on a CPU it fails when it sets one back for a prompt
+        # that is unfinished
         self.runner.input_batch.generators.clear()
         if request_ids != self._request_ids:
             self._request_ids = list(request_ids)
-            self.slots.enter(self._request_ids, lambda request_id: self.runner.requests[request_id].sampling_params)
+            self.slots.enter(
+                self._request_ids, lambda request_id: self.runner.requests[request_id].sampling_params
+            )
             self._slots_B = self.slots.of(self._request_ids)
         return self._slots_B
 
@@ -51,7 +54,9 @@ class Batch:
     def starts_B(self) -> Tensor:
         """Position of the token that follows each request's known tokens."""
         batch = self.runner.input_batch
-        return torch.from_numpy(batch.num_tokens_no_spec[: len(batch.req_ids)].copy()).to(self.table.device, torch.int64)
+        return torch.from_numpy(batch.num_tokens_no_spec[: len(batch.req_ids)].copy()).to(
+            self.table.device, torch.int64
+        )
 
 
 class LawSampler(Sampler):
@@ -67,7 +72,9 @@ class LawSampler(Sampler):
         if self.batch.is_empty:
             warmed_up: SamplerOutput = self.replaced(logits=logits, sampling_metadata=sampling_metadata)
             return warmed_up
-        logits = self.apply_logits_processors(logits.to(torch.float32), sampling_metadata, predict_bonus_token)
+        logits = self.apply_logits_processors(
+            logits.to(torch.float32), sampling_metadata, predict_bonus_token
+        )
         slots_B, starts_B = self.batch.slots_B, self.batch.starts_B
         tokens_B, logprobs_B = self.batch.table.draw(logits, slots_B, starts_B)
         self.batch.next_B = starts_B + 1
@@ -77,7 +84,8 @@ class LawSampler(Sampler):
     def scores(
         self, logits_RV: Tensor, slots_R: Tensor, tokens_R: Tensor, logprobs_R: Tensor, num: int | None
     ) -> LogprobsTensors | None:
-        """Returns log-probabilities at the requests' temperatures: of the tokens drawn, and of the `num` likeliest besides."""
+        """Returns log-probabilities at the requests' temperatures: of the tokens drawn, and of the `num`
+        likeliest besides."""
         if num is None:
             return None
         if num:
@@ -96,7 +104,11 @@ class LawRejectionSampler(RejectionSampler):
         self.is_processed_logprobs_mode = replaced.is_processed_logprobs_mode
 
     def forward(
-        self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: SamplingMetadata
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: Tensor | None,
+        logits: Tensor,
+        sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
         if self.batch.is_empty:
             warmed_up: SamplerOutput = self.replaced(metadata, draft_probs, logits, sampling_metadata)
@@ -126,11 +138,16 @@ class LawRejectionSampler(RejectionSampler):
         flat_N[rows_R * width + columns_R] = torch.arange(len(rows_R), device=device)
         found = self.sampler.scores(logits, slots_R, tokens_R, logprobs_R, sampling_metadata.max_num_logprobs)
         assert found is not None
-        scores = LogprobsTensors(found.logprob_token_ids[flat_N], found.logprobs[flat_N], found.selected_token_ranks[flat_N])
+        scores = LogprobsTensors(
+            found.logprob_token_ids[flat_N], found.logprobs[flat_N], found.selected_token_ranks[flat_N]
+        )
         return SamplerOutput(kept_BW, scores)
 
-    def _processed(self, metadata: SpecDecodeMetadata, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
-        """Applies what vLLM applies before it samples, such as penalties: to bonus rows and draft rows in its two ways."""
+    def _processed(
+        self, metadata: SpecDecodeMetadata, logits: Tensor, sampling_metadata: SamplingMetadata
+    ) -> Tensor:
+        """Applies what vLLM applies before it samples, such as penalties: to bonus rows and draft rows in
+        its two ways."""
         at_bonus, at_draft = metadata.bonus_logits_indices, metadata.target_logits_indices
         processed = torch.empty_like(logits)
         processed[at_bonus] = self.sampler.apply_logits_processors(logits[at_bonus], sampling_metadata, True)
@@ -139,7 +156,8 @@ class LawRejectionSampler(RejectionSampler):
 
 
 def install(runner: Any, tau: float) -> Batch:
-    """Puts the law into a runner, and lets its drafter, if it has a learned one, guess with the target's noise."""
+    """Puts the law into a runner, and lets its drafter, if it has a learned one, guess with the target's
+    noise."""
     vocab_size = runner.model_config.get_vocab_size()
     batch = Batch(runner, LawTable(runner.max_num_reqs, vocab_size, runner.device, tau))
     runner.sampler = LawSampler(batch, runner.sampler)
@@ -151,7 +169,8 @@ def install(runner: Any, tau: float) -> Batch:
 
 
 def _couple(drafter: Any, batch: Batch) -> None:
-    """Replaces the drafter's choice of tokens. Draft positions follow `next_B`, one a call within a proposal."""
+    """Replaces the drafter's choice of tokens. Draft positions follow `next_B`, one a call within a
+    proposal."""
     propose, depth = drafter.propose, 0
 
     def propose_from_the_root(*args: Any, **kwargs: Any) -> Tensor:

@@ -2,8 +2,9 @@
 
     logits ─▶ vLLM's own processors ─▶ LawProcessor: only the law's token is left in a row ─▶ vLLM samples, or verifies drafts
 
-Whatever vLLM does with such a row (argmax, sampling at any temperature, accepting a draft), the result is that one token. The
-number that is left is its log-probability, which `logprobs_mode="processed_logits"` hands on. Knows no engine of ours.
+Whatever vLLM does with such a row (argmax, sampling at any temperature, accepting a draft), the result is
+that one token. The number that is left is its log-probability, which `logprobs_mode="processed_logits"`
+hands on. Knows no engine of ours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class LawProcessor(LogitsProcessor):
     """Leaves the law's token alone in every row."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
-        self.table = LawTable(req_states.max_num_reqs, req_states.vocab_size, torch.device(req_states.device), DEFAULT_TAU)
+        self.table = LawTable(
+            req_states.max_num_reqs, req_states.vocab_size, torch.device(req_states.device), DEFAULT_TAU
+        )
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         self.table.put(req_idx, RowLaw.of(sampling_params))
@@ -40,7 +43,9 @@ class LawProcessor(LogitsProcessor):
 
 def processor_of(runner: Any) -> LawProcessor:
     """Returns the processor that a runner has loaded."""
-    (found,) = (processor for processor in runner.sampler.logits_processors if isinstance(processor, LawProcessor))
+    (found,) = (
+        processor for processor in runner.sampler.logits_processors if isinstance(processor, LawProcessor)
+    )
     return found
 
 
@@ -55,10 +60,16 @@ def install(runner: Any, tau: float) -> LawTable:
 
 
 def _couple(speculator: Any, table: LawTable) -> None:
-    """Replaces the speculator's choice of tokens. A draft follows the position whose output it is drawn from."""
+    """Replaces the speculator's choice of tokens. A draft follows the position whose output it is drawn
+    from."""
 
     def sample_draft(
-        hidden_states: Tensor, sample_src_positions: Tensor, idx_mapping: Tensor, *_: Any, spec_step_idx: int = 0, **__: Any
+        hidden_states: Tensor,
+        sample_src_positions: Tensor,
+        idx_mapping: Tensor,
+        *_: Any,
+        spec_step_idx: int = 0,
+        **__: Any,
     ) -> Tensor:
         logits_BV = speculator.compute_draft_logits(hidden_states, spec_step_idx).float()
         return table.rank(logits_BV, idx_mapping.long().clamp_min(0), sample_src_positions.long() + 1)

@@ -1,8 +1,10 @@
-"""vLLM's scheduler, with a draft length that can be set before every step, and a note of what was verified in it.
+"""vLLM's scheduler, with a draft length that can be set before every step, and a note of what was verified in
+it.
 
-K that is chosen for a step is drafted at its end, and verified in the next one (in the one after that where vLLM schedules
-asynchronously). So what a step verified is read of what it was given, and never of what was chosen. A draft that the engine
-gives (given.py) is verified in the step that comes, in place of what vLLM has drafted for its request.
+K that is chosen for a step is drafted at its end, and verified in the next one (in the one after that
+where vLLM schedules asynchronously). So what a step verified is read of what it was given, and never of
+what was chosen. A draft that the engine gives (given.py) is verified in the step that comes, in place of
+what vLLM has drafted for its request.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class LengthScheduler(Scheduler):
         self.followed: frozenset[str] = frozenset()
         """Requests of which the step whose outputs came last verified what was given."""
         self.num_preempted = 0
-        """Requests that were put back for want of memory, until the engine asks for them (Link.take_preemptions)."""
+        """Requests that were put back for want of memory, until the engine asks for them
+        (Link.take_preemptions)."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         lengths: list[int] | None = self.dynamic_sd_lookup
@@ -47,8 +50,14 @@ class LengthScheduler(Scheduler):
         limits = self.max_num_scheduled_tokens, free, self.block_size, self.num_lookahead_tokens, vocab_size
         room = Room(len(self.running), *limits)
         for request in self.running:
-            is_read = request.num_computed_tokens == request.num_tokens - 1  # all but the token that was drawn last
-            draft = given.get(request.request_id, [])[: room.tokens(request.num_computed_tokens)] if is_read else []
+            is_read = (
+                request.num_computed_tokens == request.num_tokens - 1
+            )  # all but the token that was drawn last
+            draft = (
+                given.get(request.request_id, [])[: room.tokens(request.num_computed_tokens)]
+                if is_read
+                else []
+            )
             if draft := self.structured_output_manager.validate_tokens(request, draft) if draft else []:
                 request.spec_token_ids = draft
                 found.add(request.request_id)

@@ -1,9 +1,10 @@
-"""What the law cannot serve is refused in one sentence: a server when it starts, a request with HTTP 400. Knows vLLM's
-configuration and a request's parameters, and nothing that runs.
+"""What the law cannot serve is refused in one sentence: a server when it starts, a request with HTTP 400.
+Knows vLLM's configuration and a request's parameters, and nothing that runs.
 
     vllm serve ─▶ check_server ─▶ …               a request ─▶ check_request ─▶ its seed, or one drawn here ─▶ workers
 
-Everything else that vLLM offers comes before the law (penalties, bias, grammar, …) or after it (stop texts, streaming).
+Everything else that vLLM offers comes before the law (penalties, bias, grammar, …) or after it (stop
+texts, streaming).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tlt.vllm.inside.law import EXTRA, RowLaw
 from tlt.vllm.inside.release import check_installed
 
 CONFIG = "tlt"
-"""The key of vLLM's `additional_config`: {"tau": temperature of the drafter, "captures": whether features are kept}."""
+"""The key of vLLM's `additional_config`: {"tau": temperature of the drafter, "captures": whether features
+are kept}."""
 
 SEED_BITS = 62
 """Bits of a seed that is drawn for a request without one: vLLM counts on from it for `n` > 1, in 64 bits."""
@@ -36,7 +38,9 @@ def check_server(config: Any) -> None:
     if given is None:
         return
     if not isinstance(given, dict) or given.keys() - {"tau", "captures"}:
-        raise UserError(f"additional_config: {CONFIG} is {given!r}; it takes tau and captures, and {{}} for the defaults")
+        raise UserError(
+            f"additional_config: {CONFIG} is {given!r}; it takes tau and captures, and {{}} for the defaults"
+        )
     if not isinstance(tau := given.get("tau", 1.0), int | float) or tau <= 0:
         raise UserError(f"additional_config: {CONFIG}.tau is {tau!r}; it must be above 0")
     check_installed()
@@ -45,7 +49,8 @@ def check_server(config: Any) -> None:
     refused = (
         (
             not is_v2 and config.scheduler_config.async_scheduling,
-            "--async-scheduling: the law does not know positions ahead in vLLM's first model runner; add --no-async-scheduling",
+            "--async-scheduling: the law does not know positions ahead in vLLM's first model runner; add "
+            "--no-async-scheduling",
         ),
         (
             model.logprobs_mode == ("processed_logprobs" if is_v2 else "raw_logits"),
@@ -53,18 +58,27 @@ def check_server(config: Any) -> None:
         ),
         (
             drafts is not None and drafts.rejection_sample_method == "synthetic",
-            "--speculative-config: rejection_sample_method 'synthetic' accepts drafts by chance; leave it out",
+            "--speculative-config: rejection_sample_method 'synthetic' accepts drafts by chance; leave it "
+            "out",
         ),
         (
             not is_v2 and has_own_processors,
-            "--logits-processors: not all of them come before the law in vLLM's first model runner; leave them out",
+            "--logits-processors: not all of them come before the law in vLLM's first model runner; leave "
+            "them out",
         ),
         (model.return_sampling_mask, "--return-sampling-mask: the law keeps one token a row; leave it out"),
-        (model.is_diffusion, f"model: {model.model} is a diffusion model, which the law does not know; leave {CONFIG} out"),
-        (config.watermark_config is not None, "--watermark-config: the law leaves no choice to mark; leave one of them out"),
+        (
+            model.is_diffusion,
+            f"model: {model.model} is a diffusion model, which the law does not know; leave {CONFIG} out",
+        ),
+        (
+            config.watermark_config is not None,
+            "--watermark-config: the law leaves no choice to mark; leave one of them out",
+        ),
         (
             os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
-            "VLLM_USE_RUST_FRONTEND: loads no plug-ins of Python's, so requests would have no seeds; unset it",
+            "VLLM_USE_RUST_FRONTEND: loads no plug-ins of Python's, so requests would have no seeds; unset "
+            "it",
         ),
     )
     for is_refused, sentence in refused:
@@ -73,7 +87,8 @@ def check_server(config: Any) -> None:
 
 
 def check_request(config: Any, params: Any) -> None:
-    """Raises UserError, which a server answers with HTTP 400, where a request asks for what the law cannot give."""
+    """Raises UserError, which a server answers with HTTP 400, where a request asks for what the law cannot
+    give."""
     if params.logprob_token_ids is not None and not config.use_v2_model_runner:
         raise UserError("logprob_token_ids: is not there under the law; ask for logprobs")
     if EXTRA not in (params.extra_args or {}):
@@ -88,6 +103,6 @@ def check_request(config: Any, params: Any) -> None:
 
 
 def seed_of(params: Any) -> int:
-    """Returns a request's seed; one at random where it has none. It is drawn where requests arrive, for all ranks of a worker
-    must draw by the same one, and a request that was preempted goes on with it."""
+    """Returns a request's seed; one at random where it has none. It is drawn where requests arrive, for
+    all ranks of a worker must draw by the same one, and a request that was preempted goes on with it."""
     return secrets.randbits(SEED_BITS) if params.seed is None else params.seed

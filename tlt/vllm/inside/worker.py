@@ -2,8 +2,9 @@
 
     begin ─▶ part, part, … ─▶ end ─▶ settle          a part: tensors of whole layers, by Hugging Face names
 
-A part is a dictionary where worker and engine share a process, and else the path of a safetensors file in shared memory, of
-which each rank takes its slices; or it lies in this GPU's memory, and vLLM's own weight transfer begins, takes and ends.
+A part is a dictionary where worker and engine share a process, and else the path of a safetensors file in
+shared memory, of which each rank takes its slices; or it lies in this GPU's memory, and vLLM's own weight
+transfer begins, takes and ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class TltWorker:
     """Parameters for which nothing has come in this update, by vLLM's names."""
 
     def tlt_hear_termination(self) -> None:
-        """Hears SIGTERM, which this process may be born with blocked: a rank that ends waits for those it has sent one."""
+        """Hears SIGTERM, which this process may be born with blocked: a rank that ends waits for those it
+        has sent one."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def tlt_begin(self, is_drafter: bool) -> None:
@@ -56,7 +58,9 @@ class TltWorker:
         tensors = load_file(part) if isinstance(part, str) else part
         with set_current_vllm_config(self.vllm_config):
             loaded = self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
-        self._tlt_awaited -= self._tlt_awaited if loaded is None else set(loaded)  # None: a model that does not say
+        self._tlt_awaited -= (
+            self._tlt_awaited if loaded is None else set(loaded)
+        )  # None: a model that does not say
         return digest(tensors) if isinstance(part, str) else ""
 
     def tlt_end(self, is_drafter: bool) -> None:
@@ -65,7 +69,8 @@ class TltWorker:
             finalize_layerwise_reload(self._tlt_model(is_drafter), self.vllm_config.model_config)
 
     def tlt_try_shared(self, part: dict[str, Any]) -> str:
-        """Returns the digest of tensors in this GPU's memory as vLLM's weight transfer reads them. No weights change."""
+        """Returns the digest of tensors in this GPU's memory as vLLM's weight transfer reads them. No
+        weights change."""
         engine, arrived = self.weight_transfer_engine, Arrived()
         engine.set_weight_update_target(arrived, engine.model_config)
         try:
@@ -75,7 +80,8 @@ class TltWorker:
             engine.reset_weight_update_target()
 
     def tlt_shared_part(self, part: dict[str, Any]) -> bool:
-        """Takes a part that lies in this GPU's memory. Returns whether vLLM has put some of it by, to be read later."""
+        """Takes a part that lies in this GPU's memory. Returns whether vLLM has put some of it by, to be
+        read later."""
         before = self._tlt_put_by()  # while these are held, no new one has the identity of an old one
         self.update_weights(part)  # type: ignore[attr-defined]  # the worker's own method
         return bool({id(tensor) for tensor in self._tlt_put_by()} - {id(tensor) for tensor in before})
@@ -86,9 +92,9 @@ class TltWorker:
         torch.accelerator.synchronize()
 
     def tlt_settle(self, is_drafter: bool) -> tuple[float, list[str]]:
-        """Lets what was brought take effect everywhere. Returns by how much a head, applied, differs from its own weights
-        (packed.head_error), and the parameters for which nothing came; vLLM's own transfer does not say. Of a drafter nothing
-        is compared, and it may lack what is the target's."""
+        """Lets what was brought take effect everywhere. Returns by how much a head, applied, differs from
+        its own weights (packed.head_error), and the parameters for which nothing came; vLLM's own transfer
+        does not say. Of a drafter nothing is compared, and it may lack what is the target's."""
         if is_drafter:
             return 0.0, []
         model = self._tlt_model(is_drafter)
@@ -98,7 +104,8 @@ class TltWorker:
             return head_error(model), sorted(self._tlt_awaited)
 
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
-        """Returns what was captured of a request that still runs, [num_positions, F]; None where it is not whole."""
+        """Returns what was captured of a request that still runs, [num_positions, F]; None where it is not
+        whole."""
         captured = self._tlt_installed.captured
         if captured is None:
             return None
@@ -123,7 +130,8 @@ class TltWorker:
         return self.get_draft_model() if is_drafter else self.model_runner.get_model()  # type: ignore[attr-defined]  # the worker's own method
 
     def _tlt_put_by(self) -> list[Tensor]:
-        """Returns what vLLM keeps of tensors that have arrived, until the layer that they are for is whole."""
+        """Returns what vLLM keeps of tensors that have arrived, until the layer that they are for is
+        whole."""
         layers = self.weight_transfer_engine.model.modules()
         kept = [bound for layer in layers for _, bound in get_layerwise_info(layer).loaded_weights]
         return [value for bound in kept for value in bound.arguments.values() if isinstance(value, Tensor)]
