@@ -1,8 +1,8 @@
 """How large the parts of the house may be, and how much must be read to understand one of them.
 
-A file is one idea, a function a few steps, a call a sentence. Where a limit is met, split by meaning rather than
-raise it. The limits of closures and tokens lie a few percent above today's figures: whoever adds that much says
-why here.
+A file is one idea, a function a few steps, a call a sentence. Where a limit is met, split by meaning rather
+than raise it. The limits of closures and tokens lie a few percent above today's figures: whoever adds that
+much says why here.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def modules() -> dict[str, str]:
 
 
 def imports_when_loaded(source: str) -> Iterator[str]:
-    """Yields the dotted names that a module imports when it is loaded, not later and not for type checkers."""
+    """Yields the names that a module imports when it is loaded, not later and not for type checkers."""
     found: list[ast.AST] = list(ast.parse(source).body)
     while found:
         node = found.pop()
