@@ -28,7 +28,7 @@ from tlt.rewards.pool import RewardPool
 from tlt.rewards.scoring import RewardSpec
 from tlt.rollout.phase import RolloutPhase
 from tlt.rollout.protocol import Receivers
-from tlt.rollout.work_queue import connect_coordinator
+from tlt.rollout.work_queue import connect_work_queue
 from tlt.tasks.countdown import TASK
 from tlt.training.live import prompt_name
 from tlt.types import Problem, SamplingParams
@@ -199,11 +199,11 @@ def run_tlt(job: Job, clock: Clock) -> None:
         model.config, model.tensors, EngineSettings.of_run(config, "cpu"), stored, on_span=timeline.add
     )
     side = watch_drafter(config.drafter, stored, engine, world, timeline, seed=0)
-    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+    queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=600.0)
     params = SamplingParams(max_tokens=job.max_tokens, stop_ids=model.stop_ids, seed=42)  # TRL's default seed
     with RewardPool(RewardSpec("countdown"), 1, 5.0) as scorers:
         receivers = Receivers(scorers, model.tokenizer.decode)
-        phase = RolloutPhase(world, engine, coordinator, receivers, timeline, lambda: False)
+        phase = RolloutPhase(world, engine, queue, receivers, timeline, lambda: False)
         generate = clock.timed(clock.rollout_seconds, phase.run)
         num = job.responses // GROUP
 

@@ -41,7 +41,7 @@ from tlt.launch.failures import EXIT_OK, EXIT_USER_ERROR
 from tlt.launch.local import is_rank
 from tlt.launch.place import find_place
 from tlt.launch.signals import StopRequest, handling_stop_signals
-from tlt.saved.lock import can_go_on, forget_journal, refuse_begun
+from tlt.saved.run_folder import can_go_on, forget_journal, refuse_begun
 from tlt.speculative.strategy import Strategy
 from tlt.tasks.base import Task
 from tlt.training.evaluations import Evaluation, read_evaluations

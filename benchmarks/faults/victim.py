@@ -38,18 +38,18 @@ from tlt.launch.failures import Restarts
 from tlt.launch.local import launch
 from tlt.launch.signals import StopRequest
 from tlt.saved import journal
-from tlt.saved.journal_file import Record, read_records
+from tlt.saved.journal_file import JournalRecord, read_records
 from tlt.training import loop
 from tlt.training.start import describe_saved
 
 MOMENTS = {
     "loading": "tlt.training.run:Run._load",
     "recalling": "tlt.saved.journal:FileJournal.begin",
-    "taking work": "tlt.rollout.work_queue:Coordinator.take",
+    "taking work": "tlt.rollout.work_queue:WorkQueue.take",
     "prefill": "tlt.engine.engine:RolloutEngine._prefill",
     "decode": "tlt.models.packed:PackedTransformer.forward_capturing",
-    "hand-over": "tlt.rollout.work_queue:Coordinator.hand_over",
-    "taking over": "tlt.rollout.work_queue:Coordinator.receive",
+    "hand-over": "tlt.rollout.work_queue:WorkQueue.hand_over",
+    "taking over": "tlt.rollout.work_queue:WorkQueue.receive",
     "journal": "tlt.saved.journal:_write",
     "generating ahead": "tlt.rollout.ahead:AheadOfPolicy._next",
     "keeping what was": "tlt.rollout.ahead:AheadOfPolicy.keep",
@@ -226,7 +226,7 @@ def _check_journal(folder: Path) -> None:
     replace(MOMENTS["recalling"], make)
 
 
-def records_of(path: Path) -> list[Record]:
+def records_of(path: Path) -> list[JournalRecord]:
     with suppress(FileNotFoundError), path.open("rb") as file:
         return [record for _, record in read_records(file)]
     return []

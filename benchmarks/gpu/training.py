@@ -25,7 +25,7 @@ from tlt.launch.signals import StopRequest
 from tlt.plan.memory import ALWAYS, MemoryPlan, plan_memory
 from tlt.ranks.world import shutdown
 from tlt.report.timeline import read_spans
-from tlt.rollout.work_queue import connect_coordinator
+from tlt.rollout.work_queue import connect_work_queue
 from tlt.training.loop import advance
 from tlt.training.run import Run, join_ranks
 
@@ -77,10 +77,8 @@ def measured_memory() -> dict[str, float]:
 def take_steps(record: Record, config: Config) -> None:
     stop = StopRequest()
     world = join_ranks(config)
-    coordinator = connect_coordinator(
-        world.store, world.rank, world.world_size, timeout=world.timeout_seconds
-    )
-    run = Run(config, world, stop, coordinator, prints=False)
+    queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
+    run = Run(config, world, stop, queue, prints=False)
     try:
         for step in range(config.run.num_steps):
             began = time.perf_counter()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.forked import fork_ranks, run_ranks
-from tlt.ranks.waiting import lead, together
+from tlt.ranks.waiting import on_all_ranks, on_leader
 from tlt.ranks.world import World
 from tlt.saved.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from tlt.types import UserError
@@ -110,19 +110,19 @@ def check_waiting(rank: int, worlds: list[World], folder: Path) -> None:
     """The leader's work outlasts every collective's time-out; what it fails of, all hear."""
     world = worlds[2]
     begun = time.monotonic()
-    lead(world, "slow", lambda: time.sleep(1.5))
+    on_leader(world, "slow", lambda: time.sleep(1.5))
     assert time.monotonic() - begun > 1.4
 
     def fail(error: Exception) -> None:
         raise error
 
     with pytest.raises(UserError, match=r"^x: wrong; right it$"):
-        lead(world, "a mistake", lambda: fail(UserError("x: wrong; right it")))
+        on_leader(world, "a mistake", lambda: fail(UserError("x: wrong; right it")))
     with pytest.raises((RuntimeError, ZeroDivisionError), match="a bug"):
-        lead(world, "a bug", lambda: fail(ZeroDivisionError("a bug")))
+        on_leader(world, "a bug", lambda: fail(ZeroDivisionError("a bug")))
     with pytest.raises(UserError, match=r"^rank 1's mistake; mend it$"):
-        together(world, lambda: fail(UserError("rank 1's mistake; mend it")) if rank == 1 else None)
-    assert together(world, lambda: rank) == rank
+        on_all_ranks(world, lambda: fail(UserError("rank 1's mistake; mend it")) if rank == 1 else None)
+    assert on_all_ranks(world, lambda: rank) == rank
 
 
 def rank_main(rank: int, num_ranks: int, folder: Path) -> None:

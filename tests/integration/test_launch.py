@@ -59,7 +59,7 @@ def entry(scenario, stop):
     say(ready=True, pid=os.getpid())
     latest = time.monotonic() + 300  # whatever becomes of the test, no process stays
     if scenario == "collectives":
-        from tlt.rollout.work_queue import connect_coordinator
+        from tlt.rollout.work_queue import connect_work_queue
         from tlt.report.timeline import shared_epoch
 
         def average(weights, dtype=torch.float32, fill=None):
@@ -81,16 +81,16 @@ def entry(scenario, stop):
         say(weighted=average((1.0, 3.0)), unweighted=average((0, 0)), alone=average((0, 5.0), fill=float("nan")))
         say(bf16=average((1.0, 1.0), torch.bfloat16), double=average((1.0, 1.0), torch.float64))
         say(nothing=average_weighted(world, [], 2.0), listens=listens_at(os.getpid()), launcher=listens_at(os.getppid()))
-        coordinator = connect_coordinator(world.store, rank, world.world_size, timeout=30.0)
-        coordinator.begin("rollout 0", 100)
+        queue = connect_work_queue(world.store, rank, world.world_size, timeout=30.0)
+        queue.begin("rollout 0", 100)
         taken = []
-        while not coordinator.all_done():
-            for unit in coordinator.take(4):
+        while not queue.all_done():
+            for unit in queue.take(4):
                 taken.append(unit)
-                coordinator.finish(unit)
+                queue.finish(unit)
         epoch = shared_epoch(rank, lambda value: gather_objects(world, value))
         say(taken=taken, epoch=epoch.to_unix - (time.time() - time.perf_counter()))
-        del coordinator
+        del queue
     elif scenario == "loop":
         while not stop.is_set() and time.monotonic() < latest:
             time.sleep(0.02)

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.conftest import Tlt
 from tests.integration.test_run import PATIENCE
 from tlt.report.record import read_metrics
-from tlt.saved.lock import refuse_begun
+from tlt.saved.run_folder import refuse_begun
 
 pytestmark = pytest.mark.timeout(2 * PATIENCE)
 TASK = """

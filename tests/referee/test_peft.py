@@ -20,7 +20,7 @@ from tlt.config.lora import LoraSection
 from tlt.hf.peft import PREFIX, save_adapter
 from tlt.models.decoder import Transformer
 from tlt.models.lora import count_adapters
-from tlt.ranks.sharding import Gathered
+from tlt.ranks.sharding import FullTensors
 
 peft = pytest.importorskip("peft")
 
@@ -87,7 +87,7 @@ def test_logits_gradients_and_merged_matrices_are_pefts(case: str, lora: str, tm
     assert all((mine[name] - gradient).abs().max() < 1e-10 for name, gradient in gradients.items())
     assert all(gradient.abs().max() > 1e-6 for gradient in gradients.values())
     assert count_adapters(ours.config, section) == theirs.get_nb_trainable_parameters()[0]
-    merged, published = dict(theirs.merge_and_unload().named_parameters()), Gathered(ours)
+    merged, published = dict(theirs.merge_and_unload().named_parameters()), FullTensors(ours)
     assert merged.keys() == published.keys()
     assert all((published[name] - tensor).abs().max() < 1e-14 for name, tensor in merged.items())
 

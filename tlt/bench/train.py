@@ -31,7 +31,7 @@ from tlt.ranks.world import World, any_rank, gather_objects, shutdown
 from tlt.report.console import Console
 from tlt.rollout.phase import StopRequested
 from tlt.rollout.result import PhaseResult
-from tlt.rollout.work_queue import connect_coordinator
+from tlt.rollout.work_queue import connect_work_queue
 from tlt.training.loop import advance
 from tlt.training.run import Run, join_ranks
 from tlt.types import UserError
@@ -112,14 +112,12 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
     Raises UserError where the runs in the folder did not end together."""
     started, longest = time.perf_counter(), 0.0
     path = config.run.out_dir / "turns.jsonl"
-    coordinator = connect_coordinator(
-        world.store, world.rank, world.world_size, timeout=world.timeout_seconds
-    )
+    queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
     runs: dict[str, Run] = {}
     with ExitStack() as stack:
         console = stack.enter_context(Console(enabled=world.is_leader))
         for name, changed in plan.configs(config).items():
-            runs[name] = Run(changed, world, stop, coordinator, prints=False)
+            runs[name] = Run(changed, world, stop, queue, prints=False)
             stack.callback(runs[name].close)
         reference = next(iter(runs.values()))
         num_done = {

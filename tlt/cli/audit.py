@@ -19,7 +19,7 @@ from tlt.config.mistakes import mistake
 from tlt.io.files import Record, check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
 from tlt.io.hub import resolve_model
 from tlt.kinds import MaxTokens, Problems, Samples, Share
-from tlt.saved.answers import response_ids
+from tlt.saved.response_reader import response_ids
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:

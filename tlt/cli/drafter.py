@@ -33,7 +33,7 @@ from tlt.kinds import (
     Temperature,
     Threads,
 )
-from tlt.saved.answers import read_responses
+from tlt.saved.response_reader import read_responses
 from tlt.speculative.strategy import Strategy
 from tlt.types import Request, Rollout, SamplingParams, UserError
 

@@ -15,7 +15,7 @@ from tlt.cli.options import Adapter, ModelName, Written
 from tlt.config.schema import may_use_references
 from tlt.io.files import Record, check_output_file, with_folder, write_jsonl
 from tlt.io.hub import resolve_model
-from tlt.saved.answers import read_references
+from tlt.saved.response_reader import read_references
 from tlt.types import Rollout, UserError
 
 if TYPE_CHECKING:

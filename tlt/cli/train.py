@@ -17,7 +17,7 @@ from tlt.io.streams import forgiving_output
 from tlt.launch.place import Place, check_num_ranks, find_place
 from tlt.launch.signals import say
 from tlt.saved.inputs import find_change
-from tlt.saved.lock import can_go_on, forget_journal, refuse_begun
+from tlt.saved.run_folder import can_go_on, forget_journal, refuse_begun
 from tlt.types import UserError
 
 
@@ -55,7 +55,7 @@ def run(options: Train) -> int:
 def _run(options: Train, began: Moment) -> int:
     place = find_place()
     with show_busy():
-        from tlt.saved.begun import read_begun
+        from tlt.saved.run_identity import read_begun
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
 
     overrides = (

@@ -69,7 +69,7 @@ def leave(message: str) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Failure:
+class AttemptFailure:
     """Why an attempt ended. causes: a line for each rank at fault, who and of what.
     traceback: empty where nobody left one.
     is_awaiting: whether it ended since a rank was awaited in vain."""
@@ -89,7 +89,7 @@ class Failure:
 
 def find_cause(
     reports: Collection[RankFailure], first: Collection[int], how: Callable[[int], str]
-) -> Failure:
+) -> AttemptFailure:
     """Returns why an attempt failed: as a user's mistake if any rank found one, otherwise as the ranks that
     ended first put it. The others' failures follow from that: of a broken connection, or because they were
     ended. A rank that was killed could not put it at all.
@@ -99,12 +99,12 @@ def find_cause(
     """
     mistakes = [report for report in reports if report.is_user_error]
     if mistakes:
-        return Failure((min(mistakes, key=_time).message,), is_user_error=True)
+        return AttemptFailure((min(mistakes, key=_time).message,), is_user_error=True)
     silent = sorted(set(first) - {report.rank for report in reports})
     if silent:
-        return Failure(tuple(f"rank {rank} ended without a word: {how(rank)}" for rank in silent))
+        return AttemptFailure(tuple(f"rank {rank} ended without a word: {how(rank)}" for rank in silent))
     cause = min((report for report in reports if report.rank in first), key=_time)
-    return Failure((cause.line,), cause.traceback, is_awaiting=cause.is_awaiting)
+    return AttemptFailure((cause.line,), cause.traceback, is_awaiting=cause.is_awaiting)
 
 
 class Restarts:
@@ -130,7 +130,7 @@ class Restarts:
             None  # (line of code, where the attempt that failed there would have gone on)
         )
 
-    def follows(self, failure: Failure) -> bool:
+    def follows(self, failure: AttemptFailure) -> bool:
         """Returns whether another attempt follows, and says where it goes on, or why none does."""
         if failure.is_user_error or self.limit == 0:
             _tell(failure)
@@ -155,7 +155,7 @@ class Restarts:
         )
         return True
 
-    def _write(self, failure: Failure) -> str:
+    def _write(self, failure: AttemptFailure) -> str:
         """Appends the traceback to the log; returns where it is."""
         if not failure.traceback:
             return ""
@@ -168,7 +168,7 @@ class Restarts:
         return f", traceback in {self._log}"
 
 
-def _tell(failure: Failure, why: str | None = None) -> None:
+def _tell(failure: AttemptFailure, why: str | None = None) -> None:
     sys.stderr.write(hide(visible(failure.traceback)))
     for cause in failure.causes:
         say(f"error: {cause}" + (f"; {why}" if why else ""))

@@ -36,7 +36,7 @@ from tlt.launch.failures import (
     EXIT_OK,
     EXIT_USER_ERROR,
     REPORTS,
-    Failure,
+    AttemptFailure,
     RankAwaited,
     RankFailure,
     Restarts,
@@ -160,13 +160,13 @@ def _run_rank(
 
 def _attempt(
     argument: str, entry: Entry | str, supervisor: Supervisor, monitor_seconds: float
-) -> int | Failure:
+) -> int | AttemptFailure:
     """Starts all ranks and waits for their end. Returns the exit code of the command, or why they failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from tlt.launch import one_machine
+    from tlt.launch import local_rendezvous
 
     report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
     os.environ[SECRET] = uuid.uuid4().hex
@@ -175,7 +175,7 @@ def _attempt(
         max_nodes=1,
         nproc_per_node=supervisor.num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend=one_machine.register(),
+        rdzv_backend=local_rendezvous.register_rendezvous(),
         local_addr="127.0.0.1",
         max_restarts=0,  # the agent's own restarts know no user's mistakes, and would share a store
         monitor_interval=monitor_seconds,

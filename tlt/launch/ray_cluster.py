@@ -30,7 +30,7 @@ from tlt.launch.failures import (
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_USER_ERROR,
-    Failure,
+    AttemptFailure,
     RankFailure,
     Restarts,
     find_cause,
@@ -39,8 +39,8 @@ from tlt.launch.place import SECRET
 from tlt.launch.signals import StopRequest, handling_stop_signals, say
 from tlt.types import UserError
 
-POLL_SECONDS = 0.2
-SETTLE_SECONDS = 3.0
+_POLL_SECONDS = 0.2
+_SETTLE_SECONDS = 3.0
 """So long after the first failure the driver waits for others: the death that caused it may reach it
 later."""
 
@@ -116,7 +116,7 @@ def launch_on_ray(
     with handling_stop_signals(stop):
         while True:
             with _actors(ray, num_ranks, needs, patience) as actors:
-                attempt = Attempt(ray, actors, needs.num_gpus > 0)
+                attempt = RayAttempt(ray, actors, needs.num_gpus > 0)
                 failure = attempt.run(entry, describe(), stop, grace_seconds)
             if stop.signal is not None:
                 return 128 + stop.signal
@@ -212,7 +212,7 @@ class RankActor:
         self._stop.signal = Signals(number)
 
 
-class Attempt:
+class RayAttempt:
     """One life of all ranks."""
 
     def __init__(self, ray: Any, actors: list[Any], has_own_gpu: bool) -> None:
@@ -229,7 +229,9 @@ class Attempt:
         self.hosts = [places[index][2] for index in order]
         self.environs = _environs([places[index] for index in order], has_own_gpu)
 
-    def run(self, entry: str, argument: str, stop: StopRequest, grace_seconds: float) -> Failure | None:
+    def run(
+        self, entry: str, argument: str, stop: StopRequest, grace_seconds: float
+    ) -> AttemptFailure | None:
         """Waits until all ranks have returned, or one has failed, or the grace period after a signal is
         over."""
         jobs = {
@@ -246,15 +248,15 @@ class Attempt:
                 deadline = time.monotonic() + grace_seconds
                 for actor in self.actors:
                     actor.stop.remote(int(stop.signal))
-            self._collect(jobs, POLL_SECONDS)
+            self._collect(jobs, _POLL_SECONDS)
         say(f"not finished after {grace_seconds:g} s: the ranks were killed; the step under way is lost")
         return None
 
-    def _cause(self, jobs: dict[Any, int]) -> Failure:
+    def _cause(self, jobs: dict[Any, int]) -> AttemptFailure:
         """Returns why the attempt failed, once it is known whether somebody has died."""
-        until = time.monotonic() + SETTLE_SECONDS
+        until = time.monotonic() + _SETTLE_SECONDS
         while jobs and len(self.reports) == len(self.ended) and time.monotonic() < until:
-            self._collect(jobs, POLL_SECONDS)
+            self._collect(jobs, _POLL_SECONDS)
         return find_cause(self.reports, list(self.ended), lambda rank: self.ended[rank])
 
     def _collect(self, jobs: dict[Any, int], seconds: float) -> None:

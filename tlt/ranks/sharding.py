@@ -98,7 +98,7 @@ def local_rows(tensor: DTensor) -> slice:
 # ── whole again ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Gathered(Mapping[str, Tensor]):
+class FullTensors(Mapping[str, Tensor]):
     """The tensors of a policy by name, whole, as `dtype` (None: as they are), one at a time.
 
     To read a sharded one is a collective: all ranks read the same ones in the same order. One that is not
@@ -113,10 +113,10 @@ class Gathered(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._adapted:
             merged = self._adapted[name].merged(
-                whole
+                full_tensor
             )  # of whole matrices, so that the number of ranks changes no bit
             return merged if self._dtype is None else merged.to(self._dtype)
-        return whole(self._parameters[name], self._dtype)
+        return full_tensor(self._parameters[name], self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -125,7 +125,7 @@ class Gathered(Mapping[str, Tensor]):
         return len(self._parameters)
 
 
-def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a sharded tensor from the slices of all ranks, which are cast before they travel; any other
     as it is."""
     if not isinstance(tensor, DTensor):

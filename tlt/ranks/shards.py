@@ -48,7 +48,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """A piece that is ready to be written. shape: of the whole tensor.
     offset: where the values begin in it.
     values: a copy on the CPU."""
@@ -93,12 +93,12 @@ class StoredTensor:
 # ── who writes what ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Part]:
+def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Piece]:
     """Returns copies of what this rank writes of the state that all ranks hold together: its shards of
     DTensors, and its share of the tensors that every rank holds. All ranks give the same names and shapes."""
     shared = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     rows = split_rows({name: (_num_rows(t), t.nbytes) for name, t in shared.items()}, rank, world_size)
-    parts: dict[str, Part] = {}
+    parts: dict[str, Piece] = {}
     for name, tensor in tensors.items():
         local, (offset, _) = local_box(tensor)
         if isinstance(tensor, DTensor):
@@ -112,7 +112,7 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
             values = torch.empty(local.shape, dtype=local.dtype).copy_(
                 local.detach()
             )  # contiguous, and one copy alone
-            parts[name] = Part(tuple(tensor.shape), offset, values)
+            parts[name] = Piece(tuple(tensor.shape), offset, values)
     return parts
 
 
@@ -164,7 +164,7 @@ def _num_rows(tensor: Tensor) -> int:
 # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def write_shard(path: Path, parts: Mapping[str, Part]) -> FileDigest:
+def write_shard(path: Path, parts: Mapping[str, Piece]) -> FileDigest:
     """Writes a safetensors file, and flushes it to the disk. What each piece belongs to stands in its
     metadata. A file of that name is left to whoever may still be writing it: this one is new. Raises
     OSError where it cannot be written."""

@@ -35,8 +35,8 @@ from tlt.types import UserError
 
 ABSENT = b"-"
 """The value that `read_now` gives for a key that the store does not hold."""
-POLL_SECONDS = 0.02
-WATCH_SECONDS = 1.0
+_POLL_SECONDS = 0.02
+_WATCH_SECONDS = 1.0
 
 
 def read_now(store: Store, key: str) -> bytes:
@@ -123,7 +123,7 @@ def meet(
                 return Attempt(number, int(go))
         if clock() > deadline:
             _refuse(meeting, rank, number, roster, timeout_seconds)
-        sleep(POLL_SECONDS)
+        sleep(_POLL_SECONDS)
 
 
 def attempt_store(store: Store, attempt: Attempt) -> Store:
@@ -153,7 +153,7 @@ def leave_when_over(store: Store, attempt: Attempt) -> Watch:
     watch = Watch()
 
     def look() -> None:
-        while not watch.has_left.wait(WATCH_SECONDS):
+        while not watch.has_left.wait(_WATCH_SECONDS):
             try:
                 over = is_over(connection, attempt)
             except RuntimeError:  # the store is gone, and with it its launcher or rank 0: others see to that
@@ -176,7 +176,7 @@ def share_stop(store: Store, stop: StopRequest, watch: Watch) -> None:
     connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
 
     def look() -> None:
-        while not watch.has_left.wait(WATCH_SECONDS):
+        while not watch.has_left.wait(_WATCH_SECONDS):
             try:
                 heard = read_now(connection, "stop")
                 if stop.signal is not None:
@@ -201,8 +201,8 @@ def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
 
     def look() -> None:
         silent = 0.0
-        while not watch.has_left.wait(WATCH_SECONDS):
-            silent = 0.0 if watch.has_answered.is_set() else silent + WATCH_SECONDS
+        while not watch.has_left.wait(_WATCH_SECONDS):
+            silent = 0.0 if watch.has_answered.is_set() else silent + _WATCH_SECONDS
             watch.has_answered.clear()
             if silent > timeout_seconds:
                 leave(

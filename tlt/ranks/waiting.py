@@ -60,7 +60,7 @@ def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting
     return Waiting(store, patience)
 
 
-def lead(world: World, name: str, work: Callable[[], None]) -> None:
+def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
     """Does `work` on the leader, while the other ranks wait for its end. Every rank calls it; what it raises
     is raised on all.
 
@@ -91,7 +91,7 @@ their clocks."""
 
 
 @contextmanager
-def naming_who_is_awaited(world: World) -> Iterator[None]:
+def naming_absent_ranks(world: World) -> Iterator[None]:
     """Turns the time-out of a collective into RankAwaited, which names the ranks that have not come: those
     that did not wait in vain themselves. Its traceback stays the collective's."""
     try:
@@ -120,7 +120,7 @@ def _call_the_roll(world: World) -> list[int]:
         time.sleep(_LONGEST_PAUSE)
 
 
-def together(world: World, work: Callable[[], T]) -> T:
+def on_all_ranks(world: World, work: Callable[[], T]) -> T:
     """Does `work` on every rank, and raises a user's mistake that one of them met on all of them: none
     goes on alone."""
     result: Sequence[T] = ()

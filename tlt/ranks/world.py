@@ -210,13 +210,13 @@ def any_rank(world: World, is_true: bool) -> bool:
     return any(gather_objects(world, is_true))
 
 
-def tell(world: World, value: Any) -> Any:
+def broadcast_json(world: World, value: Any) -> Any:
     """Returns the leader's value on every rank: what follows from a file or from a clock is for one rank
     to decide. It travels as JSON."""
-    return value if world.group is None else json.loads(tell_bytes(world, json.dumps(value).encode()))
+    return value if world.group is None else json.loads(broadcast_bytes(world, json.dumps(value).encode()))
 
 
-def tell_bytes(world: World, data: bytes) -> bytes:
+def broadcast_bytes(world: World, data: bytes) -> bytes:
     """Returns the leader's bytes on every rank."""
     if world.group is None:
         return data

@@ -25,7 +25,7 @@ REST_SECONDS = 0.2
 TRIAL_EVERY = 8
 """One phase in so many, the first among them, tries what is worth nothing, and puts what is worth most
 behind the others."""
-HORIZON = 10
+TRAINING_HORIZON = 10
 """Steps for which a step's training of the drafter is taken to last, at most: the policy moves on, and a
 drafter that is not trained falls behind by as much as a step's training makes up."""
 
@@ -97,7 +97,12 @@ class IdleFacts:
         if not self.train_seconds or math.isnan(self.acceptance_before):
             return None
         change = (self.acceptance - self.acceptance_before) / (1 + self.acceptance)
-        return change * self.rollout_seconds * min(HORIZON, max(self.steps_left, 0)) / self.train_seconds
+        return (
+            change
+            * self.rollout_seconds
+            * min(TRAINING_HORIZON, max(self.steps_left, 0))
+            / self.train_seconds
+        )
 
 
 @dataclass

@@ -28,8 +28,8 @@ from tlt.rollout.idle_time import IdleTime, IdleWork
 from tlt.rollout.protocol import DrafterSide, Receivers
 from tlt.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
 from tlt.rollout.slowdown import SlowdownSums, add_up, sums_of
-from tlt.rollout.work import Ended, Work
-from tlt.rollout.work_queue import Coordinator
+from tlt.rollout.work import FinishedResponses, ReplicaWork
+from tlt.rollout.work_queue import WorkQueue
 from tlt.spans import SpanName
 from tlt.types import Problem, Purpose, Request, SamplingParams, in_order, key_of
 
@@ -52,13 +52,13 @@ class RolloutPhase:
         self,
         world: World,
         engine: RolloutBackend,
-        coordinator: Coordinator,
+        queue: WorkQueue,
         receivers: Receivers,
         timeline: Timeline,
         should_stop: Callable[[], bool],
         migrates: bool = True,
     ) -> None:
-        self.world, self.engine, self.coordinator = world, engine, coordinator
+        self.world, self.engine, self.queue = world, engine, queue
         self.receivers, self.timeline = receivers, timeline
         self.should_stop, self.migrates = should_stop, migrates
         self._recalled_tokens = 0
@@ -181,18 +181,18 @@ class RolloutPhase:
         report for each replica), the same on all ranks."""
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
-        self.coordinator.begin(name, len(recalled.requests))
-        idle.ahead.begin(AheadQueue(self.coordinator.store))
+        self.queue.begin(name, len(recalled.requests))
+        idle.ahead.begin(AheadQueue(self.queue.store))
         start = self.timeline.clock()
-        work = Work(self.coordinator, recalled.requests)
-        ended = Ended((draw.problem for draw in draws), self.receivers, drafter)
+        work = ReplicaWork(self.queue, recalled.requests)
+        ended = FinishedResponses((draw.problem for draw in draws), self.receivers, drafter)
         ended.recall(recalled, self.world.rank, self.world.world_size)
         spare = self.idle_time(idle, drafter)
         last_token, steps = self.generate(work, ended, drafter, spare)
         if any_rank(self.world, self.should_stop()):
             self.receivers.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()
-            self.coordinator.abandon()
+            self.queue.abandon()
             self.receivers.scorers.abandon()
             drafter.abandon()
             first = requests[0][0]
@@ -246,7 +246,7 @@ class RolloutPhase:
             self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
 
     def generate(
-        self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime
+        self, work: ReplicaWork, ended: FinishedResponses, drafter: DrafterSide, spare: IdleTime
     ) -> tuple[float, list[TimedStep]]:
         """Runs this replica until the whole round is done, without a collective. Returns (time of the last
         token, engine steps)."""
@@ -271,15 +271,15 @@ class RolloutPhase:
                     work.finish(key_of(one.rollout))
                 ended.collect()
                 self.receivers.journal.note_running(self.engine.running)
-                self.coordinator.heartbeat()
-                if self.migrates and (num_offers := self.coordinator.num_offers()):
+                self.queue.heartbeat()
+                if self.migrates and (num_offers := self.queue.num_offers()):
                     queue_is_empty = (
                         True  # or nobody would offer; and what is handed over is not to be taken back
                     )
                     work.share(self.engine, num_offers)
             elif self._has_better_to_do():
                 spare.leave()
-                if self.coordinator.all_done():
+                if self.queue.all_done():
                     break
                 queue_is_empty = False
             else:
@@ -289,7 +289,7 @@ class RolloutPhase:
 
     def idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
         """Builds the IdleTime in which this replica works while it has no units."""
-        return IdleTime(idle, drafter, self._has_better_to_do, self.coordinator.rest, self.timeline)
+        return IdleTime(idle, drafter, self._has_better_to_do, self.queue.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
         """Returns how many units could start now; at least one when nothing runs."""
@@ -298,4 +298,4 @@ class RolloutPhase:
     def _has_better_to_do(self) -> bool:
         """Returns whether an idle replica should return to the queue. Until then it offers its help to busy
         ones."""
-        return self.should_stop() or self.coordinator.has_news(offers_help=self.migrates)
+        return self.should_stop() or self.queue.has_news(offers_help=self.migrates)

@@ -11,11 +11,11 @@ from functools import cached_property
 
 from tlt.engine.backend import RolloutBackend
 from tlt.rollout.protocol import DrafterSide, Recalled, Receivers
-from tlt.rollout.work_queue import Coordinator
+from tlt.rollout.work_queue import WorkQueue
 from tlt.types import Finished, Key, Problem, Request, Reward, Rollout, key_of
 
 
-class Work:
+class ReplicaWork:
     """A replica's units of a phase. A unit is a group of requests, or unfinished responses of another
     replica.
 
@@ -24,8 +24,8 @@ class Work:
     gap_training: seconds of drafter training up to the end of the latest gap.
     """
 
-    def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
-        self.coordinator, self.requests = coordinator, requests
+    def __init__(self, queue: WorkQueue, requests: Sequence[Sequence[Request]]) -> None:
+        self.queue, self.requests = queue, requests
         self.unit_of: dict[tuple[str, int], int] = {}
         self.num_open: Counter[int] = Counter()
         self.num_received = 0
@@ -39,11 +39,11 @@ class Work:
     def take(self, room: int) -> list[Request]:
         """Takes up to `room` units and returns their requests; none when the queue is empty."""
         taken: list[Request] = []
-        for unit in self.coordinator.take(room):
+        for unit in self.queue.take(room):
             if unit < len(self.requests):
                 taken += self._hold(unit, self.requests[unit])
             else:
-                received = [self._unpack(part) for part in self.coordinator.receive(unit)]
+                received = [self._unpack(part) for part in self.queue.receive(unit)]
                 taken += self._hold(unit, received)
                 self.num_received += len(received)
         return taken
@@ -53,7 +53,7 @@ class Work:
         unit = self.unit_of.pop(key)
         self.num_open[unit] -= 1
         if self.num_open[unit] == 0:
-            self.coordinator.finish(unit)
+            self.queue.finish(unit)
 
     def share(self, engine: RolloutBackend, num_offers: int) -> None:
         """Hands a helper its share of the waiting or running responses, if that is worth it."""
@@ -61,10 +61,10 @@ class Work:
         slots = worth_migrating(
             [(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers
         )
-        if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
+        if not (num_waiting or slots) or (unit := self.queue.accept_help()) is None:
             return
         requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
-        self.coordinator.hand_over(unit, [self._pack(request) for request in requests])
+        self.queue.hand_over(unit, [self._pack(request) for request in requests])
         for request in requests:
             self.finish(key_of(request))
 
@@ -87,7 +87,7 @@ class Work:
         return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
 
-class Ended:
+class FinishedResponses:
     """The finished responses of this replica in a round, and their rewards."""
 
     def __init__(self, problems: Iterable[Problem], to: Receivers, drafter: DrafterSide) -> None:

@@ -16,7 +16,7 @@ is handed in:
     help      "R,S#replica.serial"          replicas without work that offer to take some of another's; compare_set only
     load/U    number of parts of unit U, which one replica hands over to whoever takes it; the parts are load/U/0, 1, …
     ahead…    see ahead_queue.py
-    beat/R    see signs_of_life.py
+    beat/R    see heartbeats.py
 
 Outside of phases there is `at/R`: the phase that replica R is in. Phases that all have left are deleted.
 
@@ -33,7 +33,7 @@ from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store
 
-from tlt.ranks.signs_of_life import ReplicaTimeout, SignsOfLife
+from tlt.ranks.heartbeats import Heartbeats, ReplicaTimeout
 from tlt.ranks.store import ABSENT, read_now
 from tlt.rollout.ahead_queue import AheadQueue
 
@@ -51,7 +51,7 @@ HELP_SECONDS = 0.02
 """A replica at work asks at most once in the second time who offers help, for that costs it a round trip."""
 
 
-class Coordinator:
+class WorkQueue:
     """One replica's view of the queue. The replica's leader uses it, from one thread.
 
     store: a client of its own (`store.clone()`) where other threads may block on theirs.
@@ -101,7 +101,7 @@ class Coordinator:
             f"replica {self.replica} began phase {self._index} as {mine!r}, another as {agreed!r}"
         )
         self._root.set(f"at/{self.replica}", str(self._index))
-        self._life = SignsOfLife(self.store, self.replica, self.num_replicas, self.timeout, self._clock)
+        self._life = Heartbeats(self.store, self.replica, self.num_replicas, self.timeout, self._clock)
         self._open = 0
         self._be_attentive()
         self._asked_at = float("-inf")
@@ -344,19 +344,19 @@ class Coordinator:
         return f"phase {self._name!r}"
 
 
-def local_coordinator(timeout: float = float("inf")) -> Coordinator:
+def local_work_queue(timeout: float = float("inf")) -> WorkQueue:
     """Makes the queue of a single replica: the counters live in this process."""
-    return Coordinator(HashStore(), replica=0, num_replicas=1, timeout=timeout)
+    return WorkQueue(HashStore(), replica=0, num_replicas=1, timeout=timeout)
 
 
-def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: float) -> Coordinator:
-    """Makes a coordinator with a client connection of its own, which nobody's blocking wait holds up, and
+def connect_work_queue(store: Store, replica: int, num_replicas: int, timeout: float) -> WorkQueue:
+    """Makes a queue with a client connection of its own, which nobody's blocking wait holds up, and
     a key prefix of its own."""
     if num_replicas == 1:
-        return local_coordinator(timeout)
+        return local_work_queue(timeout)
     connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
     connection.set_timeout(timedelta(seconds=timeout))
-    return Coordinator(PrefixStore("coordinator", connection), replica, num_replicas, timeout)
+    return WorkQueue(PrefixStore("queue", connection), replica, num_replicas, timeout)
 
 
 def offers_in(value: bytes) -> list[int]:

@@ -32,7 +32,7 @@ from tlt.io.files import flush, way_out
 from tlt.ranks.shards import (
     CODES,
     FileDigest,
-    Part,
+    Piece,
     files_for,
     parts_of,
     read_headers,
@@ -40,7 +40,7 @@ from tlt.ranks.shards import (
     write_hashed,
     write_shard,
 )
-from tlt.ranks.waiting import PATIENCE_SECONDS, connect_waiting, together
+from tlt.ranks.waiting import PATIENCE_SECONDS, connect_waiting, on_all_ranks
 from tlt.ranks.world import World, gather_objects
 from tlt.saved.inputs import NO_INPUTS, Inputs
 from tlt.saved.manifest import (
@@ -99,7 +99,7 @@ class _Share:
 
     step: int
     run: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Piece]
     counters: str
     own: Mapping[str, Any]
     inputs: Inputs
@@ -328,7 +328,7 @@ def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
         path = latest_checkpoint(folder)
         return None if path is None else (str(path), read_manifest(path).to_json())
 
-    found = gather_objects(world, together(world, read))[0]
+    found = gather_objects(world, on_all_ranks(world, read))[0]
     return None if found is None else (Path(found[0]), parse_manifest(found[1].encode(), Path(found[0])))
 
 
@@ -347,7 +347,7 @@ def load_checkpoint(
     before, now = manifest.num_ranks, world.world_size
     heirs = range(world.rank, before, now) if world.rank < before else [world.rank % before]
     own = [f"rank-{rank:05d}.json" for rank in heirs]
-    together(world, lambda: verify(path, manifest, {*files_for(tensors, manifest.tensors), *own}))
+    on_all_ranks(world, lambda: verify(path, manifest, {*files_for(tensors, manifest.tensors), *own}))
     read_into(tensors, manifest.tensors, path)
     return [json.loads((path / name).read_bytes()) for name in own]
 

@@ -28,17 +28,17 @@ from zlib import crc32
 import numpy as np
 
 from tlt.engine.backend import Unfinished
-from tlt.ranks.world import World, tell, tell_bytes
+from tlt.ranks.world import World, broadcast_bytes, broadcast_json
 from tlt.report.timeline import Timeline
 from tlt.rollout.protocol import Journal, Recalled
 from tlt.saved.checkpoint import Saved
 from tlt.saved.inputs import NO_INPUTS, Inputs
-from tlt.saved.journal_file import Record, read_record, read_records
+from tlt.saved.journal_file import JournalRecord, read_record, read_records
 from tlt.saved.manifest import folder_of
 from tlt.spans import SpanName
 from tlt.types import LAW_VERSION, Key, Request, Reward, Rollout, key_of
 
-FORMAT = 2
+_FORMAT = 2
 RUNNING_TOKENS = 1000
 """A response that runs is written whenever it has grown by so many tokens: at most these are generated
 again."""
@@ -75,7 +75,7 @@ class FileJournal(Journal):
         self._phase, self._written = "", dict[Key, int]()
         self._num_steps = 0
         index = find_phases(folder, run, {self._base.digest, follows}, say) if world.is_leader else {}
-        self._index = {phase: index.get(phase, []) for phase in tell(world, sorted(index))}
+        self._index = {phase: index.get(phase, []) for phase in broadcast_json(world, sorted(index))}
 
     def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
         self._follow_checkpoint()
@@ -84,7 +84,7 @@ class FileJournal(Journal):
             return Recalled(requests)
         places = self._index.pop(phase)
         chosen = choose(read_places(places)) if self.world.is_leader else []
-        told = tell_bytes(self.world, b"".join(record.encode() for record in chosen))
+        told = broadcast_bytes(self.world, b"".join(record.encode() for record in chosen))
         return recall(requests, [record for _, record in read_records(BytesIO(told))])
 
     def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
@@ -127,7 +127,7 @@ class FileJournal(Journal):
             if self._file is None:
                 self._file = self._create()
             facts = {"kind": kind, "phase": self._phase, "key": key, **about}
-            _write(self._file, Record.of(facts, token_ids, logprobs))
+            _write(self._file, JournalRecord.of(facts, token_ids, logprobs))
 
     def _create(self) -> int:
         folder = folder_of(self.folder, self._base.step)
@@ -144,7 +144,7 @@ class FileJournal(Journal):
         path = folder / f"replica-{self.world.rank:05d}.{max(earlier, default=-1) + 1}"
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         whose = {"run": self._run, "checkpoint": self._base.digest, "inputs": asdict(self.inputs)}
-        _write(file, Record({"kind": "journal", "format": FORMAT, "law": LAW_VERSION, **whose}))
+        _write(file, JournalRecord({"kind": "journal", "format": _FORMAT, "law": LAW_VERSION, **whose}))
         return file
 
     def _follow_checkpoint(self) -> None:
@@ -161,7 +161,7 @@ class FileJournal(Journal):
                     shutil.rmtree(folder)
 
 
-def _write(file: int, record: Record) -> None:
+def _write(file: int, record: JournalRecord) -> None:
     left = memoryview(record.encode())
     while left:
         left = left[os.write(file, left) :]
@@ -174,17 +174,17 @@ def fingerprint(prompt_ids: tuple[int, ...]) -> int:
 
 # ── what earlier attempts have left ─────────────────────────────────────────────────────────────────────────
 
-Place = tuple[Path, int]
+Location = tuple[Path, int]
 """A record's file, and where it begins there."""
 
 
 def find_phases(
     folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
-) -> dict[str, list[Place]]:
+) -> dict[str, list[Location]]:
     """Returns the records of every phase, in the order written, of the run's files that follow one of
     these checkpoints (their digests). Other files are removed, and `say` is told of them, and of what is
     damaged."""
-    phases: dict[str, list[Place]] = defaultdict(list)
+    phases: dict[str, list[Location]] = defaultdict(list)
     for path in _files_in(folder):
         if not path.is_file():
             say(f"{path}: is a folder, where the journal has files; it is left alone, move it away")
@@ -219,19 +219,19 @@ def read_header(folder: Path) -> Mapping[str, Any] | None:
         if (
             header is not None
             and header.about.get("kind") == "journal"
-            and header.about.get("format") == FORMAT
+            and header.about.get("format") == _FORMAT
         ):
             return header.about
     return None
 
 
-def _fault(header: Record | None, run: str, checkpoints: set[str]) -> str:
+def _fault(header: JournalRecord | None, run: str, checkpoints: set[str]) -> str:
     """Returns why the file with this header is not of the run as it stands; empty: it is."""
     about = {} if header is None else header.about
     if about.get("kind") != "journal":
         return "has no header as it was written"
-    if about.get("format") != FORMAT or about.get("law") != LAW_VERSION:
-        return f"has format {about.get('format')} and law {about.get('law')}, not {FORMAT} and {LAW_VERSION}"
+    if about.get("format") != _FORMAT or about.get("law") != LAW_VERSION:
+        return f"has format {about.get('format')} and law {about.get('law')}, not {_FORMAT} and {LAW_VERSION}"
     if about.get("run") != run:
         return f"is of another run, {about.get('run')}"
     return (
@@ -241,7 +241,7 @@ def _fault(header: Record | None, run: str, checkpoints: set[str]) -> str:
     )
 
 
-def read_places(places: Iterable[Place]) -> Iterable[tuple[Path, Record]]:
+def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecord]]:
     """Yields the records at these places, each with its file."""
     for path, place in places:
         with path.open("rb") as file:
@@ -251,11 +251,11 @@ def read_places(places: Iterable[Place]) -> Iterable[tuple[Path, Record]]:
             yield path, record
 
 
-def choose(records: Iterable[tuple[Path, Record]]) -> list[Record]:
+def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]:
     """Returns of every response what is known of it: of several files the best, one with a reward before
     one that is finished before one that has most tokens. Stretches of a response and its reward count only
     behind what they follow in their file."""
-    known: dict[tuple[Path, str, int], Record] = {}
+    known: dict[tuple[Path, str, int], JournalRecord] = {}
     for path, record in records:
         problem_id, sample_index = record.about["key"]
         place = path, problem_id, sample_index
@@ -267,10 +267,10 @@ def choose(records: Iterable[tuple[Path, Record]]) -> list[Record]:
         elif record.about["kind"] == "reward":
             known[place] = replace(before, about={**before.about, "reward": record.about["reward"]})
         elif before.num_tokens == record.about["first"]:
-            known[place] = Record(
+            known[place] = JournalRecord(
                 before.about, before.tokens + record.tokens, before.numbers + record.numbers
             )
-    best: dict[Key, Record] = {}
+    best: dict[Key, JournalRecord] = {}
     for (_, problem_id, sample_index), record in known.items():
         other = best.get((problem_id, sample_index))
         if other is None or _worth(other) < _worth(record):
@@ -278,11 +278,11 @@ def choose(records: Iterable[tuple[Path, Record]]) -> list[Record]:
     return list(best.values())
 
 
-def _worth(record: Record) -> tuple[bool, bool, int]:
+def _worth(record: JournalRecord) -> tuple[bool, bool, int]:
     return "reward" in record.about, record.about["kind"] == "response", record.num_tokens
 
 
-def recall(requests: Sequence[Sequence[Request]], records: Iterable[Record]) -> Recalled:
+def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecord]) -> Recalled:
     """Returns what these records leave to do of the requests. A response to another prompt is none of
     theirs."""
     known = {tuple(record.about["key"]): record for record in records}
@@ -306,7 +306,7 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[Record]) -> 
     return Recalled(units, rollouts, rewards)
 
 
-def _to_rollout(request: Request, record: Record) -> Rollout:
+def _to_rollout(request: Request, record: JournalRecord) -> Rollout:
     reason, version = record.about["reason"], record.about["version"]
     stretch = record.token_ids, record.logprobs
     return Rollout(request.problem_id, request.sample_index, request.prompt_ids, *stretch, reason, version)

@@ -24,7 +24,7 @@ _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 
 @dataclass(frozen=True)
-class Record:
+class JournalRecord:
     """about: facts, of kinds that JSON has.
     tokens, numbers: a stretch of a response as the file holds it, its token ids and their
         log-probabilities; empty where the record is about none."""
@@ -34,8 +34,12 @@ class Record:
     numbers: bytes = field(default=b"", repr=False)
 
     @staticmethod
-    def of(about: Mapping[str, Any], token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Record:
-        return Record(about, np.array(token_ids, _TOKEN).tobytes(), np.array(logprobs, _LOGPROB).tobytes())
+    def of(
+        about: Mapping[str, Any], token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()
+    ) -> JournalRecord:
+        return JournalRecord(
+            about, np.array(token_ids, _TOKEN).tobytes(), np.array(logprobs, _LOGPROB).tobytes()
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +59,7 @@ class Record:
         return _FRAME.pack(len(payload), crc32(payload)) + payload
 
     @staticmethod
-    def decode(payload: bytes) -> Record:
+    def decode(payload: bytes) -> JournalRecord:
         """Returns the record in a payload. Raises ValueError where there is none."""
         line, _, stretch = payload.partition(b"\n")
         about = json.loads(line)
@@ -63,10 +67,10 @@ class Record:
         if rest or not isinstance(about, dict):
             raise ValueError("no record of a journal")
         end = num * _TOKEN.itemsize
-        return Record(about, stretch[:end], stretch[end:])
+        return JournalRecord(about, stretch[:end], stretch[end:])
 
 
-def read_record(file: BinaryIO) -> Record | None:
+def read_record(file: BinaryIO) -> JournalRecord | None:
     """Reads the next record. None, and the file stands where it stood: there is none as it was written."""
     start = file.tell()
     frame = file.read(_FRAME.size)
@@ -75,14 +79,14 @@ def read_record(file: BinaryIO) -> Record | None:
         payload = file.read(length)
         if len(payload) == length and crc32(payload) == checksum:
             try:
-                return Record.decode(payload)
+                return JournalRecord.decode(payload)
             except ValueError:
                 pass
     file.seek(start)
     return None
 
 
-def read_records(file: BinaryIO) -> Iterator[tuple[int, Record]]:
+def read_records(file: BinaryIO) -> Iterator[tuple[int, JournalRecord]]:
     """Yields the records from here on, each with its place in the file, which stands behind the last of
     them at the end."""
     while True:

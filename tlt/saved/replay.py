@@ -20,8 +20,8 @@ from typing import Any
 from tlt.config.schema import Config
 from tlt.drafter.drafting.references import REPLAY, References
 from tlt.models.decoder import ModelConfig
-from tlt.ranks.world import World, tell
-from tlt.saved.answers import read_answers
+from tlt.ranks.world import World, broadcast_json
+from tlt.saved.response_reader import read_answers
 from tlt.saved.responses import kept_by, path_of
 from tlt.types import Problem, Purpose, Request, SamplingParams, UserError
 
@@ -61,7 +61,7 @@ class ReplayOf(Replay):
     @contextmanager
     def lend(self, purpose: Purpose, policy_step: int, number: int) -> Iterator[None]:
         keys = []
-        found = tell(self.world, self._read(purpose, number) if self.world.is_leader else None)
+        found = broadcast_json(self.world, self._read(purpose, number) if self.world.is_leader else None)
         for problem_id, sample_index, token_ids in found:
             key = Request(problem_id, sample_index, (), self.params, purpose, policy_step).key
             own = self.references.get(key) if purpose == "rollout" else None

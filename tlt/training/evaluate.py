@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tlt.accounts import RewardSummary
 from tlt.io.files import read_file
-from tlt.ranks.world import tell
+from tlt.ranks.world import broadcast_json
 from tlt.report.console import near, when
 from tlt.rewards.pool import check_scorable, summarize
 from tlt.spans import SpanName
@@ -40,7 +40,7 @@ def settle_best(run: Run) -> None:
     the run has gone back behind; then the best policy is written again, if it is the one at hand, or
     nothing stays."""
     folder, best = run.out_dir / "best", run.evaluations.best
-    held = tell(run.world, read_mark(folder) if run.world.is_leader else None)
+    held = broadcast_json(run.world, read_mark(folder) if run.world.is_leader else None)
     if held is None or (best is not None and best.step == held):
         return
     gone = f"{near(folder)}: was of the evaluation {when(held)}, which the run has gone back behind"

@@ -39,7 +39,7 @@ from tlt.rollout.idle_time import IdleWork, facts_of, idle_choice
 from tlt.rollout.phase import RolloutPhase
 from tlt.rollout.protocol import DrafterSide, Receivers
 from tlt.rollout.result import PhaseResult
-from tlt.rollout.work_queue import connect_coordinator
+from tlt.rollout.work_queue import connect_work_queue
 from tlt.speculative.strategy import Strategy
 from tlt.types import (
     Key,
@@ -143,11 +143,9 @@ class LiveRollouts:
             self.drafter = watch_drafter(
                 settings.section, stored, self.engine, world, self.timeline, seed=0, share=share
             )
-        coordinator = connect_coordinator(
-            world.store, world.rank, world.world_size, timeout=world.timeout_seconds
-        )
+        queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
         receivers = Receivers(Unscored(), lambda _: "")
-        self._phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, lambda: False)
+        self._phase = RolloutPhase(world, self.engine, queue, receivers, self.timeline, lambda: False)
         trains = folder is not None and settings.section.train
         self._idle = idle_choice(world, self.timeline.epoch.machine, False, trains)
         self._occurrences = {purpose: Occurrences() for purpose in ("rollout", "evaluation", "generate")}
@@ -198,7 +196,7 @@ class LiveRollouts:
                 self._idle.observe(facts_of(self.latest), self.latest.slowdown)
         except BaseException:  # Ctrl-C in a notebook, say: the next call begins anew
             self.engine.abort()
-            self._phase.coordinator.abandon()
+            self._phase.queue.abandon()
             trained.abandon()
             raise
         self.seconds = defaultdict(float)

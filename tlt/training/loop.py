@@ -23,8 +23,8 @@ from tlt.config.schema import Config
 from tlt.hf.weights import StoredTensors, content_hash
 from tlt.io.plugins import is_importable
 from tlt.ranks.store import share_stop
-from tlt.ranks.waiting import lead, naming_who_is_awaited
-from tlt.ranks.world import Rendezvous, gather_objects, shutdown, tell
+from tlt.ranks.waiting import naming_absent_ranks, on_leader
+from tlt.ranks.world import Rendezvous, broadcast_json, gather_objects, shutdown
 from tlt.report.console import near
 from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
 from tlt.report.record import read_metrics
@@ -35,9 +35,9 @@ from tlt.rollout.dynamic import DynamicSampling
 from tlt.rollout.idle_time import IdleWork, facts_of
 from tlt.rollout.phase import StopRequested
 from tlt.rollout.result import PhaseResult
-from tlt.saved.lock import explain, forget_journal
 from tlt.saved.manifest import latest_checkpoint
 from tlt.saved.responses import FOLDER as RESPONSES
+from tlt.saved.run_folder import explain_os_error, forget_journal
 from tlt.spans import SpanName
 from tlt.training.evaluate import evaluate, settle_best
 from tlt.training.next_steps import ahead_of
@@ -63,7 +63,7 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
     if world.watch is not None:
         share_stop(world.store, stop, world.watch)
     try:
-        with naming_who_is_awaited(world):
+        with naming_absent_ranks(world):
             run = Run(config, world, stop, began=Moment(**described["began"]).here())
             try:
                 train(run)
@@ -75,7 +75,7 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
             f"{error}; " + ("no checkpoint is kept" if kept is None else f"the last checkpoint is {kept}")
         ) from None
     except OSError as error:
-        if (mistake := explain(error, config.run.out_dir)) is None:
+        if (mistake := explain_os_error(error, config.run.out_dir)) is None:
             raise
         raise mistake from error
     del run
@@ -163,7 +163,7 @@ def is_out_of_time(run: Run) -> bool:
     leader's clock decides."""
     limit = run.config.run.time_limit_minutes
     spent = run.seconds + run.evaluations.latest_seconds
-    return limit is not None and bool(tell(run.world, spent > 60 * limit))
+    return limit is not None and bool(broadcast_json(run.world, spent > 60 * limit))
 
 
 def finish(run: Run) -> None:
@@ -176,13 +176,13 @@ def finish(run: Run) -> None:
     run.save_policy(run.out_dir / "policy")
     if run.config.lora.rank:
         run.save_adapter(run.out_dir / "adapter")
-    lead(run.world, f"{run.out_dir}: the other products", lambda: write_products(run))
+    on_leader(run.world, f"{run.out_dir}: the other products", lambda: write_products(run))
 
 
 def finish_evaluation(run: Run) -> None:
     """Ends a run that has trained nothing: there is no policy to write, and no checkpoint."""
     run.timeline.flush()
-    lead(run.world, f"{run.out_dir}: the evaluation", lambda: write_evaluation(run))
+    on_leader(run.world, f"{run.out_dir}: the evaluation", lambda: write_evaluation(run))
 
 
 def write_evaluation(run: Run) -> None:

@@ -12,7 +12,7 @@ from tlt.hf.config import load_model_config
 from tlt.hf.prompts import ChatFormat, encode_prompts
 from tlt.hf.tokenizer import load_tokenizer
 from tlt.io.data import DataSource, Records, read_data
-from tlt.ranks.world import World, refuse_together, tell
+from tlt.ranks.world import World, broadcast_json, refuse_together
 from tlt.saved.inputs import digest_of_problems
 from tlt.tasks.base import make_problems, prepare_records
 from tlt.types import Problem, UserError
@@ -57,7 +57,7 @@ def check_same_problems(world: World, *splits: Sequence[Problem]) -> None:
     different files under the same name."""
     digests = [digest_of_problems(problems) for problems in splits]
     mistake = "task.data: these are other problems than on rank 0; give all machines the same files"
-    refuse_together(world, None if tell(world, digests) == digests else mistake)
+    refuse_together(world, None if broadcast_json(world, digests) == digests else mistake)
 
 
 def data_source(config: Config, split: str) -> DataSource | None:

@@ -26,17 +26,17 @@ from tlt.hf.weights import save_model
 from tlt.io.files import write_atomically
 from tlt.launch.place import find_place
 from tlt.models.decoder import Transformer
-from tlt.ranks.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer, whole
-from tlt.ranks.waiting import lead, together
+from tlt.ranks.sharding import FullTensors, LayoutChoice, choose_layout, full_tensor, layer_by_layer
+from tlt.ranks.waiting import on_all_ranks, on_leader
 from tlt.ranks.world import (
     DeviceChoice,
     Rendezvous,
     World,
+    broadcast_bytes,
+    broadcast_json,
     choose_device,
     gather_objects,
     init_process_group_from_env,
-    tell,
-    tell_bytes,
 )
 from tlt.report.console import Console
 from tlt.report.record import MetricsWriter
@@ -48,14 +48,14 @@ from tlt.rollout.idle_time import idle_choice
 from tlt.rollout.phase import RolloutPhase
 from tlt.rollout.protocol import DrafterSide, Journal, Receivers
 from tlt.rollout.result import PhaseResult
-from tlt.rollout.work_queue import Coordinator, connect_coordinator
-from tlt.saved.begun import identify_run
+from tlt.rollout.work_queue import WorkQueue, connect_work_queue
 from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.saved.inputs import Inputs
 from tlt.saved.journal import FileJournal
-from tlt.saved.lock import FolderLock
 from tlt.saved.replay import Prompts, Replay, ReplayOf, prompts_of
 from tlt.saved.responses import KeptResponses, forget_responses
+from tlt.saved.run_folder import FolderLock
+from tlt.saved.run_identity import identify_run
 from tlt.spans import SpanName
 from tlt.training.evaluations import Evaluations, is_judged_by_reward
 from tlt.training.problems import check_same_problems, load_problems
@@ -74,7 +74,7 @@ class Run:
     drafter: who looks after the learned drafter.
     metrics: None but on the leader.
 
-    coordinator: one that runs side by side share.
+    queue: the work queue of runs that share one; None: a queue of its own.
     prints: whether the leader shows the run, also to its trackers.
     began: when the user's command did; None: now.
     """
@@ -84,7 +84,7 @@ class Run:
         config: Config,
         world: World,
         stop: StopRequest,
-        coordinator: Coordinator | None = None,
+        queue: WorkQueue | None = None,
         prints: bool = True,
         began: Moment | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class Run:
         )
         try:
             with self.console.status("loading model and problems"):
-                self._load(coordinator, stop)
+                self._load(queue, stop)
         except BaseException:  # Ctrl-C while loading, too: terminal and folder are given back
             self._leave()
             raise
@@ -122,7 +122,7 @@ class Run:
 
     # ── making ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _load(self, coordinator: Coordinator | None, stop: StopRequest) -> None:
+    def _load(self, queue: WorkQueue | None, stop: StopRequest) -> None:
         """Makes everything else; worker processes last, for what fails before has none to end."""
         config, world = self.config, self.world
         self.problems = load_problems(config, "train")
@@ -153,7 +153,9 @@ class Run:
         self.step = self.first_step = self._resume()
         self.publish(self.step)
         kept, by_reward = self.out_dir / "evaluations.jsonl", is_judged_by_reward(config.rewards.functions)
-        self.evaluations = Evaluations(kept, self.step, world.is_leader, partial(tell, world), by_reward)
+        self.evaluations = Evaluations(
+            kept, self.step, world.is_leader, partial(broadcast_json, world), by_reward
+        )
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
         if world.is_leader:
             forget_responses(
@@ -163,7 +165,7 @@ class Run:
         self.scorers = RewardPool(
             reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds
         )
-        coordinator = coordinator or connect_coordinator(
+        queue = queue or connect_work_queue(
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds
         )
         self.journal = self._open_journal() if config.run.journal else Journal()
@@ -173,9 +175,7 @@ class Run:
         )
         self.replay = self._replay()
         migrates = config.rollout.migrate
-        self.phase = RolloutPhase(
-            world, self.engine, coordinator, receivers, self.timeline, stop.is_set, migrates
-        )
+        self.phase = RolloutPhase(world, self.engine, queue, receivers, self.timeline, stop.is_set, migrates)
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         settings, seed = self.config.drafter, self.config.run.seed
@@ -186,7 +186,9 @@ class Run:
         self._follows = ""  # digest of the checkpoint before the one that the run goes on from
         found = find_checkpoint(self.checkpoints.folder, self.world)
         identify = partial(identify_run, self.out_dir, self.config, self.inputs, self.console.note)
-        self.id = tell(self.world, together(self.world, lambda: identify() if self.world.is_leader else ""))
+        self.id = broadcast_json(
+            self.world, on_all_ranks(self.world, lambda: identify() if self.world.is_leader else "")
+        )
         if found is None:
             return 0
         path, manifest = found
@@ -216,7 +218,7 @@ class Run:
         goes on without."""
         path = self._references_file
         data = path.read_bytes() if self.world.is_leader and path.is_file() else b""
-        if data := tell_bytes(self.world, data):
+        if data := broadcast_bytes(self.world, data):
             try:
                 self.references.restore(data, self.policy.config.vocab_size)
             except ValueError as error:
@@ -296,7 +298,7 @@ class Run:
         """Gives the engine the policy as it is now, layer by layer; its version is the number of updates
         behind it."""
         with self.timeline.span(SpanName.PUBLISH):
-            tensors = Gathered(self.policy, resolve_dtype(self.config.run.dtype))
+            tensors = FullTensors(self.policy, resolve_dtype(self.config.run.dtype))
             self.engine.load_policy_parts(layer_by_layer(tensors), version)
 
     def checkpoint(self) -> None:
@@ -326,7 +328,7 @@ class Run:
         """Writes the policy as a checkpoint that transformers loads; every rank calls it, and rank 0
         writes. extra: further keys of its config.json."""
         self.check_folder()
-        config, tensors = self.policy.config, Gathered(self.policy)
+        config, tensors = self.policy.config, FullTensors(self.policy)
         if self.is_sharded and not self.world.is_leader:
             for _ in tensors.values():  # rank 0 gathers every tensor, and all take part
                 pass
@@ -339,7 +341,7 @@ class Run:
             source=self.model_folder,
             extra=extra,
         )
-        lead(self.world, f"{folder} after {self.step} updates", write)
+        on_leader(self.world, f"{folder} after {self.step} updates", write)
 
     def save_adapter(self, folder: Path) -> None:
         """Writes what LoRA has trained as a folder that PEFT loads; every rank calls it, and rank 0
@@ -348,9 +350,9 @@ class Run:
             self.config.model,
             {name: p for name, p in self.policy.named_parameters() if p.requires_grad},
         )
-        tensors = {name: whole(parameter).cpu() for name, parameter in trained.items()}
+        tensors = {name: full_tensor(parameter).cpu() for name, parameter in trained.items()}
         write = partial(save_adapter, folder, self.config.lora, tensors, str(model.path), model.revision)
-        lead(self.world, f"{folder} after {self.step} updates", write)
+        on_leader(self.world, f"{folder} after {self.step} updates", write)
 
     def close(self) -> None:
         """Ends worker processes and gives up files, terminal and folder."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.phase_parts import (
+from tests.unit.rollout.phase_parts import (
     PARAMS,
-    make_coordinators,
     make_engine,
     make_model,
     make_phase,
     make_problems,
+    make_queues,
     make_side,
     make_watch,
 )
@@ -85,7 +85,7 @@ def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above
     spot = SpotTrainer(
         DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48
     )
-    (coordinator,) = make_coordinators(1)
+    (queue,) = make_queues(1)
     average = make_model(5)
 
     def average_weighted(tensors: Sequence[torch.Tensor], weight: float) -> float:
@@ -95,7 +95,7 @@ def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above
 
     drafter = make_side(spot, learned, make_watch(engine, learned, spot, average_weighted, others=(10, 7)))
     learned.load(make_model(4).state_dict(), 9)
-    result = make_phase(engine, coordinator).run(make_problems(2), 2, PARAMS, "rollout", 0, drafter)
+    result = make_phase(engine, queue).run(make_problems(2), 2, PARAMS, "rollout", 0, drafter)
     assert result.check is not None
     assert (learned.version, result.check.version) == (11, 11)
     assert predicts_like(learned, average)

@@ -27,7 +27,7 @@ from tests.unit.drafter_parts import (
     make_requests,
     make_rollout,
 )
-from tests.unit.phase_parts import make_side
+from tests.unit.rollout.phase_parts import make_side
 from tests.unit.watch_parts import Parts, make_rollouts
 from tlt.assembly.cost_prior import cost_prior
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings

@@ -24,7 +24,7 @@ from tlt.hf.peft import read_adapter, save_adapter
 from tlt.hf.weights import save_model
 from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf
-from tlt.ranks.sharding import Gathered
+from tlt.ranks.sharding import FullTensors
 from tlt.types import UserError
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -52,11 +52,11 @@ def published(config: Config, saved: Path) -> dict[str, Tensor]:
     """The matrices that a run begins with."""
     model = open_start(config, torch.float64)
     policy = build_policy(plan_policy(config, model.config), model, torch.device("cpu"))
-    return {name: tensor.detach() for name, tensor in Gathered(policy, torch.float64).items()}
+    return {name: tensor.detach() for name, tensor in FullTensors(policy, torch.float64).items()}
 
 
 def test_merged_it_is_the_model_whose_adapters_were_saved(saved: Path) -> None:
-    expected = {name: tensor.detach() for name, tensor in Gathered(make_policy(), torch.float64).items()}
+    expected = {name: tensor.detach() for name, tensor in FullTensors(make_policy(), torch.float64).items()}
     found = load_model(saved / "base", adapter=saved / "adapter").tensors
     base = load_model(saved / "base").tensors
     assert found.keys() == expected.keys()

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.saved_parts import ALONE, assert_holds, make_checkpoint, names_in, refusal, save
+from tests.unit.saved.saved_parts import ALONE, assert_holds, make_checkpoint, names_in, refusal, save
 from tlt.ranks import shards
 from tlt.saved.checkpoint import CheckpointWriter, find_checkpoint, save_checkpoint
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from tlt.io.processes import how_it_ended
-from tlt.launch.failures import Failure, RankFailure, Restarts, find_cause
+from tlt.launch.failures import AttemptFailure, RankFailure, Restarts, find_cause
 
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "a.py", line {}, in step\n    1 / 0\nZeroDivisionError: {}\n'
 )
-KILLED = Failure(("rank 1 ended without a word: killed by SIGKILL (out of memory?)",))
+KILLED = AttemptFailure(("rank 1 ended without a word: killed by SIGKILL (out of memory?)",))
 
 
-def fault(line: int = 7, message: str = "division by zero") -> Failure:
-    return Failure((f"rank 0 failed: ZeroDivisionError: {message}",), TRACEBACK.format(line, message))
+def fault(line: int = 7, message: str = "division by zero") -> AttemptFailure:
+    return AttemptFailure((f"rank 0 failed: ZeroDivisionError: {message}",), TRACEBACK.format(line, message))
 
 
 def report(rank: int, time: float, is_user_error: bool = False) -> RankFailure:
@@ -25,8 +25,8 @@ def report(rank: int, time: float, is_user_error: bool = False) -> RankFailure:
 
 def test_the_cause_is_what_ended_first_and_a_users_mistake_before_all() -> None:
     reports = [report(0, 1.0), report(1, 2.0), report(2, 3.0)]
-    assert find_cause(reports, [1, 2], str) == Failure(("rank 1 failed: message 1",), "traceback 1\n")
-    assert find_cause([*reports, report(3, 9.0, is_user_error=True)], [0], str) == Failure(
+    assert find_cause(reports, [1, 2], str) == AttemptFailure(("rank 1 failed: message 1",), "traceback 1\n")
+    assert find_cause([*reports, report(3, 9.0, is_user_error=True)], [0], str) == AttemptFailure(
         ("message 3",), "", True
     )
     silent = find_cause(reports[:1], [2, 1], lambda rank: how_it_ended(-9))
@@ -46,7 +46,7 @@ def test_a_death_is_followed_by_attempts_up_to_the_limit_and_one_line_names_all(
 
 
 def test_a_users_mistake_is_not_followed_by_another_attempt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not Restarts(3).follows(Failure(("model.path: is missing",), is_user_error=True))
+    assert not Restarts(3).follows(AttemptFailure(("model.path: is missing",), is_user_error=True))
     assert capsys.readouterr().err == "tlt: error: model.path: is missing\n"
 
 

@@ -30,7 +30,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.plan.fit import fits, judge
 from tlt.plan.memory import plan_memory
 from tlt.plan.sizes import PlannedRun
-from tlt.ranks.sharding import Gathered, layer_by_layer
+from tlt.ranks.sharding import FullTensors, layer_by_layer
 from tlt.ranks.world import World
 from tlt.rl.update import PolicyTrainer
 from tlt.training.start import describe_lora
@@ -105,9 +105,9 @@ def are_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_the_published_matrices_compute_what_the_adapters_do(shape: str, lora: dict[str, Any]) -> None:
     policy = make_policy(SHAPES[shape], make_config(**lora))
     engine = PackedTransformer(SHAPES[shape], torch.float64)
-    engine.load_parts(layer_by_layer(Gathered(policy, torch.float64)), 1)
+    engine.load_parts(layer_by_layer(FullTensors(policy, torch.float64)), 1)
     whole = Transformer(SHAPES[shape]).double()
-    whole.load_state_dict(dict(Gathered(policy)))
+    whole.load_state_dict(dict(FullTensors(policy)))
     expected = logits_of(policy)
     assert (logits_of(whole) - expected).abs().max() < 1e-13
     assert (logits_of(engine) - expected).abs().max() < 1e-12
@@ -119,7 +119,7 @@ def test_at_first_the_policy_is_its_base_to_the_last_bit() -> None:
     for layer in adapted(policy).values():
         torch.nn.init.zeros_(layer.lora_B.weight)
     assert torch.equal(logits_of(policy), logits_of(base_of(LLAMA)))
-    assert are_equal(dict(Gathered(policy)), dict(base_of(LLAMA).named_parameters()))
+    assert are_equal(dict(FullTensors(policy)), dict(base_of(LLAMA).named_parameters()))
 
 
 def test_adapters_begin_as_pefts_do_by_seed_and_name_alone() -> None:
@@ -171,7 +171,7 @@ def test_the_update_is_that_of_the_whole_policy_projected_on_the_adapters() -> N
     Bᵀ (d loss/dW)."""
     policy = make_policy()
     whole = Transformer(LLAMA).double()
-    whole.load_state_dict(dict(Gathered(policy)))
+    whole.load_state_dict(dict(FullTensors(policy)))
     found, expected = gradients_of_update(policy), gradients_of_update(whole)
     for name, layer in adapted(policy).items():
         a_RI, b_OR, prefix = layer.lora_A.weight, layer.lora_B.weight, name.removesuffix("weight")
@@ -232,8 +232,8 @@ def test_a_base_in_bfloat16_trains_adapters_in_float32_and_publishes_them_merged
     name = "model.layers.1.mlp.up_proj.weight"
     layer = adapted(policy)[name]
     expected = layer.weight.float() + layer.scale * layer.lora_B.weight @ layer.lora_A.weight
-    assert torch.equal(Gathered(policy)[name], expected)
-    assert torch.equal(Gathered(policy, torch.bfloat16)[name], expected.bfloat16())
+    assert torch.equal(FullTensors(policy)[name], expected)
+    assert torch.equal(FullTensors(policy, torch.bfloat16)[name], expected.bfloat16())
     assert not torch.equal(expected, expected.bfloat16().float())
 
 

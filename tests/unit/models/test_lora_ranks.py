@@ -25,7 +25,7 @@ from tlt.config.schema import Config
 from tlt.hf.weights import save_model
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.lora import BaseOf, adapted
-from tlt.ranks.sharding import Gathered, local_rows, whole
+from tlt.ranks.sharding import FullTensors, full_tensor, local_rows
 from tlt.ranks.world import World
 from tlt.rl.update import PolicyTrainer
 from tlt.types import resolve_dtype
@@ -89,7 +89,7 @@ def updates(
 
 
 def values(model: Transformer, is_wanted: Callable[[Tensor], bool]) -> dict[str, Tensor]:
-    return {name: whole(p).detach().clone() for name, p in model.named_parameters() if is_wanted(p)}
+    return {name: full_tensor(p).detach().clone() for name, p in model.named_parameters() if is_wanted(p)}
 
 
 def trained(model: Transformer) -> dict[str, Tensor]:
@@ -112,7 +112,8 @@ def compare(world: World, config: Config, **batch: int) -> dict[str, Any]:
         "began": began,
         "weights": apart(trained(sharded), trained(replicated)),
         "published": apart(
-            dict(Gathered(sharded)), {name: tensor.detach() for name, tensor in Gathered(replicated).items()}
+            dict(FullTensors(sharded)),
+            {name: tensor.detach() for name, tensor in FullTensors(replicated).items()},
         ),
         "frozen": apart(frozen(sharded), {name: base[name] for name in frozen(sharded)}),
         "moved": apart(trained(replicated), start),
@@ -128,7 +129,7 @@ def resumed(world: World, config: Config) -> float:
     how far from three in one go."""
     trainer = make_trainer(world, config, is_sharded=True)
     updates(world, trainer, range(2))
-    kept = {name: whole(tensor).detach().clone() for name, tensor in trainer.tensors().items()}
+    kept = {name: full_tensor(tensor).detach().clone() for name, tensor in trainer.tensors().items()}
     updates(world, trainer, range(2, 3))
     again = make_trainer(world, config, is_sharded=False)
     with torch.no_grad():

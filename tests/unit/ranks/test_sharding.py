@@ -24,14 +24,14 @@ from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.ranks.sharding import (
-    Gathered,
+    FullTensors,
     choose_layout,
     fill,
+    full_tensor,
     layer_by_layer,
     local_rows,
     mesh_of,
     shard,
-    whole,
 )
 from tlt.ranks.world import World
 from tlt.rl import logprobs
@@ -119,7 +119,7 @@ class Ranks:
 
 
 def weights(model: Transformer) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in Gathered(model).items()}
+    return {name: tensor.detach().clone() for name, tensor in FullTensors(model).items()}
 
 
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -199,7 +199,7 @@ def in_bfloat16(ranks: Ranks) -> dict[str, Any]:
 
             def norm_and_keep() -> float:
                 named = trainer.model.named_parameters()
-                found.update({name: whole(p.grad).float().clone() for name, p in named})
+                found.update({name: full_tensor(p.grad).float().clone() for name, p in named})
                 return norm()
 
             trainer.gradients.norm = norm_and_keep  # type: ignore[method-assign]  # looks at them on the way
@@ -220,7 +220,7 @@ def published(ranks: Ranks) -> dict[str, Any]:
     """An engine's copy loaded layer by layer from slices, against one loaded from the whole policy."""
     model = ranks.model(UNTIED)
     tokens, outputs = torch.arange(9), []
-    for parts in (layer_by_layer(Gathered(ranks.cut(model))), [dict(model.named_parameters())]):
+    for parts in (layer_by_layer(FullTensors(ranks.cut(model))), [dict(model.named_parameters())]):
         engine = PackedTransformer(UNTIED, torch.float64)
         engine.load_parts(parts, 3)
         outputs.append(engine.logits(engine.forward(tokens, tokens, PackedCausal(UNTIED, [9]))))
@@ -266,7 +266,7 @@ def resumed(ranks: Ranks) -> float:
     model = ranks.sharded(UNTIED)
     trainer = ranks.trainer(model, None, FREE, each=True)
     ranks.updates(trainer, range(2))
-    kept = {name: whole(tensor).clone() for name, tensor in trainer.tensors().items()}
+    kept = {name: full_tensor(tensor).clone() for name, tensor in trainer.tensors().items()}
     ranks.updates(trainer, range(2, 3))
     other = ranks.sharded(UNTIED)
     again = ranks.trainer(other, None, FREE, each=True)

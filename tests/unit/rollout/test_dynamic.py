@@ -22,8 +22,8 @@ from tlt.rollout.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.rollout.phase import RolloutPhase, StopRequested
 from tlt.rollout.protocol import DrafterSide, Receivers
 from tlt.rollout.result import PhaseResult, ReplicaReport, combine
-from tlt.rollout.work import Work
-from tlt.rollout.work_queue import local_coordinator
+from tlt.rollout.work import ReplicaWork
+from tlt.rollout.work_queue import local_work_queue
 from tlt.speculative.strategy import Strategy
 from tlt.training.problems import problems_of_step, spare_problems
 from tlt.tuning.tuner import Fixed
@@ -179,7 +179,7 @@ def make_phase(engine: RolloutEngine) -> RolloutPhase:
     scorers: Any = ParityScorers()
     words = lambda ids: " ".join(map(str, ids))  # noqa: E731
     return RolloutPhase(
-        world, engine, local_coordinator(), Receivers(scorers, words), Timeline(0), lambda: False
+        world, engine, local_work_queue(), Receivers(scorers, words), Timeline(0), lambda: False
     )
 
 
@@ -238,8 +238,8 @@ def test_a_stop_in_a_later_round_breaks_the_whole_step_off() -> None:
     watcher = Watcher()
     phase = make_phase(engine)
     begun = []
-    begin = phase.coordinator.begin
-    phase.coordinator.begin = lambda name, num: (begun.append(name), begin(name, num))  # type: ignore[method-assign]  # listens in
+    begin = phase.queue.begin
+    phase.queue.begin = lambda name, num: (begun.append(name), begin(name, num))  # type: ignore[method-assign]  # listens in
     phase.should_stop = lambda: len(begun) == 2
     params = SamplingParams(temperature=1.0, max_tokens=16, stop_ids=(STOP,))
     with pytest.raises(StopRequested, match="in step 5"):
@@ -272,6 +272,6 @@ def test_idle_time_at_the_end_of_a_round_counts_and_so_does_the_training_in_it()
 
 def test_a_response_with_a_later_sample_index_can_be_handed_over() -> None:
     requests = [Request("p0", index, (3, 4), SamplingParams()) for index in (6, 7)]
-    work = Work(local_coordinator(), [requests])
+    work = ReplicaWork(local_work_queue(), [requests])
     begun = dataclasses.replace(requests[1], token_ids=(5,), logprobs=(-0.5,))
     assert work._unpack(work._pack(begun)) == begun

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.phase_parts import (
+from tests.unit.rollout.phase_parts import (
     PARAMS,
     POLICY,
     TREES,
-    make_coordinators,
     make_engine,
     make_phase,
     make_problems,
+    make_queues,
     running,
     wait_for,
 )
@@ -25,7 +25,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
 from tlt.rollout.phase import NO_WORK
 from tlt.rollout.protocol import DrafterSide
-from tlt.rollout.work import Ended, Work, worth_migrating
+from tlt.rollout.work import FinishedResponses, ReplicaWork, worth_migrating
 from tlt.speculative.strategy import Strategy
 from tlt.types import Finished, Request, Rollout
 
@@ -43,9 +43,9 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
     expected = {
         rollout.problem_id: rollout.token_ids for rollout in alone.generate(group[0] for group in requests)
     }
-    coordinators, works, offered = make_coordinators(2), [], threading.Event()
-    offer = coordinators[1].offer_help
-    coordinators[1].offer_help = lambda: (offer(), offered.set())[0]
+    queues, works, offered = make_queues(2), [], threading.Event()
+    offer = queues[1].offer_help
+    queues[1].offer_help = lambda: (offer(), offered.set())[0]
 
     def replica(index: int) -> Callable[[], tuple[list[Rollout], Any]]:
         engine, _ = make_engine(strategy=TREES if speculates else Strategy.OFF)
@@ -56,9 +56,9 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
             return step(captures)
 
         engine.step = step_when_help_is_offered
-        phase = make_phase(engine, coordinators[index])
-        coordinators[index].begin("rollout", len(problems))
-        works.append(Work(coordinators[index], requests))
+        phase = make_phase(engine, queues[index])
+        queues[index].begin("rollout", len(problems))
+        works.append(ReplicaWork(queues[index], requests))
         while index == 0 and engine.room:  # a full engine never sees that the queue is empty
             engine.add(works[0].take(1))
         take = works[index].take
@@ -69,7 +69,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
             return taken
 
         works[index].take = take_back_only_when_idle
-        ended = Ended(problems, phase.receivers, DrafterSide())
+        ended = FinishedResponses(problems, phase.receivers, DrafterSide())
         spare = phase.idle_time(NO_WORK, DrafterSide())
         return lambda: (ended.rollouts, phase.generate(works[index], ended, DrafterSide(), spare))
 
@@ -79,7 +79,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
     assert len(found) == len(problems)
     assert {rollout.problem_id: rollout.token_ids for rollout in found} == expected
     assert works[1].num_received > 0
-    assert all(coordinator.all_done() for coordinator in coordinators)
+    assert all(queue.all_done() for queue in queues)
     assert not any(work.unit_of for work in works)
 
 
@@ -105,11 +105,11 @@ def test_what_waits_for_a_slot_is_handed_over_first() -> None:
     engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=3)
     engine.load_policy(dict(POLICY.named_parameters()))
     group = [Request("p0", i, (3, 4, 5), PARAMS) for i in range(8)]
-    busy, idle = make_coordinators(2)
+    busy, idle = make_queues(2)
     works = []
-    for coordinator in (busy, idle):
-        coordinator.begin("rollout", 1)
-        works.append(Work(coordinator, [group]))
+    for queue in (busy, idle):
+        queue.begin("rollout", 1)
+        works.append(ReplicaWork(queue, [group]))
     engine.add(works[0].take(1))
     engine.step()
     idle.offer_help()

@@ -174,11 +174,11 @@ def test_training_is_worth_the_tokens_that_its_acceptance_brings_for_some_steps(
     facts = replace(NOTHING, train_seconds=4.0, acceptance_before=0.74, acceptance=0.75)
     for _ in range(40):
         chosen.observe(facts, NO_SUMS)
-    measured = 0.01 / 1.75 * 10.0 * module.HORIZON / 4.0
+    measured = 0.01 / 1.75 * 10.0 * module.TRAINING_HORIZON / 4.0
     weight = 1 / (1 - 0.8)
     assert chosen.worth()[TRAIN].gain == pytest.approx((measured * weight + 0.1 * 2) / (weight + 2), rel=0.01)
     last = replace(facts, steps_left=1)
-    assert last.training_gain == pytest.approx(measured / module.HORIZON), (
+    assert last.training_gain == pytest.approx(measured / module.TRAINING_HORIZON), (
         "at the end of a run there is nothing to train for"
     )
 

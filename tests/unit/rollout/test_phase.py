@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.phase_parts import (
+from tests.unit.rollout.phase_parts import (
     PATIENCE,
     OneTokenEngine,
     ScriptedSpot,
     generate,
-    make_coordinators,
     make_engine,
     make_model,
     make_phase,
     make_problems,
+    make_queues,
     running,
     wait_for,
 )
@@ -36,7 +36,7 @@ from tlt.types import Rollout
 def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one engine step: after its last token come no further engine step and no wait."""
     events: list[str] = []
-    idle, busy = make_coordinators(2)
+    idle, busy = make_queues(2)
     monkeypatch.setattr(idle, "rest", lambda: events.append("wait"))
     busy.begin("rollout", 4)
     held = busy.take(1)
@@ -51,7 +51,7 @@ def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch
 def test_any_number_of_replicas_join_late_each_when_it_falls_idle() -> None:
     """Replica 0 generates until both others train; replica 2 falls idle only when replica 1 trains
     already."""
-    coordinators = make_coordinators(3)
+    queues = make_queues(3)
     trains = [threading.Event() for _ in range(3)]
     before_step = [
         lambda: (wait_for(trains[1]), wait_for(trains[2])),
@@ -69,7 +69,7 @@ def test_any_number_of_replicas_join_late_each_when_it_falls_idle() -> None:
                 before_step[index]()
 
         events: list[str] = []
-        phase = make_phase(OneTokenEngine(before, events), coordinators[index])
+        phase = make_phase(OneTokenEngine(before, events), queues[index])
         return lambda: generate(phase, make_problems(3), ScriptedSpot(trains[index].set, events))
 
     with running(*(replica(index) for index in range(3))) as results:
@@ -137,7 +137,7 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
     spot.add(
         Rollout("before", 0, (3, 4), (5,) * 60, (0.0,) * 60, "stop", 0), torch.randn(61, CONFIG.hidden_size)
     )
-    idle, busy = make_coordinators(2)
+    idle, busy = make_queues(2)
     busy.begin("rollout", 2)
     held, waits, sleep = busy.take(1), [], time.sleep
 

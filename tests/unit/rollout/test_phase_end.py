@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.phase_parts import (
+from tests.unit.rollout.phase_parts import (
     PARAMS,
-    make_coordinators,
     make_engine,
     make_model,
     make_phase,
     make_problems,
+    make_queues,
     make_side,
     make_watch,
 )
@@ -30,8 +30,8 @@ def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on(keeps
     spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
     spot.end_step(carried, 1.0)
     started = [t.token_ids for t in spot.buffer.trajectories]
-    (coordinator,) = make_coordinators(1)
-    phase = make_phase(engine, coordinator)
+    (queue,) = make_queues(1)
+    phase = make_phase(engine, queue)
     phase.should_stop = lambda: len(spot.buffer) > 3
     with pytest.raises(StopRequested):
         phase.run(
@@ -60,8 +60,8 @@ def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:
 
 def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> None:
     engine, learned = make_engine()
-    (coordinator,) = make_coordinators(1)
-    make_phase(engine, coordinator).run(make_problems(6), 2, PARAMS, "rollout", 0)
+    (queue,) = make_queues(1)
+    make_phase(engine, queue).run(make_problems(6), 2, PARAMS, "rollout", 0)
     assert engine.stats.num_tokens > 0
     caches = (
         engine.cache.groups,
@@ -84,12 +84,12 @@ def test_features_are_read_out_only_where_they_are_trained_on() -> None:
         )
         trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
         spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
-        (coordinator,) = make_coordinators(1)
+        (queue,) = make_queues(1)
         drafter = make_side(spot, learned, make_watch(engine, learned, spot))
         finished: list[str] = []
         add = spot.add
         spot.add = lambda r, f, add=add, done=finished: done.append(r.problem_id) or add(r, f)
-        make_phase(engine, coordinator).run(make_problems(2), 1, PARAMS, "rollout", 0, drafter)
+        make_phase(engine, queue).run(make_problems(2), 1, PARAMS, "rollout", 0, drafter)
         assert sorted(finished) == ["p0", "p1"]
         reads.append(len(num_reads))
     assert reads[0] >= reads[1] + 2

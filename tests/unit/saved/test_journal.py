@@ -22,11 +22,11 @@ from tlt.rollout.dynamic import DynamicSampling
 from tlt.rollout.phase import RolloutPhase
 from tlt.rollout.protocol import Recalled, Receivers
 from tlt.rollout.result import PhaseResult
-from tlt.rollout.work_queue import Coordinator
+from tlt.rollout.work_queue import WorkQueue
 from tlt.saved.checkpoint import Saved
 from tlt.saved.journal import FileJournal, choose, find_phases
-from tlt.saved.journal_file import Record, read_records
-from tlt.saved.lock import can_go_on, forget_journal
+from tlt.saved.journal_file import JournalRecord, read_records
+from tlt.saved.run_folder import can_go_on, forget_journal
 from tlt.types import Problem, Request, Reward, Rollout, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=60, stop_ids=(0,), seed=4)
@@ -57,7 +57,7 @@ def answer(request: Request, num_tokens: int = 5) -> Rollout:
     )
 
 
-def records_in(folder: Path) -> list[Record]:
+def records_in(folder: Path) -> list[JournalRecord]:
     (path,) = folder.rglob("replica-*")
     with path.open("rb") as file:
         return [record for _, record in read_records(file)]
@@ -194,9 +194,9 @@ def test_what_runs_when_the_user_stops_the_run_is_written_to_its_last_token(tmp_
 
 
 def test_a_stretch_that_does_not_follow_the_one_before_it_is_left_out() -> None:
-    def part(first: int, *token_ids: int) -> tuple[Path, Record]:
+    def part(first: int, *token_ids: int) -> tuple[Path, JournalRecord]:
         about = {"kind": "part", "phase": "rollout 0", "key": ("p0", 0), "first": first, "prompt": 0}
-        return Path("file"), Record.of(about, token_ids, [float(-t) for t in token_ids])
+        return Path("file"), JournalRecord.of(about, token_ids, [float(-t) for t in token_ids])
 
     (chosen,) = choose([part(0, 1, 2), part(3, 4, 5), part(2, 3), part(9, 9)])
     assert chosen.token_ids == (1, 2, 3)
@@ -342,11 +342,11 @@ def test_a_record_of_zeros_is_none() -> None:
 
 
 def test_a_record_that_is_whole_but_makes_no_sense_ends_its_file() -> None:
-    good = Record.of({"kind": "part"}, (1, 2), (-0.5, -0.25))
+    good = JournalRecord.of({"kind": "part"}, (1, 2), (-0.5, -0.25))
     data = good.encode()
     assert [record for _, record in read_records(BytesIO(data + data))] == [good, good]
     for about in ([1], "text", None):
-        strange = Record(about).encode()  # type: ignore[arg-type]  # what no journal writes
+        strange = JournalRecord(about).encode()  # type: ignore[arg-type]  # what no journal writes
         assert [record for _, record in read_records(BytesIO(data + strange + data))] == [good]
 
 
@@ -404,8 +404,8 @@ def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult,
 
     engine.step = dying_step  # type: ignore[method-assign, assignment]  # the fault
     scorers, journal = Exact(), open_journal(folder)
-    receivers, coordinator = Receivers(scorers, str, journal), Coordinator(HashStore(), 0, 1, 60.0)
-    phase = RolloutPhase(WORLD, engine, coordinator, receivers, Timeline(0), lambda: False)
+    receivers, queue = Receivers(scorers, str, journal), WorkQueue(HashStore(), 0, 1, 60.0)
+    phase = RolloutPhase(WORLD, engine, queue, receivers, Timeline(0), lambda: False)
     problems = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(4)]
     sampling = DynamicSampling(4, 2, 1, [Problem(f"s{i}", (3, 5, 5 + i)) for i in range(4)])
     return phase.run(problems, 2, PARAMS, "rollout", 0, sampling=sampling), engine, scorers

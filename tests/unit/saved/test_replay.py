@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.saved_parts import ALONE
+from tests.unit.saved.saved_parts import ALONE
 from tlt.drafter.drafting.references import REPLAY, References
 from tlt.saved.replay import ReplayOf
 from tlt.saved.responses import KeptResponses, forget_responses, kept_by, path_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.saved_parts import (
+from tests.unit.saved.saved_parts import (
     ALONE,
     assert_holds,
     load,

@@ -18,7 +18,7 @@ from tests.unit.io.test_hub import point_at
 from tlt.cli.train import resolve_config
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.saved.lock import FolderLock
+from tlt.saved.run_folder import FolderLock
 from tlt.training.loop import next_commands
 from tlt.training.problems import load_problems
 from tlt.training.start import describe_update, preflight, prepare

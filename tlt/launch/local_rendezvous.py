@@ -45,7 +45,7 @@ class OneMachine(RendezvousHandler):
         return True
 
 
-def register() -> str:
+def register_rendezvous() -> str:
     """Makes the rendezvous known to torch's launcher; returns its name there."""
     rendezvous_handler_registry.register(NAME, OneMachine)
     return NAME

@@ -13,14 +13,14 @@ from torch.distributed import Store
 from tlt.launch.failures import RankAwaited
 from tlt.ranks.store import ABSENT, read_now
 
-WATCH_SECONDS = 1.0
+_WATCH_SECONDS = 1.0
 
 
 class ReplicaTimeout(RankAwaited):
     """A replica that others wait for showed no progress for longer than the time-out."""
 
 
-class SignsOfLife:
+class Heartbeats:
     """One replica's own, and what it has seen of the others'. held: units that it has taken and not
     finished."""
 
@@ -41,14 +41,14 @@ class SignsOfLife:
         self.store.set(f"beat/{self.replica}", f"{self._changes}:{held}")
 
     def beat_now_and_then(self, held: int) -> None:
-        if self._clock() - self._beaten_at >= WATCH_SECONDS:
+        if self._clock() - self._beaten_at >= _WATCH_SECONDS:
             self.beat(held)
 
     def watch(self, held: int, phase: str) -> None:
         """Looks at some of the others, once a second at most. Raises ReplicaTimeout that names one which
         was silent for longer than the time-out."""
         now = self._clock()
-        if now - self._watched_at < WATCH_SECONDS:
+        if now - self._watched_at < _WATCH_SECONDS:
             return
         self._watched_at = now
         if not held:

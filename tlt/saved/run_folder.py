@@ -90,7 +90,7 @@ class FolderLock:
             os.close(self._opened)
 
 
-def explain(error: OSError, folder: Path) -> UserError | None:
+def explain_os_error(error: OSError, folder: Path) -> UserError | None:
     """Returns a run's error of the system as what is wrong with its folder, or with the disk; None: it is
     neither."""
     named = Path(error.filename) if isinstance(error.filename, str | Path) else None

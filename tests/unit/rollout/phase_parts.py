@@ -29,8 +29,8 @@ from tlt.report.timeline import Timeline
 from tlt.rollout.phase import NO_WORK, RolloutPhase
 from tlt.rollout.protocol import Receivers
 from tlt.rollout.watched_drafter import WatchedDrafter
-from tlt.rollout.work import Ended, Work
-from tlt.rollout.work_queue import Coordinator
+from tlt.rollout.work import FinishedResponses, ReplicaWork
+from tlt.rollout.work_queue import WorkQueue
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
 from tlt.types import Finished, Problem, Request, Reward, Rollout, SamplingParams
@@ -118,12 +118,10 @@ class Unwatched:
         return session()
 
 
-def make_phase(engine: Any, coordinator: Any) -> RolloutPhase:
+def make_phase(engine: Any, queue: Any) -> RolloutPhase:
     world, timeline = World(0, 1, 0, torch.device("cpu"), HashStore(), None), Timeline(0)
     scorers: Any = Scorers()
-    return RolloutPhase(
-        world, engine, coordinator, Receivers(scorers, lambda ids: ""), timeline, lambda: False
-    )
+    return RolloutPhase(world, engine, queue, Receivers(scorers, lambda ids: ""), timeline, lambda: False)
 
 
 def make_side(spot: Any, learned: Any = None, watch: Any = None) -> WatchedDrafter:
@@ -163,16 +161,16 @@ def generate(
     drafter = make_side(spot)
     drafter.begin()
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
-    phase.coordinator.begin("rollout", len(problems))
-    ended = Ended(problems, phase.receivers, drafter)
+    phase.queue.begin("rollout", len(problems))
+    ended = FinishedResponses(problems, phase.receivers, drafter)
     spare = phase.idle_time(NO_WORK, drafter)
-    last_token, _ = phase.generate(Work(phase.coordinator, requests), ended, drafter, spare)
+    last_token, _ = phase.generate(ReplicaWork(phase.queue, requests), ended, drafter, spare)
     return ended.rollouts, last_token, spare.drafter_report
 
 
-def make_coordinators(num: int) -> list[Coordinator]:
+def make_queues(num: int) -> list[WorkQueue]:
     store = HashStore()
-    return [Coordinator(store, replica, num, timeout=PATIENCE) for replica in range(num)]
+    return [WorkQueue(store, replica, num, timeout=PATIENCE) for replica in range(num)]
 
 
 @contextmanager

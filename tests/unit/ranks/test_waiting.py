@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tlt.ranks import store as store_module
 from tlt.ranks import waiting
 from tlt.ranks.store import Watch, leave_when_silent
-from tlt.ranks.waiting import RankAwaited, naming_who_is_awaited
+from tlt.ranks.waiting import RankAwaited, naming_absent_ranks
 from tlt.ranks.world import World
 
 
@@ -33,7 +33,7 @@ def test_a_time_out_names_the_ranks_that_did_not_wait_themselves(
     for rank in others:
         store.set(f"waited/{rank}", "here")
     world = World(0, 3, 0, torch.device("cpu"), store, None, timeout_seconds=20)
-    with pytest.raises(RankAwaited) as caught, naming_who_is_awaited(world):
+    with pytest.raises(RankAwaited) as caught, naming_absent_ranks(world):
         all_reduce("Timed out waiting 20000ms for recv operation to complete")
     assert str(caught.value) == f"rank 0 has waited 20 s (run.timeout_seconds) in a collective for {who}"
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
@@ -43,7 +43,7 @@ def test_a_time_out_names_the_ranks_that_did_not_wait_themselves(
 @pytest.mark.parametrize(("message", "num_ranks"), [("Connection closed by peer", 2), ("Timed out", 1)])
 def test_every_other_error_stays_what_it_is(message: str, num_ranks: int) -> None:
     world = World(0, num_ranks, 0, torch.device("cpu"), dist.HashStore(), None)
-    with pytest.raises(RuntimeError, match=message) as caught, naming_who_is_awaited(world):
+    with pytest.raises(RuntimeError, match=message) as caught, naming_absent_ranks(world):
         all_reduce(message)
     assert type(caught.value) is RuntimeError
 
@@ -58,7 +58,7 @@ def test_a_rank_whose_store_has_fallen_silent_leaves_and_says_why(
         watch.has_left.set()
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(store_module, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(store_module, "_WATCH_SECONDS", 0.01)
     leave_when_silent(watch, 0.05, "10.0.0.1:29500")
     assert watch.has_left.wait(60)
     assert codes == [1]

@@ -18,10 +18,10 @@ from tlt.rollout.work_queue import (
     MAX_POLL_SECONDS,
     POLL_SECONDS,
     RACE_SECONDS,
-    Coordinator,
     ReplicaTimeout,
-    connect_coordinator,
-    local_coordinator,
+    WorkQueue,
+    connect_work_queue,
+    local_work_queue,
 )
 
 
@@ -38,17 +38,17 @@ class Clock:
         self.now += seconds
 
 
-def wait_until_done(coordinator: Coordinator, clock: Clock) -> None:
-    while not coordinator.all_done():
+def wait_until_done(queue: WorkQueue, clock: Clock) -> None:
+    while not queue.all_done():
         clock.sleep(0.002)
 
 
 def make_replicas(
     num_replicas: int, num_units: int, clock: Clock | None = None, timeout: float = 60.0
-) -> list[Coordinator]:
+) -> list[WorkQueue]:
     clock = clock or Clock()
     store = HashStore()
-    replicas = [Coordinator(store, r, num_replicas, timeout, clock, clock.sleep) for r in range(num_replicas)]
+    replicas = [WorkQueue(store, r, num_replicas, timeout, clock, clock.sleep) for r in range(num_replicas)]
     for replica in replicas:
         replica.begin("rollout 0", num_units)
     return replicas
@@ -156,7 +156,7 @@ def test_offers_are_asked_for_now_and_then_and_made_again_where_another_took_wha
 
 def test_bytes_are_handed_over_through_a_server_as_they_are() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    busy, idle = (connect_coordinator(server, replica, 2, timeout=60.0) for replica in range(2))
+    busy, idle = (connect_work_queue(server, replica, 2, timeout=60.0) for replica in range(2))
     for replica in (busy, idle):
         replica.begin("rollout 0", 0)
     idle.offer_help()
@@ -309,7 +309,7 @@ def test_a_silent_replica_is_named_after_the_timeout_and_one_at_work_is_not() ->
 
 def test_a_replica_that_never_begins_the_phase_is_named() -> None:
     clock = Clock()
-    alone = Coordinator(HashStore(), 0, 2, 10.0, clock, clock.sleep)
+    alone = WorkQueue(HashStore(), 0, 2, 10.0, clock, clock.sleep)
     alone.begin("rollout 0", 2)
     alone.take(1)
     alone.take(1)
@@ -401,7 +401,7 @@ def test_help_is_offered_once_while_nothing_changes_and_again_after_that() -> No
 def test_a_silent_replica_is_named_in_a_crowd_too_where_each_is_looked_at_in_its_turn() -> None:
     clock = Clock()
     store = HashStore()
-    replicas = [Coordinator(store, replica, 64, 30.0, clock, clock.sleep) for replica in range(64)]
+    replicas = [WorkQueue(store, replica, 64, 30.0, clock, clock.sleep) for replica in range(64)]
     for replica in replicas:
         replica.begin("rollout 0", 64)
     replicas[63].take(1)
@@ -428,7 +428,7 @@ def test_who_loses_a_race_lets_others_go_first() -> None:
 
 def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
     store = HashStore()
-    replicas = [Coordinator(store, r, 2, 60.0) for r in range(2)]
+    replicas = [WorkQueue(store, r, 2, 60.0) for r in range(2)]
     sizes = []
     for phase in range(20):
         for replica in replicas:
@@ -458,7 +458,7 @@ def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
 
 def test_replicas_that_disagree_about_a_phase_are_told_so() -> None:
     store = HashStore()
-    first, second = (Coordinator(store, r, 2, 60.0) for r in range(2))
+    first, second = (WorkQueue(store, r, 2, 60.0) for r in range(2))
     first.begin("rollout 0", 5)
     with pytest.raises(AssertionError, match="5 units"):
         second.begin("rollout 0", 6)
@@ -480,7 +480,7 @@ def test_a_unit_cannot_be_finished_twice_nor_by_another_nor_forgotten() -> None:
 
 
 def test_one_replica_needs_no_server() -> None:
-    alone = local_coordinator()
+    alone = local_work_queue()
     alone.begin("rollout 0", 10)
     taken = []
     while units := alone.take(3):
@@ -493,16 +493,16 @@ def test_one_replica_needs_no_server() -> None:
 
 def _work(port: int, replica: int, num_units: int, results: multiprocessing.Queue) -> None:
     store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    coordinator = connect_coordinator(store, replica, 3, timeout=20.0)
+    queue = connect_work_queue(store, replica, 3, timeout=20.0)
     finished = []
     for phase in range(3):
-        coordinator.begin(f"rollout {phase}", num_units)
+        queue.begin(f"rollout {phase}", num_units)
         mine = []
-        while not coordinator.all_done():
-            for unit in coordinator.take(7):
+        while not queue.all_done():
+            for unit in queue.take(7):
                 if unit < num_units and unit % 10 == 0:
-                    coordinator.add_units(1)
-                coordinator.finish(unit)
+                    queue.add_units(1)
+                queue.finish(unit)
                 mine.append(unit)
         finished.append(mine)
     results.put((replica, finished))
@@ -532,9 +532,9 @@ def test_no_call_blocks_on_a_key_that_is_not_there_yet() -> None:
     """The quickest of many calls: tens of microseconds, where a `get` of an absent key waits for the
     store's time-out."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
-    coordinator = connect_coordinator(server, 0, 2, timeout=60.0)
-    coordinator.begin("rollout 0", 100)
-    for call in (coordinator.all_done, coordinator.has_work, coordinator.heartbeat):
+    queue = connect_work_queue(server, 0, 2, timeout=60.0)
+    queue.begin("rollout 0", 100)
+    for call in (queue.all_done, queue.has_work, queue.heartbeat):
         seconds = []
         for _ in range(50):
             start = time.perf_counter()

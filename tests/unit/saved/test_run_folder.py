@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.saved.lock import FolderLock, explain, refuse_begun
+from tlt.saved.run_folder import FolderLock, explain_os_error, refuse_begun
 from tlt.types import UserError
 
 
@@ -21,7 +21,7 @@ def refusal(folder: Path) -> str:
 
 
 def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from tlt.saved.lock import FolderLock;"
+    program = "import sys; from pathlib import Path; from tlt.saved.run_folder import FolderLock;"
     program += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)],
@@ -91,5 +91,5 @@ def test_what_is_in_the_way_in_a_runs_folder_is_named(way: str, tmp_path: Path) 
             path.touch()
             shutil.rmtree(path)  # names what it met by a Path
     except OSError as error:
-        mistake = explain(error, tmp_path)
+        mistake = explain_os_error(error, tmp_path)
     assert str(mistake).startswith(f"{path}: cannot be written (")

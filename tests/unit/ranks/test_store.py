@@ -17,7 +17,7 @@ from tlt.launch.place import find_place
 from tlt.launch.signals import StopRequest
 from tlt.ranks import store as store_module
 from tlt.ranks.store import Attempt, Watch, attempt_store, is_over, meet, open_store, share_stop
-from tlt.rollout.work_queue import Coordinator
+from tlt.rollout.work_queue import WorkQueue
 from tlt.types import UserError
 
 
@@ -128,7 +128,7 @@ def test_a_stranger_who_does_not_know_the_ranks_secret_neither_ends_nor_joins_th
 
 
 def test_a_signal_that_one_rank_has_heard_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(store_module, "_WATCH_SECONDS", 0.01)
     store, stops = (
         TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
         [StopRequest() for _ in range(3)],
@@ -161,7 +161,7 @@ def test_counters_of_an_attempt_do_not_reach_the_next_one() -> None:
     store = HashStore()
     for number in (1, 2):
         replicas = [
-            Coordinator(attempt_store(store, Attempt(number, 2)), replica, 2, 30.0) for replica in range(2)
+            WorkQueue(attempt_store(store, Attempt(number, 2)), replica, 2, 30.0) for replica in range(2)
         ]
         for replica in replicas:
             replica.begin("rollout 0", 4)
