@@ -1,18 +1,18 @@
 """Does a refactor change a number? Runs the command line of a tree and keeps what must not depend on the
 clock.
 
-    python benchmarks/golden.py record before.json --tree ../before      # a clone of the commit to compare with
+    python benchmarks/golden.py record before.json --tree ../before   # a clone of the commit to compare with
     python benchmarks/golden.py record after.json
-    python benchmarks/golden.py compare before.json after.json           # exit code 1, one line for each difference
-    python benchmarks/golden.py record after.json --real smollm2         # with a real model (tlt init smollm2 DIR)
+    python benchmarks/golden.py compare before.json after.json        # exit code 1, one line a difference
+    python benchmarks/golden.py record after.json --real smollm2      # with a real model (tlt init smollm2 DIR)
 
-    train      two quickstart steps in float64, drafter as it is      policy, metrics
-    generate   off, chains, trees, retrieval, both                    tokens, log-probabilities, how far drafts were accepted
-    drafter    one pass over these responses, two presets             tensors
-    audit      one verdict                                            e-values
-    bench      two paired steps with and without TLT, float64         digests of tokens and rewards, equal weights
-    real       the recipe smollm2: responses off and with drafts, and a step of LoRA in float32
-                                                                      tokens, log-probabilities, adapter, metrics
+    train      two quickstart steps in float64, drafter as it is: policy, metrics
+    generate   off, chains, trees, retrieval, both: tokens, log-probabilities, how far drafts were accepted
+    drafter    one pass over these responses, two presets: tensors
+    audit      one verdict: e-values
+    bench      two paired steps with and without TLT, float64: digests of tokens and rewards, equal weights
+    real       the recipe smollm2, responses off and with drafts, two steps of LoRA in float32: tokens,
+               log-probabilities, adapter, metrics
 
 Records of different processors differ in rounding: compare only what one machine has recorded.
 """
@@ -189,13 +189,19 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
     return found
 
 
+def write_sums(tree: Tree, folder: Path, num: int) -> Path:
+    """Writes problems of the recipe smollm2, and returns their file."""
+    problems = folder / "sums.jsonl"
+    options = json.dumps({"operations": ["+"], "digits": [1, 2], "terms": [2, 5], "steps": "checked"})
+    tree.tlt("task", "arithmetic", "--options", options, "--num", str(num), "--seed", "3", "--out", problems)
+    return problems
+
+
 def record_real(tree: Tree, model: Path, folder: Path) -> dict[str, Any]:
     """What the recipe smollm2 does with its real model, which `tlt init smollm2` has written to `model`."""
     found: dict[str, Any] = {}
     sums = tree.recipe.parent / "smollm2" / "reasoning.toml"
-    problems = folder / "sums.jsonl"
-    options = json.dumps({"operations": ["+"], "digits": [1, 2], "terms": [2, 5], "steps": "checked"})
-    tree.tlt("task", "arithmetic", "--options", options, "--num", "4", "--seed", "3", "--out", problems)
+    problems = write_sums(tree, folder, 4)
     for strategy in ("off", "4x1x4", "3x2x5"):
         out = folder / f"real-{strategy}.jsonl"
         words: list[str | Path] = [

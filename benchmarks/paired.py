@@ -1,14 +1,16 @@
 """Is one tree slower than another? Two checkouts do the same work in turns, each in processes of its own.
 
-    python -m benchmarks.paired BEFORE AFTER --what headline --rounds 5 --out benchmarks/results/paired-headline
-    python -m benchmarks.paired BEFORE AFTER --what longtail --rounds 8 --out benchmarks/results/paired-longtail
-    python -m benchmarks.paired BEFORE AFTER --what one-rank --rounds 4 --out benchmarks/results/paired-one-rank
+    OUT=benchmarks/results/paired
+    python -m benchmarks.paired BEFORE AFTER --what headline --rounds 5 --out $OUT-headline
+    python -m benchmarks.paired BEFORE AFTER --what longtail --rounds 8 --out $OUT-longtail
+    python -m benchmarks.paired BEFORE AFTER --what one-rank --rounds 4 --out $OUT-one-rank
+    python -m benchmarks.paired BEFORE AFTER --what real --model smollm2 --rounds 8 --out $OUT-real
 
-    headline   `tlt train recipes/countdown/headline.toml` without evaluations: seconds of all steps but the first
-    longtail   one rollout of recipes/countdown/longtail.json with an adaptive engine      (paired_longtail.py)
-
+    headline   `tlt train recipes/countdown/headline.toml` without evaluations: all steps but the first
+    longtail   one rollout of recipes/countdown/longtail.json, adaptive (paired_longtail.py)
     one-rank   the headline on one rank, where nothing is handed over and nobody is idle; both trees at once,
                each on a core of its own, which they change from round to round
+    real       `tlt generate` with a real model (tlt init smollm2 DIR): 16 responses, as --speculation says
 
     round 0: before, after │ round 1: after, before │ …
 
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import make_parser
-from benchmarks.golden import Tree
+from benchmarks.golden import Tree, write_sums
 from tlt.bench.measure import Ratio, rounds_in_turns
 from tlt.bench.report import environment, markdown, table, write_report
 from tlt.report.record import read_metrics
@@ -63,6 +65,23 @@ def headline(tree: Tree, num_steps: int, *overrides: str) -> Work:
 def longtail(tree: Tree) -> Work:
     """Generates the long tail's responses with a tuner that knows nothing."""
     return said(tree, Work(**tree.child(CHILD, tree.recipe)))
+
+
+def real(tree: Tree, model: Path, speculation: str) -> Work:
+    """Generates with the recipe smollm2's model and drafter."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        words: list[str | Path] = [
+            "--prompts",
+            write_sums(tree, folder, 16),
+            "--out",
+            folder / "responses.jsonl",
+        ]
+        words += ["--chat", "true", "--max-tokens", "64", "--adapter", model / "warm-up"]
+        words += ["--speculation", speculation]
+        words += [] if speculation == "off" else ["--drafter", model / "drafter"]
+        summary = tree.summary("generate", model / "base", *words)
+    return said(tree, Work(summary["seconds"], summary["tokens"]))
 
 
 def said(tree: Tree, work: Work) -> Work:
@@ -125,12 +144,16 @@ def main() -> None:
     parser = make_parser("paired", __doc__)
     parser.add_argument("before", type=Path, help="a checkout of the commit to compare with")
     parser.add_argument("after", type=Path, help="the checkout to judge")
-    parser.add_argument("--what", choices=["headline", "longtail", "one-rank"], required=True)
+    parser.add_argument("--what", choices=["headline", "longtail", "one-rank", "real"], required=True)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements")
     parser.add_argument(
         "--steps", type=int, default=5, help="of headline and one-rank, per round; the first does not count"
     )
+    parser.add_argument("--model", type=Path, help="of real: a folder of `tlt init smollm2`")
+    parser.add_argument("--speculation", default="off", help="of real: off, adaptive or a strategy")
     options = parser.parse_args()
+    if (options.what == "real") != (options.model is not None):
+        parser.error("--model goes with --what real, which needs it")
     if options.rounds < 1 or options.steps < 2:
         parser.error("--rounds must be 1 or more, --steps 2 or more")
     trees = {name: Tree(path) for name, path in (("before", options.before), ("after", options.after))}
@@ -139,11 +162,17 @@ def main() -> None:
             trees, lambda tree: headline(tree, options.steps, "--run.num_ranks", "1"), options.rounds
         )
     else:
-        measure = longtail if options.what == "longtail" else partial(headline, num_steps=options.steps)
+        measures: dict[str, Callable[[Tree], Work]] = {
+            "longtail": longtail,
+            "headline": partial(headline, num_steps=options.steps),
+            "real": partial(real, model=options.model, speculation=options.speculation),
+        }
+        measure = measures[options.what]
         rounds = rounds_in_turns(
             {name: partial(measure, tree) for name, tree in trees.items()}, options.rounds
         )
-    amount = "" if options.what == "longtail" else f" --steps {options.steps}"
+    amounts = {"longtail": "", "real": f" --model smollm2 --speculation {options.speculation}"}
+    amount = amounts.get(options.what, f" --steps {options.steps}")
     report: dict[str, Any] = {
         "command": f"{parser.prog} BEFORE AFTER --what {options.what} --rounds {options.rounds}{amount}",
         "environment": environment(),
