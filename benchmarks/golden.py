@@ -4,7 +4,7 @@ clock.
     python benchmarks/golden.py record before.json --tree ../before   # a clone of the commit to compare with
     python benchmarks/golden.py record after.json
     python benchmarks/golden.py compare before.json after.json        # exit code 1, one line a difference
-    python benchmarks/golden.py record after.json --real smollm2      # with a real model (tlt init smollm2 DIR)
+    python benchmarks/golden.py record after.json --real smollm2     # a real model, of tlt init smollm2
 
     train      two quickstart steps in float64, drafter as it is: policy, metrics
     generate   off, chains, trees, retrieval, both: tokens, log-probabilities, how far drafts were accepted
