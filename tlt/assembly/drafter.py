@@ -1,4 +1,5 @@
-"""Builds what trains and watches a drafter: its training copy, its trainer, its watch."""
+"""Builds the WatchedDrafter of a run: the copy that is trained, its trainer, and what measures both
+copies."""
 
 from __future__ import annotations
 
@@ -11,18 +12,17 @@ import torch
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.drafting.suffix_index import count_retrieved
 from tlt.drafter.formats.folder import StoredDrafter, choose_preset
-from tlt.drafter.measure import Subject
+from tlt.drafter.measure import DrafterCopies
 from tlt.drafter.model import DraftModel
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.drafter.watch import DrafterWatch, Ranks
 from tlt.engine.backend import RolloutBackend
 from tlt.models.packed import PackedTransformer
 from tlt.ranks.world import World, average_weighted, gather_objects
 from tlt.report.timeline import Timeline
 from tlt.rollout.protocol import DrafterSide
-from tlt.rollout.watched_drafter import WatchedDrafter
+from tlt.rollout.watched_drafter import Ranks, WatchedDrafter
 from tlt.spans import Span
 
 
@@ -41,7 +41,7 @@ def build_spot_trainer(
     seed: int,
     on_span: Callable[[Span], None],
 ) -> SpotTrainer:
-    """Returns who trains the drafter in idle time.
+    """Returns the trainer of the drafter in idle time.
 
     model: the copy to train.
     target: the engine's policy.
@@ -75,7 +75,8 @@ def watch_drafter(
     seed: int,
     share: float = 0.0,
 ) -> DrafterSide:
-    """Builds the training copy of the engine's learned drafter, its trainer and its watch.
+    """Returns the engine's learned drafter as the run trains and measures it; the base, which does nothing,
+    where the engine has none.
 
     seed: of the choice of training windows, which differs by rank.
     share: see WatchedDrafter.
@@ -89,11 +90,6 @@ def watch_drafter(
     if settings.train:
         seed = seed * world.world_size + world.rank
         spot = build_spot_trainer(settings, stored, model, target, seed, timeline.add)
-    watch = DrafterWatch(
-        Subject(model, drafter.learned.model, target, count_retrieved),
-        spot.trainer if spot is not None else None,
-        drafter.learned,
-        Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
-        settings.check_every,
-    )
-    return WatchedDrafter(model, drafter.learned, watch, spot, timeline, share)
+    copies = DrafterCopies(model, drafter.learned.model, target, count_retrieved)
+    ranks = Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world))
+    return WatchedDrafter(copies, drafter.learned, spot, ranks, timeline, settings.check_every, share)

@@ -1,48 +1,56 @@
-"""The measure of a drafter: how good its two copies are on some responses. Nothing is decided or changed
-here.
+"""The measure of a drafter: its acceptance on a sample of responses, and whether the engine's copy computes
+what the trainer's does.
 
-A response is sent through the engine's target once, which gives p, the distribution that its next token was
-drawn from. The drafter, teacher-forced on the same tokens, gives q.
+The engine's target reads a response once, which gives p, the distribution that each token was drawn from. The
+drafter, teacher-forced on the same tokens, gives q.
 
     acceptance = mean over response tokens of sum_v min(p(v), q(v))
 
-is the highest probability with which one draft can be accepted (Leviathan et al., arXiv 2211.17192),
-whichever strategies the tuner happened to choose, and without the noise of the tokens drawn. Knows neither
-ranks nor engines.
+This is the highest probability with which one draft can be accepted (Leviathan et al., arXiv 2211.17192).
+It does not depend on the strategies that the tuner chose, and has no noise from the tokens drawn.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.accounts import DrafterCheck
 from tlt.drafter.model import FIRST_PREDICTED, DraftModel, PackedDrafter, align, predicts_response
 from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
 CANARY_TOKENS = 256
-"""Response tokens that each rank measures per step; their prompts are read besides."""
+"""Response tokens that each rank measures per step. Their prompts are read in addition."""
 
 ARRIVAL_TOKENS = 16
-"""Response tokens read where acceptance is not measured: enough to see whether the engine's copy is the
-trainer's."""
+"""Response tokens read in a step that does not measure acceptance: enough to compare the two copies."""
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Relative distance allowed between the logits of the engine's copy, by its dtype, and of the trainer's
+float32 copy."""
 
 Retrieve = Callable[[Sequence[Rollout], Sequence[int]], int]
-"""(responses to one prompt, tokens of each that count) → how many of these tokens retrieval alone would
+"""(responses to one prompt, tokens of each that count) → number of these tokens that retrieval alone would
 have drafted."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The drafter in both copies (`model` is trained, `packed` drafts), the target it drafts for, and the
-    retrieval that it is compared with."""
+class DrafterCopies:
+    """The two copies of a drafter, with what they are measured by.
+
+    model: the copy that is trained.
+    packed: the engine's copy, which drafts.
+    target: the model it drafts for.
+    retrieve: counts what retrieval would have drafted, for comparison.
+    """
 
     model: DraftModel
     packed: PackedDrafter
@@ -52,33 +60,45 @@ class Subject:
 
 @dataclass(frozen=True)
 class Sample:
-    """Some responses that have gone through the target.
+    """Responses that the target has read.
 
-    token_ids_N, captured_NF: packed tokens, and what the drafter reads of the target at each.
+    token_ids_N: their tokens with their prompts, packed.
+    captured_NF: what the drafter reads of the target at each token.
     lengths: tokens of each response with its prompt.
-    is_response_M: marks the R pairs that predict a response token (model.py says what a pair is).
-    target_RV: the distributions that these tokens were drawn from, float64.
+    is_response_M: marks the R pairs that predict a response token (model.py defines pairs).
+    temperature: at which the responses were drawn.
+    target_RV: the distributions that the R tokens were drawn from, float64.
     """
 
     token_ids_N: Tensor
     captured_NF: Tensor
     lengths: tuple[int, ...]
     is_response_M: Tensor
+    temperature: float
     target_RV: Tensor
+
+    def overlap(self, logits_RV: Tensor, token_ids: Tensor | None) -> float:
+        """Returns the sum over positions of sum_v min(p(v), q(v)), where q is the softmax of `logits_RV` at
+        the temperature.
+
+        token_ids: the target's ids of a reduced draft vocabulary, outside of which q is 0; None: all.
+        """
+        target_RV = self.target_RV if token_ids is None else self.target_RV[:, token_ids]
+        return float(torch.minimum(target_RV, distribution(logits_RV, self.temperature)).sum())
 
 
 @dataclass(frozen=True)
 class Tally:
     """The sums that one rank measured.
 
-    num_positions, accepted, retrieved: response tokens, and how many of them one draft of the drafter, or of
-        retrieval, would have been accepted for.
+    num_positions: response tokens measured.
+    accepted: expected number of them for which the drafter's draft is accepted.
+    retrieved: number of them that retrieval would have drafted.
     distance: relative distance between the logits of the engine's and of the trainer's copy.
     checksum: sum of the trained copy's weights.
-    accepted_before: tokens for the drafter in service before this step's training; NaN where that was not
-        measured.
-    publish_seconds: that publishing its training took, and making sure that it has arrived.
-    proposed: sum of the ids of the tokens that it may propose; 0: all of them.
+    accepted_before: `accepted` of the drafter before this step's training was published; NaN: not measured.
+    publish_seconds: seconds to publish the training and to see that it arrived.
+    proposed: sum of the ids of the tokens that the drafter may propose; 0: all tokens.
     """
 
     num_positions: int = 0
@@ -91,103 +111,67 @@ class Tally:
     proposed: int = 0
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The tallies of all ranks together; acceptance and retrieval are NaN where no position counted, and
-    `before`, the acceptance before this step's training, also where there was none. publish_seconds: of
-    the slowest."""
-
-    num_positions: int
-    acceptance: float
-    retrieval: float
-    before: float = math.nan
-    publish_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, tallies: Sequence[Tally]) -> Measured:
-        num_positions = sum(tally.num_positions for tally in tallies)
-        publish_seconds = max(tally.publish_seconds for tally in tallies)
-        if not num_positions:
-            return cls(0, math.nan, math.nan, publish_seconds=publish_seconds)
-        accepted, retrieved = (
-            sum(tally.accepted for tally in tallies),
-            sum(tally.retrieved for tally in tallies),
-        )
-        before = sum(tally.accepted_before for tally in tallies if tally.num_positions)  # NaN if any is
-        return cls(
-            num_positions,
-            acceptance=accepted / num_positions,
-            retrieval=retrieved / num_positions,
-            before=before / num_positions,
-            publish_seconds=publish_seconds,
-        )
-
-
 class Measurement:
-    """Measures a drafter on a random few of the responses: one rank's part.
+    """Measures a drafter on a random sample of the responses, on one rank.
 
-    is_due: whether acceptance is measured. If not, fewer tokens are read, and no position counts unless
-        the outputs of the engine's copy are not finite.
+    is_due: whether acceptance is measured. Otherwise fewer tokens are read, and no position counts unless the
+        outputs of the engine's copy are not finite.
     """
 
     @torch.no_grad()
     def __init__(
         self,
-        subject: Subject,
+        copies: DrafterCopies,
         rollouts: Sequence[Rollout],
         temperature: float,
         rng: random.Random,
         is_due: bool = True,
     ) -> None:
-        self.subject, self.rollouts, self.temperature, self.is_due = subject, rollouts, temperature, is_due
-        self.counts = draw(rollouts, CANARY_TOKENS if is_due else ARRIVAL_TOKENS, rng)
-        chosen = [(rollouts[index], count) for index, count in self.counts.items()]
+        self.copies, self.rollouts, self.is_due = copies, rollouts, is_due
+        self.counts = draw_counts(rollouts, CANARY_TOKENS if is_due else ARRIVAL_TOKENS, rng)
+        capture = copies.model.config.capture
         self.sample = (
-            read(chosen, subject.target, subject.model.config.capture, temperature) if chosen else None
+            read_sample(rollouts, self.counts, copies.target, capture, temperature) if self.counts else None
         )
-        self._accepted_before = math.nan
 
     @torch.no_grad()
-    def note_before(self) -> None:
-        """Measures the drafter that is in service before this step's training is published."""
-        if self.is_due and self.sample is not None:
-            self._accepted_before = self._accepted(
-                self.sample, engine_logits(self.subject.packed, self.subject.target, self.sample)
-            )
+    def accepted(self) -> float:
+        """Returns `Tally.accepted` of the drafter as it is now; NaN where acceptance is not measured."""
+        if not self.is_due or self.sample is None:
+            return math.nan
+        packed = self.copies.packed
+        return self.sample.overlap(engine_logits(packed, self.copies.target, self.sample), packed.token_ids)
 
     @torch.no_grad()
     def tally(self) -> Tally:
         """Returns the tally of the drafter as it is now."""
-        subject, sample = self.subject, self.sample
-        checksum = float(sum(parameter.double().sum() for parameter in subject.model.parameters()))
-        chosen_V = subject.packed.token_ids
-        proposed = 0 if chosen_V is None else int(chosen_V.sum())
+        copies, sample, token_ids = self.copies, self.sample, self.copies.packed.token_ids
+        checksum = float(sum(parameter.double().sum() for parameter in copies.model.parameters()))
+        tally = Tally(checksum=checksum, proposed=0 if token_ids is None else int(token_ids.sum()))
         if sample is None:
-            return Tally(checksum=checksum, proposed=proposed)
-        ours_RV = engine_logits(subject.packed, subject.target, sample)
-        distance = _distance(ours_RV, trainer_logits(subject.model, subject.target, sample, chosen_V))
+            return tally
+        ours_RV = engine_logits(copies.packed, copies.target, sample)
+        theirs_RV = trainer_logits(copies.model, copies.target, sample, token_ids)
+        tally = replace(tally, distance=_distance(ours_RV, theirs_RV))
         if not self.is_due and bool(ours_RV.isfinite().all()):
-            return Tally(distance=distance, checksum=checksum, proposed=proposed)
-        accepted, retrieved = (
-            self._accepted(sample, ours_RV),
-            _num_retrieved(self.rollouts, self.counts, subject.retrieve),
+            return tally
+        return replace(
+            tally,
+            num_positions=len(sample.target_RV),
+            accepted=sample.overlap(ours_RV, token_ids),
+            retrieved=_num_retrieved(self.rollouts, self.counts, copies.retrieve),
         )
-        measured = len(sample.target_RV), accepted, retrieved, distance, checksum, self._accepted_before
-        return Tally(*measured, proposed=proposed)
-
-    def _accepted(self, sample: Sample, logits_RV: Tensor) -> float:
-        return overlap(sample, logits_RV, self.subject.packed.token_ids, self.temperature)
 
 
 def _distance(ours_RV: Tensor, theirs_RV: Tensor) -> float:
-    """Returns |ours - theirs| / |theirs|; 0 where not even the trainer's logits are finite, for then it
-    says nothing."""
+    """Returns |ours - theirs| / |theirs|, or 0 if not even the trainer's logits are finite: the distance
+    has no meaning then."""
     return float((ours_RV - theirs_RV).norm() / theirs_RV.norm()) if bool(theirs_RV.isfinite().all()) else 0.0
 
 
-def _num_retrieved(rollouts: Sequence[Rollout], counts: dict[int, int], retrieve: Retrieve) -> int:
-    """Returns how many of the counted tokens retrieval would have drafted, with all responses to a prompt
-    as its source."""
+def _num_retrieved(rollouts: Sequence[Rollout], counts: Mapping[int, int], retrieve: Retrieve) -> int:
+    """Returns how many of the counted tokens retrieval would have drafted from all responses to their
+    prompt."""
     groups: dict[str, list[tuple[Rollout, int]]] = {}
     for index, rollout in enumerate(rollouts):
         groups.setdefault(rollout.problem_id, []).append((rollout, counts.get(index, 0)))
@@ -195,12 +179,50 @@ def _num_retrieved(rollouts: Sequence[Rollout], counts: dict[int, int], retrieve
     return sum(retrieve([rollout for rollout, _ in group], [count for _, count in group]) for group in drawn)
 
 
-def draw(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
-    """Returns the index of each chosen response → how many of its tokens count.
+def to_check(tallies: Sequence[Tally], version: int, training: str) -> DrafterCheck:
+    """Returns the step's record from the tallies of all ranks. Means are NaN where no position counted."""
+    num_positions = sum(tally.num_positions for tally in tallies)
 
-    Whole responses are chosen at random until `max_tokens` are used up; the last one is cut off. Prompts
-    are free, so that something is measured however long they are. A response whose first token no pair
-    predicts (its prompt has one token) is not chosen.
+    def mean(sums: Iterable[float]) -> float:
+        return sum(sums) / num_positions if num_positions else math.nan
+
+    return DrafterCheck(
+        version,
+        acceptance=mean(tally.accepted for tally in tallies),
+        retrieval=mean(tally.retrieved for tally in tallies),
+        training=training,
+        before=mean(tally.accepted_before for tally in tallies if tally.num_positions),
+        publish_seconds=max(tally.publish_seconds for tally in tallies),
+    )
+
+
+def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> None:
+    """Raises RuntimeError if the ranks hold different weights or propose different tokens, or if an
+    engine's copy computes other logits than the trainer's."""
+    for rank, tally in enumerate(tallies):
+        if tally.checksum != tallies[0].checksum:
+            raise RuntimeError(
+                f"drafter version {version}: rank {rank} holds other weights than rank 0 "
+                f"(their sums are {tally.checksum!r} and {tallies[0].checksum!r}); the average did not arrive"
+            )
+        if tally.proposed != tallies[0].proposed:
+            raise RuntimeError(
+                f"drafter version {version}: rank {rank} proposes other tokens than rank 0; their choices "
+                "differ"
+            )
+        if not tally.distance <= tolerance:
+            raise RuntimeError(
+                f"drafter version {version} did not arrive in rank {rank}'s engine: its outputs are "
+                f"{tally.distance:.1e} away from the trainer's, where {tolerance:.0e} is allowed"
+            )
+
+
+def draw_counts(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
+    """Returns a random sample of the responses: the index of each → how many of its tokens count.
+
+    Whole responses are drawn until `max_tokens` are used up; the last one is cut off. Prompts are not
+    counted, so that something is measured however long they are. A response to a prompt of one token is
+    not drawn, because no pair predicts its first token.
     """
     counts: dict[int, int] = {}
     for index in rng.sample(range(len(rollouts)), len(rollouts)):
@@ -211,17 +233,16 @@ def draw(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> di
     return counts
 
 
-def read(
-    chosen: Sequence[tuple[Rollout, int]],
+def read_sample(
+    rollouts: Sequence[Rollout],
+    counts: Mapping[int, int],
     target: PackedTransformer,
     capture: tuple[int, ...],
     temperature: float,
 ) -> Sample:
-    """Sends the chosen responses through the target, in one packed forward.
-
-    chosen: responses, and how many of their tokens count; the last of these is predicted but not read.
-    """
-    rows = [[*rollout.prompt_ids, *rollout.token_ids[: count - 1]] for rollout, count in chosen]
+    """Sends the responses drawn through the target, in one packed forward. The last of a response's
+    counted tokens is predicted but not read."""
+    rows = [[*rollouts[i].prompt_ids, *rollouts[i].token_ids[: count - 1]] for i, count in counts.items()]
     lengths = tuple(len(row) for row in rows)
     token_ids_N = torch.tensor([token for row in rows for token in row], device=target.device)
     attend = PackedCausal(target.config, lengths)
@@ -229,13 +250,13 @@ def read(
         token_ids_N, attend.positions(target.device), attend, capture
     )
     pairs = align(lengths, target.device)
+    num_prompts = [len(rollouts[i].prompt_ids) for i in counts]
     masks = [
-        predicts_response(len(rollout.prompt_ids), 0, n)
-        for (rollout, _), n in zip(chosen, lengths, strict=True)
+        predicts_response(prompt, 0, length) for prompt, length in zip(num_prompts, lengths, strict=True)
     ]
     is_response_M = torch.cat(masks).to(target.device)
     target_RV = distribution(target.logits(features_NE[pairs.token_index_M[is_response_M]]), temperature)
-    return Sample(token_ids_N, captured_NF, lengths, is_response_M, target_RV)
+    return Sample(token_ids_N, captured_NF, lengths, is_response_M, temperature, target_RV)
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
@@ -244,17 +265,6 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).double() + 0.0 * logits.double()
     return (logits.double() / temperature).softmax(dim=-1)
-
-
-def overlap(sample: Sample, logits_RV: Tensor, token_ids: Tensor | None, temperature: float) -> float:
-    """Returns the sum over positions of sum_v min(p(v), q(v)), q being the softmax of `logits_RV` at the
-    temperature.
-
-    token_ids: the target's ids of a reduced draft vocabulary, beyond which q is 0; None: it is the
-        target's.
-    """
-    target_RV = sample.target_RV if token_ids is None else sample.target_RV[:, token_ids]
-    return float(torch.minimum(target_RV, distribution(logits_RV, temperature)).sum())
 
 
 def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sample) -> Tensor:
@@ -270,8 +280,10 @@ def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sam
 def trainer_logits(
     model: DraftModel, target: PackedTransformer, sample: Sample, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Returns the logits [R, draft vocabulary] of the copy that is trained, computed in its own dtype,
-    float64. token_ids: what the engine's copy proposes; None: all, or the drafter's own vocabulary."""
+    """Returns the logits [R, draft vocabulary] of the trained copy, computed in its own dtype, as float64.
+
+    token_ids: what the engine's copy proposes; None: all, or the drafter's own vocabulary.
+    """
     pairs, dtype = align(sample.lengths, target.device), next(model.parameters()).dtype
     embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
     hidden_ME = model.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))

@@ -3,7 +3,7 @@ there is one.
 
 Scorers       score responses, in processes (rewards/pool.py)
 Journal       keeps responses and rewards on disk (saved/journal.py)
-DrafterSide   trains and measures the drafter (drafter_side.py)
+DrafterSide   trains and measures the drafter (watched_drafter.py)
 Ahead         generates the next steps' responses in idle time (ahead.py)
 """
 

@@ -1,16 +1,25 @@
-"""The drafter during a rollout phase: it is trained on idle replicas, and measured at the end.
+"""The learned drafter during a rollout phase: trained on idle replicas, then published and checked.
 
-phase    begin ─▶ observe a response ─▶ … ─▶ train while idle ─▶ … ─▶ check ─▶ end        broken off: abandon
-                     │                          │                       │
-here         buffer to train on     micro-steps                       average, publish, measure
+    begin ─▶ observe responses ─▶ train while idle ─▶ check ─▶ end            interrupted: abandon
+
+    check:  this step's training ── finite on every rank? ── no ─▶ undone: back to the last finite version
+                                            │ yes
+                            published: the ranks' average ─▶ does the engine's copy compute what the trainer's
+                                                             does? ── no ─▶ RuntimeError
+                                                              └─▶ acceptance, every `check_every` steps
+
+All ranks decide alike, because they decide by numbers gathered from all. A drafter with low acceptance stays
+in
+service: the tuner drafts less with it.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +28,80 @@ from torch import Tensor
 
 from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel
+from tlt.drafter.measure import TOLERANCE, DrafterCopies, Measurement, Tally, check_arrival, to_check
+from tlt.drafter.publisher import Publisher, Served
 from tlt.drafter.training.spot import SpotTrainer
-from tlt.drafter.watch import DrafterWatch, Served
 from tlt.report.timeline import Timeline
 from tlt.rollout.protocol import DrafterSide
 from tlt.spans import SpanName
 from tlt.types import Finished, Rollout
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run. All of them make the same calls, in the same order.
+
+    rank: this one's number.
+    gather: returns every rank's value, on every rank.
+    average: see `Publisher`.
+    """
+
+    rank: int
+    gather: Callable[[Any], list[Any]]
+    average: Callable[[Sequence[Tensor], float], float]
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of one rank's drafter training at the end of a step.
+
+    failure: why it failed; empty: it did not.
+    version: of the drafter in its engine.
+    is_limited: whether it stopped at drafter.max_passes with idle time left.
+    num_tokens: tokens trained on.
+    """
+
+    failure: str
+    version: int
+    is_limited: bool
+    num_tokens: int = 0
+
+
 class WatchedDrafter(DrafterSide):
     """A learned drafter that is measured and, with `spot`, trained.
 
-    model: the copy that is trained and measured.
-    learned: the engine's copy.
-    watch: publishes and measures the drafter.
-    spot: trains it in idle time; None: it is not trained.
-    share: share of a phase's seconds for which it is also trained at the phase's end.
+    copies: the copy that is trained and the engine's copy.
+    served: the engine's drafter around `copies.packed`.
+    spot: trains `copies.model` in idle time; None: it is not trained.
+    check_every: steps between two measurements of acceptance; the first step measures.
+    share: share of a phase's seconds for which the drafter is also trained at the phase's end.
     """
 
     def __init__(
         self,
-        model: DraftModel,
-        learned: Served,
-        watch: DrafterWatch,
+        copies: DrafterCopies,
+        served: Served,
         spot: SpotTrainer | None,
+        ranks: Ranks,
         timeline: Timeline,
+        check_every: int = 1,
         share: float = 0.0,
     ) -> None:
-        self.model, self.learned, self.watch, self.spot = model, learned, watch, spot
-        self.timeline, self.share = timeline, share
-        self.choice = learned.choice
+        self.copies, self.served, self.spot, self.ranks = copies, served, spot, ranks
+        self.timeline, self.check_every, self.share = timeline, check_every, share
+        self.publisher = Publisher(spot.trainer, served, ranks.average) if spot is not None else None
+        self.choice = served.choice
         if self.choice is not None:
             self.choice.is_led = True
             self._train_what_is_proposed()
+        self._failure = ""  # of this rank's training in this step
+        self._is_limited = False  # this rank's training in this step stopped at drafter.max_passes
+        self._num_checks = 0
         self._acceptance: float | None = None  # as measured last
 
     @property
     def version(self) -> int:
-        return self.learned.version
+        return self.served.version
 
     # ── during a phase ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -78,17 +122,25 @@ class WatchedDrafter(DrafterSide):
             self.spot.add(finished.rollout, finished.captured_TF)
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        if self.spot is None:
+        """Trains as the base says. A number that is not finite ends the training of this step."""
+        if self.spot is None or self._failure:
             return DrafterReport()
-        spot = self.spot
-        return self.watch.run(lambda: spot.run(should_stop))
+        try:
+            report = self.spot.run(should_stop)
+        except FloatingPointError as error:
+            self._failure = str(error)
+            return DrafterReport()
+        self._is_limited |= report.is_limited
+        return report
 
-    def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
+    def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck:
+        """Publishes and measures as the base says. RuntimeError where the drafter did not arrive in an
+        engine, or not the same on all ranks."""
         if self.share:
             end = time.perf_counter() + self.share * (time.perf_counter() - self._begun)
             num_tokens += self.train(lambda: time.perf_counter() >= end).num_tokens
         with self.timeline.span(SpanName.CHECK_DRAFTER):
-            check = self.watch.end_step(rollouts, num_tokens, temperature)
+            check = self._publish_and_measure(rollouts, num_tokens, temperature)
         if math.isfinite(check.acceptance):
             self._acceptance = check.acceptance
         if self.choice is None:
@@ -98,18 +150,66 @@ class WatchedDrafter(DrafterSide):
         self.choice.end(rollouts)
         return check
 
-    def _train_what_is_proposed(self) -> None:
-        if self.spot is not None:
-            self.spot.trainer.token_ids = self.learned.model.token_ids
-
     def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:
         if self.spot is not None:
             self.spot.end_step(rollouts, seconds)
 
     def abandon(self) -> None:
-        self.watch.abandon()
-        if self.spot is not None:
+        self._failure, self._is_limited = "", False
+        if self.spot is not None and self.publisher is not None:
+            self.publisher.undo(self.version)
             self.spot.abandon()
+
+    def _train_what_is_proposed(self) -> None:
+        if self.spot is not None:
+            self.spot.trainer.token_ids = self.served.model.token_ids
+
+    # ── the check ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _publish_and_measure(
+        self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float
+    ) -> DrafterCheck:
+        """Publishes or undoes the step's training, and measures the drafter. If no rank trained, the
+        drafter is the one measured before, and nothing is read unless acceptance is due."""
+        is_due = self._num_checks % self.check_every == 0
+        rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")  # differs by rank and by step
+        self._num_checks += 1
+        own = RankState(self._failure, self.version, self._is_limited, num_tokens)
+        self._failure, self._is_limited = "", False
+        states: list[RankState] = self.ranks.gather(own)
+        if not is_due and not any(state.num_tokens or state.failure for state in states):
+            training = "off" if self.publisher is None else "no idle time"
+            return DrafterCheck(self.version, training=training)
+        begun, before = time.perf_counter(), math.nan
+        measurement = Measurement(self.copies, rollouts, temperature, rng, is_due)
+        if self.publisher is not None:
+            before = measurement.accepted()
+        if is_due:
+            begun = time.perf_counter()  # without training, the target would have read the sample, too
+        is_published, training = self._publish_or_undo(states, num_tokens)
+        tally = measurement.tally()
+        if is_published:
+            tally = replace(tally, accepted_before=before, publish_seconds=time.perf_counter() - begun)
+        tallies: list[Tally] = self.ranks.gather(tally)
+        check_arrival(tallies, self.version, TOLERANCE[self.copies.packed.dtype])
+        return to_check(tallies, self.version, training)
+
+    def _publish_or_undo(self, states: Sequence[RankState], num_tokens: int) -> tuple[bool, str]:
+        """Publishes the step's training; a failure on any rank undoes the training of all. Returns whether a
+        version was published, and `DrafterCheck.training`."""
+        if self.publisher is None:
+            return False, "off"
+        version = max(state.version for state in states)
+        try:
+            if failure := next(filter(None, (state.failure for state in states)), ""):
+                raise FloatingPointError(failure)
+            if not self.publisher.publish(num_tokens, version + 1):
+                return False, "no idle time"
+        except FloatingPointError as error:
+            self.publisher.undo(version)
+            return False, f"undone: {error}"
+        is_limited = any(state.is_limited for state in states)
+        return True, "trained; max_passes reached" if is_limited else "trained"
 
     # ── between phases ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -120,7 +220,7 @@ class WatchedDrafter(DrafterSide):
         chosen = {} if self.choice is None else {"vocabulary": self.choice.vocabulary.counters()}
         return {
             "version": self.version,
-            "watch": self.watch.counters(),
+            "watch": {"checks": self._num_checks},
             "acceptance": self._acceptance,
             **chosen,
         }
@@ -129,11 +229,12 @@ class WatchedDrafter(DrafterSide):
         return {} if self.spot is None else self.spot.counters()
 
     def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        if self.spot is not None:
-            self.learned.load(self.model.state_dict(), counters["version"])
+        if self.spot is not None and self.publisher is not None:
+            self.served.load(self.copies.model.state_dict(), counters["version"])
             self.spot.restore(own)
-        self.watch.restore(counters["watch"])
-        self._acceptance = counters.get("acceptance")  # an older checkpoint has none, nor has it a vocabulary
+            self.publisher.keep()
+        self._num_checks = counters["watch"]["checks"]
+        self._acceptance = counters.get("acceptance")  # older checkpoints lack it, and the vocabulary
         if self.choice is not None and (chosen := counters.get("vocabulary")):
             self.choice.restore(chosen)
             self._train_what_is_proposed()
@@ -143,4 +244,4 @@ class WatchedDrafter(DrafterSide):
         measured = {} if self._acceptance is None else {"acceptance": self._acceptance}
         about = {**about, "drafter_version": self.version, **preset, **measured}
         counts_V = None if self.choice is None else self.choice.vocabulary.counts_V
-        save_drafter(folder, self.model, torch.float32, about, counts_V)
+        save_drafter(folder, self.copies.model, torch.float32, about, counts_V)

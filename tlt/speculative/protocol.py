@@ -77,7 +77,7 @@ class Drafting:
 
     @property
     def learned(self) -> Any:
-        """The learned drafter in it (`Served` in drafter/watch.py); None: there is none."""
+        """The learned drafter in it (`Served` in drafter/publisher.py); None: there is none."""
         return None
 
     def counters(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.drafter_parts import SIZE, make_rollout, randn, random_tokens
+from tests.unit.drafter.parts import SIZE, make_rollout, randn, random_tokens
 from tlt.drafter.model import align
 from tlt.drafter.training.buffer import TOKEN_ID_BYTES, TrajectoryBuffer
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.drafter_parts import MODEL, SIZE, make_batch, plain_forward, randn, unroll
+from tests.unit.drafter.parts import MODEL, SIZE, make_batch, plain_forward, randn, unroll
 from tlt.drafter.model import PackedDrafter, align
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.drafter_parts import MODEL, SIZE, plain_forward, randn
+from tests.unit.drafter.parts import MODEL, SIZE, plain_forward, randn
 from tlt.assembly.engine import EngineSettings, _make_tuner
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.lossless.helpers import CONFIG, VOCAB, pack
-from tests.unit.drafter_parts import (
+from tests.unit.drafter.parts import (
     HASS,
     ONE_STEP,
     TARGET,

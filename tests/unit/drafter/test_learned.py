@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.lossless.helpers import VOCAB, Given, Switching
-from tests.unit.drafter_parts import (
+from tests.unit.drafter.parts import (
     POLICY,
     SIZE,
     TARGET,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
+from tests.unit.drafter.watched_parts import POLICY, TARGET, Parts, make_rollouts
 from tlt.drafter.drafting.suffix_index import count_retrieved
-from tlt.drafter.measure import distribution, draw, engine_logits, read, trainer_logits
+from tlt.drafter.measure import distribution, draw_counts, engine_logits, read_sample, trainer_logits
 from tlt.models.attention import PackedCausal
 from tlt.types import Rollout
 
@@ -49,7 +49,7 @@ def test_the_sample_stays_within_its_tokens_and_prefers_no_response() -> None:
     rollouts = make_rollouts(10)
     seen = set()
     for seed in range(40):
-        counts = draw(rollouts, 60, random.Random(seed))
+        counts = draw_counts(rollouts, 60, random.Random(seed))
         assert sum(counts.values()) == 60
         seen |= counts.keys()
     assert seen == set(range(10))
@@ -57,20 +57,19 @@ def test_the_sample_stays_within_its_tokens_and_prefers_no_response() -> None:
 
 def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
     (rollout,) = make_rollouts(1)
-    counts = draw([replace(rollout, prompt_ids=(3, 4) * 400)] * 2, 30, random.Random(0))
+    counts = draw_counts([replace(rollout, prompt_ids=(3, 4) * 400)] * 2, 30, random.Random(0))
     assert sorted(counts.values()) == [6, 24]
     parts, prompt_ids = Parts(), tuple(range(1, 61)) * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tlt.drafter.measure.CANARY_TOKENS", 30)
-        check = parts.watch.end_step([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
+        check = parts.side.check([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
     assert 0 < check.acceptance < 1
 
 
 def test_the_engines_copy_and_the_trainers_say_the_same() -> None:
     parts = Parts()
-    chosen = [(rollout, 20) for rollout in make_rollouts(3)]
     with torch.no_grad():
-        sample = read(chosen, TARGET, (CONFIG.num_layers,), 1.0)
+        sample = read_sample(make_rollouts(3), {0: 20, 1: 20, 2: 20}, TARGET, (CONFIG.num_layers,), 1.0)
         ours, theirs = (
             engine_logits(parts.learned.model, TARGET, sample),
             trainer_logits(parts.model, TARGET, sample),

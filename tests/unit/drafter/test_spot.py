@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import make_policy, pack
-from tests.unit.drafter_parts import (
+from tests.unit.drafter.parts import (
     HASS,
     POLICY,
     SIZE,

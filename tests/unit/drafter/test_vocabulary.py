@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB
-from tests.unit.drafter_parts import (
+from tests.unit.drafter.parts import (
     MODEL,
     POLICY,
     TARGET,
@@ -27,14 +27,13 @@ from tests.unit.drafter_parts import (
     make_requests,
     make_rollout,
 )
-from tests.unit.rollout.phase_parts import make_side
-from tests.unit.watch_parts import Parts, make_rollouts
+from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.assembly.cost_prior import cost_prior
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.export import Target, export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import COUNTS, StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.growth import grow_drafter
-from tlt.drafter.measure import Measurement, engine_logits, read, trainer_logits
+from tlt.drafter.measure import Measurement, check_arrival, engine_logits, read_sample, trainer_logits
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
@@ -47,7 +46,6 @@ from tlt.drafter.vocabulary import (
     ranked,
     sizes_of,
 )
-from tlt.drafter.watch import check_arrival
 from tlt.engine.engine import RolloutEngine
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig, Transformer
@@ -376,7 +374,8 @@ def test_the_loss_over_a_vocabulary_is_that_of_a_drafter_which_has_it_alone() ->
 def test_both_copies_are_measured_over_what_is_proposed() -> None:
     parts, chosen = Parts(), torch.tensor([2, 3, 5, 7, 11])
     parts.learned.model.choose(chosen)
-    sample = read([(rollout, 8) for rollout in make_rollouts(3)], TARGET, parts.model.config.capture, 1.0)
+    counts = dict.fromkeys(range(3), 8)
+    sample = read_sample(make_rollouts(3), counts, TARGET, parts.model.config.capture, 1.0)
     ours = engine_logits(parts.learned.model, TARGET, sample)
     assert ours.shape[1] == 5
     torch.testing.assert_close(ours, trainer_logits(parts.model, TARGET, sample, chosen), rtol=0, atol=1e-5)
@@ -384,12 +383,8 @@ def test_both_copies_are_measured_over_what_is_proposed() -> None:
 
 def watched(wanted: DraftVocab) -> tuple[Any, DraftVocabulary]:
     """A drafter of a run of one rank, with the parts that choose."""
-    parts, vocabulary = Parts(), DraftVocabulary(costs_of(CONFIG), wanted)
-    parts.learned = LearnedDrafter(parts.learned.model, TARGET, 4, vocabulary=vocabulary)
-    parts.watch.served = parts.learned
-    side = make_side(parts.spot, parts.learned, parts.watch)
-    side.model = parts.model
-    return side, vocabulary
+    vocabulary = DraftVocabulary(costs_of(CONFIG), wanted)
+    return Parts(vocabulary=vocabulary).side, vocabulary
 
 
 def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_responses_do_not_change() -> None:
@@ -400,7 +395,7 @@ def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_respon
     side.foresee([(1, 2)])
     chosen = chosen_by(vocabulary)
     assert {1, 2} < set(chosen)
-    assert side.learned.model.token_ids.tolist() == side.spot.trainer.token_ids.tolist() == chosen
+    assert side.served.model.token_ids.tolist() == side.spot.trainer.token_ids.tolist() == chosen
     check = side.check(second, 0, 1.0)
     assert chosen_by(vocabulary) == chosen
     tokens = [token for rollout in second for token in rollout.token_ids]
@@ -412,7 +407,7 @@ def test_a_saved_drafter_says_what_acceptance_was_measured_last_so_that_the_next
     tmp_path: Path,
 ) -> None:
     side, _ = watched("full")
-    side.watch.check_every = 2
+    side.check_every = 2
     measured = side.check(make_rollouts(seed=1), 0, 1.0).acceptance
     assert math.isnan(side.check(make_rollouts(seed=2), 0, 1.0).acceptance), "not due"
     restarted, _ = watched("full")
@@ -425,9 +420,9 @@ def test_a_saved_drafter_says_what_acceptance_was_measured_last_so_that_the_next
 def test_ranks_that_propose_other_tokens_stop_the_run() -> None:
     side, _ = watched(10)
     side.foresee([(30, 31)])
-    ours = Measurement(side.watch.subject, make_rollouts(), 1.0, random.Random(1)).tally()
-    side.learned.model.choose(torch.arange(10))
-    theirs = Measurement(side.watch.subject, make_rollouts(), 1.0, random.Random(1)).tally()
+    ours = Measurement(side.copies, make_rollouts(), 1.0, random.Random(1)).tally()
+    side.served.model.choose(torch.arange(10))
+    theirs = Measurement(side.copies, make_rollouts(), 1.0, random.Random(1)).tally()
     with pytest.raises(RuntimeError, match="rank 1 proposes other tokens than rank 0"):
         check_arrival([ours, theirs], 3, 1e-4)
 
@@ -436,9 +431,9 @@ def test_a_run_leads_so_that_no_rank_chooses_by_its_own_responses() -> None:
     side, vocabulary = watched(10)
     context = SimpleNamespace(tokens=[[*range(60)] * 20], requests=[SimpleNamespace(prompt_ids=(1, 2))])
     for is_led in (True, False):
-        side.learned.choice.is_led = is_led
-        side.learned.finish(0, make_rollouts()[0])
-        side.learned.choice.look(context)
+        side.served.choice.is_led = is_led
+        side.served.finish(0, make_rollouts()[0])
+        side.served.choice.look(context)
         assert (vocabulary.num_renewals, float(vocabulary.counts_V.sum()) > 0) == (
             (0, False) if is_led else (1, True)
         )
@@ -452,15 +447,15 @@ def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_
     again, restored = watched(10)
     again.restore(counters, side.own_counters())
     assert restored.counters() == vocabulary.counters()
-    assert again.learned.model.token_ids.tolist() == vocabulary.token_ids.tolist()  # type: ignore[union-attr]
-    assert torch.equal(again.spot.trainer.token_ids, again.learned.model.token_ids)
+    assert again.served.model.token_ids.tolist() == vocabulary.token_ids.tolist()  # type: ignore[union-attr]
+    assert torch.equal(again.spot.trainer.token_ids, again.served.model.token_ids)
     wider, _ = watched(15)
     wider.restore(counters, side.own_counters())
     wider.foresee([(30, 31)])
-    assert wider.learned.model.num_proposed == 15
+    assert wider.served.model.num_proposed == 15
     old, _ = watched(10)
     old.restore({key: value for key, value in counters.items() if key != "vocabulary"}, side.own_counters())
-    assert old.learned.model.token_ids is None, "an older checkpoint says nothing of it"
+    assert old.served.model.token_ids is None, "an older checkpoint says nothing of it"
 
 
 # ── in folders ──────────────────────────────────────────────────────────────────────────────────────────────

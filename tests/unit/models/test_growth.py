@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.lossless.helpers import CONFIG, make_policy
-from tests.unit.drafter_parts import make_model, make_requests
+from tests.unit.drafter.parts import make_model, make_requests
 from tlt.assembly.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_stored

@@ -17,10 +17,8 @@ from torch.distributed import HashStore
 from tests.lossless.helpers import CONFIG, make_policy
 from tlt.accounts import DrafterReport
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
-from tlt.drafter.measure import Subject
+from tlt.drafter.measure import DrafterCopies
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
-from tlt.drafter.training.spot import SpotTrainer
-from tlt.drafter.watch import DrafterWatch, Ranks, RankState
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
@@ -28,7 +26,7 @@ from tlt.ranks.world import World
 from tlt.report.timeline import Timeline
 from tlt.rollout.phase import NO_WORK, RolloutPhase
 from tlt.rollout.protocol import Receivers
-from tlt.rollout.watched_drafter import WatchedDrafter
+from tlt.rollout.watched_drafter import Ranks, RankState, WatchedDrafter
 from tlt.rollout.work import FinishedResponses, ReplicaWork
 from tlt.rollout.work_queue import WorkQueue
 from tlt.speculative.strategy import Strategy
@@ -97,6 +95,7 @@ class ScriptedSpot:
 
     def __init__(self, micro_step: Callable[[], None], events: list[str]) -> None:
         self.micro_step, self.events, self.keeps_captured = micro_step, events, True
+        self.trainer = SimpleNamespace(shared_tensors=list, num_tokens=0)
 
     def add(self, rollout: Rollout, features_TE: torch.Tensor | None) -> None: ...
 
@@ -109,45 +108,30 @@ class ScriptedSpot:
         return DrafterReport(num_micro_steps, preempted_at=time.perf_counter())
 
 
-class Unwatched:
-    """Lets every session of training through."""
-
-    trains = True
-
-    def run(self, session: Callable[[], DrafterReport]) -> DrafterReport:
-        return session()
-
-
 def make_phase(engine: Any, queue: Any) -> RolloutPhase:
     world, timeline = World(0, 1, 0, torch.device("cpu"), HashStore(), None), Timeline(0)
     scorers: Any = Scorers()
     return RolloutPhase(world, engine, queue, Receivers(scorers, lambda ids: ""), timeline, lambda: False)
 
 
-def make_side(spot: Any, learned: Any = None, watch: Any = None) -> WatchedDrafter:
-    learned, watch = learned or SimpleNamespace(choice=None), watch or Unwatched()
-    return WatchedDrafter(None, learned, watch, spot, Timeline(0))
-
-
-def make_watch(
-    engine: RolloutEngine,
-    learned: LearnedDrafter,
-    spot: SpotTrainer,
+def make_side(
+    spot: Any,
+    learned: Any = None,
+    target: PackedTransformer | None = None,
     average: Callable[[Sequence[torch.Tensor], float], float] = lambda tensors, weight: 1.0,
     others: Sequence[int] = (),
-) -> DrafterWatch:
-    """`others`: drafter versions of other replicas' engines."""
+) -> WatchedDrafter:
+    """`others`: drafter versions of other replicas' engines. Without a target nothing is measured."""
 
     def gather(value: Any) -> list[Any]:
-        return (
-            [value, *(RankState("", version, False) for version in others)]
-            if isinstance(value, RankState)
-            else [value]
-        )
+        states = [RankState("", version, False) for version in others]
+        return [value, *states] if isinstance(value, RankState) else [value]
 
-    trainer = spot.trainer
-    subject = Subject(trainer.model, learned.model, engine.model, lambda group, counts: 0)
-    return DrafterWatch(subject, trainer, learned, Ranks(0, gather, average))
+    copies: Any = None
+    if target is not None:
+        copies = DrafterCopies(spot.trainer.model, learned.model, target, lambda group, counts: 0)
+    learned = learned or SimpleNamespace(choice=None, version=0)
+    return WatchedDrafter(copies, learned, spot, Ranks(0, gather, average), Timeline(0))
 
 
 def make_problems(num: int) -> list[Problem]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tests.unit.drafter.test_ngram import CHAIN, propose, request, rollout_of, whole_drafts
+from tests.unit.drafter.watched_parts import Parts
 from tests.unit.tuning.test_tuner import ARMS, Machine, play
-from tests.unit.watch_parts import Parts
 from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.drafter.drafting.suffix_index import _MAX_TEXTS
 from tlt.speculative.strategy import BatchState, StrategyTuner

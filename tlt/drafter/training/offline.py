@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.drafter.measure import draw, engine_logits, overlap, read
+from tlt.drafter.measure import draw_counts, engine_logits, read_sample
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import Preset
@@ -140,20 +140,15 @@ def measure_acceptance(
 ) -> float | None:
     """Returns the acceptance that the engine's copy of the drafter has on a random few of the responses;
     None where none of them can be measured. FloatingPointError where the drafter's outputs are not finite."""
-    counts = draw(rollouts, _MEASURED_TOKENS, rng)
+    counts = draw_counts(rollouts, _MEASURED_TOKENS, rng)
     if not counts:
         return None
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), target.dtype, target.device)
     if token_ids is not None:
         packed.choose(token_ids)
-    sample = read(
-        [(rollouts[index], count) for index, count in counts.items()],
-        target,
-        model.config.capture,
-        temperature,
-    )
+    sample = read_sample(rollouts, counts, target, model.config.capture, temperature)
     logits_RV = engine_logits(packed, target, sample)
-    acceptance = overlap(sample, logits_RV, packed.token_ids, temperature) / len(sample.target_RV)
+    acceptance = sample.overlap(logits_RV, packed.token_ids) / len(sample.target_RV)
     if not math.isfinite(acceptance):
         raise FloatingPointError(
             "drafter training: the drafter's outputs are not finite; lower its learning rate"

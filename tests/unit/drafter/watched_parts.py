@@ -1,5 +1,4 @@
-"""A drafter in the service of a run of one rank: what the tests of its measure and of its service are made
-of."""
+"""A drafter that a run of one rank trains and measures, for the tests of both."""
 
 from __future__ import annotations
 
@@ -11,17 +10,19 @@ from typing import Any
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
-from tlt.accounts import DrafterReport
+from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.drafting.ngram import NgramDrafter
-from tlt.drafter.measure import Measurement, Subject, Tally
+from tlt.drafter.measure import DrafterCopies, Measurement, Tally
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.drafter.watch import DrafterWatch, Ranks, RankState
+from tlt.drafter.vocabulary import DraftVocabulary
+from tlt.report.timeline import Timeline
+from tlt.rollout.watched_drafter import Ranks, RankState, WatchedDrafter
 from tlt.types import Rollout
 
 POLICY = make_policy()
@@ -44,37 +45,36 @@ class Parts:
         self,
         check_every: int = 1,
         max_passes: float | None = None,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.model = DraftModel(drafter_shape(CONFIG)).initialize(2)
         packed = PackedDrafter.from_tensors(self.model.config, self.model.state_dict(), torch.float64)
-        self.learned = LearnedDrafter(packed, TARGET, 4)
+        self.learned = LearnedDrafter(packed, TARGET, 4, vocabulary=vocabulary)
         self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))
         self.trainer = DrafterTrainer(self.model, TARGET, PRESETS["hass"], 1e-3)
         self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
-        self.watch = DrafterWatch(
-            Subject(self.model, packed, TARGET, lambda group, counts: 0),
-            self.trainer,
-            self.learned,
-            Ranks(0, lambda value: [value], lambda tensors, weight: weight),
-            check_every,
-        )
+        copies = DrafterCopies(self.model, packed, TARGET, lambda group, counts: 0)
+        ranks = Ranks(0, lambda value: [value], lambda tensors, weight: weight)
+        self.side = WatchedDrafter(copies, self.learned, self.spot, ranks, Timeline(0), check_every)
 
     def join(self, state: RankState, tally: Tally | None = None) -> None:
-        """From here on there is a second rank, with this state at every step's end and this tally (None:
-        the first one's)."""
+        """Adds a second rank, with this state at every step's end and this tally (None: the first one's)."""
 
         def gather(value: Any) -> list[Any]:
             return [value, state if isinstance(value, RankState) else tally or value]
 
-        self.watch.ranks = replace(self.watch.ranks, gather=gather)
+        self.side.ranks = replace(self.side.ranks, gather=gather)
 
     def measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool = True) -> Tally:
-        return Measurement(self.watch.subject, rollouts, temperature, random.Random("0/0"), is_due).tally()
+        return Measurement(self.side.copies, rollouts, temperature, random.Random("0/0"), is_due).tally()
 
-    def step(self, seed: int = 0, micro_steps: int = 6, trains: bool = True) -> Any:
+    def train(self, micro_steps: int = 6) -> DrafterReport:
+        left = iter([False] * micro_steps + [True])
+        return self.side.train(lambda: next(left))
+
+    def step(self, seed: int = 0, micro_steps: int = 6) -> DrafterCheck:
+        """Trains on new responses, and checks. micro_steps: 0 for a step without training."""
         rollouts = make_rollouts(seed=seed)
         for rollout in rollouts:
             self.spot.buffer.add(rollout)
-        left = iter([False] * micro_steps + [True])
-        report = self.watch.run(lambda: self.spot.run(lambda: next(left))) if trains else DrafterReport()
-        return self.watch.end_step(rollouts, report.num_tokens, 1.0)
+        return self.side.check(rollouts, self.train(micro_steps).num_tokens, 1.0)
