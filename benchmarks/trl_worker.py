@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.peers import _StopAtLengths
 from benchmarks.trl import Job
 from tlt.assembly.drafter import watch_drafter
-from tlt.assembly.engine import EngineSettings, build_engine, load_stored
+from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
 from tlt.assembly.model import load_model
 from tlt.assembly.policy import build_policy_trainer
 from tlt.config.load import load_config
@@ -194,7 +194,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
     model = load_model(config.model.path, torch.float32)
     assert model.tokenizer is not None
     trainer = build_policy_trainer(config, model, world)
-    timeline, stored = Timeline(world.rank), load_stored(config.drafter.path, model)
+    timeline, stored = Timeline(world.rank), load_stored_drafter(config.drafter.path, model)
     engine = build_engine(
         model.config, model.tensors, EngineSettings.of_run(config, "cpu"), stored, on_span=timeline.add
     )

@@ -1,9 +1,11 @@
 """TLT: train reasoning models with reinforcement learning, faster, without changing the result.
 
-    engine = tlt.Engine.from_pretrained("recipes/countdown/base", drafter="recipes/countdown/drafter", speculation="adaptive")
+    engine = tlt.Engine.from_pretrained(
+        "recipes/countdown/base", drafter="recipes/countdown/drafter", speculation="adaptive"
+    )
     responses = engine.generate(["[2,9,16:5]"], samples=4, temperature=1.0, max_tokens=256, seed=0)
 
-`import tlt` alone is light: a name is imported, and torch with it, when it is first used.
+`import tlt` alone brings no torch: a name is imported when it is first used.
 """
 
 from importlib import import_module
@@ -12,24 +14,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tlt.api import Engine, Response, TrainingResult, train
+    from tlt.api import Engine, TrainingResult, train
     from tlt.config.load import load_config
     from tlt.config.schema import Config
     from tlt.speculative.strategy import Strategy
     from tlt.tasks.base import Task
     from tlt.training.evaluations import Evaluation
     from tlt.training.live import LiveRollouts, LiveSettings
-    from tlt.types import Request, SamplingParams, UserError
+    from tlt.types import Request, Response, SamplingParams, UserError
 
 _HOMES = {
-    "tlt.api": ("Engine", "Response", "TrainingResult", "train"),
+    "tlt.api": ("Engine", "TrainingResult", "train"),
     "tlt.config.load": ("load_config",),
     "tlt.config.schema": ("Config",),
     "tlt.tasks.base": ("Task",),
     "tlt.training.evaluations": ("Evaluation",),
     "tlt.training.live": ("LiveRollouts", "LiveSettings"),
     "tlt.speculative.strategy": ("Strategy",),
-    "tlt.types": ("Request", "SamplingParams", "UserError"),
+    "tlt.types": ("Request", "Response", "SamplingParams", "UserError"),
 }
 """The module that defines each public name; the imports above tell the same to type checkers."""
 

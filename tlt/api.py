@@ -24,7 +24,8 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 
 from tlt.assembly.engine import EngineSettings, load_engine
-from tlt.assembly.model import Checkpoint, all_ranks, load_checkpoint, resolve_device
+from tlt.assembly.model import ModelFolder, load_model_for, resolve_device
+from tlt.assembly.ranks import all_ranks
 from tlt.clock import Moment
 from tlt.config.drafter import DrafterSection, check_served
 from tlt.config.load import load_config
@@ -33,7 +34,6 @@ from tlt.config.schema import Config
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.hf.prompts import check_room, encode_prompts, make_requests
-from tlt.hf.tokenizer import Tokenizer
 from tlt.io.files import Record
 from tlt.io.hub import Repository, resolve_model
 from tlt.kinds import BatchSize, Samples, shorten
@@ -47,7 +47,7 @@ from tlt.tasks.base import Task
 from tlt.training.evaluations import Evaluation, read_evaluations
 from tlt.training.loop import describe_run, main
 from tlt.training.start import launch_ranks, prepare, run_started_rank
-from tlt.types import FinishReason, Request, Rollout, SamplingParams, UserError, checked, resolve_dtype
+from tlt.types import Request, Response, SamplingParams, UserError, checked, resolve_dtype
 
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -73,35 +73,14 @@ class Sampling(TypedDict, total=False):
     seed: int
 
 
-@dataclass(frozen=True)
-class Response:
-    """One sample of the answer to a prompt.
-
-    problem_id: the record's own, else the prompt's position in the call, counted from 1.
-    text: without special tokens; None for a model without a tokenizer.
-    logprobs: natural, one per token: log-softmax(logits / temperature) before truncation; at temperature 0
-        those of 1.
-    finish_reason: "stop" (a stop token or the end of a stop text, which is the last of token_ids) or
-        "length".
-    """
-
-    problem_id: str
-    sample_index: int
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str | None
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-
-
 class Engine:
     """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling, and
     never on how it drafts or what it generated before."""
 
-    def __init__(self, model: Checkpoint, rollout_engine: RolloutBackend) -> None:
+    def __init__(self, model: ModelFolder, rollout_engine: RolloutBackend) -> None:
         """`from_pretrained` is the usual way to make one."""
         self.config, self.tokenizer, self.stop_ids = model.config, model.tokenizer, model.stop_ids
-        self._engine = rollout_engine
+        self._engine, self._decode = rollout_engine, model.decode
 
     @classmethod
     def from_pretrained(
@@ -161,7 +140,7 @@ class Engine:
             engine=engine,
             drafting=section,
         )
-        model = load_checkpoint(resolve_model(path, revision), engine)
+        model = load_model_for(resolve_model(path, revision), engine)
         return cls(model, load_engine(model, settings, None if drafter is None else resolve_model(drafter)))
 
     @property
@@ -219,7 +198,7 @@ class Engine:
         self._engine.stats = EngineStats()
         try:
             for rollout in self._engine.generate(requests):
-                yield to_response(rollout, self.tokenizer)
+                yield Response.of(rollout, self._decode)
         finally:
             self._engine.abort()  # nothing is left to, unless the caller broke off
 
@@ -237,19 +216,6 @@ def _to_record(number: int, prompt: Any) -> Record:
     if isinstance(prompt, Sequence) and prompt and all(isinstance(item, Mapping) for item in prompt):
         return {"messages": list(prompt)}
     return {"prompt_ids": prompt}
-
-
-def to_response(rollout: Rollout, tokenizer: Tokenizer | None) -> Response:
-    """Returns the response with its text. Its fields are those of a line that `tlt generate` writes."""
-    return Response(
-        rollout.problem_id,
-        rollout.sample_index,
-        rollout.prompt_ids,
-        rollout.token_ids,
-        None if tokenizer is None else tokenizer.decode(rollout.token_ids),
-        rollout.logprobs,
-        rollout.finish_reason,
-    )
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ Axes used throughout the package:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -115,6 +115,39 @@ class Rollout:
 
 def key_of(response: Request | Rollout) -> Key:
     return response.problem_id, response.sample_index
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sample of the answer to a prompt, as the Python API returns it and `tlt generate` writes it.
+
+    problem_id: the record's own, else the prompt's position in the call, counted from 1.
+    text: without special tokens; None for a model without a tokenizer.
+    logprobs: natural, one per token: log-softmax(logits / temperature) before truncation; at temperature 0
+        those of temperature 1.
+    finish_reason: "stop" (a stop token or the end of a stop text, which is the last of token_ids) or "length".
+    """
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+    @staticmethod
+    def of(rollout: Rollout, decode: Callable[[list[int]], str] | None) -> Response:
+        """Returns the response of a rollout. decode: token ids → text; None: the model has no tokenizer."""
+        return Response(
+            rollout.problem_id,
+            rollout.sample_index,
+            rollout.prompt_ids,
+            rollout.token_ids,
+            None if decode is None else decode(list(rollout.token_ids)),
+            rollout.logprobs,
+            rollout.finish_reason,
+        )
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ FAULTS = [
     Fault("checkpoint, its manifest", "full", "tlt.saved.checkpoint:commit", 2),
     Fault("policy/", "full", "tlt.training.run:Run.save_policy", 1, "policy"),
     Fault("drafter/", "full", "tlt.training.loop:write_products"),
-    Fault("timeline.json", "full", "tlt.training.loop:merge_timelines", code=0),
+    Fault("timeline.json", "full", "tlt.training.products:merge_timelines", code=0),
     Fault("the start", "no inodes", "tlt.training.run:Run.__init__"),
     Fault("a journal's file", "no inodes", "tlt.saved.journal:FileJournal._create"),
     Fault("a checkpoint", "no inodes", f"{WRITER}.save", 2),

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch.distributed.launcher import api as launcher
 
-from tlt.assembly.model import all_ranks
+from tlt.assembly.ranks import all_ranks
 from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.hf.tokenizer import load_tokenizer

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import geometry_of, recipe
+from tlt.assembly.world import join_ranks
 from tlt.bench.geometry import HELD_STILL, grown_config, plan_growth
 from tlt.bench.memory import plan_subject
 from tlt.bench.train_report import phase_seconds
@@ -27,7 +28,7 @@ from tlt.ranks.world import shutdown
 from tlt.report.timeline import read_spans
 from tlt.rollout.work_queue import connect_work_queue
 from tlt.training.loop import advance
-from tlt.training.run import Run, join_ranks
+from tlt.training.run import Run
 
 
 def configuration(settings: dict[str, Any], folder: Path) -> Config:

@@ -30,7 +30,7 @@ from benchmarks.gguf_export import export_gguf
 from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Process, python_of
 from benchmarks.real_size.report import Runs, describe_cell, to_markdown
 from benchmarks.real_size.serving import Took, Work
-from tlt.assembly.engine import load_stored
+from tlt.assembly.engine import load_stored_drafter
 from tlt.assembly.model import drafter_folder, model_folder, open_model
 from tlt.bench.geometry import grown_config, plan_growth
 from tlt.bench.measure import in_turns
@@ -149,7 +149,7 @@ def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_pro
         export_gguf(folder, gguf, resolve_dtype(dtype))
     exported = None
     if own is not None and options.vllm is not None:
-        stored = load_stored(own, model)
+        stored = load_stored_drafter(own, model)
         assert stored is not None
         method = stored.config.method
         exported = {

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.real_size.serving import Job, Took, Watch, Work, serve
-from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored
+from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, open_model
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
@@ -46,7 +46,7 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
     _free_main_thread()
     dtype, folder = resolve_dtype(job["dtype"]), job["drafter"]
     model = open_model(Path(job["model"]), dtype)
-    drafter = None if folder is None else load_stored(Path(folder), model)
+    drafter = None if folder is None else load_stored_drafter(Path(folder), model)
     untrained = DrafterSection(train=False)  # nothing here trains: remember nothing for it
     settings = EngineSettings(dtype=dtype, window=job["window"], drafting=untrained)
     versions = {"torch": version("torch")}

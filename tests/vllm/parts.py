@@ -25,7 +25,7 @@ from transformers import (
 
 from benchmarks.side_by_side import Comparison, Responses, answers, compare
 from tlt.assembly.engine import EngineSettings, load_engine
-from tlt.assembly.model import load_checkpoint, load_model
+from tlt.assembly.model import load_model, load_model_for
 from tlt.audit.referee import Referee
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
@@ -127,7 +127,7 @@ def vllm_engine(
         vllm=VllmSection(**{"compile": False} | vllm),
         window=400,
     )
-    return load_engine(load_checkpoint(model, "vllm", torch.float32), settings, drafter)
+    return load_engine(load_model_for(model, "vllm", torch.float32), settings, drafter)
 
 
 def own_engine(model: Path, batch: int = 16) -> Any:

@@ -17,7 +17,7 @@ from tests.reference_kinds import KINDS, reference_of
 from tests.unit.cli.parts import read_lines, succeed, write_lines
 from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm
 from tlt.assembly.engine import EngineSettings, load_engine
-from tlt.assembly.model import load_checkpoint, load_model
+from tlt.assembly.model import load_model, load_model_for
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
 from tlt.drafter.drafting.references import References
@@ -61,7 +61,7 @@ def engine_with(arm: str, references: References, batch: int = 6, **vllm: Any) -
         vllm=VllmSection(**{"compile": False} | section | vllm),
         window=WINDOW,
     )
-    return load_engine(load_checkpoint(BASE, "vllm", torch.float32), settings, drafter, references=references)
+    return load_engine(load_model_for(BASE, "vllm", torch.float32), settings, drafter, references=references)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 line, the training run, the benchmarks and the Python API alike.
 
     Model ───────────────────────────┐
-    drafter/ ── load_stored ─────────┼── build_backend ──▶ our engine, or vLLM, with policy, tuner and drafter
+    drafter/ ── load_stored_drafter ─────────┼── build_backend ──▶ our engine, or vLLM, with policy, tuner and drafter
     EngineSettings ──────────────────┘
 """
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tlt.assembly.cost_prior import cost_prior
-from tlt.assembly.model import Checkpoint, Model, local_ranks
+from tlt.assembly.model import Model, ModelFolder
+from tlt.assembly.ranks import local_ranks
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config
 from tlt.config.vllm import VllmSection
@@ -151,7 +152,7 @@ def _pack(config: ModelConfig, policy: Mapping[str, Tensor], settings: EngineSet
 
 
 def build_backend(
-    model: Checkpoint,
+    model: ModelFolder,
     settings: EngineSettings,
     drafter: StoredDrafter | None = None,
     *,
@@ -165,7 +166,7 @@ def build_backend(
     references: what may be drafted from, unless speculation is off; vLLM on a GPU leaves them.
     """
     if settings.engine == "tlt":
-        assert isinstance(model, Model), "others were refused when they were read (load_checkpoint)"
+        assert isinstance(model, Model), "others were refused when they were read (load_model_for)"
         kinds, tuner = drafter_kinds(drafter is not None), None
         if references is not None:
             tuner = _make_tuner(model.config, settings, drafter, reference_kinds(kinds))
@@ -188,7 +189,7 @@ def build_backend(
 
 
 def _build_vllm(
-    model: Checkpoint,
+    model: ModelFolder,
     settings: EngineSettings,
     drafter: StoredDrafter | None,
     on_span: Callable[[Span], None] | None,
@@ -226,18 +227,18 @@ def _build_vllm(
 
 
 def load_engine(
-    model: Checkpoint,
+    model: ModelFolder,
     settings: EngineSettings,
     drafter: Path | None = None,
     verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
     """Returns an engine that holds the model, and the drafter of that folder unless speculation is off."""
-    stored = load_stored(None if settings.speculation == "off" else drafter, model)
+    stored = load_stored_drafter(None if settings.speculation == "off" else drafter, model)
     return build_backend(model, settings, stored, verify=verify, references=references)
 
 
-def load_stored(drafter: Path | None, model: Checkpoint) -> StoredDrafter | None:
+def load_stored_drafter(drafter: Path | None, model: ModelFolder) -> StoredDrafter | None:
     """Reads the drafter folder of a model; None: there is none to read. UserError where it does not fit,
     as for every model that our decoder does not compute."""
     if drafter is None:

@@ -19,17 +19,12 @@ from tlt.hf.peft import AdaptedTensors, Adapter, read_adapter
 from tlt.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.hf.weights import StoredTensors
 from tlt.io.hub import resolve_model
-from tlt.launch.place import find_place
-from tlt.launch.ray_cluster import num_cluster_gpus
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
-RANKS_ON_CPUS = 2
-"""Where nobody says how many: two show all that TLT does, on two cores."""
-
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelFolder:
     """A checkpoint folder, as far as it is read for an engine that loads the weights itself.
 
     config: bounds of token ids and positions.
@@ -48,7 +43,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Model(Checkpoint):
+class Model(ModelFolder):
     """A checkpoint of a family that our decoder computes, with its weights: trained, drafted for, or
     generated with.
 
@@ -75,35 +70,7 @@ def drafter_folder(config: Config) -> Path | None:
     return None if config.drafter.path is None else resolve_model(config.drafter.path)
 
 
-def local_ranks(config: Config) -> int:
-    """Returns how many ranks this machine has: who started them says so, and `tlt train` starts all of
-    them here."""
-    place = find_place()
-    return _ranks_to_start(config) if place is None else place.local_world_size
-
-
-def all_ranks(config: Config) -> int:
-    """Returns how many ranks all machines have together."""
-    place = find_place()
-    return _ranks_to_start(config) if place is None else place.world_size
-
-
-def _ranks_to_start(config: Config) -> int:
-    """Returns run.num_ranks; where the user leaves it open, a rank for each GPU that there is to compute
-    on."""
-    return config.run.num_ranks or (0 if config.run.device == "cpu" else num_gpus(config)) or RANKS_ON_CPUS
-
-
-def num_gpus(config: Config) -> int:
-    """Returns the GPUs of this machine, or of the whole Ray cluster where that starts the ranks."""
-    return (
-        num_cluster_gpus()
-        if find_place() is None and config.run.launcher == "ray"
-        else torch.cuda.device_count()
-    )
-
-
-def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> Checkpoint:
+def load_model_for(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> ModelFolder:
     """Reads what `engine` is to generate with: a Model, or where vLLM is to compute it, a model of whatever
     family.
 
@@ -119,7 +86,7 @@ def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | 
     except OtherComputation:
         if engine == "tlt":
             raise
-        return Checkpoint(path, read_limits(path), *_tokens(path))
+        return ModelFolder(path, read_limits(path), *_tokens(path))
 
 
 def load_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:

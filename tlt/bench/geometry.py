@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from tlt import __version__
-from tlt.assembly.engine import EngineSettings, build_engine, load_stored
+from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, adapter_folder, drafter_folder, load_model, model_folder, open_model
 from tlt.assembly.policy import master_dtype
+from tlt.assembly.world import device_of
 from tlt.bench.report import with_changes
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter, save_stored
@@ -36,7 +37,6 @@ from tlt.hf.weights import content_hash, expected_shapes, save_model
 from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 from tlt.training.problems import load_problems
-from tlt.training.run import device_of
 from tlt.types import Request, SamplingParams, UserError, resolve_dtype
 
 NUM_PROMPTS, NUM_TOKENS = 8, 16
@@ -104,7 +104,7 @@ def plan_growth(config: Config, given: str) -> Growth:
     UserError where they do not."""
     geometry = find_geometry(given)
     small = load_model(model_folder(config), master_dtype(config), adapter_folder(config))
-    grown, drafter = grow_config(small.config, geometry), load_stored(drafter_folder(config), small)
+    grown, drafter = grow_config(small.config, geometry), load_stored_drafter(drafter_folder(config), small)
     shape = None if drafter is None else grow_shape(drafter.config, grown.config)
     return Growth(geometry, small, drafter, grown, shape)
 

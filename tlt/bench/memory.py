@@ -7,7 +7,8 @@ runs       process + what each holds always + the most that one of them takes fo
 
 from __future__ import annotations
 
-from tlt.assembly.model import drafter_folder, local_ranks, model_folder
+from tlt.assembly.model import drafter_folder, model_folder
+from tlt.assembly.ranks import local_ranks
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import load_shape
 from tlt.hf.config import load_model_config

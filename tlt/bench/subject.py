@@ -8,16 +8,16 @@ import dataclasses
 
 import torch
 
-from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored
+from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, adapter_folder, drafter_folder, model_folder, open_model
 from tlt.assembly.policy import master_dtype
+from tlt.assembly.world import device_of
 from tlt.bench.report import side_by_side
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
 from tlt.models.packed import PackedTransformer
 from tlt.training.problems import load_problems, problems_of_step
-from tlt.training.run import device_of
 from tlt.types import Request
 
 
@@ -37,7 +37,7 @@ class Subject:
         self.settings = dataclasses.replace(settings, drafting=untrained)
         self.model = model or open_model(model_folder(config), master_dtype(config), adapter_folder(config))
         self.weights: PackedTransformer | None = None
-        self.drafter = drafter or load_stored(drafter_folder(config), self.model)
+        self.drafter = drafter or load_stored_drafter(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")
         self.params = config.sampling.params(config.run.seed, self.model.stop_ids)
 

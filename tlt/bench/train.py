@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tlt.assembly.world import join_ranks
 from tlt.bench.report import Changes, side_by_side, with_changes
 from tlt.bench.train_report import Turn, read_turns
 from tlt.config.schema import Config
@@ -33,7 +34,7 @@ from tlt.rollout.phase import StopRequested
 from tlt.rollout.result import PhaseResult
 from tlt.rollout.work_queue import connect_work_queue
 from tlt.training.loop import advance
-from tlt.training.run import Run, join_ranks
+from tlt.training.run import Run
 from tlt.types import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def launch_runs(config: Config, plan: Plan) -> int:
 
     Raises UserError unless the runs can begin, or go on, in run.out_dir.
     """
-    from tlt.assembly.model import all_ranks
+    from tlt.assembly.ranks import all_ranks
     from tlt.launch.local import launch
 
     folder = config.run.out_dir

@@ -216,13 +216,13 @@ def _modes(
 
 def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
     from tlt.assembly.engine import load_engine
-    from tlt.assembly.model import load_checkpoint
+    from tlt.assembly.model import load_model_for
     from tlt.audit.fault import PlantedFault
     from tlt.speculative.verify import verify
 
     faulty = PlantedFault(options.plant_fault, options.seed) if options.plant_fault else verify
     settings = options.engine_settings(speculation, longest(requests))
-    model = load_checkpoint(resolve_model(options.model), options.engine)
+    model = load_model_for(resolve_model(options.model), options.engine)
     engine = load_engine(model, settings, options.drafter_folder, faulty)
     try:
         return generate_in_order(engine, requests)

@@ -16,7 +16,7 @@ from tlt.config.schema import may_use_references
 from tlt.io.files import Record, check_output_file, with_folder, write_jsonl
 from tlt.io.hub import resolve_model
 from tlt.saved.response_reader import read_references
-from tlt.types import Rollout, UserError
+from tlt.types import Response, Rollout, UserError
 
 if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
@@ -54,13 +54,12 @@ def run(options: Generate) -> Record:
     with show_busy():
         import torch
 
-        from tlt.api import to_response
         from tlt.assembly.engine import load_engine
-        from tlt.assembly.model import load_checkpoint
+        from tlt.assembly.model import load_model_for
         from tlt.hf.prompts import check_room, make_requests
 
         options.check_engine(options.speculation, options.references is not None)
-        model = load_checkpoint(folder, options.engine, adapter)
+        model = load_model_for(folder, options.engine, adapter)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     if "max_tokens" in options.model_fields_set:
@@ -80,9 +79,7 @@ def run(options: Generate) -> Record:
     rollouts = generate_in_order(engine, requests)
     seconds = time.perf_counter() - begin
     engine.close()
-    write_jsonl(
-        with_folder(options.out), (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts)
-    )
+    write_jsonl(with_folder(options.out), (vars(Response.of(rollout, model.decode)) for rollout in rollouts))
     summary = summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}
 

@@ -11,7 +11,7 @@ from tlt.io.files import Record, check_output_file, with_folder, write_json
 from tlt.kinds import Gib, NonNegativeInt, Processes
 
 if TYPE_CHECKING:
-    from tlt.plan.fit import Verdict
+    from tlt.plan.fit import FitVerdict
     from tlt.plan.memory import MemoryPlan
     from tlt.plan.sizes import PlannedRun
 
@@ -67,7 +67,7 @@ def read_run(options: PlanMemory) -> PlannedRun:
     config = load_config(options.config, options.overrides)
     import torch
 
-    from tlt.assembly.model import all_ranks, local_ranks
+    from tlt.assembly.ranks import all_ranks, local_ranks
     from tlt.drafter.formats.folder import load_shape
     from tlt.engine.memory import machine_bytes
     from tlt.hf.config import load_model_config
@@ -89,7 +89,7 @@ def read_run(options: PlanMemory) -> PlannedRun:
     return PlannedRun(config, model, drafter, num_ranks, is_gpu, rank_bytes, options.prompt_tokens)
 
 
-def print_plan(run: PlannedRun, plan: MemoryPlan, verdict: Verdict) -> None:
+def print_plan(run: PlannedRun, plan: MemoryPlan, verdict: FitVerdict) -> None:
     """Prints a table with a column for each phase, and the verdict below it."""
     from tlt.plan.memory import ALWAYS
     from tlt.plan.sizes import GIB

@@ -75,7 +75,7 @@ def speed(options: PlanSpeed) -> Record:
 
 def num_problems(config: Config, num_replicas: int) -> int:
     """Returns the problems of a step in which each replica has as many as a rank of the configuration."""
-    from tlt.assembly.model import all_ranks
+    from tlt.assembly.ranks import all_ranks
 
     return max(round(config.rollout.problems_per_step * num_replicas / all_ranks(config)), 1)
 

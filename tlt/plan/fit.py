@@ -17,7 +17,7 @@ from tlt.types import UserError
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FitVerdict:
     """fits: None: the device's memory is unknown.  line: for people."""
 
     fits: bool | None
@@ -30,21 +30,21 @@ def fits(run: PlannedRun) -> bool:
     return available is None or plan_memory(run).needed <= available
 
 
-def judge(run: PlannedRun) -> Verdict:
+def judge(run: PlannedRun) -> FitVerdict:
     """Returns whether the run fits, and the remedy where it does not."""
     plan, available = plan_memory(run), run.rank_bytes
     phase, peak = plan.peak
     most = f"{peak / GIB:.1f} GiB in the phase {phase}"
     if available is None:
-        return Verdict(None, f"at most {most}; give --device-gib to hear whether it fits")
+        return FitVerdict(None, f"at most {most}; give --device-gib to hear whether it fits")
     where = f"of {available / GIB:.1f} GiB that a {'GPU' if run.is_gpu else 'rank'} has"
     needed = f"{plan.needed / GIB:.1f} GiB {where} are needed"
     if peak <= available:
-        return Verdict(True, f"fits: {most} {where}")
+        return FitVerdict(True, f"fits: {most} {where}")
     if plan.needed <= available:
         again = "the caches get what is left, and some responses are read again"
-        return Verdict(True, f"fits: {needed}; {again}")
-    return Verdict(False, f"does not fit: {needed}, most of them in the phase {phase}; {_remedy(run)}")
+        return FitVerdict(True, f"fits: {needed}; {again}")
+    return FitVerdict(False, f"does not fit: {needed}, most of them in the phase {phase}; {_remedy(run)}")
 
 
 def refuse(run: PlannedRun) -> None:

@@ -40,14 +40,14 @@ GENERAL = (
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutTime:
     """seconds: to the last token.  idle_seconds: without work until then, summed over replicas."""
 
     seconds: float
     idle_seconds: float
 
 
-def share(lengths: Sequence[int], num_replicas: int, width: int, pace: Pace, may_draft: bool) -> Rollout:
+def share(lengths: Sequence[int], num_replicas: int, width: int, pace: Pace, may_draft: bool) -> RolloutTime:
     """Returns the rollout of replicas that hand responses over. width: responses that one decodes at once."""
     waiting = deque(lengths)
     alive: list[tuple[int, int]] = []
@@ -67,14 +67,14 @@ def share(lengths: Sequence[int], num_replicas: int, width: int, pace: Pace, may
         place = end
         sum_begun -= begun
         heapq.heappop(alive)
-    return Rollout(seconds, idle)
+    return RolloutTime(seconds, idle)
 
 
-def keep(groups: Groups, num_replicas: int, width: int, pace: Pace, may_draft: bool) -> Rollout:
+def keep(groups: Groups, num_replicas: int, width: int, pace: Pace, may_draft: bool) -> RolloutTime:
     """Returns the rollout of replicas that keep the problems which they are dealt."""
     dealt = [list(chain(*groups[index::num_replicas])) for index in range(num_replicas)]
     seconds = [share(lengths, 1, width, pace, may_draft).seconds for lengths in dealt]
-    return Rollout(max(seconds), sum(max(seconds) - own for own in seconds))
+    return RolloutTime(max(seconds), sum(max(seconds) - own for own in seconds))
 
 
 def log_normal(median: float, p95: float, cap: int, num: int = 4096) -> list[int]:
@@ -167,7 +167,7 @@ def expect(assumed: Assumed, num_replicas: int, num_problems: int, num_steps: in
     steps = draw_steps(assumed.steps, (num_problems, assumed.num_samples), num_steps, assumed.seed)
     how = num_replicas, assumed.width, assumed.pace
 
-    def variant(name: str, rollouts: Sequence[Rollout], errors: Errors) -> Expected:
+    def variant(name: str, rollouts: Sequence[RolloutTime], errors: Errors) -> Expected:
         rollout, idle = fmean(one.seconds for one in rollouts), fmean(one.idle_seconds for one in rollouts)
         by = errors.mean, errors.low, errors.high
         mean, low, high = (rollout * error + assumed.other_seconds for error in by)

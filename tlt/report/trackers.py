@@ -82,7 +82,7 @@ class Accelerated:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         PartialState(cpu=True)  # its trackers log through it
-        project, options = options_of(self.name, run)
+        project, options = tracker_options(self.name, run)
         self._tracker = LOGGER_TYPE_TO_CLASS[self.name](project, **options)
         self._tracker.start()
         if self.name == "tensorboard":  # its hyperparameters would be a run of their own in each attempt
@@ -112,7 +112,7 @@ class Accelerated:
         return ""
 
 
-def options_of(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
+def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
     """Returns what a tracker of accelerate is made with: the project, and options that its library takes.
 
     W&B goes on in the run of the same id, Trackio in that of the same name, so the id is part of it;

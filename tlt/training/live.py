@@ -148,7 +148,7 @@ class LiveRollouts:
         self._phase = RolloutPhase(world, self.engine, queue, receivers, self.timeline, lambda: False)
         trains = folder is not None and settings.section.train
         self._idle = idle_choice(world, self.timeline.epoch.machine, False, trains)
-        self._occurrences = {purpose: Occurrences() for purpose in ("rollout", "evaluation", "generate")}
+        self._occurrences = {purpose: PromptCounts() for purpose in ("rollout", "evaluation", "generate")}
         self._num_calls = 0
         self.latest: PhaseResult | None = None
         self.seconds: dict[str, float] = {}
@@ -209,7 +209,7 @@ class LiveRollouts:
     def restart(self, purpose: Purpose) -> None:
         """Lets prompts of this purpose count from the beginning again: an evaluation that is repeated in
         the same step is then the same one. Every rank calls it."""
-        self._occurrences[purpose] = Occurrences()
+        self._occurrences[purpose] = PromptCounts()
 
     def save_drafter(self, folder: str | Path) -> None:
         """Writes the drafter as it is now, for this class, `tlt train` or another engine to load. One rank
@@ -242,7 +242,7 @@ class LiveRollouts:
         return ids
 
 
-class Occurrences:
+class PromptCounts:
     """Counts how often each prompt has come within a step."""
 
     def __init__(self) -> None:

@@ -15,15 +15,10 @@ from pathlib import Path
 import torch
 
 from tlt.assembly.drafter import preset_changes
-from tlt.assembly.model import (
-    adapter_folder,
-    all_ranks,
-    drafter_folder,
-    local_ranks,
-    model_folder,
-    read_start,
-)
+from tlt.assembly.model import adapter_folder, drafter_folder, model_folder, read_start
 from tlt.assembly.policy import reward_spec
+from tlt.assembly.ranks import all_ranks, local_ranks
+from tlt.assembly.world import device_of, layout_of
 from tlt.clock import Moment
 from tlt.config.drafter import check_served
 from tlt.config.schema import Config
@@ -56,7 +51,6 @@ from tlt.saved.run_folder import FolderLock
 from tlt.saved.run_identity import Begun
 from tlt.training.loop import describe_run, main
 from tlt.training.problems import describe_overlap, load_problems
-from tlt.training.run import device_of, layout_of
 from tlt.types import UserError, resolve_dtype
 from tlt.vllm.preflight import check_vllm
 

@@ -24,10 +24,9 @@ from tests.unit.cli.parts import (
     succeed,
     write_lines,
 )
-from tlt.api import to_response
 from tlt.cli.engine import Progress, show_busy, show_progress
 from tlt.engine.engine import RolloutEngine
-from tlt.types import Rollout
+from tlt.types import Response, Rollout
 
 
 @pytest.mark.usefixtures("here")
@@ -154,7 +153,7 @@ def test_generate_refuses_a_missing_model_and_missing_prompts(
 
 def test_a_response_of_a_model_without_tokenizer_has_no_text() -> None:
     rollout = Rollout("a", 0, (1,), (2,), (-0.5,), "stop", policy_version=0)
-    assert to_response(rollout, None).text is None
+    assert Response.of(rollout, None).text is None
 
 
 @pytest.mark.usefixtures("here")

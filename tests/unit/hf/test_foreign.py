@@ -21,7 +21,7 @@ from transformers import (
 
 from tests.unit.cli.parts import save_tokenizer, write_lines
 from tlt.assembly.engine import EngineSettings, load_engine
-from tlt.assembly.model import Model, load_checkpoint
+from tlt.assembly.model import Model, load_model_for
 from tlt.cli import main as cli
 from tlt.config.load import load_config
 from tlt.training import start
@@ -85,7 +85,7 @@ def moe(tmp_path: Path) -> Path:
 
 
 def test_its_bounds_and_tokens_are_read_for_vllm(foreign: Path) -> None:
-    found = load_checkpoint(foreign, "vllm")
+    found = load_model_for(foreign, "vllm")
     assert not isinstance(found, Model)
     assert (found.config.vocab_size, found.config.max_positions, found.stop_ids) == (61, 96, (1,))
     assert found.decode is not None
@@ -94,7 +94,7 @@ def test_its_bounds_and_tokens_are_read_for_vllm(foreign: Path) -> None:
 
 def test_our_own_engine_refuses_it_in_a_line_that_says_what_is_possible(foreign: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json: \w+(\.\w+)? is ") as refusal:
-        load_checkpoint(foreign, "tlt")
+        load_model_for(foreign, "tlt")
     assert str(refusal.value).endswith(ELSEWHERE)
     assert "\n" not in str(refusal.value)
 
@@ -103,7 +103,7 @@ def test_our_own_engine_refuses_it_in_a_line_that_says_what_is_possible(foreign:
 def test_a_model_that_we_compute_is_read_with_its_weights_for_both_engines(
     engine: Literal["tlt", "vllm"],
 ) -> None:
-    found = load_checkpoint(ROOT / "recipes/countdown/base", engine)
+    found = load_model_for(ROOT / "recipes/countdown/base", engine)
     assert isinstance(found, Model)
     assert found.tensors
 
@@ -135,7 +135,7 @@ def test_a_model_that_we_compute_is_read_with_its_weights_for_both_engines(
 def test_a_mistake_is_refused_for_vllm_too(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     folder = write_model("a mixture of experts", tmp_path / "model", **changes)
     with pytest.raises(UserError) as refusal:
-        load_checkpoint(folder, "vllm")
+        load_model_for(folder, "vllm")
     assert said in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -145,7 +145,7 @@ def test_no_learned_drafter_drafts_for_it(moe: Path) -> None:
     with pytest.raises(
         UserError, match=r"^drafter: .* cannot draft for .*; leave it out, and draft by retrieval"
     ) as refusal:
-        load_engine(load_checkpoint(moe, "vllm"), settings, DRAFTER)
+        load_engine(load_model_for(moe, "vllm"), settings, DRAFTER)
     assert "\n" not in str(refusal.value)
 
 

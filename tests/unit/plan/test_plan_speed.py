@@ -24,7 +24,7 @@ from tlt.plan.speed import (
     Expected,
     GpuPace,
     Groups,
-    Rollout,
+    RolloutTime,
     draw_steps,
     expect,
     keep,
@@ -51,21 +51,21 @@ def a_second_for_each(num: int, mean_length: float, may_draft: bool) -> float:
 
 def test_a_batch_takes_its_pace_for_every_token_as_responses_end() -> None:
     """Three decode two tokens, then two decode three, then one decodes four."""
-    assert share([2, 9, 5], 1, 8, a_second_for_each, True) == Rollout(2 * 3 + 3 * 2 + 4 * 1, 0.0)
+    assert share([2, 9, 5], 1, 8, a_second_for_each, True) == RolloutTime(2 * 3 + 3 * 2 + 4 * 1, 0.0)
     assert share([2, 9, 5], 1, 8, one_second, True).seconds == 9
     assert share([2, 9, 5], 1, 1, one_second, True).seconds == 16, "one after the other"
     assert share([4, 4, 3], 1, 2, one_second, True).seconds == 7, "the third begins when two have ended"
 
 
 def test_replicas_that_share_have_equally_many_and_idle_where_fewer_are_alive() -> None:
-    assert share([10] * 4, 2, 8, a_second_for_each, True) == Rollout(10 * 2, 0.0)
-    assert share([2, 10], 2, 8, one_second, True) == Rollout(10.0, 8.0)
-    assert share([2, 10, 10], 4, 8, one_second, True) == Rollout(10.0, 2 * 1 + 8 * 2)
+    assert share([10] * 4, 2, 8, a_second_for_each, True) == RolloutTime(10 * 2, 0.0)
+    assert share([2, 10], 2, 8, one_second, True) == RolloutTime(10.0, 8.0)
+    assert share([2, 10, 10], 4, 8, one_second, True) == RolloutTime(10.0, 2 * 1 + 8 * 2)
 
 
 def test_replicas_that_keep_their_problems_wait_for_the_longest() -> None:
-    assert keep([[10] * 4], 2, 8, a_second_for_each, True) == Rollout(40.0, 40.0), "one is dealt nothing"
-    assert keep([[2, 3], [10], [4]], 2, 8, one_second, True) == Rollout(10.0, 6.0), "dealt in turn"
+    assert keep([[10] * 4], 2, 8, a_second_for_each, True) == RolloutTime(40.0, 40.0), "one is dealt nothing"
+    assert keep([[2, 3], [10], [4]], 2, 8, one_second, True) == RolloutTime(10.0, 6.0), "dealt in turn"
 
 
 def test_the_pace_is_asked_for_the_mean_length_in_the_middle_of_a_stretch() -> None:
@@ -95,7 +95,9 @@ def test_a_count_token_by_token_says_the_same(seed: int) -> None:
             seconds += took
             idle += took * max(num_replicas - len(alive), 0)
             alive = [left - 1 for left in alive if left > 1]
-        assert share(lengths, num_replicas, width, lambda num, *_: 1.0 + num, True) == Rollout(seconds, idle)
+        assert share(lengths, num_replicas, width, lambda num, *_: 1.0 + num, True) == RolloutTime(
+            seconds, idle
+        )
 
 
 def test_more_replicas_never_lengthen_a_rollout_and_sharing_never_lengthens_it_either() -> None:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from tlt.assembly.world import device_of
 from tlt.config.schema import Config, ModelSection, RunSection, TaskSection
 from tlt.ranks.world import choose_device
-from tlt.training.run import device_of
 from tlt.types import UserError
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from torch.distributed import HashStore
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
 from tests.unit.drafter.watched_parts import POLICY, TARGET, Parts, make_rollouts
 from tlt.accounts import DrafterCheck
+from tlt.assembly.drafter import watch_drafter
 from tlt.config.drafter import DrafterSection
-from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.formats.folder import load_drafter, save_drafter
 from tlt.drafter.measure import Tally
@@ -30,7 +29,6 @@ from tlt.ranks.world import World
 from tlt.report.timeline import Timeline
 from tlt.rollout.watched_drafter import RankState
 from tlt.speculative.strategy import Strategy
-from tlt.training.run import Run
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, UserError
 
@@ -251,11 +249,10 @@ def test_a_drafter_whose_outputs_are_not_finite_changes_no_token(speculation: st
 def test_max_passes_and_check_every_are_those_of_the_configuration(tmp_path: Path) -> None:
     save_drafter(tmp_path, DraftModel(drafter_shape(CONFIG)).initialize(1), torch.float32)
     settings = DrafterSection(path=tmp_path, train=True, max_passes=2.5, check_every=7)
-    config = Config(model=ModelSection(path=tmp_path), task=TaskSection(name="t"), drafter=settings)
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
-    run: Any = SimpleNamespace(config=config, world=world, out_dir=tmp_path, timeline=Timeline(0))
-    run.engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
-    drafter: Any = Run._watch_drafter(run, load_drafter(tmp_path, CONFIG, dict(POLICY.state_dict())))
+    engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
+    stored = load_drafter(tmp_path, CONFIG, dict(POLICY.state_dict()))
+    drafter: Any = watch_drafter(settings, stored, engine, world, Timeline(0), seed=0)
     assert drafter.spot.max_passes == 2.5
     assert drafter.check_every == 7
 

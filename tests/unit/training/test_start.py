@@ -19,8 +19,8 @@ from tlt.cli.train import resolve_config
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.saved.run_folder import FolderLock
-from tlt.training.loop import next_commands
 from tlt.training.problems import load_problems
+from tlt.training.products import next_commands
 from tlt.training.start import describe_update, preflight, prepare
 from tlt.types import UserError
 

@@ -1,0 +1,105 @@
+"""The end of a run: writes what others load beside the policy, and prints a summary with commands to try.
+Rank 0 calls it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tlt.config.schema import Config
+from tlt.hf.weights import StoredTensors, content_hash
+from tlt.io.plugins import is_importable
+from tlt.report.console import near
+from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
+from tlt.report.record import read_metrics
+from tlt.report.timeline import merge_timelines
+from tlt.saved.responses import FOLDER as RESPONSES
+from tlt.saved.run_folder import forget_journal
+from tlt.training.problems import data_source
+from tlt.training.run import Run
+
+
+def write_products(run: Run) -> None:
+    """Writes the drafter and timeline.json, and prints the summary of the run."""
+    folder = run.out_dir
+    forget_journal(folder)  # the last checkpoint has all of it
+    policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
+    run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
+    for missing in merge_timelines(folder, folder / "timeline.json"):
+        run.console.note(missing)
+    written = "policy adapter best drafter evaluations.jsonl metrics.jsonl config.json timeline.json"
+    products = {name: folder / name for name in written.split() + _responses(run) if (folder / name).exists()}
+    evaluations = run.evaluations
+    recorded = recorded_seconds(run) if run.first_step else None
+    outcome = Outcome(
+        evaluations.progress(), evaluations.left_out(), run.step, run.seconds, recorded, drafted_from(run)
+    )
+    run.console.summary([*summary_rows(outcome, products)], next_commands(run.config, products))
+
+
+def write_evaluation(run: Run) -> None:
+    """Prints the result of a run of no steps: the evaluation of the model as it is."""
+    forget_journal(run.out_dir)
+    names = ["evaluations.jsonl", "config.json", *_responses(run)]
+    products = {name: run.out_dir / name for name in names}
+    rows = evaluation_rows(run.evaluations.all[-1].by_problem, run.seconds, products)
+    run.console.summary([*rows], [], "evaluated")
+
+
+def _responses(run: Run) -> list[str]:
+    return [] if run.responses is None else [RESPONSES]
+
+
+def drafted_from(run: Run) -> tuple[int, float] | None:
+    """Returns the size of the last step's draft vocabulary and the share of tokens that it covered; None:
+    nothing was drafted, or from the whole vocabulary."""
+    records = read_metrics(run.out_dir / "metrics.jsonl")
+    size = records[-1].drafter.vocabulary if records else 0
+    return (size, records[-1].drafter.coverage) if 0 < size < run.policy.config.vocab_size else None
+
+
+def recorded_seconds(run: Run) -> float:
+    """Returns the seconds of the run's steps and evaluations, over all attempts."""
+    steps = (record.step_seconds for record in read_metrics(run.out_dir / "metrics.jsonl"))
+    return sum(steps) + sum(evaluation.seconds for evaluation in run.evaluations.all)
+
+
+def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
+    """Returns two commands to try: one makes held-out problems, the other the policy's responses to them.
+    Empty for a task that lives in this process alone."""
+    if not is_importable(config.task.name):
+        return []
+    source = data_source(config, "test")
+    if source is None and config.task.name == "data":
+        source = data_source(config, "train")
+    if source is not None:
+        given = {
+            "data": near(source.name) if source.name.exists() else str(source.name),
+            "subset": source.subset,
+            "split": source.split,
+            "columns": dict(source.columns),
+        }
+    else:
+        given = {"split": "test", "options": config.task.options}
+    task = f"tlt task {shlex.quote(config.task.name)} --num 8 --out problems.jsonl{_options(given)}"
+    asked = {
+        "max-tokens": str(config.sampling.max_tokens),
+        "chat": "true" if config.task.chat else None,
+        "system-prompt": config.task.system_prompt,
+        "chat-template-kwargs": config.model.chat_template_kwargs,
+    }
+    if "drafter" in products:
+        asked |= {"speculation": "adaptive", "drafter": near(products["drafter"])}
+    policy = shlex.quote(near(products["policy"]))
+    return [task, f"tlt generate {policy} --prompts problems.jsonl --out responses.jsonl{_options(asked)}"]
+
+
+def _options(given: Mapping[str, Any]) -> str:
+    """Returns options as they are typed, without those that have no value."""
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items() if value
+    }
+    return "".join(f" --{name} {shlex.quote(text)}" for name, text in texts.items())
