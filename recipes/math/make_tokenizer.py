@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tlt.tasks.wordproblems import DEFAULT_STEPS, Difficulty, draw_chain, solve, tell
+from tlt.tasks.wordproblems import DEFAULT_STEPS, ChainLimits, draw_chain, solve, tell_story
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 VOCABULARY = 800
@@ -33,10 +33,10 @@ CHAT_TEMPLATE = (
 
 def texts(num: int = 20_000) -> Iterator[str]:
     rng = random.Random("math tokenizer")
-    difficulty = Difficulty(DEFAULT_STEPS, max_number=30, max_result=99)
+    difficulty = ChainLimits(DEFAULT_STEPS, max_number=30, max_result=99)
     for _ in range(num):
         chain = draw_chain(rng, "train", difficulty)
-        yield tell(chain, rng)
+        yield tell_story(chain, rng)
         yield solve(chain, is_worked=True)
 
 

@@ -24,18 +24,18 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from recipes.math.make_tokenizer import make_tokenizer
 from recipes.pretrain import Document, Subject, main, make_parser, weights
-from tlt.tasks.reasoning_gym import draw
-from tlt.tasks.wordproblems import Difficulty, draw_chain, solve, tell
+from tlt.tasks.reasoning_gym import draw_entries
+from tlt.tasks.wordproblems import ChainLimits, draw_chain, solve, tell_story
 
 
 def difficulty_at(
     progress: float, steps: Mapping[int, float], max_number: int, max_result: int
-) -> Difficulty:
+) -> ChainLimits:
     """The curriculum: one operation on small numbers first; more operations and larger numbers as
     `progress` goes to 1."""
     count = 1 + int(progress * (max(steps) - 1))
     number = round(9 + (max_number - 9) * progress)
-    return Difficulty(
+    return ChainLimits(
         {c: w for c, w in steps.items() if c <= count},
         number,
         max(number, round(max_result * (1 + progress) / 2)),
@@ -53,7 +53,7 @@ def document(tokenizer: PreTrainedTokenizerFast, question: str, solution: str) -
 def sums(num: int = 40_000) -> list[str]:
     """Questions of chain_sum's train split: "State the final answer to …: 27 - 4 + 15 ="."""
     options = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
-    return [drawn.question for drawn in draw("chain_sum", num, 0, "train", options)]
+    return [drawn.question for drawn in draw_entries("chain_sum", num, 0, "train", options)]
 
 
 def solve_sum(question: str, is_worked: bool) -> str:
@@ -77,7 +77,7 @@ def make_subject(tokenizer: PreTrainedTokenizerFast) -> Subject:
                 question = rng.choice(sums())
                 return document(tokenizer, question, solve_sum(question, is_worked))
             chain = draw_chain(rng, "train", difficulty)
-            return document(tokenizer, tell(chain, rng), solve(chain, is_worked))
+            return document(tokenizer, tell_story(chain, rng), solve(chain, is_worked))
 
         return write
 

@@ -87,11 +87,7 @@ def suffix_matches(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[
 
 
 def growth(
-    logp_TV: Tensor,
-    tokens_ST: Tensor,
-    sources_RST: Tensor,
-    events_TV: Sequence[Tensor],
-    tolerance: float,
+    logp_TV: Tensor, tokens_ST: Tensor, sources_RST: Tensor, events_TV: Sequence[Tensor], tolerance: float
 ) -> Tensor:
     """Returns log q(y) / p(y) of every bet, less the price of the tolerance, [K, S, T] in the order of BETS.
 

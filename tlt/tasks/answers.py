@@ -1,5 +1,4 @@
-r"""Where a text says its answer: `\boxed{…}`, `#### …`, `Answer: …`, or its last number. Judges no answer,
-and knows no task.
+r"""Finds the answer that a text gives: `\boxed{…}`, `#### …`, `Answer: …`, or its last number.
 
     boxed     the last \boxed{…} that is closed
     marked    the last of \boxed{…}, `#### …` (GSM8K) and `Answer: …` (DAPO), whichever ends the text
@@ -29,7 +28,7 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
     if search == "boxed":
         return answer
     for mark in _MARK.finditer(text):
-        if mark.end() > start and not _BOX.search(mark[0]):  # a box inside the line of a mark is what it says
+        if mark.end() > start and not _BOX.search(mark[0]):  # a box in the marked line is the answer
             start, answer = mark.start(), _bare(mark[1] or mark[2])
     if answer is None and search == "any":
         numbers = _NUMBER.findall(text)
@@ -38,8 +37,10 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
 
 
 def after_thinking(text: str, closing_tag: str) -> str:
-    """Returns what follows the last closing tag, such as `</think>`; the whole text where there is none. A
-    thought that was begun and never closed says nothing yet: then it returns ""."""
+    """Returns what follows the last closing tag, such as `</think>`; the whole text where there is none, or
+    where `closing_tag` is "". Returns "" where a thought was begun and never closed."""
+    if not closing_tag:
+        return text
     _, tag, rest = text.rpartition(closing_tag)
     if not tag and text.lstrip().startswith(closing_tag.replace("/", "", 1)):
         return ""
@@ -47,7 +48,7 @@ def after_thinking(text: str, closing_tag: str) -> str:
 
 
 def to_number(text: str) -> Fraction | None:
-    """Returns the exact value of `-1,234.5`, `3/4` or `$12`; None for whatever is no plain number."""
+    """Returns the exact value of `-1,234.5`, `3/4` or `$12`; None: it is no plain number."""
     plain = text.strip().replace("\\$", "").replace("$", "").replace(",", "").rstrip(".").strip()
     if not _EXACT.fullmatch(plain):
         return None
@@ -65,8 +66,7 @@ def _last_boxed(text: str) -> tuple[int, str | None]:
 
 
 def _in_braces(text: str, start: int) -> str | None:
-    """Returns what the brace at `start` encloses, escaped braces counted as text; None where it is never
-    closed."""
+    """Returns what the brace at `start` encloses; None where it is never closed. Escaped braces are text."""
     depth, position = 0, start
     while position < len(text):
         if text[position] == "\\":

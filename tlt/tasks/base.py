@@ -1,20 +1,20 @@
-"""Tasks: the protocol, finding one by name, and checking the problems it makes. Knows no model: reward
-workers import this.
+"""Tasks: the protocol, finding one by name, and checking the problems it makes.
 
-A task is the user's code. Whatever goes wrong in it is said in one line that names the task and the place.
+A task is the user's code. An error in it becomes one line that names the task and the place. Reward workers
+import this file: it imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from tlt.io.files import Record, get_id
 from tlt.io.plugins import describe, get_object
 from tlt.types import UserError
 
-#: The tasks that come with TLT, as "module:object".
 BUILTIN = {
     "arithmetic": "tlt.tasks.arithmetic:TASK",
     "countdown": "tlt.tasks.countdown:TASK",
@@ -23,12 +23,13 @@ BUILTIN = {
     "mixture": "tlt.tasks.mixture:TASK",
     "word-problems": "tlt.tasks.wordproblems:TASK",
 }
+"""The tasks that come with TLT, as "module:object"."""
 
-#: Many tasks of one kind, "family:member", as the function that makes one of a member's name.
-FAMILIES = {
-    "reasoning-gym": "tlt.tasks.reasoning_gym:make_task",
-    "verifiers": "tlt.tasks.verifiers:make_task",
+TASK_FAMILIES = {
+    "reasoning-gym": "tlt.tasks.reasoning_gym:ReasoningGym",
+    "verifiers": "tlt.tasks.verifiers:Verifiers",
 }
+"""Tasks named "family:member", as the class that makes one of the member's name."""
 
 
 @runtime_checkable
@@ -36,13 +37,13 @@ class Task(Protocol):
     """Prompts, and a reward for every response."""
 
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-        """Returns `num` problems: each has a `problem_id` (unique among them), a prompt and whatever scoring
-        needs.
+        """Returns `num` problems: each has a `problem_id` (unique among them), a prompt and the data for
+        scoring.
 
-        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids`
-        (token ids). Equal arguments give equal problems. Values survive JSON. The option `split` is always
-        given: "train", or "test" for held-out problems, which training must not see. The others are those
-        of the configuration's `task.options`.
+        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids` (token
+        ids). Equal arguments give equal problems. Values survive JSON. The option `split` is always given:
+        "train", or "test" for held-out problems, which training must not see. The other options are
+        `task.options`.
         """
         ...
 
@@ -54,33 +55,37 @@ class Task(Protocol):
 
 @runtime_checkable
 class PreparesRecords(Protocol):
-    """A task that makes problems of records of data, too: of one's own files, or of datasets with columns
-    of their own."""
+    """A task that also makes problems of rows of data."""
 
     def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the problem that a row of `task.data` amounts to: with a prompt, as for `Task.problems`,
-        and whatever scoring needs. None leaves the row out, where an option asks for that. options:
-        `task.options`.
+        """Returns the problem of a row of `task.data`: a prompt, as for `Task.problems`, and the data for
+        scoring. None leaves the row out, where an option asks for that.
 
-        The row's columns have the names that `task.columns` gives them, its values are those of JSON, and
-        it has a `problem_id`. The same row gives the same problem. A problem that `prepare` or `problems`
-        has made is returned as it is, for `tlt task --out` writes those to files that are data again.
+        record: its columns have the names that `task.columns` gives them, its values are those of JSON, and
+            it
+            has a `problem_id`.
+        options: `task.options`.
+
+        Equal rows give equal problems. A problem that `prepare` or `problems` has made is returned as it is:
+        `tlt task --out` writes those to files that are data again.
         """
         ...
 
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """A task whose first score takes long, for it imports or builds something."""
+    """A task that imports or builds something before its first score."""
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Runs once in every reward worker, before the first response and outside its time-out. options:
-        `task.options`."""
+        """Runs once in every reward worker, before the first response and outside its time-out.
+
+        options: `task.options`.
+        """
         ...
 
 
 def warm_up(task: Task, options: Mapping[str, Any]) -> None:
-    """Has the task get ready to score, where it knows how to."""
+    """Has the task get ready to score, where it has a warm-up."""
     if isinstance(task, WarmsUp):
         task.warm_up(options)
 
@@ -89,21 +94,15 @@ def get_task(name: str) -> Task:
     """Returns the task called `name`: one of ours, a family's such as "reasoning-gym:chain_sum", or the
     user's own as "package.module:object". Raises UserError."""
     family, colon, member = name.partition(":")
-    if colon and family in FAMILIES:
-        make_task: Callable[[str], Task] = get_object(f"task {name!r}", FAMILIES[family])
+    if colon and family in TASK_FAMILIES:
+        make_task: Callable[[str], Task] = get_object(f"task {name!r}", TASK_FAMILIES[family])
         return make_task(member)
     if name not in BUILTIN and not all(name.partition(":")):
-        known = sorted([*BUILTIN, *(f"{family}:NAME" for family in FAMILIES)])
+        known = sorted([*BUILTIN, *(f"{family}:NAME" for family in TASK_FAMILIES)])
         raise UserError(f"unknown task {name!r}: use one of {known} or your own as 'package.module:object'")
     task: Task = get_object(f"task {name!r}", BUILTIN.get(name, name))
-    try:
-        is_task, *_ = (isinstance(task, kind) for kind in (Task, PreparesRecords, WarmsUp))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever a __getattr__ of the user's raises
-        raise UserError(
-            f"task {name!r}: cannot be asked for its methods ({describe(error)}); correct it"
-        ) from None
+    with _blaming(f"task {name!r}: cannot be asked for its methods", "correct it"):  # by its __getattr__
+        is_task, *_ = [isinstance(task, kind) for kind in (Task, PreparesRecords, WarmsUp)]
     if not is_task:
         raise UserError(
             f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task"
@@ -112,8 +111,8 @@ def get_task(name: str) -> Task:
 
 
 def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
-    """Returns the problems that the task called `name` makes, checked. Raises UserError for an option that
-    it does not know or take, for whatever it raises, and for problems that break its promise."""
+    """Returns the problems that the task called `name` makes, checked. Raises UserError for an option that it
+    does not take, for any error of its own, and for problems that break the protocol."""
     task = get_task(name)
     if isinstance(task, type):
         raise UserError(f"task {name}: is a class; give an object of it, such as TASK = {task.__name__}()")
@@ -128,14 +127,8 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
     except TypeError as error:
         known = [parameter for parameter in parameters.parameters if parameter not in ("num", "seed")]
         raise UserError(f"task {name}: {_describe_refusal(known, options, error)}") from None
-    try:
+    with _blaming(f"task {name}: problems() failed", "correct it, or its options"):
         problems = task.problems(num, seed, **options)
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # whatever the user's code raises
-        raise UserError(
-            f"task {name}: problems() failed ({describe(error)}); correct it, or its options"
-        ) from None
     if not isinstance(problems, list):
         raise UserError(
             f"task {name}: problems() returned a {type(problems).__name__}; it must be a list of problems"
@@ -161,9 +154,8 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
 def prepare_records(
     name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]
 ) -> list[tuple[str, Record]]:
-    """Returns (place, problem) pairs for pairs of (place, row of data): the rows themselves where the task
-    called `name` prepares none. Raises UserError, which names the place, for whatever its prepare() raises
-    or returns instead."""
+    """Returns the (place, problem) pairs that the task called `name` makes of (place, row of data) pairs; the
+    rows themselves where it prepares none. Raises UserError, which names the place."""
     task = get_task(name)
     if not isinstance(task, PreparesRecords):
         return [*records]
@@ -180,16 +172,11 @@ def prepare_records(
 def _prepare(
     name: str, task: PreparesRecords, place: str, row: Record, options: Mapping[str, Any]
 ) -> Record | None:
-    try:
-        problem = task.prepare(row, options)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever the user's code raises
-        raise UserError(
-            f"{place}: task {name}: prepare() failed ({describe(error)}); correct it, or the row"
-        ) from None
+    with _blaming(f"{place}: task {name}: prepare() failed", "correct it, or the row"):
+        try:
+            problem = task.prepare(row, options)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
     if problem is None:
         return None
     if not isinstance(problem, dict):
@@ -199,13 +186,26 @@ def _prepare(
     return {"problem_id": row["problem_id"], **problem} if "problem_id" in row else problem
 
 
+@contextmanager
+def _blaming(said: str, remedy: str) -> Iterator[None]:
+    """Turns any error of the user's code into a UserError; his own UserErrors pass."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UserError(f"{said} ({describe(error)}); {remedy}") from None
+
+
 def _describe_refusal(known: list[str], options: Mapping[str, Any], error: TypeError) -> str:
-    """Returns why problems() cannot be called with the options: what it takes, and what to remove."""
-    unknown = (
-        [option for option in options if option not in known] if "unexpected keyword" in str(error) else []
-    )
+    """Returns why problems() cannot be called with the options: those it takes, and those to remove."""
+    is_unexpected = "unexpected keyword" in str(error)
+    unknown = [option for option in options if option not in known] if is_unexpected else []
     if "split" in unknown:
-        return 'problems() does not take split, which is "train" or "test"; write problems(self, num, seed, split, **options)'
+        return (
+            'problems() does not take split, which is "train" or "test"; write problems(self, num, seed, '
+            "split, **options)"
+        )
     if not unknown:
         return f"options {dict(options)}: {error}; known options are {', '.join(known)}"
     own = ", ".join(option for option in known if option != "split") or "none"

@@ -1,5 +1,4 @@
-"""Countdown: reach a target from a few numbers, using every number exactly once. Knows puzzles and text, not
-models.
+"""Countdown: reach a target from a few numbers, using every number exactly once.
 
 A puzzle is numbers and a target. A step takes two of the remaining numbers and puts back the result of `+ - *
 /`; results are positive integers and division is exact. The text a model reads and writes:
@@ -20,17 +19,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from tlt.tasks.splits import Split, check_split, split_of
+from tlt.io.files import Record
+from tlt.tasks.exact import MAX_DRAWS, ExactTask, apply, draw_count, read_weights
+from tlt.tasks.splits import Split, split_of
 from tlt.types import UserError
 
-#: Solutions are sought among steps with results up to this bound (the scorer accepts any positive integer).
 MAX_INTERMEDIATE = 99
-#: Weights of puzzles with 2, 3 and 4 numbers where the caller names none.
+"""The largest result of a step in the solutions sought; the scorer accepts any positive integer."""
 DEFAULT_MIX: Mapping[int, float] = {2: 0.05, 3: 0.5, 4: 0.45}
-#: Draws of numbers until a puzzle is given up; with the default options the first one does.
-MAX_TRIES = 10_000
+"""Default weights of puzzles with 2, 3 and 4 numbers."""
 
 _STEP = re.compile(r"([1-9][0-9]{0,5})([-+*/])([1-9][0-9]{0,5})=([1-9][0-9]{0,5})")
 
@@ -47,26 +45,12 @@ class Puzzle:
 
     @property
     def split(self) -> Split:
-        """A function of the puzzle alone: train and test cannot overlap, whatever the seeds."""
+        """The split, a function of the puzzle alone."""
         return split_of(str(self))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The rules
-
-
-def apply(a: int, operator: str, b: int) -> int | None:
-    """Returns the result of one step; None where the rules forbid it (not positive, or not exact)."""
-    match operator:
-        case "+":
-            return a + b
-        case "*":
-            return a * b
-        case "-":
-            return a - b if a > b else None
-        case "/":
-            return a // b if b > 0 and a % b == 0 else None
-    raise ValueError(f"operator {operator!r} is none of + - * /")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -120,24 +104,24 @@ def draw_puzzle(
 ) -> Puzzle:
     """Draws a solvable puzzle of the split: how many numbers, then which, then a target among those they
     reach. Raises UserError for options that leave so few puzzles that none is found."""
-    counts = list(mix)
-    (count,) = rng.choices(counts, [mix[c] for c in counts])
-    for _ in range(MAX_TRIES):
+    count = draw_count(rng, mix)
+    for _ in range(MAX_DRAWS):
         numbers = tuple(sorted(rng.randint(1, max_number) for _ in range(count)))
         puzzles = [Puzzle(numbers, target) for target in sorted(reachable(numbers)) if target <= max_target]
         puzzles = [puzzle for puzzle in puzzles if puzzle.split == split]
         if puzzles:
             return rng.choice(puzzles)
     raise UserError(
-        f"task countdown: options max_number {max_number}, max_target {max_target}: none of {MAX_TRIES:,} "
-        f"draws of {count}"
-        f" numbers is a {split} puzzle; raise max_target, change max_number, or leave {count} out of mix"
+        f"task countdown: options max_number {max_number}, max_target {max_target}: none of {MAX_DRAWS:,} "
+        f"draws of {count} numbers is a {split} puzzle; raise max_target, change max_number, or leave "
+        f"{count} out of mix"
     )
 
 
-@dataclass(frozen=True)
-class Countdown:
+class Countdown(ExactTask):
     """The task `countdown` (see `tlt.tasks.base.Task`)."""
+
+    name = "countdown"
 
     def problems(
         self,
@@ -148,44 +132,33 @@ class Countdown:
         mix: Mapping[int, float] | Mapping[str, float] | None = None,
         max_number: int = 10,
         max_target: int = 60,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Record]:
         """Returns solvable puzzles; the i-th depends on (seed, i) and the options only.
 
-        mix          weight of puzzles with so many numbers, {2: 0.05, 3: 0.5, 4: 0.45}; keys may be strings (TOML)
+        mix          weight of puzzles with 2, 3, 4 and 5 numbers; keys may be strings (TOML)
         max_number   the given numbers are 1..max_number
         max_target   targets are 1..max_target
         """
-        checked = check_split("countdown", split)
-        weights = {int(count): float(weight) for count, weight in (mix or DEFAULT_MIX).items()}
-        if not set(weights) <= {2, 3, 4, 5} or min(weights.values()) < 0 or sum(weights.values()) <= 0:
-            raise ValueError(
-                f"countdown mix {weights} is not valid: give positive weights to counts between 2 and 5"
-            )
+        weights = read_weights("task countdown: mix", mix or DEFAULT_MIX, range(2, 6))
         if max_number < 2 or max_target < 2:
-            raise ValueError(
-                f"countdown max_number {max_number}, max_target {max_target}: both must be at least 2"
+            raise UserError(
+                f"task countdown: max_number is {max_number}, max_target {max_target}; give both at least 2"
             )
-        problems = []
-        for index in range(num):
-            rng = random.Random(f"countdown {split} {seed} {index}")
-            puzzle = draw_puzzle(rng, checked, weights, max_number, max_target)
-            problems.append(
-                {
-                    "problem_id": f"countdown-{split}-{seed}-{index}",
-                    "prompt": str(puzzle),
-                    "numbers": list(puzzle.numbers),
-                    "target": puzzle.target,
-                }
-            )
-        return problems
 
-    def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
-        """Rewards 1.0 when the text after the last `!` solves the puzzle, else 0.0; the search before it
-        is not judged."""
-        puzzle = Puzzle(tuple(problem["numbers"]), problem["target"])
+        def draw(rng: random.Random, split: Split) -> Record:
+            puzzle = draw_puzzle(rng, split, weights, max_number, max_target)
+            return {"prompt": str(puzzle), "numbers": list(puzzle.numbers), "target": puzzle.target}
+
+        return self.draw_each(num, seed, split, draw)
+
+    def find(self, problem: Record, response_text: str) -> str | None:
+        """Returns the text after the last `!`; the search before it is not judged."""
         _, mark, answer = response_text.rpartition("!")
-        solved = bool(mark) and is_correct(puzzle, answer)
-        return {"reward": float(solved), "solved": solved}
+        return answer if mark else None
+
+    def is_right(self, problem: Record, answer: str) -> bool:
+        """Whether the answer solves the puzzle."""
+        return is_correct(Puzzle(tuple(problem["numbers"]), problem["target"]), answer)
 
 
 TASK = Countdown()

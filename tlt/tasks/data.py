@@ -7,12 +7,11 @@ from typing import Any
 from tlt.types import UserError
 
 
-class Data:
-    """Stands for "no task": the rows of the data are the problems, and rewards.functions score the
-    responses."""
+class DataRows:
+    """The task whose problems are the rows of the data; rewards.functions score the responses."""
 
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-        """Raises UserError: there are the data's rows alone."""
+        """Raises UserError: only the data has problems."""
         if options.get("split") == "test":
             raise UserError(
                 "task data: makes no held-out problems; give data to evaluation, or "
@@ -23,8 +22,8 @@ class Data:
         )
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Raises UserError: functions score."""
+        """Raises UserError: only rewards.functions score."""
         raise UserError("task data: scores nothing; give rewards.functions, or a task.name")
 
 
-TASK = Data()
+TASK = DataRows()

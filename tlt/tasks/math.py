@@ -3,37 +3,35 @@ math-verify.
 
     GSM8K                 question, answer ("… #### 42")
     MATH, MATH-500        problem, solution ("… \boxed{42} …"), perhaps answer; level, type
-    DAPO-17k, Eurus-2-RL  data_source, prompt (messages), ability, reward_model.ground_truth, extra_info (verl's columns)
+    DAPO-17k, Eurus-2-RL  verl's columns: data_source, prompt (messages), ability, reward_model.ground_truth
     TRL's                 prompt (text or messages), and answer or solution
 
-Knows records and text, not models. math-verify and sympy are imported when a reward worker starts.
-math-verify would bound its own time with SIGALRM; here the reward worker's process has the time-out
-(`rewards.timeout_seconds`), which holds for sympy's C code, too. With `rewards.num_workers = 0` there is
-none: an answer such as `9^{9^{9^9}}` may then stop the run.
+math-verify and sympy are imported when a reward worker starts. math-verify would bound its own time with
+SIGALRM; here the reward worker's process has the time-out (`rewards.timeout_seconds`), which holds for
+sympy's C code, too. With `rewards.num_workers = 0` there is none: an answer such as `9^{9^{9^9}}` may then
+stop the run.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
-import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tlt.io.extras import how_to_install
 from tlt.io.files import Record, read_jsonl
-from tlt.tasks.answers import Search, after_thinking, find_answer
-from tlt.tasks.splits import check_split, split_of
+from tlt.tasks.answers import Search, find_answer
+from tlt.tasks.exact import ExactTask
+from tlt.tasks.splits import check_split, digest, split_of
 from tlt.types import UserError
 
-QUESTIONS = ("question", "problem", "prompt")
-ANSWERS = ("answer", "solution", "ground_truth")
-"""Columns that hold the question and the answer, the first of them that is there. verl's reward_model goes
-before."""
+QUESTION_COLUMNS = ("question", "problem", "prompt")
+"""The first of them that a record has holds its question."""
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
+"""The first of them that a record has holds its answer, unless it has verl's reward_model."""
 INSTRUCTION = r"{question} Let's think step by step and output the final answer within \boxed{}."
 LONGEST_ANSWER = 200
 """Characters of an answer that stands alone; a longer text without a mark is a derivation."""
@@ -41,11 +39,10 @@ Other = Literal["refuse", "skip"]
 
 
 def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "marked") -> Record:
-    """Returns the problem that a data set's record states: its id (a digest of what it says), its prompt, its
-    answer.
+    """Returns the problem of a data set's record, with a digest of prompt and answer as its id.
 
-    A question becomes text by `template`; one that is chat messages stays as it is. Raises UserError for a
-    record that lacks one of the two, and for another ability than math.
+    A question that is text is put into `template`; chat messages stay as they are. Raises UserError for a
+    record without question or answer, and for another ability than math.
     """
     if not is_mathematics(record):
         raise UserError(f"task math: ability is {record['ability']!r}, not math; leave the record out")
@@ -61,8 +58,8 @@ def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "ma
         if isinstance(question, str)
         else {"messages": question}
     )
-    digest = hashlib.blake2b(f"{prompt}\n{answer}".encode(), digest_size=8).hexdigest()
-    return {"problem_id": f"math-{digest}", **prompt, "answer": answer, "search": search}
+    identity = digest(f"{prompt}\n{answer}")
+    return {"problem_id": f"math-{identity}", **prompt, "answer": answer, "search": search}
 
 
 def is_mathematics(record: Mapping[str, Any]) -> bool:
@@ -72,11 +69,11 @@ def is_mathematics(record: Mapping[str, Any]) -> bool:
 
 def question_of(record: Mapping[str, Any]) -> str | list[Record]:
     """Returns the record's question: text, or chat messages."""
-    column = next((column for column in QUESTIONS if record.get(column)), None)
+    column = next((column for column in QUESTION_COLUMNS if record.get(column)), None)
     if column is None:
         raise UserError(
             f"task math: no question among the columns {sorted(record)}; name it one of "
-            f"{', '.join(QUESTIONS)}"
+            f"{', '.join(QUESTION_COLUMNS)}"
         )
     question = record[column]
     if isinstance(question, str):
@@ -100,10 +97,11 @@ def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
     if isinstance(model := record.get("reward_model"), Mapping):
         column, text = "reward_model.ground_truth", model.get("ground_truth")
     else:
-        column, text = next(((c, record[c]) for c in ANSWERS if record.get(c) is not None), ("", None))
+        column, text = next(((c, record[c]) for c in ANSWER_COLUMNS if record.get(c) is not None), ("", None))
     if not column:
         raise UserError(
-            f"task math: no answer among the columns {sorted(record)}; name it one of {', '.join(ANSWERS)}"
+            f"task math: no answer among the columns {sorted(record)}; name it one of "
+            f"{', '.join(ANSWER_COLUMNS)}"
         )
     if isinstance(text, int | float) and not isinstance(text, bool):
         text = str(text)
@@ -117,7 +115,7 @@ def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether an answer equals the gold one as mathematics. Raises ValueError for a gold one that
+    """Whether an answer equals the gold answer as mathematics. Raises ValueError for a gold answer that
     math-verify cannot read."""
     parse, verify = _math_verify()
     expected = _parsed(gold)
@@ -135,13 +133,12 @@ def _parsed(gold: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
-    """Returns (parse, verify), of which neither sets an alarm."""
+    """Returns math-verify's (parse, verify), without their alarms."""
     require_math_verify()
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that nothing bounds its time: the worker's pool does
+    # it warns that nothing bounds its time: the worker's pool does
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     targets = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig())
     return lambda text: math_verify.parse(text, targets, parsing_timeout=None), math_verify.verify
 
@@ -161,9 +158,10 @@ def require_math_verify() -> None:
 # The task
 
 
-@dataclass(frozen=True)
-class Math:
+class Math(ExactTask):
     """The task `math` (see `tlt.tasks.base.Task`)."""
+
+    name = "math"
 
     def problems(
         self,
@@ -181,13 +179,13 @@ class Math:
         count once.
 
         train      JSONL of records to train on, relative to the working directory
-        test       JSONL of held-out records; without it one question in eight of `train` is held out, by its text
-        template   how a question is asked, with {question} in it; prompts that are messages already stay as they are
-        search     where a response is sought for its answer: boxed, marked or any (tlt/tasks/answers.py)
+        test       JSONL of held-out records; default: one question in eight of `train`, chosen by its text
+        template   the prompt, with {question} in it; a question that is chat messages stays as it is
+        search     where a response has its answer: boxed, marked or any (tlt/tasks/answers.py)
         other      records whose `ability` is not math, such as the code of Eurus-2-RL: refuse or skip
         """
         require_math_verify()
-        checked = check_split("math", split)
+        checked = check_split(self.name, split)
         _check_options(template, search, other)
         file, option = (train, "train") if test is None or checked == "train" else (test, "test")
         problems = {}
@@ -201,42 +199,32 @@ class Math:
             if test is not None or split_of(str(question_of(record))) == checked:
                 problems[problem["problem_id"]] = problem
         chosen = [problems[problem_id] for problem_id in sorted(problems)]
-        random.Random(f"math {split} {seed}").shuffle(chosen)
+        self.rng(split, seed).shuffle(chosen)
         return chosen[:num]
 
     def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
-        """Returns the problem that a row of `task.data` states; a problem made here is returned as it is.
-        Of the options, template, search and other count."""
-        chosen = {"template": INSTRUCTION, "search": "marked", "other": "refuse", **options}
-        if unknown := set(options) - {"template", "search", "other"}:
+        """Returns the problem of a row of `task.data`; a problem made here is returned as it is.
+        Options: template, search and other."""
+        defaults = {"template": INSTRUCTION, "search": "marked", "other": "refuse"}
+        if unknown := set(options) - set(defaults):
             raise UserError(
                 f"task math: takes no option {min(unknown)!r} with data; known ones are template, search "
                 "and other"
             )
-        template, search, other = chosen["template"], chosen["search"], chosen["other"]
+        template, search, other = {**defaults, **options}.values()
         _check_options(template, search, other)
         if other == "skip" and not is_mathematics(record):
             return None
         return record if "search" in record else to_problem(record, template, search)
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Imports math-verify and sympy, which takes a second or more, and has them compare a first
-        answer."""
+        """Imports math-verify and sympy, which takes a second or more, and compares a first answer."""
         is_equal("1", "1")
 
-    def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
-        """Rewards 1.0 when the response's answer, sought after any thinking, equals the problem's as
-        mathematics, else 0.0.
-
-        A problem of one's own needs an answer in a column that `gold_answer` knows; `search` and
-        `thinking_ends` (the tag after which the answer is sought; "" for a model without one) are
-        optional.
-        """
-        tag = problem.get("thinking_ends", "</think>")
-        text = after_thinking(response_text, tag) if tag else response_text
-        answer = find_answer(text, problem.get("search", "marked"))
-        solved = answer is not None and is_equal(gold_answer(problem), answer)
-        return {"reward": float(solved), "solved": solved}
+    def is_right(self, problem: Record, answer: str) -> bool:
+        """Whether the answer equals the problem's as mathematics; a problem of one's own has it in a column
+        that `gold_answer` reads."""
+        return is_equal(gold_answer(problem), answer)
 
 
 def _check_options(template: str, search: str, other: str) -> None:

@@ -1,5 +1,4 @@
-"""Several tasks as one: problems of each by weight, every response scored by the task of its problem. Knows
-no task itself.
+"""Several tasks as one: problems of each by weight, every response scored by the task of its problem.
 
     [task]
     name = "mixture"
@@ -11,8 +10,9 @@ no task itself.
     options = { max_terms = 4 }
     label = "sums"                   stands before its problem ids and in metrics.jsonl; by default the name
 
-A problem says which part it is of: {"problem_id": "sums/…", "task": "sums", "scored_by":
-"reasoning-gym:chain_sum", …} This file runs in reward workers: it imports nothing heavy.
+A problem names its part: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum", …}
+
+This file runs in reward workers: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from tlt.types import UserError
 
 
 @dataclass(frozen=True)
-class Part:
-    """One task of a mixture. weight: its share of the problems is weight / sum of all weights.
-    label: what it is called."""
+class MixturePart:
+    """One task of a mixture."""
 
     name: str
     weight: float
+    """Its share of the problems is weight / sum of all weights."""
     options: Mapping[str, Any]
     label: str
+    """Stands before its problem ids and in metrics.jsonl."""
 
 
 class Mixture:
@@ -43,11 +44,11 @@ class Mixture:
     def problems(
         self, num: int, seed: int, split: str, tasks: Sequence[Mapping[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """Returns `num` problems, evenly mixed: of each part its share, rounded to whole problems that sum to
+        """Returns `num` problems, evenly mixed: each part's share, rounded to whole problems that sum to
         `num`.
 
-        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]; a part's seed is the
-            mixture's.
+        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]; all parts have the mixture's
+            seed.
         """
         parts = _read_parts(tasks)
         quotas = divide(num, [part.weight for part in parts])
@@ -59,20 +60,19 @@ class Mixture:
             if len(problems) < quota:
                 raise UserError(
                     f"task mixture: {part.label} gives {len(problems)} {split} problems of the {quota} that "
-                    "are its share;"
-                    " lower its weight, or the number of problems"
+                    "are its share; lower its weight, or the number of problems"
                 )
             for index, problem in enumerate(problems[:quota]):
                 mixed.append(((index + 0.5) / quota, order, _mark(problem, part)))
         return [problem for *_, problem in sorted(mixed, key=lambda entry: entry[:2])]
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Loads the tasks that the mixture is of."""
+        """Has every part get ready to score."""
         for part in _read_parts(options["tasks"]) if "tasks" in options else ():
             warm_up(get_task(part.name), part.options)
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Scores by the task that made the problem, which sees it as it made it."""
+        """Scores by the task that made the problem, and gives it the problem as that task made it."""
         own = {key: value for key, value in problem.items() if key not in ("task", "scored_by")}
         own["problem_id"] = str(problem["problem_id"]).removeprefix(f"{problem['task']}/")
         return get_task(problem["scored_by"]).score(own, response_text)
@@ -82,8 +82,10 @@ TASK = Mixture()
 
 
 def divide(num: int, weights: Sequence[float]) -> list[int]:
-    """Returns whole numbers in proportion to the weights that sum to `num`: each is its share rounded
-    down, and the largest remainders, the first of equal ones, get one more (Hamilton's method)."""
+    """Returns whole numbers that sum to `num`, in proportion to the weights (Hamilton's method).
+
+    Each is its share rounded down. The largest remainders, the first of equal ones, get one more.
+    """
     total = sum(weights)
     shares = [num * weight / total for weight in weights]
     quotas = [int(share) for share in shares]
@@ -93,7 +95,7 @@ def divide(num: int, weights: Sequence[float]) -> list[int]:
     return quotas
 
 
-def _mark(problem: Mapping[str, Any], part: Part) -> dict[str, Any]:
+def _mark(problem: Mapping[str, Any], part: MixturePart) -> dict[str, Any]:
     for key in ("task", "scored_by"):
         if key in problem:
             raise UserError(
@@ -108,7 +110,7 @@ def _mark(problem: Mapping[str, Any], part: Part) -> dict[str, Any]:
     }
 
 
-def _read_parts(tasks: Any) -> list[Part]:
+def _read_parts(tasks: Any) -> list[MixturePart]:
     """Returns the parts that the option `tasks` describes. Raises UserError."""
     place = "task mixture: options.tasks"
     if not isinstance(tasks, list) or not tasks:
@@ -122,7 +124,7 @@ def _read_parts(tasks: Any) -> list[Part]:
     return parts
 
 
-def _read_part(place: str, entry: Any) -> Part:
+def _read_part(place: str, entry: Any) -> MixturePart:
     known = ("name", "weight", "options", "label")
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         raise UserError(f"{place} is {entry!r}; it must be a table with a name")
@@ -133,4 +135,4 @@ def _read_part(place: str, entry: Any) -> Part:
         raise UserError(f"{place}: weight is {weight!r}; it must be a number greater than 0")
     if not isinstance(options, Mapping) or not isinstance(label, str):
         raise UserError(f"{place}: options must be a table, and label text")
-    return Part(entry["name"], weight, options, label or entry["name"])
+    return MixturePart(entry["name"], weight, options, label or entry["name"])

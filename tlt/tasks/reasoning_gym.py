@@ -3,13 +3,12 @@ score_answer.
 
     --task.name reasoning-gym:chain_sum --task.options.max_terms 4
 
-A problem says by which options, seed and index it was made, and the scorer makes it again: what some
-generators keep beside question and answer does not survive JSON. Which split a question belongs to is a
-function of its text alone: a generator that repeats itself under another seed puts no test question into
-training.
+A problem records the options, seed and index that made it, and the scorer makes it again: some generators
+keep metadata that do not survive JSON. A question's split is a function of its text alone: a generator that
+repeats itself under another seed puts no test question into training.
 
-Some generators walk through sets, so that they draw otherwise in every process whose hashes are seeded at
-random. Problems are drawn, and reward workers run, with PYTHONHASHSEED=0.
+Some generators iterate over sets, so that their draws depend on the process's hash seed. Problems are drawn,
+and reward workers run, with PYTHONHASHSEED=0.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import hashlib
 import io
 import json
 import math
@@ -31,7 +29,7 @@ from typing import Any, NamedTuple
 from tlt.io.extras import how_to_install
 from tlt.io.plugins import describe
 from tlt.tasks.answers import find_answer
-from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
+from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, digest, split_of
 from tlt.types import UserError
 
 TEMPLATES = {
@@ -44,33 +42,29 @@ of the response."""
 
 OWN_OPTIONS = ("answer_in", "template", "solved_at")
 NO_OPTIONS = ("seed", "size")
-"""Fields of a generator's configuration that a run sets."""
+"""Fields of a generator's configuration that the user does not set."""
 
 
 class Drawn(NamedTuple):
-    """A question, the generator's answer where it has one, and the options, seed, size and index that make
-    it again."""
+    """One entry of a generator."""
 
     question: str
     answer: str | None
+    """The generator's own; None: it has none."""
     made_by: dict[str, Any]
-
-
-def make_task(name: str) -> ReasoningGym:
-    """Returns the task of the generator called `name`. Raises UserError."""
-    generators = _generators()
-    if name not in generators:
-        nearest = difflib.get_close_matches(name, generators, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(generators))}"
-        raise UserError(f"task reasoning-gym:{name}: no such generator; {hint}")
-    return ReasoningGym(name)
+    """The options, seed, size and index that make the entry again."""
 
 
 class ReasoningGym:
-    """Problems of one generator. Rewards are its scores, from 0 to 1: some give a part for a part of the
-    answer."""
+    """Problems of one generator. Rewards are its scores, from 0 to 1. Raises UserError for an unknown
+    name."""
 
     def __init__(self, name: str) -> None:
+        generators = _generators()
+        if name not in generators:
+            nearest = difflib.get_close_matches(name, generators, n=1, cutoff=0.4)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(generators))}"
+            raise UserError(f"task reasoning-gym:{name}: no such generator; {hint}")
         self.name = name
 
     def problems(
@@ -85,11 +79,10 @@ class ReasoningGym:
     ) -> list[dict[str, Any]]:
         """Returns `num` problems with different questions.
 
-        answer_in: where the response has its answer, "tag", "boxed" or "whole".
-        template: the prompt, {question} standing for the question; by default one that asks for the answer in
-            its place.
-        solved_at: the least score of a solved problem.
-        options: those of the generator's configuration.
+        answer_in   where the response has its answer: "tag", "boxed" or "whole"
+        template    the prompt, with {question} in it; default: that of TEMPLATES
+        solved_at   the least score of a solved problem
+        options     those of the generator's configuration
         """
         place = f"task reasoning-gym:{self.name}"
         if answer_in not in TEMPLATES:
@@ -97,10 +90,12 @@ class ReasoningGym:
         template = TEMPLATES[answer_in] if template is None else template
         if "{question}" not in template:
             raise UserError(f"{place}: template is {template!r}; it must contain {{question}}")
-        entries = draw(self.name, num, seed, check_split(f"reasoning-gym:{self.name}", split), options)
+        entries = draw_entries(
+            self.name, num, seed, check_split(f"reasoning-gym:{self.name}", split), options
+        )
         return [
             {
-                "problem_id": f"{self.name}-{_digest(entry.question)}",
+                "problem_id": f"{self.name}-{digest(entry.question)}",
                 "prompt": template.replace("{question}", entry.question),
                 "question": entry.question,
                 "answer": entry.answer,
@@ -112,27 +107,27 @@ class ReasoningGym:
         ]
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Scores the answer by the generator. One that it cannot read, or that is missing, is worth 0."""
+        """Scores the answer by the generator; 0 where it is missing or unreadable."""
         settings = _settings(problem["made_by"])
         entry = _make_entry(self.name, settings, problem["made_by"]["index"])
         if entry["question"] != problem["question"]:
             raise UserError(
                 f"task reasoning-gym:{self.name}: problem {problem['problem_id']} was drawn otherwise; draw "
-                "it again with this"
-                " version of reasoning-gym, and score in worker processes or with PYTHONHASHSEED=0"
+                "it again with this version of reasoning-gym, and score in worker processes or with "
+                "PYTHONHASHSEED=0"
             )
         answer = _extract(response_text, problem["answer_in"])
         reward = 0.0 if answer is None else _score(_make_dataset(self.name, settings), answer, entry)
         return {"reward": reward, "solved": reward >= problem["solved_at"]}
 
 
-def draw(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Returns `num` different questions of a split: the same in every process, for it asks one whose
-    hashes are not random."""
+def draw_entries(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
+    """Returns `num` different questions of a split, the same in every process: where this one's hashes are
+    random, another one draws."""
     _check_options(name, options)
     if not sys.flags.hash_randomization:
         return _draw_here(name, num, seed, split, options)
-    command = [sys.executable, "-c", "from tlt.tasks.reasoning_gym import _answer; _answer()"]
+    command = [sys.executable, "-c", "from tlt.tasks.reasoning_gym import _draw_for_parent as d; d()"]
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     asked = json.dumps([name, num, seed, split, options])
     done = subprocess.run(
@@ -144,15 +139,15 @@ def draw(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any
     return [Drawn(*one) for one in drawn]
 
 
-def _answer() -> None:
-    """Runs in the process that draws: reads what is asked for, and writes a user's mistake or "", and what
-    was drawn."""
+def _draw_for_parent() -> None:
+    """Runs in the process that draws: reads draw_entries' arguments from stdin, writes (mistake or "",
+    entries)."""
     name, num, seed, split, options = json.load(sys.stdin)
     try:
         answer = ["", _draw_here(name, num, seed, split, options)]
     except UserError as error:
         answer = [str(error), []]
-    except Exception as error:  # a generator raises what it likes; the parent shall say it in one line
+    except Exception as error:  # generators raise anything; the parent says it in one line
         answer = [
             f"task reasoning-gym:{name}: the generator failed with options {options} ({describe(error)})",
             [],
@@ -161,12 +156,9 @@ def _answer() -> None:
 
 
 def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Raises UserError where so many indices give fewer questions that the generator seems to have no
-    more."""
+    """Draws in this process. Raises UserError where the generator seems to have fewer questions."""
     share = 1 / TEST_ONE_IN if split == "test" else 1 - 1 / TEST_ONE_IN
-    first = (
-        int(_digest(f"{name}/{seed}"), 16) % 2**31
-    )  # an index counts on from the seed: 0 and 1 would overlap
+    first = int(digest(f"{name}/{seed}"), 16) % 2**31  # entry i depends on seed + i: 0 and 1 would overlap
     found: dict[str, Drawn] = {}
     for factor in (2, 8, 32):
         size = factor * math.ceil(num / share) + 64
@@ -182,14 +174,12 @@ def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[st
                 )
     raise UserError(
         f"task reasoning-gym:{name}: gives only {len(found)} different {split} questions with options "
-        f"{options};"
-        " ask for fewer (task.num_problems, evaluation.num_problems), or widen the options"
+        f"{options}; ask for fewer (task.num_problems, evaluation.num_problems), or widen the options"
     )
 
 
 def _generators() -> Mapping[str, Any]:
-    """Returns name → (data set, configuration). The one that mixes others is left out: TLT has its own
-    mixture."""
+    """Returns name → (data set, configuration), without the generator that mixes others."""
     try:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
@@ -213,14 +203,14 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _settings(source: Mapping[str, Any]) -> str:
-    """Returns what a data set is made by, as text that caches can compare."""
+    """Returns a data set's configuration as text, a key for the caches."""
     return json.dumps({**source["options"], "seed": source["seed"], "size": source["size"]}, sort_keys=True)
 
 
 @lru_cache(maxsize=8)
 def _make_dataset(name: str, settings: str) -> Any:
-    """Returns the data set. Lists become tuples where the configuration has those. Raises UserError for
-    what it refuses."""
+    """Returns the data set, with lists as tuples where its configuration has tuples. Raises UserError for
+    options that it refuses."""
     dataset, config = _generators()[name]
     defaults, values = config(), json.loads(settings)
     for option, value in values.items():
@@ -239,8 +229,8 @@ def _make_dataset(name: str, settings: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _make_entry(name: str, settings: str, index: int) -> dict[str, Any]:
-    """Returns an entry of the data set; the samples of a group follow each other and share it. Some
-    generators print."""
+    """Returns an entry of the data set, cached: a group's samples share it. What a generator prints is
+    dropped."""
     with contextlib.redirect_stdout(io.StringIO()):
         entry: dict[str, Any] = _make_dataset(name, settings)[index]
     return entry
@@ -262,7 +252,3 @@ def _score(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
     except Exception:  # several generators raise at answers that are not of the form they expect
         return 0.0
     return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,5 +1,5 @@
-"""Train or test: a function of a problem's content alone, so that the two share nothing, whatever the
-seeds. Knows no task."""
+"""The train and test splits: a function of a problem's content alone, so that the two share nothing, whatever
+the seeds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ TEST_ONE_IN = 8
 """One problem in this many belongs to the test split."""
 
 
+def digest(content: str) -> str:
+    """Returns 64 bits, in hexadecimal, that identify `content`."""
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
 def split_of(content: str) -> Split:
     """Returns the split of the problem that `content` identifies."""
-    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
-    return "test" if int.from_bytes(digest, "big") % TEST_ONE_IN == 0 else "train"
+    return "test" if int(digest(content), 16) % TEST_ONE_IN == 0 else "train"
 
 
 def check_split(task: str, split: str) -> Split:

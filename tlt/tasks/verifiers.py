@@ -1,10 +1,8 @@
-"""Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks: those of one turn of text, whose rewards read the
-conversation alone.
+"""Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks: one turn of text, rewarded by the conversation alone.
 
-    --task.name verifiers:my-taskset        as verifiers' own loader finds it: a package, or a module that lies here
+    --task.name verifiers:my-taskset    found by verifiers' own loader: a package, or a module in this folder
 
-A taskset that wants more (tools, a runtime or container, set-up, judges) is refused; nothing of it is left
-out in silence.
+A taskset that needs more (tools, a runtime or container, set-up, judges) is refused.
 """
 
 from __future__ import annotations
@@ -21,43 +19,38 @@ from tlt.io.plugins import describe, see_working_directory
 from tlt.tasks.splits import TEST_ONE_IN, check_split, split_of
 from tlt.types import UserError
 
-MAX_TRIES = 32
-"""Times as many tasks as the problems of a split should take, after which an endless taskset seems to have
-no more."""
-
-
-def make_task(name: str) -> Verifiers:
-    """Returns the task of the taskset called `name`. Raises UserError."""
-    see_working_directory()
-    try:
-        from verifiers.v1.utils.loaders import taskset_class
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"task verifiers:{name}: no module {error.name!r}; {how_to_install('verifiers')}"
-        ) from None
-    try:
-        return Verifiers(name, taskset_class(name))
-    except Exception as error:  # the taskset's own module is imported, and may raise anything
-        raise UserError(
-            f"task verifiers:{name}: cannot be loaded ({describe(error)}); install it, or correct it"
-        ) from None
+_PATIENCE = 32
+"""An endless taskset is read for this many times the expected number of tasks."""
 
 
 class Verifiers:
-    """The problems of one taskset. A reward is the weighted sum of its reward functions."""
+    """The problems of one taskset. A reward is the weighted sum of its reward functions. Raises UserError."""
 
-    def __init__(self, name: str, taskset_class: Any) -> None:
-        self.name, self.taskset_class = name, taskset_class
-        self.task_class = taskset_class.task_type()
+    def __init__(self, name: str) -> None:
+        see_working_directory()
+        try:
+            from verifiers.v1.utils.loaders import taskset_class
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"task verifiers:{name}: no module {error.name!r}; {how_to_install('verifiers')}"
+            ) from None
+        try:
+            self.taskset_class = taskset_class(name)
+            self.task_class = self.taskset_class.task_type()
+        except Exception as error:  # the taskset's own module is imported, and may raise anything
+            raise UserError(
+                f"task verifiers:{name}: cannot be loaded ({describe(error)}); install it, or correct it"
+            ) from None
+        self.name = name
 
     def problems(
         self, num: int, seed: int, split: str, solved_at: float = 1.0, **options: Any
     ) -> list[dict[str, Any]]:
-        """Returns `num` problems, of a finite taskset in an order drawn by the seed. The prompt decides the
-        split, for tasksets have none.
+        """Returns `num` problems; the order of a finite taskset is drawn by the seed, the split follows from
+        the prompt.
 
-        solved_at: the least reward of a solved problem.
-        options: those of the taskset's configuration.
+        solved_at   the least reward of a solved problem
+        options     those of the taskset's configuration
         """
         wanted = check_split(f"verifiers:{self.name}", split)
         taskset = self._make(options)
@@ -65,7 +58,7 @@ class Verifiers:
         if taskset.bounded:
             tasks = iter(random.Random(f"{self.name}/{seed}").sample(found := list(tasks), len(found)))
         else:
-            tasks = itertools.islice(tasks, MAX_TRIES * TEST_ONE_IN * (num + 1))
+            tasks = itertools.islice(tasks, _PATIENCE * TEST_ONE_IN * (num + 1))
         prompts = ((task, self._prompt(task)) for task in tasks)
         chosen = ((task, prompt) for task, prompt in prompts if split_of(str(prompt)) == wanted)
         problems = [
@@ -95,11 +88,8 @@ class Verifiers:
         kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
         said = [kinds[message["role"]](content=message["content"]) for message in messages]
         nodes = [MessageNode(parent=i - 1 if i else None, message=message) for i, message in enumerate(said)]
-        nodes.append(
-            MessageNode(
-                parent=len(said) - 1, message=vf.AssistantMessage(content=response_text), sampled=True
-            )
-        )
+        response = vf.AssistantMessage(content=response_text)
+        nodes.append(MessageNode(parent=len(said) - 1, message=response, sampled=True))
         trace = vf.Trace(
             task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
             agent=vf.AgentInfo(config=vf.AgentConfig()),
@@ -111,7 +101,7 @@ class Verifiers:
         return {"reward": trace.reward, "solved": trace.reward >= problem["solved_at"]}
 
     def _make(self, options: Mapping[str, Any]) -> Any:
-        """Returns the taskset. Raises UserError for options that it refuses, and where it is more than a
+        """Returns the taskset. Raises UserError for options that it refuses, and where it needs more than a
         conversation."""
         from pydantic import ValidationError
         from verifiers.v1 import TasksetConfig
@@ -133,7 +123,7 @@ class Verifiers:
         return self.taskset_class(config)
 
     def _needs(self, config: Any) -> Iterator[str]:
-        """Yields what the taskset wants beyond a conversation of one turn."""
+        """Yields what the taskset needs beyond a conversation of one turn."""
         from verifiers.v1 import Task
 
         if self.taskset_class.toolsets(config) or self.task_class.toolsets(config.task):
@@ -145,16 +135,13 @@ class Verifiers:
         for hook in ("setup", "finalize"):
             if getattr(self.task_class, hook) is not getattr(Task, hook):
                 yield f"{hook}()"
-        functions = [function for _, function in inspect.getmembers(self.task_class, callable)]
-        for function in functions:
-            if (
-                getattr(function, "reward", False) is True
-                and "runtime" in inspect.signature(function).parameters
-            ):
-                yield f"a runtime in {function.__name__}()"
+        for name, function in inspect.getmembers(self.task_class, callable):
+            is_reward = getattr(function, "reward", False) is True
+            if is_reward and "runtime" in inspect.signature(function).parameters:
+                yield f"a runtime in {name}()"
 
     def _prompt(self, task: Any) -> dict[str, Any]:
-        """Returns the prompt as text, or as messages where it has a system message or several."""
+        """Returns the prompt: text, or messages where there are several or a system message."""
         data = task.data
         place = f"task verifiers:{self.name}, task {data.idx}"
         if data.prompt is None:
@@ -163,15 +150,12 @@ class Verifiers:
             )
         if isinstance(data.prompt, str) and data.system_prompt is None:
             return {"prompt": data.prompt}
-        messages = (
-            [{"role": "system", "content": data.system_prompt}] if data.system_prompt is not None else []
-        )
-        rest = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
-        for message in rest:
-            said = (
-                message if isinstance(message, dict) else {"role": message.role, "content": message.content}
-            )
-            if not isinstance(said["content"], str) or said["role"] not in ("system", "user", "assistant"):
-                raise UserError(f"{place}: a message of {said['role']} is no text; take another taskset")
-            messages.append(said)
+        messages = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
+        messages = [m if isinstance(m, dict) else {"role": m.role, "content": m.content} for m in messages]
+        for message in messages:
+            role = message["role"]
+            if not isinstance(message["content"], str) or role not in ("system", "user", "assistant"):
+                raise UserError(f"{place}: a message of {role} is no text; take another taskset")
+        if data.system_prompt is not None:
+            messages = [{"role": "system", "content": data.system_prompt}, *messages]
         return {"messages": messages}

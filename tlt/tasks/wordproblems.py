@@ -1,8 +1,7 @@
-r"""Arithmetic word problems: drawn, told in English and solved by templates, scored exactly. Knows text, not
-models.
+r"""Arithmetic word problems: drawn, told in English and solved by templates, scored exactly.
 
-    chain      12+7-4                                            a number, and one to four operations from left to right
-    problem    Mia has 12 apples. Ben gives her 7 more. …        the chain told as a story
+    chain      12+7-4                                      a number, then one to four operations
+    problem    Mia has 12 apples. Ben gives her 7 more. …  the chain told as a story
     worked     12+7=19. 19-4=15. The answer is \boxed{15}.
     terse      The answer is \boxed{15}.
 
@@ -17,42 +16,34 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from tlt.tasks.answers import after_thinking, find_answer, to_number
-from tlt.tasks.splits import Split, check_split, split_of
+from tlt.io.files import Record
+from tlt.tasks.exact import MAX_DRAWS, ExactTask, apply, draw_count, read_weights
+from tlt.tasks.splits import Split, split_of
 from tlt.types import UserError
 
 MAX_STEPS = 4
 MAX_FACTOR = 9
 """The largest number that is multiplied or divided by."""
-MAX_TRIES = 10_000
 DEFAULT_STEPS: Mapping[int, float] = {1: 0.1, 2: 0.5, 3: 0.4}
-"""Weights of problems with so many operations, where the caller names none."""
-THINKING_ENDS = "</think>"
+"""Default weights of problems with 1, 2 and 3 operations."""
 
 
 @dataclass(frozen=True)
-class Difficulty:
+class ChainLimits:
     """Limits of a problem's arithmetic."""
 
     steps: Mapping[int, float]
-    """Weight of problems with so many operations."""
+    """Number of operations → weight."""
     max_number: int
     """The largest number that a problem gives."""
     max_result: int
-    """The largest result, those on the way included."""
+    """The largest result, intermediate ones included."""
 
     def __post_init__(self) -> None:
-        steps, counts = dict(self.steps), range(1, MAX_STEPS + 1)
-        if not set(steps) <= set(counts) or min(steps.values(), default=0) < 0 or sum(steps.values()) <= 0:
-            raise UserError(
-                f"word-problems: steps is {steps}; give positive weights to numbers of operations from 1 to "
-                f"{MAX_STEPS}"
-            )
         if self.max_number < 4 or self.max_result < self.max_number:
             raise UserError(
-                f"word-problems: max_number is {self.max_number}, max_result {self.max_result};"
+                f"task word-problems: max_number is {self.max_number}, max_result {self.max_result};"
                 " the first must be at least 4, the second no smaller than the first"
             )
 
@@ -83,15 +74,13 @@ class Chain:
         """The start and every result; the last one is the answer."""
         values = [self.start]
         for operator, operand in self.steps:
-            values.append(apply(values[-1], operator, operand))
+            values.append(_result(values[-1], operator, operand))
         return values
 
 
-def apply(a: int, operator: str, b: int) -> int:
-    """Returns the result of one operation, which must be a positive integer."""
-    result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
-    assert result > 0, f"{a}{operator}{b} is not positive"
-    assert operator != "/" or a % b == 0, f"{a}{operator}{b} is not exact"
+def _result(a: int, operator: str, b: int) -> int:
+    result = apply(a, operator, b)
+    assert result is not None, f"{a}{operator}{b} is no positive integer"
     return result
 
 
@@ -99,32 +88,32 @@ def apply(a: int, operator: str, b: int) -> int:
 # Arithmetic
 
 
-def draw_chain(rng: random.Random, split: Split, difficulty: Difficulty) -> Chain:
-    """Draws a chain of the split: how many operations, then each among those that the limits leave."""
-    counts = list(difficulty.steps)
-    (count,) = rng.choices(counts, [difficulty.steps[c] for c in counts])
-    for _ in range(MAX_TRIES):
-        start = value = rng.randint(2, difficulty.max_number)
+def draw_chain(rng: random.Random, split: Split, limits: ChainLimits) -> Chain:
+    """Draws a chain of the split: the number of operations, then each of them within the limits."""
+    count = draw_count(rng, limits.steps)
+    for _ in range(MAX_DRAWS):
+        start = value = rng.randint(2, limits.max_number)
         steps: list[tuple[str, int]] = []
-        while len(steps) < count and (possible := _possible_steps(value, difficulty)):
+        while len(steps) < count and (possible := _possible_steps(value, limits)):
             operator = rng.choice(list(possible))
             steps.append((operator, rng.choice(possible[operator])))
-            value = apply(value, *steps[-1])
+            value = _result(value, *steps[-1])
         chain = Chain(start, tuple(steps))
         if len(steps) == count and chain.split == split:
             return chain
     raise UserError(
-        f"word-problems: no {split} problem of {count} operations within {difficulty}; raise the limits"
+        f"task word-problems: no {split} problem of {count} operations within max_number {limits.max_number} "
+        f"and max_result {limits.max_result}; raise the limits"
     )
 
 
-def _possible_steps(value: int, difficulty: Difficulty) -> dict[str, Sequence[int]]:
+def _possible_steps(value: int, limits: ChainLimits) -> dict[str, Sequence[int]]:
     """Returns the operands that each operator may have after `value`; operators without any are left out."""
-    largest, factors = difficulty.max_number, range(2, min(MAX_FACTOR, difficulty.max_number) + 1)
+    largest, factors = limits.max_number, range(2, min(MAX_FACTOR, limits.max_number) + 1)
     operands: dict[str, Sequence[int]] = {
-        "+": range(2, min(largest, difficulty.max_result - value) + 1),
+        "+": range(2, min(largest, limits.max_result - value) + 1),
         "-": range(2, min(largest, value - 1) + 1),
-        "*": [factor for factor in factors if value * factor <= difficulty.max_result],
+        "*": [factor for factor in factors if value * factor <= limits.max_result],
         "/": [factor for factor in factors if value % factor == 0 and value > factor],
     }
     return {operator: numbers for operator, numbers in operands.items() if numbers}
@@ -136,8 +125,8 @@ def _possible_steps(value: int, difficulty: Difficulty) -> dict[str, Sequence[in
 WOMEN = ("Mia", "Anna", "Zoe", "Lena", "Rosa", "Emma", "Nora", "Ines", "Ada", "Tess", "Ruth", "Olga")
 MEN = ("Ben", "Tom", "Max", "Leo", "Paul", "Omar", "Hugo", "Jan", "Sam", "Karl", "Ivan", "Noah")
 THINGS = (
-    "apples", "pears", "books", "stamps", "coins", "marbles", "shells", "cards", "pencils", "flowers", "cookies", "buttons",
-    "stones", "balloons", "tickets", "beads", "eggs", "candles", "stickers", "nuts",
+    "apples", "pears", "books", "stamps", "coins", "marbles", "shells", "cards", "pencils", "flowers",
+    "cookies", "buttons", "stones", "balloons", "tickets", "beads", "eggs", "candles", "stickers", "nuts",
 )  # fmt: skip
 PACKS = ("boxes", "bags", "baskets", "trays")
 PLACES = ("basket", "box", "bag", "drawer")
@@ -153,10 +142,7 @@ FIRST_STEPS: Mapping[str, tuple[str, ...]] = {
         "{name} finds {a} {things} on Monday and {n} on Tuesday.",
     ),
     "-": ("{other} has {a} {things}, and {name} has {n} fewer than that.",),
-    "*": (
-        "{name} has {a} {packs} with {n} {things} in each.",
-        "{name} buys {n} {packs} of {a} {things}.",
-    ),
+    "*": ("{name} has {a} {packs} with {n} {things} in each.", "{name} buys {n} {packs} of {a} {things}."),
     "/": ("{other} shares {a} {things} equally among {n} people, and {name} is one of them.",),
 }
 """Openings that tell the first operation, too."""
@@ -187,19 +173,17 @@ STEPS_OF_TWO: Mapping[str, tuple[str, ...]] = {
     "/": ("{she} gives half of them to {other}.", "then {she} loses half of the {things}."),
 }
 """Steps whose operand 2 stands in words."""
-QUESTIONS = (
+CLOSINGS = (
     "How many {things} does {name} have now?",
     "How many {things} does {name} have in the end?",
     "{name} counts the {things}. How many are there?",
 )
 
 
-def tell(chain: Chain, rng: random.Random) -> str:
+def tell_story(chain: Chain, rng: random.Random) -> str:
     """Returns the chain as a story that ends in a question."""
     is_woman = rng.random() < 0.5
-    people, others = (
-        (WOMEN, MEN) if is_woman else (MEN, WOMEN)
-    )  # so that a pronoun means one of the two alone
+    people, others = (WOMEN, MEN) if is_woman else (MEN, WOMEN)  # so that a pronoun means one person
     words = {
         "name": rng.choice(people),
         "she": "she" if is_woman else "he",
@@ -225,7 +209,7 @@ def tell(chain: Chain, rng: random.Random) -> str:
     for operator, operand in steps:
         in_words = STEPS_OF_TWO.get(operator, ()) if operand == 2 else ()
         say(in_words if in_words and rng.random() < 0.5 else STEPS[operator], operand)
-    say(QUESTIONS)
+    say(CLOSINGS)
     return " ".join(sentences)
 
 
@@ -239,9 +223,11 @@ def solve(chain: Chain, is_worked: bool) -> str:
 # The task
 
 
-@dataclass(frozen=True)
-class WordProblems:
+class WordProblems(ExactTask):
     """The task `word-problems` (see `tlt.tasks.base.Task`)."""
+
+    name = "word-problems"
+    search = "boxed"
 
     def problems(
         self,
@@ -253,32 +239,24 @@ class WordProblems:
         max_number: int = 30,
         max_result: int = 99,
         chat: bool = True,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Record]:
         """Returns problems; the i-th depends on (seed, i) and the options only.
 
-        steps        weight of problems with so many operations, {1: 0.1, 2: 0.5, 3: 0.4}; keys may be strings (TOML)
+        steps        number of operations → weight; keys may be strings (TOML)
         max_number   given numbers are 2..max_number; numbers multiplied or divided by are at most 9
-        max_result   results, those on the way included, are 1..max_result
+        max_result   results, intermediate ones included, are 1..max_result
         chat         whether a problem is a chat message for the tokenizer's template, or plain text
         """
-        checked = check_split("word-problems", split)
-        weights = {int(count): float(weight) for count, weight in (steps or DEFAULT_STEPS).items()}
-        difficulty = Difficulty(weights, max_number, max_result)
-        problems = []
-        for index in range(num):
-            rng = random.Random(f"word-problems {split} {seed} {index}")
-            chain = draw_chain(rng, checked, difficulty)
-            text = tell(chain, rng)
-            prompt = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-            problem_id = f"word-problems-{split}-{seed}-{index}"
-            problems.append({"problem_id": problem_id, **prompt, "answer": str(chain.values[-1])})
-        return problems
+        weights = read_weights("task word-problems: steps", steps or DEFAULT_STEPS, range(1, MAX_STEPS + 1))
+        limits = ChainLimits(weights, max_number, max_result)
 
-    def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
-        r"""Rewards 1.0 when the last \boxed{…} after any thinking equals the answer exactly, else 0.0."""
-        answer = find_answer(after_thinking(response_text, THINKING_ENDS), "boxed")
-        solved = answer is not None and to_number(answer) == to_number(problem["answer"])
-        return {"reward": float(solved), "solved": solved}
+        def draw(rng: random.Random, split: Split) -> Record:
+            chain = draw_chain(rng, split, limits)
+            text = tell_story(chain, rng)
+            prompt = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+            return {**prompt, "answer": str(chain.values[-1])}
+
+        return self.draw_each(num, seed, split, draw)
 
 
 TASK = WordProblems()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tlt.tasks.arithmetic import TASK, Question
-from tlt.tasks.base import get_task, make_problems
+from tlt.tasks.arithmetic import CHECKED, TASK, WITH_STEPS, Question
+from tlt.tasks.base import make_problems
 from tlt.types import UserError
 
 MIXED = {"operations": ["+", "-", "*", "max"], "digits": [1, 3], "terms": [2, 4]}
@@ -24,19 +24,11 @@ def sums(split: str, num: int, seed: int = 0, **options: Any) -> list[tuple[int,
     return [tuple(map(int, re.findall(r"\d+", text(problem)))) for problem in problems]
 
 
-def test_equal_arguments_give_equal_problems_which_the_number_asked_for_does_not_change() -> None:
-    name, options = "arithmetic", {"split": "train", **MIXED}
-    assert make_problems(name, 50, 3, options)[:20] == make_problems(name, 20, 3, options)
-    assert make_problems(name, 20, 3, options) != make_problems(name, 20, 4, options)
-    assert get_task(name) is TASK
-
-
 def test_two_digit_additions_are_asked_as_a_chat_message() -> None:
     problem = TASK.problems(1, 0)[0]
     (first, second), answer = sums("train", 1)[0], int(problem["answer"])
-    assert problem["messages"] == [
-        {"role": "user", "content": f"What is {first} + {second}? Reply with the number only."}
-    ]
+    asked = f"What is {first} + {second}? Reply with the number only."
+    assert problem["messages"] == [{"role": "user", "content": asked}]
     assert (10 <= first <= 99, 10 <= second <= 99, first + second) == (True, True, answer)
 
 
@@ -77,9 +69,10 @@ def test_options_bound_what_is_drawn() -> None:
     assert {len(str(number)) for numbers in drawn for number in numbers} == {1, 2, 3}
     assert {number for numbers in sums("train", 60, digits=1) for number in numbers} == set(range(1, 10))
     assert text(TASK.problems(1, 0, instruction="")[0]).endswith("?")
-    assert text(TASK.problems(1, 0, steps=True)[0]).endswith(
-        "? Write out each step, then the answer after ####."
-    )
+    asked = {steps: TASK.problems(1, 0, steps=steps)[0] for steps in (True, "checked", False)}
+    assert text(asked[True]).endswith(f"? {WITH_STEPS}")
+    assert text(asked["checked"]).endswith(f"? {CHECKED}")
+    assert [problem["search"] for problem in asked.values()] == ["marked", "marked", "any"]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +87,10 @@ def test_options_bound_what_is_drawn() -> None:
         ({"terms": True}, "terms is True"),
         ({"terms": 2.5}, "terms is 2.5"),
         ({"terms": "23"}, "terms is '23'"),
-        ({"split": "dev"}, "use one of"),
+        ({"steps": "twice"}, "steps is 'twice'; give true, false or \"checked\""),
         (
             {"digits": 1, "split": "test"},
-            "leave about 13 different test problems of the 100 asked for; ask for fewer",
+            "about 13 different test problems of the 100 asked for; ask for fewer",
         ),
         ({"carry": True}, "takes no option 'carry'"),
     ],
@@ -117,7 +110,6 @@ def test_all_the_problems_there_are_can_be_asked_for() -> None:
     [
         ("82", True, False),
         ("47 + 35 = 82.", True, False),
-        ("The answer is 82, of course", True, False),
         ("82 or 83", False, False),
         ("47 + 35 = 82\n#### 82", True, True),
         (r"It is \boxed{82}.", True, True),
@@ -128,18 +120,11 @@ def test_all_the_problems_there_are_can_be_asked_for() -> None:
         ("<think>83</think>82", True, False),
         ("<think>82", False, False),
         ("eighty-two", False, False),
-        ("", False, False),
     ],
 )
 def test_the_last_number_is_scored_and_where_steps_are_asked_for_the_marked_one(
     response: str, is_solved: bool, is_solved_with_steps: bool
 ) -> None:
     for search, expected in (("any", is_solved), ("marked", is_solved_with_steps)):
-        assert TASK.score({"answer": "82", "search": search}, response) == {
-            "reward": float(expected),
-            "solved": expected,
-        }
-
-
-def test_what_is_asked_decides_where_the_answer_is_sought() -> None:
-    assert [TASK.problems(1, 0, steps=steps)[0]["search"] for steps in (False, True)] == ["any", "marked"]
+        found = TASK.score({"answer": "82", "search": search}, response)
+        assert found == {"reward": float(expected), "solved": expected}

@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import subprocess
-import sys
 from fractions import Fraction
 from typing import Any
 
@@ -12,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.countdown.search import write_search
-from tlt.tasks.base import get_task
-from tlt.tasks.countdown import MAX_INTERMEDIATE, TASK, Countdown, Puzzle, is_correct, moves, reachable
+from tlt.tasks.countdown import MAX_INTERMEDIATE, TASK, Puzzle, is_correct, moves, reachable
 from tlt.types import UserError
 
 Steps = tuple[tuple[int, str, int, int], ...]
@@ -73,9 +70,8 @@ def test_scorer_agrees_with_the_referee_on_any_steps(
     assert is_correct(Puzzle(numbers, target), text(steps)) == (referee(numbers).get(steps) == target)
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
+MALFORMED = [
+    *(
         "",
         "16-9=7,7-2=5",
         "!",
@@ -84,16 +80,13 @@ def test_scorer_agrees_with_the_referee_on_any_steps(
         "!16-9=7,7-2=6",
         "!16-9=8,8-2=6",
         "!9-2=7,16-7=9",
-        "!16-9=7,9-2=7,7-2=5",
-        "!7-2=5",
-        "!016-9=7,7-2=5",
-        "!16-9=7, 7-2=5",
-        "!16-9=7,7-2=5<eos>",
-        "!16-9=7,7-2=5!",
-        "!١٦-9=7,7-2=5",
-        "!2-9=-7,16+-7=9",
-    ],
-)
+    ),
+    *("!16-9=7,9-2=7,7-2=5", "!016-9=7,7-2=5", "!16-9=7, 7-2=5", "!16-9=7,7-2=5<eos>", "!16-9=7,7-2=5!"),
+    *("!١٦-9=7,7-2=5", "!2-9=-7,16+-7=9"),
+]
+
+
+@pytest.mark.parametrize("response", MALFORMED)
 def test_wrong_or_malformed_answers_score_zero(response: str) -> None:
     assert TASK.score(problem((2, 9, 16), 5), response) == {"reward": 0.0, "solved": False}
 
@@ -141,18 +134,14 @@ def test_search_beyond_the_limit_is_none_and_an_unsolvable_puzzle_is_an_error() 
         write_search(Puzzle((1, 1), 50), random.Random(0))
 
 
-def test_problems_are_solvable_unique_by_id_and_a_function_of_seed_and_index() -> None:
+def test_problems_are_solvable_and_within_the_options() -> None:
     problems = TASK.problems(50, 7, mix={"2": 1, "3": 1, "4": 1}, max_number=12, max_target=40)
-    assert problems[:20] == TASK.problems(20, 7, mix={2: 1, 3: 1, 4: 1}, max_number=12, max_target=40)
-    assert problems != TASK.problems(50, 8, mix={2: 1, 3: 1, 4: 1}, max_number=12, max_target=40)
-    assert len({p["problem_id"] for p in problems}) == 50
     assert {len(p["numbers"]) for p in problems} == {2, 3, 4}
     for p in problems:
         assert p["target"] in reachable(tuple(p["numbers"]))
         assert p["target"] <= 40
         assert max(p["numbers"]) <= 12
         assert p["prompt"] == f"[{','.join(map(str, p['numbers']))}:{p['target']}]"
-    assert {len(p["numbers"]) for p in TASK.problems(20, 0, mix={4: 1})} == {4}
 
 
 def test_no_puzzle_is_in_both_splits() -> None:
@@ -162,25 +151,10 @@ def test_no_puzzle_is_in_both_splits() -> None:
     assert not train & test
 
 
-@pytest.mark.parametrize("options", [{"split": "dev"}, {"mix": {7: 1}}, {"mix": {3: 0}}, {"max_target": 0}])
+@pytest.mark.parametrize("options", [{"mix": {7: 1}}, {"mix": {3: 0}}, {"max_target": 0}])
 def test_options_out_of_range_are_errors(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="countdown"):
+    with pytest.raises(UserError, match=r"^task countdown: .*; give "):
         TASK.problems(1, 0, **options)
-
-
-def test_tasks_are_found_by_name_or_path() -> None:
-    assert all(get_task(name) is get_task("countdown") for name in ("countdown", "tlt.tasks.countdown:TASK"))
-    assert isinstance(get_task("countdown"), Countdown)
-    with pytest.raises(ValueError, match=r"unknown task 'chess'.*countdown.*package\.module:object"):
-        get_task("chess")
-    for name in ("no.such.module:task", "tlt.tasks.countdown:NONE", "tlt.tasks.countdown:MAX_INTERMEDIATE"):
-        with pytest.raises(ValueError, match=f"task '{name}'"):
-            get_task(name)
-
-
-def test_task_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, tlt.tasks.countdown; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture
@@ -201,7 +175,7 @@ def one_million_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"max_number": 10**8, "max_target": 3},
-            "options max_number 100000000, max_target 3: none of 10,000 draws of",
+            "max_number 100000000, max_target 3: none of 10,000 draws of",
         ),
         (
             {"mix": {2: 1}, "max_number": 2, "max_target": 2, "split": "test"},

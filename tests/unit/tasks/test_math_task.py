@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tlt.rewards.pool import RewardPool
 from tlt.rewards.scoring import RewardSpec
 from tlt.tasks import math as math_task
-from tlt.tasks.answers import after_thinking, find_answer, to_number
+from tlt.tasks.answers import Search, after_thinking, find_answer, to_number
 from tlt.tasks.base import make_problems
-from tlt.tasks.math import INSTRUCTION, TASK, gold_answer, is_equal, to_problem
+from tlt.tasks.math import TASK, gold_answer, is_equal, to_problem
 from tlt.types import UserError
 
 DAPO_PROMPT = (
-    "Solve the following math problem step by step. The last line of your response should be of the form "
-    "Answer: $Answer"
-    " (without quotes) where $Answer is the answer to the problem.\n\nWhat is 2+2?\n\n"
-    'Remember to put your answer on its own line after "Answer:".'
+    'Solve step by step. What is 2+2?\n\nRemember to put your answer on its own line after "Answer:".'
 )
 GSM8K = {
     "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",
@@ -52,10 +49,7 @@ EURUS = {
     "data_source": "numina_synthetic_math",
     "prompt": [
         {"content": "When tackling complex reasoning tasks, …", "role": "system"},
-        {
-            "content": "What is half of one?\n\nPresent the answer in LaTex format: \\boxed{Your answer}",
-            "role": "user",
-        },
+        {"content": "What is half of one?\n\nPresent the answer in LaTex format: \\boxed{}", "role": "user"},
     ],
     "ability": "math",
     "reward_model": {"ground_truth": r"\frac{1}{2}", "style": "rule"},
@@ -83,10 +77,8 @@ def test_a_record_with_a_question_is_asked_by_the_template(
     record: dict[str, Any], question: str, answer: str
 ) -> None:
     problem = to_problem(record)
-    assert (
-        problem["prompt"]
-        == f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
-    )
+    instruction = r"Let's think step by step and output the final answer within \boxed{}."
+    assert problem["prompt"] == f"{question} {instruction}"
     assert problem["answer"] == answer
     assert "messages" not in problem
     assert to_problem(record, "Q: {question}\nA:")["prompt"] == f"Q: {question}\nA:"
@@ -130,12 +122,7 @@ def test_a_record_that_cannot_be_asked_or_scored_is_refused(record: dict[str, An
 @pytest.mark.parametrize(
     ("text", "boxed", "marked", "last"),
     [
-        (
-            r"so \boxed{\frac{1}{\sqrt{2}}}.",
-            r"\frac{1}{\sqrt{2}}",
-            r"\frac{1}{\sqrt{2}}",
-            r"\frac{1}{\sqrt{2}}",
-        ),
+        (r"so \boxed{\frac{1}{\sqrt{2}}}.", *[r"\frac{1}{\sqrt{2}}"] * 3),
         (r"\boxed{1} then \boxed{2}", "2", "2", "2"),
         (r"\boxed{1} then \boxed{2", "1", "1", "1"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}", r"\{1, 2\}", r"\{1, 2\}"),
@@ -153,9 +140,7 @@ def test_a_record_that_cannot_be_asked_or_scored_is_refused(record: dict[str, An
 def test_an_answer_is_found_by_its_mark_and_only_if_asked_for_as_the_last_number(
     text: str, boxed: str | None, marked: str | None, last: str | None
 ) -> None:
-    assert find_answer(text, "boxed") == boxed
-    assert find_answer(text, "marked") == marked
-    assert find_answer(text, "any") == last
+    assert [find_answer(text, search) for search in get_args(Search)] == [boxed, marked, last]
 
 
 def test_what_was_thought_is_no_answer() -> None:
@@ -163,16 +148,12 @@ def test_what_was_thought_is_no_answer() -> None:
     assert after_thinking(r"\boxed{1}</think> 2", "</think>") == " 2"  # the template opened the tag
     assert after_thinking(r"<think> cut off \boxed{1}", "</think>") == ""
     assert after_thinking("no thought", "</think>") == "no thought"
+    assert after_thinking("<think> all of it", "") == "<think> all of it"
 
 
 def test_a_plain_number_is_read_exactly() -> None:
-    assert [str(to_number(text)) for text in ("-1,234.5", "3/4", r"\$12", "0.75.", "15.0")] == [
-        "-2469/2",
-        "3/4",
-        "12",
-        "3/4",
-        "15",
-    ]
+    read = [str(to_number(text)) for text in ("-1,234.5", "3/4", r"\$12", "0.75.", "15.0")]
+    assert read == ["-2469/2", "3/4", "12", "3/4", "15"]
     assert [to_number(text) for text in ("", "x", "1/0", "1 2", "--1", "1e5", "1/2/3")] == [None] * 7
 
 
@@ -229,10 +210,8 @@ def test_records_of_code_are_refused_or_on_request_left_out(tmp_path: Path) -> N
     options = {"split": "train", "train": file, "test": file}
     with pytest.raises(UserError, match=r"eurus.jsonl:2: task math: ability is 'code', not math"):
         make_problems("math", 10, 0, options)
-    assert {problem["answer"] for problem in make_problems("math", 10, 0, {**options, "other": "skip"})} == {
-        "4",
-        r"\frac{1}{2}",
-    }
+    kept = make_problems("math", 10, 0, {**options, "other": "skip"})
+    assert {problem["answer"] for problem in kept} == {"4", r"\frac{1}{2}"}
 
 
 @pytest.mark.usefixtures("installed")
@@ -316,11 +295,6 @@ def test_every_data_sets_records_are_scored_through_a_pool_whose_time_out_ends_w
     for name, (_, _, expected) in responses.items():
         reward = rewards[name, 0]
         assert (reward.is_solved if reward.is_scored else None) == expected, (name, reward)
-
-
-def test_the_default_instruction_asks_for_a_box() -> None:
-    assert INSTRUCTION.startswith("{question} ")
-    assert r"\boxed{}" in INSTRUCTION
 
 
 def test_the_tasks_options_hold_for_rows_of_data_too() -> None:

@@ -35,7 +35,7 @@ class Config:
     size: int = 500
 
 class Sums:
-    """Like reasoning-gym's: entry i depends on seed + i. Its metadata do not survive JSON, and its scorer raises at words."""
+    """Entry i depends on seed + i, metadata do not survive JSON, and the scorer raises at words."""
 
     def __init__(self, config):
         assert config.largest > 0, "largest must be positive"
@@ -119,10 +119,8 @@ def test_the_generator_scores_within_0_and_1_what_went_through_json(
 ) -> None:
     (problem,) = json.loads(json.dumps(draw(1, answer_in="whole")))
     assert problem["prompt"] == problem["question"]
-    assert sums.score(problem, f" {int(problem['answer']) + off}\n") == {
-        "reward": reward,
-        "solved": reward == 1.0,
-    }
+    found = sums.score(problem, f" {int(problem['answer']) + off}\n")
+    assert found == {"reward": reward, "solved": reward == 1.0}
 
 
 def test_an_answer_that_is_missing_or_unreadable_is_worth_nothing(sums: ReasoningGym) -> None:
@@ -148,8 +146,7 @@ def test_the_prompt_asks_for_the_answer_where_it_is_sought(sums: ReasoningGym) -
 
 
 def test_options_reach_the_generator_with_lists_as_its_tuples(sums: ReasoningGym) -> None:
-    problems = draw(20, largest=5, operators=["+"])
-    assert max(int(problem["answer"]) for problem in problems) <= 10
+    assert max(int(problem["answer"]) for problem in draw(20, largest=5, operators=["+"])) <= 10
 
 
 def test_problems_that_were_drawn_otherwise_are_refused(sums: ReasoningGym) -> None:
@@ -166,7 +163,7 @@ def test_problems_that_were_drawn_otherwise_are_refused(sums: ReasoningGym) -> N
         (
             "sums",
             {"largst": 3},
-            r"unknown option 'largst'; did you mean largest\? known are largest, operators, sets, answer_in",
+            r"option 'largst'; did you mean largest\? known are largest, operators, sets, answer_in",
         ),
         ("sums", {"size": 3}, "unknown option 'size'"),
         ("sums", {"largest": -1}, r"refuses the options .*largest must be positive"),

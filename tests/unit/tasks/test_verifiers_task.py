@@ -40,7 +40,8 @@ class Config(vf.TasksetConfig):
 class Sums(vf.Taskset[Task, Config]):
     def load(self):
         for i in range(self.config.count):
-            yield Task(Data(prompt=f"{{i}}+1", system_prompt=self.config.system, answer=str(i + 1)), self.config.task)
+            data = Data(prompt=f"{{i}}+1", system_prompt=self.config.system, answer=str(i + 1))
+            yield Task(data, self.config.task)
 
 __all__ = ["Sums"]
 """
@@ -90,10 +91,8 @@ def test_a_system_message_makes_the_prompt_messages_that_are_scored_all_the_same
     write("sums_b")
     (problem,) = draw("sums-b", 1, system="Add.", solved_at=1.5)
     assert [message["role"] for message in problem["messages"]] == ["system", "user"]
-    assert get_task("verifiers:sums-b").score(problem, problem["data"]["answer"]) == {
-        "reward": 2.0,
-        "solved": True,
-    }
+    found = get_task("verifiers:sums-b").score(problem, problem["data"]["answer"])
+    assert found == {"reward": 2.0, "solved": True}
 
 
 @pytest.mark.parametrize("needs", WRONG)

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tlt.tasks.base import get_task, make_problems
-from tlt.tasks.wordproblems import TASK, Chain, Difficulty, draw_chain, solve, tell
+from tlt.tasks.base import make_problems
+from tlt.tasks.wordproblems import TASK, Chain, ChainLimits, draw_chain, solve, tell_story
 from tlt.types import UserError
 
-EVERYDAY = Difficulty({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}, max_number=30, max_result=99)
+EVERYDAY = ChainLimits({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}, max_number=30, max_result=99)
 IN_WORDS = {"twice": 2, "doubles": 2, "half": 2}
 
 
-def chains(num: int, split: Any = "train", difficulty: Difficulty = EVERYDAY) -> list[Chain]:
+def chains(num: int, split: Any = "train", difficulty: ChainLimits = EVERYDAY) -> list[Chain]:
     rng = random.Random(split)
     return [draw_chain(rng, split, difficulty) for _ in range(num)]
 
@@ -28,15 +26,8 @@ def text(problem: dict[str, Any]) -> str:
     return str(problem["messages"][0]["content"])
 
 
-def test_equal_arguments_give_equal_problems_which_the_number_asked_for_does_not_change() -> None:
-    name, options = "word-problems", {"split": "train"}
-    assert make_problems(name, 20, 3, options)[:10] == make_problems(name, 10, 3, options)
-    assert make_problems(name, 10, 3, options) != make_problems(name, 10, 4, options)
-    assert get_task(name) is TASK
-
-
 def test_no_chain_is_in_both_splits() -> None:
-    few = Difficulty({1: 1.0}, max_number=9, max_result=20)  # so few that nearly all are drawn
+    few = ChainLimits({1: 1.0}, max_number=9, max_result=20)  # so few that nearly all are drawn
     train, test = ({str(chain) for chain in chains(4000, split, few)} for split in ("train", "test"))
     assert len(train) > 3 * len(test) > 0
     assert not train & test
@@ -60,7 +51,7 @@ def test_every_equation_of_a_worked_solution_holds_and_leads_to_the_answer_withi
 
 def test_a_story_gives_every_number_once_and_no_other() -> None:
     for chain in chains(1000):
-        story = tell(chain, random.Random(str(chain)))
+        story = tell_story(chain, random.Random(str(chain)))
         given = [int(number) for number in re.findall(r"\d+", story)]
         given += [value for word, value in IN_WORDS.items() for _ in re.findall(rf"\b{word}\b", story)]
         assert sorted(given) == sorted([chain.start, *(operand for _, operand in chain.steps)]), story
@@ -68,7 +59,7 @@ def test_a_story_gives_every_number_once_and_no_other() -> None:
 
 def test_a_story_reads_as_english() -> None:
     for chain in chains(1000):
-        story = tell(chain, random.Random(str(chain)))
+        story = tell_story(chain, random.Random(str(chain)))
         assert not re.search(r"[{}]|  |\.\.", story), story
         assert all(re.match(r"[A-Z]", sentence) for sentence in re.split(r"(?<=[.?]) ", story)), story
         assert story.count("?") == 1
@@ -90,7 +81,6 @@ def test_options_bound_what_is_drawn() -> None:
         ({"steps": {"1": 0}}, "positive weights"),
         ({"max_number": 3}, "at least 4"),
         ({"max_result": 20}, "no smaller than the first"),
-        ({"split": "dev"}, "use one of"),
         ({"steps": {"1": 1}, "max_number": 4, "max_result": 4, "split": "test"}, "raise the limits"),
     ],
 )
@@ -108,26 +98,15 @@ def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], remedy:
         (r"\boxed{14} no, \boxed{15}", True),
         (r"\boxed{15} no, \boxed{14}", False),
         (r"<think>\boxed{14}</think>\boxed{15}", True),
-        (r"<think>\boxed{15}</think> It is 15.", False),
         (r"<think>\boxed{15}", False),
         ("The answer is 15.", False),
         (r"\boxed{15", False),
         (r"\boxed{fifteen}", False),
         (r"\boxed{}", False),
-        ("", False),
     ],
 )
 def test_only_the_last_box_after_any_thinking_is_scored(response: str, is_solved: bool) -> None:
     assert TASK.score({"answer": "15"}, response) == {"reward": float(is_solved), "solved": is_solved}
-
-
-def test_reward_workers_import_neither_torch_nor_transformers_nor_sympy() -> None:
-    script = (
-        "import sys, tlt.tasks.wordproblems, tlt.tasks.math\n"
-        "print([m for m in ('torch', 'transformers', 'sympy', 'math_verify') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_limits_that_are_huge_take_no_memory() -> None:

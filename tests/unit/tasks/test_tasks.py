@@ -1,0 +1,55 @@
+"""The promises that all tasks keep: how they are found, that problems are a function of seed and options, and
+that workers start fast."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tlt.tasks.base import BUILTIN, get_task, make_problems
+from tlt.types import UserError
+
+DRAWN: dict[str, dict[str, Any]] = {
+    "arithmetic": {"operations": ["+", "-", "*", "max"], "digits": [1, 3], "terms": [2, 4]},
+    "countdown": {"mix": {"2": 1, "3": 1, "4": 1}, "max_number": 12, "max_target": 40},
+    "word-problems": {"steps": {"2": 1, "4": 1}},
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_equal_arguments_give_equal_problems_and_more_begin_with_the_same(name: str) -> None:
+    def draw(num: int, seed: int) -> list[dict[str, Any]]:
+        return make_problems(name, num, seed, {"split": "train", **DRAWN[name]})
+
+    problems = draw(50, 7)
+    assert problems[:20] == draw(20, 7)
+    assert problems != draw(50, 8)
+    assert json.loads(json.dumps(problems)) == problems
+    assert len({problem["problem_id"] for problem in problems}) == 50
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_an_unknown_split_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"task {name}: split 'dev' does not exist; use one of"):
+        make_problems(name, 1, 0, {"split": "dev"})
+
+
+def test_tasks_are_found_by_name_or_path() -> None:
+    assert all(get_task(name) is get_task(path) for name, path in BUILTIN.items())
+    with pytest.raises(ValueError, match=r"unknown task 'chess'.*countdown.*package\.module:object"):
+        get_task("chess")
+    for name in ("no.such.module:task", "tlt.tasks.countdown:NONE", "tlt.tasks.countdown:MAX_INTERMEDIATE"):
+        with pytest.raises(ValueError, match=f"task '{name}'"):
+            get_task(name)
+
+
+def test_reward_workers_import_nothing_heavy() -> None:
+    modules = [path.partition(":")[0] for path in BUILTIN.values()]
+    heavy = "{'torch', 'transformers', 'sympy', 'math_verify'}"
+    script = f"import sys, {', '.join(modules)}; print({heavy} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,94 @@
+"""The base of tasks whose responses are right or wrong: problems drawn by a seed, an answer found in the
+text, a reward of 1.0 or 0.0.
+
+A subclass adds its generator, `problems`, and says by `find` and `is_right` what differs in its answers.
+This file runs in reward workers: it imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from tlt.io.files import Record
+from tlt.tasks.answers import Search, after_thinking, find_answer, to_number
+from tlt.tasks.splits import Split, check_split
+from tlt.types import UserError
+
+MAX_DRAWS = 10_000
+"""Draws without a problem of the split, after which there is taken to be none."""
+
+
+class ExactTask:
+    """A task that rewards a right answer with 1.0 and any other response with 0.0."""
+
+    name: ClassVar[str]
+    search: ClassVar[Search] = "marked"
+    """Where a response says its answer (tlt/tasks/answers.py), unless the problem's own `search` says it."""
+
+    def rng(self, *key: object) -> random.Random:
+        """Returns the random numbers of the task that belong to `key`."""
+        return random.Random(" ".join(map(str, (self.name, *key))))
+
+    def number(self, seed: int, split: Split, problems: Iterable[Record]) -> list[Record]:
+        """Returns the problems with their ids."""
+        return [
+            {"problem_id": f"{self.name}-{split}-{seed}-{index}", **problem}
+            for index, problem in enumerate(problems)
+        ]
+
+    def draw_each(
+        self, num: int, seed: int, split: str, draw: Callable[[random.Random, Split], Record]
+    ) -> list[Record]:
+        """Returns `num` problems; the i-th depends on (seed, split, i) alone."""
+        chosen = check_split(self.name, split)
+        drawn = (draw(self.rng(chosen, seed, index), chosen) for index in range(num))
+        return self.number(seed, chosen, drawn)
+
+    def score(self, problem: Record, response_text: str) -> Record:
+        """Rewards 1.0 when the response gives an answer that is right, else 0.0."""
+        answer = self.find(problem, response_text)
+        solved = answer is not None and self.is_right(problem, answer)
+        return {"reward": float(solved), "solved": solved}
+
+    def find(self, problem: Record, response_text: str) -> str | None:
+        """Returns the response's answer, sought after any thinking; None: it gives none.
+
+        Optional columns of the problem: `search`, and `thinking_ends`, the tag after which the answer is
+        sought ("": in the whole text).
+        """
+        text = after_thinking(response_text, problem.get("thinking_ends", "</think>"))
+        return find_answer(text, problem.get("search", self.search))
+
+    def is_right(self, problem: Record, answer: str) -> bool:
+        """Whether the answer is the problem's `answer`, as an exact number."""
+        return to_number(answer) == to_number(problem["answer"])
+
+
+def read_weights(place: str, weights: Mapping[Any, float], counts: range) -> dict[int, float]:
+    """Returns the weight of each count; keys may be strings, as TOML has them. Raises UserError."""
+    read = {int(count): float(weight) for count, weight in weights.items()}
+    if not set(read) <= set(counts) or min(read.values(), default=0) < 0 or sum(read.values()) <= 0:
+        raise UserError(
+            f"{place} is {read}; give positive weights to counts from {counts[0]} to {counts[-1]}"
+        )
+    return read
+
+
+def draw_count(rng: random.Random, weights: Mapping[int, float]) -> int:
+    """Draws a count by its weight."""
+    return rng.choices([*weights], [*weights.values()])[0]
+
+
+def apply(a: int, operator: str, b: int) -> int | None:
+    """Returns the result of `+ - * /` on positive integers; None where it is no positive integer."""
+    match operator:
+        case "+":
+            return a + b
+        case "*":
+            return a * b
+        case "-":
+            return a - b if a > b else None
+    assert operator == "/", operator
+    return a // b if a % b == 0 else None
