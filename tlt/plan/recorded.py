@@ -92,10 +92,10 @@ class TunedPace:
 
 
 def tuner_of(state: dict[str, Any], config: Config) -> CostModel:
-    """Returns the tuner of a rank with what it has seen in the whole run. It tries nothing out."""
-    model = CostModel(default_arms(drafter_kinds(config.drafter.path is not None)), explores=False)
-    model.restore(state["tuner"])
-    model.acceptance.forget_the_latest()
+    """Returns the tuner of a rank with the acceptance of the whole run in place of the latest."""
+    model = CostModel(default_arms(drafter_kinds(config.drafter.path is not None)))
+    acceptance = state["tuner"]["acceptance"]
+    model.restore({**state["tuner"], "acceptance": {**acceptance, "latest": acceptance["lasting"]}})
     return model
 
 

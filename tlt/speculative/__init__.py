@@ -1,0 +1,23 @@
+"""Lossless speculative decoding: the sampling law, draft trees, verification, and the bases of drafters.
+
+Ordinary sampling asks a random generator for the next token, so its tokens depend on the generator's history.
+Here the randomness of every possible token is fixed beforehand. Gumbel noise G(v) added to log-probabilities
+makes the argmax a sample of the distribution (the Gumbel-max trick):
+
+    y = argmax_v [ log p(v) + G(v) ]   has   P(y = v) = p(v)
+
+G is a hash of (key of the response, position, token id v). So a response is a function of the model and its
+key, whoever computes it and in whatever order. That is all that speculation needs:
+
+    1. a drafter proposes the next tokens, a chain or a tree        protocol.py, tree.py
+    2. the target computes the logits at every node in one forward  tree.py: positions, and who sees whom
+    3. the target draws its own token at every node, by the law     sampling.py
+    4. the walk goes on while that token is a drafted child         verify.py
+
+Every committed token is the target's own, so a wrong draft costs time and changes nothing. A drafter may rank
+its candidates with the same noise (Gumbel coupling): then it agrees with the target more often.
+
+Read sampling.py (the law), params.py (temperature and truncation), tree.py, verify.py, then protocol.py and
+strategy.py. rows.py chooses how the law is computed; compiled.py (CPUs) and fused.py (GPUs) compute the same
+faster, and nothing is lost by skipping them.
+"""

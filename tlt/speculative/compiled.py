@@ -1,20 +1,19 @@
-"""The law as compiled loops, for CPUs: noise is made, added and forgotten while a row is read, so it is never
-in memory.
+"""The law as compiled loops, for CPUs: noise is computed while a row is read, so it never lies in memory.
 
     a row of logits, 1,024 at a time, in the fastest cache
       Philox ─▶ 32-bit words ─▶ a bound of each score, from the word's leading bit: no logarithm
-                                  ├─ below the best score so far: the token cannot win (all but some ten of 152k)
+                                  ├─ below the best so far: the token cannot win (all but about ten of 152k)
                                   └─ above: its score, with the law's own noise
       Σ exp(logit - largest)  ─▶ the log-probability
 
-sampling.py is the reference. The bound: E = -log(1 - w) ≥ w, so the noise G = -log E is at most -log w, and
-that at most (number of leading zero bits + 1) ln 2. Two libraries may differ in the last bit of a float64
-logarithm; where two tokens are so close that this could matter, the row is drawn again by the reference. So
-the tokens are its own. A log-probability sums in another order than the reference's; in float32 the two
-differ by 2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|) at most.
+sampling.py is the reference. The bound: E = -log(1 - w) ≥ w, so the noise G = -log E is at most -log w, which
+is at most (number of leading zero bits + 1) ln 2. Two libraries may differ in the last bit of a float64
+logarithm. Where two tokens are so close that this could matter, the reference draws the row again, so the
+tokens are always the reference's. Log-probabilities sum in another order; in float32 they differ by
+2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|) at most.
 
-Numba compiles the loops at their first use and keeps them on disk. This file imports it, and is imported
-for float32 tensors on a CPU alone. It knows no sequence and no tree.
+Numba compiles the loops at their first use and keeps them on disk. Only tensors of at most 32 bits on a CPU
+come here.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from tlt.speculative.params import BatchParams, truncate
 from tlt.types import SamplingParams
 
 CHUNK = 1024
-"""Values of a row that are looked at together: logits and words stay in the fastest cache meanwhile."""
+"""Values of a row that are processed together: their logits and words fit into the fastest cache."""
 
 VALUES_PER_THREAD = 1 << 16
-"""Values that are worth another thread: waking it takes some 30 µs."""
+"""Values per thread: waking another one takes about 30 µs."""
 
 _F32, _I32, _U32, _U64 = np.float32, np.int32, np.uint32, np.uint64
 _MULTIPLIER_0, _MULTIPLIER_1 = _U64(0xD2511F53), _U64(0xCD9E8D57)
@@ -49,15 +48,14 @@ _LEAST_NOISE = _F32(-math.log(33 * math.log(2)))
 _SQRT_HALF_BITS = _I32(np.float32(math.sqrt(0.5)).view(np.int32))
 
 _UNCHECKED = REORDERED | {"nnan"}
-"""For loops that only bound or approximate, and meet no number that is none."""
+"""For loops that only bound or approximate, and meet no NaN."""
 
 
 # ── Python's side ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load() -> None:
-    """Loads the loops, or compiles them where nobody has before: a second or two, that would else be those
-    of a first step."""
+    """Loads the loops, or compiles them: a second or two that would otherwise delay the first step."""
     law = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     draw(torch.zeros(1, 4), *law, BatchParams([SamplingParams()]))
     noise_to_rank_with(*law, 4, None)
@@ -67,11 +65,11 @@ def load() -> None:
 def draw(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, float32[R]; whether the reference has to draw the row,
+    """Returns (tokens, int64[R]; log-probabilities, float32[R]; whether the reference must draw the row,
     bool[R]).
 
-    logits: of at least 16 bits; computed in float32. Rows with a logit that is no number are left to the
-        reference."""
+    Computes in float32. Rows with a NaN are left to the reference.
+    """
     kept_RV = logits_RV = logits_RV.float().contiguous()
     inverse_R = _column(params.inverse_temperature_B11, len(logits_RV))
     if params.truncates:
@@ -88,7 +86,7 @@ def draw(
 def noise_to_rank_with(
     keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None
 ) -> Tensor:
-    """Returns `rows.noise_to_rank_with`, within 2⁻¹⁹ of the law's."""
+    """Returns `rows.noise_to_rank_with`."""
     token_ids = np.arange(0) if token_ids_V is None else token_ids_V.numpy()
     noise_RV = np.empty((len(keys_R4), len(token_ids) or vocab_size), np.float32)
     _in_threads(
@@ -114,7 +112,7 @@ def _column(values_R11: Tensor | None, num_rows: int) -> Any:
 
 
 def _in_threads(rows_from_to: Any, num_values: int, num_rows: int, given: tuple[Any, ...]) -> None:
-    """Calls a loop over rows for all of them, by parts on as many of torch's threads as are worth it."""
+    """Calls a loop over rows in parts, on as many of torch's threads as pay for their waking."""
     num_parts = min(torch.get_num_threads(), num_rows, 1 + num_values // VALUES_PER_THREAD)
     bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
     mine, *rest = pairwise(bounds)
@@ -134,9 +132,12 @@ def _threads() -> ThreadPoolExecutor:
 
 @njit(nogil=True, cache=True)
 def _draw_rows(first, end, rows, law, drawn):  # type: ignore
-    """Writes `drawn`: (tokens, log-probabilities, whether in doubt). rows: (logits, what truncation keeps,
-    the largest logit).
-    law: (1 / temperature, scale of the noise, key, position) of each row."""
+    """Writes the draws of rows first .. end - 1.
+
+    rows:  (logits, logits after truncation, the largest logit).
+    law:   (1 / temperature, scale of the noise, key, position), by row.
+    drawn: (tokens, log-probabilities, whether the reference must draw), by row; written.
+    """
     logits, kept, largest = rows
     inverse, scale, keys, positions = law
     tokens, logprobs, unsure = drawn
@@ -151,19 +152,16 @@ def _draw_rows(first, end, rows, law, drawn):  # type: ignore
         total = 0.0
         for start in range(0, logits.shape[1], CHUNK):
             total += _sum_of_exp(logits[row, start : start + CHUNK], inverse[row], largest[row])
-        tokens[row], logprobs[row] = (
-            token,
-            logits[row, token] * inverse[row] - (largest[row] + _F32(math.log(total))),
-        )
-        unsure[row] = not margin > _F32(2.0**-18) + _F32(2.0**-21) * abs(largest[row]) or not math.isfinite(
-            total
-        )
+        tokens[row] = token
+        logprobs[row] = logits[row, token] * inverse[row] - (largest[row] + _F32(math.log(total)))
+        is_clear = margin > _F32(2.0**-18) + _F32(2.0**-21) * abs(largest[row])
+        unsure[row] = not is_clear or not math.isfinite(total)
 
 
 @njit(nogil=True, cache=True)
 def _draw_row(kept, largest, law, words):  # type: ignore
-    """Returns the token with the best score, the first of equal ones, and by how much it leads. A greedy
-    row has no noise, and nothing to be unsure about."""
+    """Returns the token with the best score, the first of equal ones, and its margin over the second best.
+    A greedy row has no noise; its margin is infinite."""
     inverse, scale, key, position = law
     if scale == _F32(0):
         for token in range(kept.shape[0]):
@@ -192,7 +190,7 @@ def _draw_row(kept, largest, law, words):  # type: ignore
 
 @njit(nogil=True, cache=True, fastmath=_UNCHECKED)
 def _can_win(logits, inverse, words, needed):  # type: ignore
-    """Returns how many tokens may score at least so much."""
+    """Returns how many tokens may reach the score `needed`."""
     num = _I32(0)
     for i in range(logits.shape[0]):
         num += _I32(logits[i] * inverse + _most_noise(words[i]) >= needed)
@@ -210,7 +208,7 @@ def _sum_of_exp(logits, inverse, largest):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _noise_rows(first, end, keys, positions, token_ids, noise):  # type: ignore
-    """Writes the noise of these tokens into every row; of all tokens where none is named."""
+    """Writes the noise of these tokens into every row; without token ids, of the whole vocabulary."""
     words = np.empty(CHUNK, np.uint32)
     for row in range(first, end):
         for start in range(0, noise.shape[1], CHUNK):
@@ -245,10 +243,8 @@ def _noise_of_tokens(keys, positions, tokens, noise):  # type: ignore
 def _near_noise(words, noise):  # type: ignore
     """Writes the noise of these words, within 2⁻¹⁹."""
     for i in range(noise.shape[0]):
-        w, complement = (
-            (_F32(words[i]) + _F32(0.5)) * _TO_UNIT,
-            (_F32(_U32(~words[i])) + _F32(0.5)) * _TO_UNIT,
-        )
+        w = (_F32(words[i]) + _F32(0.5)) * _TO_UNIT
+        complement = (_F32(_U32(~words[i])) + _F32(0.5)) * _TO_UNIT
         power, rest = _powers_of_two(complement)
         exponential = -_log(power, -w if power == _I32(0) else rest)  # 1 - w has lost the digits of a small w
         power, rest = _powers_of_two(exponential)
@@ -260,7 +256,7 @@ def _near_noise(words, noise):  # type: ignore
 
 @njit(inline="always")
 def _philox(x0, x1, x2, x3, a, b):  # type: ignore
-    """Philox4x32-10, as `sampling.philox`."""
+    """Returns the words of `sampling.philox`."""
     for _ in range(10):
         p0, p1 = _MULTIPLIER_0 * _U64(x0), _MULTIPLIER_1 * _U64(x2)
         x0, x1, x2, x3 = _U32(p1 >> _U64(32)) ^ x1 ^ a, _U32(p1), _U32(p0 >> _U64(32)) ^ x3 ^ b, _U32(p0)
@@ -279,7 +275,7 @@ def _philox_words(first_block, key, position, words):  # type: ignore
 
 @njit(inline="always")
 def _most_noise(word):  # type: ignore
-    """Returns a number that no noise of this word exceeds: (32 - exponent of word + ½) ln 2."""
+    """Returns an upper bound of this word's noise: (32 - exponent of word + ½) ln 2."""
     exponent = _I32(_I32(_F32(_F32(word) + _F32(0.5)).view(np.int32)) >> _I32(23))
     return _F32(_I32(_I32(32 + 127) - exponent)) * _LN2
 
@@ -301,7 +297,7 @@ def _powers_of_two(x):  # type: ignore
 
 @njit(inline="always")
 def _log(power, f):  # type: ignore
-    """log(2ᵏ (1 + f)): k ln 2 + 2 artanh(s), s = f / (2 + f), by its series."""
+    """Returns log(2ᵏ (1 + f)) = k ln 2 + 2 artanh(s), s = f / (2 + f), by its series."""
     s = f / (_F32(2) + f)
     z = s * s
     series = _F32(1 / 9)

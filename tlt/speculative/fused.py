@@ -1,22 +1,21 @@
-"""The law as a kernel, for GPUs: noise is made, added and forgotten in registers, so a row takes no memory
-but its logits.
+"""The law as a kernel, for GPUs: noise is computed in registers, so a row takes no memory but its logits.
 
     logits [R, V] ─▶ one program for every row and block of the vocabulary
                        Philox ─▶ Gumbel noise ─▶ + logits / T ─▶ the best score and its token
                        logits / T ─▶ the largest, and Σ exp(logit - largest)          ─▶ 20 bytes a block
                   ─▶ the token of the row's best block; its log-probability
 
-sampling.py is the reference: tokens and noise are its own. 1 - w has 33 bits, so it is exact in float64, and
-the noise is -log(-log(1 - w)) without a log1p. What may differ is the last bit of a float64 logarithm,
-between two libraries as on a GPU (CUDA promises one unit in the last place). It shows only where the noise
-lies that close to the border between two float32 numbers, in one word of some millions, by a unit of float32
-or, near noise 0, by 2⁻⁵¹ (counted in benchmarks/results/law-kernel.md). Products and sums are never
-contracted to an fma, which would round once where the law rounds twice.
+sampling.py is the reference; tokens and noise are the same. 1 - w has 33 bits, so it is exact in float64, and
+the noise is -log(-log(1 - w)) without a log1p. Two libraries may differ in the last bit of a float64
+logarithm (CUDA promises one unit in the last place). It shows only where the noise lies that close to the
+border between two float32 numbers: in one word of some millions, by a unit of float32 or, near noise 0, by
+2⁻⁵¹ (counted in benchmarks/results/law-kernel.md). Products and sums are never contracted to an fma, which would round once
+where the law rounds twice.
 
-A log-probability sums in another order than the reference's; in float32 the two differ by 2⁻¹⁷ + 2⁻²²
-(|scaled logit| + |logsumexp|) at most. Positions, like the words of a key, are below 2³².
+Log-probabilities sum in another order than the reference's; in float32 they differ by 2⁻¹⁷ + 2⁻²²
+(|scaled logit| + |logsumexp|) at most. Positions and the words of a key are below 2³².
 
-This file imports Triton, and is imported for tensors on a GPU alone. It knows no sequence and no tree.
+This file imports Triton; only tensors on a GPU come here.
 """
 
 import torch
@@ -27,17 +26,17 @@ from torch import Tensor
 from tlt.speculative.params import BatchParams, truncate
 
 BLOCK = 2048
-"""Values of a program: eight for each of its threads, which compiles without spilling registers."""
+"""Values of a program: eight per thread, which compiles without spilling registers."""
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""How the kernels are compiled. Without the latter, logits / T + noise becomes an fma."""
+"""Compiler options. `enable_fp_fusion` would turn logits / T + noise into an fma."""
 
 
 def draw(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, [R]) as `rows.draw` does. Truncation sorts, with 60
-    bytes for each logit meanwhile; without it a row takes 20 bytes for every BLOCK of its logits."""
+    """Returns (tokens, int64[R]; log-probabilities, [R]), as `rows.draw` does. Truncation sorts and takes 60
+    bytes for each logit; without it a row takes 20 bytes for every BLOCK of its logits."""
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
@@ -72,7 +71,7 @@ def draw(
 
 
 def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
-    """Gumbel(key, n, v) as float32[B, T, V], with no memory but the result's."""
+    """Returns `sampling.gumbel_noise`, float32[B, T, V], with no memory but the result's."""
     noise_BTV = torch.empty(*positions_BT.shape, vocab_size, dtype=torch.float32, device=keys_B4.device)
     num_keys, num_positions = positions_BT.shape
     grid = (num_keys * num_positions, triton.cdiv(vocab_size, BLOCK))
@@ -92,7 +91,7 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
 @triton.jit
 def law_kernel(logits_ptr, kept_ptr, law, token_ptr, part_ptr, stride, vocab_size, BLOCK: tl.constexpr):
     """Writes the best token of a row's block, and (its score, the largest logit, Σ exp(logit - largest)).
-    A score that is no number is the best, as for torch.argmax; the sum is then none either."""
+    A NaN is the best score, as for torch.argmax; the sum is then NaN, too."""
     key_ptr, position_ptr, inverse_ptr, scale_ptr = law
     dtype: tl.constexpr = part_ptr.dtype.element_ty
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK

@@ -1,5 +1,4 @@
-"""The sampling parameters of a batch as tensors, and what they do to logits: temperature, then top-k,
-top-p and min-p."""
+"""The sampling parameters of a batch, applied to logits: temperature, then top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from tlt.types import SamplingParams
 from tlt.uploads import upload
 
 MAX_INVERSE_TEMPERATURE = 1e30
-"""Colder counts as this cold, so that a scaled logit fits into float32. Logits that differ in any engine's
-dtype are then farther apart than any noise."""
+"""Bounds 1 / temperature, so that a scaled logit fits into float32. At this bound, logits that differ in any
+engine's dtype are farther apart than any noise."""
 
 
 class BatchParams:
     """The sampling parameters of B sequences as tensors, made once per change of the batch.
 
-    At temperature 0 the temperature counts as 1 and the noise as 0 (`noise_scale_B11`), which makes the
-    law an argmax of the logits and `logprobs` those of temperature 1.
+    Temperature 0 is computed as temperature 1 without noise (`noise_scale_B11` is 0): the law is then an
+    argmax, and the log-probabilities are those of temperature 1.
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> None:
@@ -42,11 +41,11 @@ class BatchParams:
             self.min_p_B11 = column([float(p.min_p) for p in params])
 
     def rows(self, first: int, end: int) -> BatchParams:
-        """Returns those of the sequences first .. end - 1."""
+        """Returns the parameters of sequences first .. end - 1."""
         return self._part(slice(first, end))
 
     def take(self, sequences_R: Tensor) -> BatchParams:
-        """Returns those of these sequences, in this order, any of them several times."""
+        """Returns the parameters of these sequences, in this order; one may occur several times."""
         return self._part(sequences_R)
 
     def _part(self, index: slice | Tensor) -> BatchParams:
@@ -56,7 +55,7 @@ class BatchParams:
         return part
 
     def scale(self, logits_BNV: Tensor) -> Tensor:
-        """Logits at their temperature, in at least float32."""
+        """Returns the logits divided by the temperature, in float32 at least."""
         logits_BNV = logits_BNV.float() if logits_BNV.dtype in (torch.bfloat16, torch.float16) else logits_BNV
         if self.inverse_temperature_B11 is None:
             return logits_BNV
@@ -64,11 +63,11 @@ class BatchParams:
 
 
 def truncate(scaled_BNV: Tensor, params: BatchParams) -> Tensor:
-    """-inf where top-k, then top-p, then min-p remove a token.
+    """Returns the logits with -inf where top-k, then top-p, then min-p remove a token.
 
-    Tokens are ranked by probability, equal ones by id. top-k keeps the first k; top-p the shortest prefix
-    of those whose renormalized mass reaches p; min-p those of at least min_p times the largest
-    probability. The first always stays.
+    Tokens are ranked by probability, equal ones by id. top-k keeps the first k. top-p keeps the shortest
+    prefix of these whose renormalized mass reaches p. min-p keeps tokens of at least min_p times the largest
+    probability. The first token always stays.
     """
     sorted_logits, order = scaled_BNV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled_BNV.shape[-1], device=scaled_BNV.device)

@@ -1,11 +1,11 @@
-"""The bases of drafters, which propose candidates for the next tokens as a tree; how is theirs.
+"""The bases of drafters, which propose the next tokens of every running sequence as a tree.
 
-The engine keeps its sequences in slots 0..B-1. A drafter with state per slot is told when a sequence enters,
-moves or has grown; it learns the target's features of committed tokens if it wants them.
+The engine keeps its sequences in slots 0..B-1. It tells a drafter when a sequence enters, moves or leaves,
+and hands over the target's features of the tokens if the drafter asks for them (`capture`).
 
-    Drafting          what an engine drafts with, as those see it who train it and keep what it has learned
-     └─ Drafter           drafts for our engine: says its kinds, proposes, and overrides what concerns it
-         └─ WrappingDrafter   asks other drafters, and keeps all of them informed
+    Drafting              what is trained, saved and restored of an engine's drafter, ours or vLLM's
+     └─ Drafter           drafts for our engine
+         └─ WrappingDrafter   drafts with other drafters
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tlt.types import DraftTree, Request, Rollout, Verdict
 class DraftContext:
     """The running batch as a drafter sees it: row b is the sequence in slot b.
 
-    tokens:   committed tokens per sequence, prompt included; the last one is the root of its tree.
-    requests: whose sequences they are (siblings share a problem id).
-    params:   sampling parameters of the batch.
-    vocab_size: tokens of the target are below it.
-    device:   where the tree is wanted.
+    tokens:     committed tokens per sequence, prompt included; the last one is the root of its tree.
+    requests:   by row; samples of one prompt share a problem id.
+    params:     sampling parameters of the batch.
+    vocab_size: of the target.
+    device:     of the tree to return.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -42,27 +42,23 @@ class DraftContext:
 
 
 class DraftNoise(Protocol):
-    """The law's noise of the positions that are drafted for, made where it is asked for. A token at depth
-    d is drafted for the position d + 1 after the root, where the target will draw with this noise. A
-    greedy sequence has none: zeros."""
+    """The law's noise of the positions that are drafted for. Depth d is position d + 1 after the root, where
+    the target will draw with the same noise. For a greedy sequence it is 0."""
 
     def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
-        """Returns float32[B, V]: of every token, or of these alone."""
+        """Returns the noise of all tokens, or of `token_ids_V`, at a depth: float32[B, V]."""
         ...
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
-        """Returns that of single tokens, each given as (row, depth, token). On the host: nothing waits for
-        a device."""
+        """Returns the noise of single tokens, each given as (row, depth, token), computed on the host."""
         ...
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the
-    verdicts.
+    """A drafter's proposal for one step. Subclasses add what `Drafter.observe` needs beside the verdicts.
 
-    references: by row, the policy version of the reference that it was drafted from, or where else it
-        comes from; None: from none. (): no row was.
+    references: version of the reference that a row was drafted from, by row; None: none. (): no row has one.
     """
 
     tree: DraftTree
@@ -73,39 +69,39 @@ P = TypeVar("P", bound=Proposal)
 
 
 class Drafting:
-    """Holds what an engine drafts with, for those who train it and keep what it has learned."""
+    """What is trained, saved and restored of an engine's drafter."""
 
     @property
     def learned(self) -> Any:
-        """The learned drafter in it (`Served` in drafter/publisher.py); None: there is none."""
+        """Returns the learned drafter in it (`Served` in drafter/publisher.py); None: there is none."""
         return None
 
     def counters(self) -> dict[str, Any]:
-        """Returns what was learned while drafting, as JSON. Without it drafts are only worse for a while."""
+        """Returns what was learned while drafting, as JSON. It affects speed alone."""
         return {}
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
-        """Takes up what `counters` returned before a restart: first of the drafter that this one goes on for,
-        then of others whose ranks are no more. It is called before anything is admitted."""
+        """Continues from what `counters` returned before a restart, called before any sequence is admitted.
+
+        counters: of this rank's drafter, then of drafters whose ranks no longer exist.
+        """
 
 
 class Drafter(Drafting, ABC, Generic[P]):
-    """Drafts for the engine. Everything but `propose` is optional, and does nothing by default.
-
-    kinds: the names that `Strategy.drafter` may have.
-    """
+    """Drafts for the engine. Everything but `propose` is optional and does nothing by default."""
 
     kinds: tuple[str, ...] = ()
+    """The names that `Strategy.drafter` may have."""
 
     @property
     def version(self) -> int:
-        """Counts the drafter's own updates; statistics about older versions age."""
+        """Returns the number of the drafter's updates; statistics about older versions count for less."""
         return 0
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """Says what `remember` is to receive of the target at every position: the inputs of these layers,
-        or (the number of layers) the features; () where it does not matter."""
+        """Returns what `remember` receives of the target at every position: the inputs of these layers. The
+        number of layers stands for the final features; () for nothing."""
         return ()
 
     @abstractmethod
@@ -116,61 +112,59 @@ class Drafter(Drafting, ABC, Generic[P]):
         noise: DraftNoise,
         unwanted: Sequence[int] = (),
     ) -> P:
-        """Returns a tree for each sequence. Candidates may be ranked with the noise, for speed alone.
+        """Returns a tree for each sequence. Ranking candidates with the noise affects speed alone.
 
-        unwanted: rows that will draft otherwise; what they hold is of no use, and nothing is learned from it.
+        unwanted: rows whose draft will be discarded; nothing is learned from them.
         """
 
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
-        """Takes note of what became of a proposal, row by row: how far the drafter can trust itself."""
+        """Learns from the verdicts on a proposal, row by row."""
 
     def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
-        """Returns what can be drafted from references, responses drawn before with the same noise, for
-        those of these sequences, by slot, that have one."""
+        """Returns a draft for each of these sequences, given by slot, that has a reference: a response drawn
+        before with the same noise."""
         return ()
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Returns the chains that retrieval would have drafted, one after the other, for some of these
-        sequences while it was not asked to: each once, as soon as what came tells how much of it was
-        right. (): none, or nothing retrieves."""
+        """Returns the outcomes of chains that retrieval would have drafted while it was not asked to, each
+        once, as soon as the committed tokens decide it. Drafters without retrieval return ()."""
         return ()
 
     def admit(self, slot: int, request: Request) -> None:
-        """A new sequence starts in this slot; whatever the slot held is forgotten."""
+        """Starts a new sequence in this slot; what the slot held is forgotten."""
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may
-        be among them: they lie beyond the committed tokens and are overwritten before anything reads them."""
+        """Keeps the target's features of T positions from starts[b] on. Rejected drafts may be among them:
+        they lie beyond the committed tokens and are overwritten before anything reads them."""
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
-        """Returns what `remember` received of the first `num_positions` positions of this slot, [T, F];
-        None where the drafter does not hold all of it."""
+        """Returns the features of the first `num_positions` positions of this slot, [T, F]; None where the
+        drafter does not hold all of them."""
         return None
 
     def move(self, source: int, target: int) -> None:
-        """The sequence of one slot continues in another."""
+        """Moves a sequence from one slot to another."""
 
     def finish(self, slot: int, rollout: Rollout) -> None:
-        """The response in this slot has ended."""
+        """Ends the response in this slot."""
 
     def withdraw(self, slot: int) -> None:
-        """The sequence in this slot leaves for another engine in the middle of its response."""
+        """Gives up this slot: its sequence leaves in the middle of its response."""
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes that its caches take on the device for a sequence with room for `length`
-        tokens."""
+        """Returns the bytes of the drafter's caches for a sequence with room for `length` tokens."""
         return 0
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """The engine has room for so many sequences of so many tokens from now on. Caches of its own may
-        grow to that, but no further, or a memory that is shared by all of them is exceeded."""
+        """Bounds the drafter's caches to `num_slots` sequences of `length` tokens: engine and drafter share
+        one memory budget."""
 
     def release(self) -> None:
-        """Nothing is running any more: memory of running sequences may be given back."""
+        """Gives back the memory of sequences: nothing is running any more."""
 
 
 class WrappingDrafter(Drafter[P]):
-    """Drafts with other drafters, its `parts`: forwards all but proposals and verdicts to every part."""
+    """Drafts with other drafters, its `parts`; forwards every call but `propose` and `observe` to them."""
 
     def __init__(self, *parts: Drafter[Any]) -> None:
         self.parts = parts

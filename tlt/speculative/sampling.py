@@ -1,12 +1,13 @@
 """The sampling law: which token follows, as a pure function of logits and a key.
 
-    y(n) = argmax_v [ log p_n(v) + Gumbel(key, n, v) ]        p_n: logits → temperature → top-k → top-p → min-p → softmax
+    y(n) = argmax_v [ log p_n(v) + Gumbel(key, n, v) ]
+    p_n: logits → temperature → top-k → top-p → min-p → softmax
 
-The noise of a token depends on nothing but (key, absolute position n, token id v): no generator has a state,
-so any engine, batch, draft tree or restart draws the same token. Ties go to the lowest token id; temperature
-0 is plain argmax. This is the Gumbel coupling of Daliri, Musco and Suresh (arXiv 2408.07978).
-
-This file knows logits and keys; it knows no model and no tree.
+Gumbel noise added to log-probabilities makes the argmax a sample of the distribution (the Gumbel-max trick).
+The noise of a token depends on nothing but (key, absolute position n, token id v): no generator has a state.
+So any engine, batch, draft tree or restart draws the same token. Ties go to the lowest token id;
+temperature 0 is plain argmax. The coupling of drafter and target by this noise is that of Daliri, Musco and
+Suresh (arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from tlt.types import UserError
 from tlt.uploads import upload
 
 VALUES_PER_PART = 1 << 24
-"""Logits that are sampled from at a time: truncation sorts them, with some 60 bytes for each meanwhile, so
-a GiB."""
+"""Logits that are sampled from at a time. Truncation sorts them and takes 60 bytes for each: 1 GiB."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -34,10 +34,11 @@ _ROUNDS = 10
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3").
+    """Returns the random words of Philox4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as
+    1, 2, 3").
 
-    Words are int64 tensors holding values below 2³², broadcast against each other. A product of two words
-    may wrap int64; its low and high halves are right all the same, because the arithmetic shift is masked.
+    Words are int64 tensors of values below 2³², broadcast against each other. A product of two words may
+    wrap int64; its low and high halves are right all the same, because the arithmetic shift is masked.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -55,15 +56,14 @@ def philox(
 
 
 def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
-    """Gumbel(key, n, v) as float32[B, T, V].
+    """Returns Gumbel(key, n, v) as float32[B, T, V]. Positions are below 2³².
 
     One Philox block yields the noise of four neighbouring tokens: counter (v // 4, n, key 2, key 3), key (key
     0, key 1). A 32-bit word r becomes w = (r + ½) / 2³², E = -log1p(-w), G = -log E, in float64 whatever the
     model's dtype, and is rounded once. The largest value is 22.9; exceeding it has probability 2⁻³³.
-    Positions are below 2³².
 
-    A value takes 28 bytes while it is made, and on a GPU, where a kernel makes it (fused.py), only the 4
-    that it keeps.
+    A value takes 28 bytes of memory while it is computed; on a GPU a kernel (fused.py) takes only the 4 of
+    the result.
     """
     if keys_B4.is_cuda:
         noise_BTV: Tensor = kernels().gumbel_noise(keys_B4, positions_BT, vocab_size)
@@ -75,8 +75,7 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
 
 
 def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:
-    """Returns Gumbel(keys_K4[k], positions_K[k], tokens_K[k]) as float32[K]: a few values of what
-    `gumbel_noise` returns."""
+    """Returns Gumbel(keys_K4[k], positions_K[k], tokens_K[k]) as float32[K]."""
     words = philox((tokens_K // 4, positions_K, keys_K4[:, 2], keys_K4[:, 3]), (keys_K4[:, 0], keys_K4[:, 1]))
     return _gumbel(torch.stack(words, dim=-1).gather(-1, tokens_K[:, None] % 4)[:, 0])
 
@@ -87,8 +86,7 @@ def _gumbel(words: Tensor) -> Tensor:
 
 
 def kernels() -> ModuleType:
-    """Returns fused.py, which GPUs draw with. Raises UserError where Triton, which compiles it, is
-    missing."""
+    """Returns fused.py, the law for GPUs. Raises UserError where Triton, which compiles it, is missing."""
     try:
         from tlt.speculative import fused
     except ImportError as error:
@@ -99,15 +97,15 @@ def kernels() -> ModuleType:
 
 
 def keys_tensor(keys: Sequence[tuple[int, int, int, int]], device: torch.device | str = "cpu") -> Tensor:
-    """int64[B, 4] of 32-bit words."""
+    """Returns the keys as int64[B, 4] of 32-bit words."""
     return upload(keys, device, torch.int64).view(-1, 4)
 
 
 def sample(logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
-    """The law at every node: (tokens_BN int64, logprobs_BN).
+    """Draws a token at every node by the law: (tokens_BN int64, logprobs_BN).
 
-    `logprobs` are log-softmax(logits / temperature) of the drawn tokens, before truncation. Of many logits
-    a part is sampled from at a time: every row is a law of its own.
+    Log-probabilities are log-softmax(logits / temperature) of the drawn tokens, before truncation. Sequences
+    are independent, so many logits are sampled from in parts.
     """
     per_part = max(VALUES_PER_PART // logits_BNV[0].numel(), 1)  # sequences
     if len(logits_BNV) <= per_part:

@@ -1,4 +1,4 @@
-"""Strategies of speculation, what a tuner chooses one by, and what a tuner promises. Imports no torch."""
+"""Strategies of speculation, the state that a tuner chooses by, and the base of tuners. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes
-    (the root, which is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
+    """A way to speculate. `Strategy.OFF` decodes without drafts.
 
-    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no
-        reference).
+    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference).
+    depth: drafting steps.
+    width: candidates per node.
+    budget: most drafted nodes. The root, which is the last committed token, is not counted.
     """
 
     drafter: str
@@ -26,11 +27,11 @@ class Strategy:
 
     OFF: ClassVar[Strategy]
     MAX_DEPTH: ClassVar[int] = 32
-    """The engine keeps noise for so many positions ahead."""
+    """Most drafting steps of a drafter."""
     MAX_REFERENCE: ClassVar[int] = 256
-    """Tokens of a reference that are drafted at a time, at most."""
+    """Most tokens that are drafted from a reference in a step."""
     WITHOUT_REFERENCE: ClassVar[int] = 8
-    """Tokens that are drafted at most where there is no reference, beside those that have one."""
+    """Most tokens that a sequence without a reference drafts in a step in which others use one."""
 
     def __post_init__(self) -> None:
         limit = self.MAX_REFERENCE if self.uses_references else self.MAX_DEPTH
@@ -52,12 +53,11 @@ class Strategy:
 
     @property
     def uses_references(self) -> bool:
-        """Whether references are drafted from."""
         return self.drafter.partition("+")[0] == "ahead"
 
     @property
     def without_reference(self) -> Strategy:
-        """Returns how sequences without a reference draft beside those that have one."""
+        """Returns the strategy of this step's sequences that have no reference."""
         kind, depth = self.drafter.partition("+")[2], min(self.depth, self.WITHOUT_REFERENCE)
         return Strategy(kind, depth, 1, depth) if self.uses_references and kind else Strategy.OFF
 
@@ -66,8 +66,7 @@ class Strategy:
 
     @staticmethod
     def parse(text: str, drafter: str = "learned") -> Strategy:
-        """Reads `off`, `DEPTHxWIDTHxBUDGET` or `DRAFTER:DEPTHxWIDTHxBUDGET`; `drafter` stands in where
-        none is named."""
+        """Reads `off`, `DEPTHxWIDTHxBUDGET` or `DRAFTER:DEPTHxWIDTHxBUDGET`; `drafter` is the default."""
         if text == "off":
             return Strategy.OFF
         name, _, shape = text.rpartition(":")
@@ -86,21 +85,24 @@ Strategy.OFF = Strategy("none", 0, 0, 0)
 
 @dataclass(frozen=True)
 class ReferenceDraft:
-    """A draft from a reference: up to `length` tokens, each kept with chance `rate` if all before it are."""
+    """A draft from a reference: up to `length` tokens, each accepted with chance `rate` after the others."""
 
     rate: float
     length: int
 
     def expected(self, depth: int) -> float:
-        """Returns the tokens kept of a draft of at most `depth`."""
+        """Returns the expected number of accepted tokens of a draft of at most `depth`."""
         num = min(depth, self.length)
         return self.rate * (1 - self.rate**num) / (1 - self.rate)
 
 
 @dataclass(frozen=True)
 class Hindsight:
-    """A chain that retrieval would have drafted by `STRATEGY`, and how many of its tokens were committed
-    since: as many as a verification would have accepted, for whoever drafts, the tokens are the same."""
+    """The outcome of a chain that retrieval would have drafted by `STRATEGY`.
+
+    Tokens do not depend on the drafter. So the tokens committed since say how many of the chain a
+    verification would have accepted.
+    """
 
     drafted: int
     accepted: int
@@ -108,7 +110,7 @@ class Hindsight:
 
 
 class Reading(NamedTuple):
-    """The reading of prompts: tokens, in so many forwards, and the seconds of all of it."""
+    """The reading of prompts by the target, and the seconds of all its forwards."""
 
     num_tokens: int
     num_forwards: int
@@ -122,9 +124,9 @@ class BatchState:
     mean_length: committed tokens per sequence, prompt included.
     num_admitted: sequences that are new in this step; a drafter may have to read their prompts.
     reference_drafts: one for each sequence that has a reference to draft from.
-    hindsight: what retrieval would have drafted before, as far as it is known what was accepted of it.
-    num_left: tokens expected for each running sequence, waiting ones' included; None: nobody knows.
-    reading: of prompts before this step; None: none was timed.
+    hindsight: chains of retrieval whose outcome became known since the last step.
+    num_left: tokens expected per running sequence, waiting ones' included; None: unknown.
+    reading: prompts read before this step; None: none was timed.
     """
 
     num_running: int
@@ -140,13 +142,13 @@ class BatchState:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The tokens that one engine step brought, and the seconds that it took.
+    """The tokens and the seconds of one engine step.
 
-    num_tokens: committed by all sequences.
-    accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
-    drafted: nodes that were drafted for each, as many as `accepted`.
-    seconds: the whole step, drafting included.
-    from_reference: whether each was drafted from a reference; (): none was.
+    num_tokens: tokens committed by all sequences.
+    accepted: accepted drafted tokens by sequence; (): nothing was drafted.
+    drafted: drafted nodes by sequence, as many entries as `accepted`.
+    seconds: of the whole step, drafting included.
+    from_reference: whether a sequence drafted from a reference, by sequence; (): none did.
     """
 
     num_tokens: int
@@ -157,13 +159,12 @@ class StepOutcome:
 
 
 class StrategyTuner:
-    """Chooses a strategy for every engine step, and may learn from what it brought and cost: this base
-    learns nothing."""
+    """Chooses a strategy for every engine step and learns from its outcome. This base learns nothing."""
 
     predicted_speed: float | None = None
     """Tokens per second expected of the latest choice; None where nothing is predicted."""
     speed_otherwise: float | None = None
-    """Tokens per second expected of the best choice without references, where the latest uses some."""
+    """Tokens per second expected of the best choice without references; None where the latest uses none."""
 
     def choose(self, batch: BatchState) -> Strategy:
         raise NotImplementedError
@@ -176,4 +177,4 @@ class StrategyTuner:
         return {}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
+        """Continues from what `counters` returned."""

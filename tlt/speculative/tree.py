@@ -1,4 +1,4 @@
-"""Draft trees: their depths, their ancestors, and who sees whom when the target reads them in one forward.
+"""Draft trees: depths, ancestors, and the attention mask with which the target reads them in one forward.
 
 root ─┬─ a ─┬─ c          tokens   root a b c d
       │     └─ d          parents   -1 0 0 1 1
@@ -18,8 +18,10 @@ from tlt.uploads import upload
 
 
 def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
-    """A tree of width 1: column i follows column i - 1. lengths: nodes of each row, the root included; the
-    rest is padding."""
+    """Returns a tree of width 1: column i follows column i - 1.
+
+    lengths: nodes of each row, the root included; the rest is padding. None: all columns.
+    """
     if lengths is not None:
         tokens_BN = tokens_BN[:, : max(lengths)]
     num_nodes = tokens_BN.shape[1]
@@ -33,9 +35,9 @@ def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """bool[B, N, N]: whether node j is node i or an ancestor of it. Padding sees only itself.
+    """Returns bool[B, N, N]: whether node j is node i or an ancestor of it. Padding sees only itself.
 
-    The closure of "self or parent" by squaring: after k squarings, everything up to 2ᵏ steps away.
+    Squares the relation "self or parent": after k squarings it holds up to 2ᵏ steps away.
     """
     num_nodes = parents_BN.shape[1]
     nodes_N = torch.arange(num_nodes, device=parents_BN.device)
@@ -46,8 +48,8 @@ def ancestors(parents_BN: Tensor) -> Tensor:
 
 
 def tree_mask(seen_BNC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Additive [B, N, length] for nodes that see the prefix of their sequence's cache and, of the C draft
-    columns behind it, those marked in `seen_BNC`: its ancestors and itself."""
+    """Returns an additive mask [B, N, length]: a node sees the prefix of its sequence in the cache and, of
+    the C draft columns behind it, those marked in `seen_BNC` (its ancestors and itself)."""
     _, num_nodes, num_columns = seen_BNC.shape
     columns_L = torch.arange(length, device=prefix_B.device)
     offset_BL = columns_L - prefix_B[:, None]
@@ -60,7 +62,7 @@ def tree_mask(seen_BNC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtyp
 
 
 def chain_mask(columns_BN: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """`tree_mask` of chains whose nodes are stored at these columns: each sees all columns up to its own."""
+    """Returns `tree_mask` for chains stored at these columns: a node sees all columns up to its own."""
     hidden = torch.arange(length, device=columns_BN.device) > columns_BN[:, :, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=columns_BN.device).masked_fill_(
         hidden, float("-inf")
@@ -69,13 +71,13 @@ def chain_mask(columns_BN: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Where the nodes of B trees lie when the target reads them behind their sequences, and what they see.
+    """The cache columns of the nodes of B trees, read behind their sequences, and what each node sees.
 
     columns_BN: cache column of each node; row b's nodes follow its prefix of committed tokens.
     depths_BN:  steps from the root; None for chains, where column i has depth i.
     mask_BNL:   additive, over the first `length` columns; None where every node may see all of them.
-    lengths:    by row, the columns that any of its nodes may see.
-    counts:     by row, its nodes, the rest being padding; None: no row has padding that is known beforehand.
+    lengths:    columns that a row's nodes may see, by row.
+    counts:     nodes by row, the rest is padding; None: no row's padding is known to the host.
     """
 
     columns_BN: Tensor
@@ -87,12 +89,12 @@ class TreeLayout:
 
     @property
     def positions_BN(self) -> Tensor:
-        """Position of each node's token in its sequence."""
+        """Returns the position of each node's token in its sequence."""
         return self.columns_BN if self.depths_BN is None else self.columns_BN[:, :1] + self.depths_BN
 
 
 def layout(tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype) -> TreeLayout:
-    """Lays the trees out behind sequences of which `prefixes[b]` tokens are cached. `dtype` is the mask's."""
+    """Returns the layout of trees behind sequences of `prefixes[b]` cached tokens, its mask in `dtype`."""
     num_nodes = tree.num_nodes
     length = max(prefixes) + num_nodes
     lengths = tuple(prefix + count for prefix, count in zip(prefixes, tree.row_lengths, strict=True))

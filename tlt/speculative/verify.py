@@ -1,7 +1,10 @@
 """Verification: the target draws its own token at every node, and the walk follows the drafts that agree.
 
-Nothing of the drafter's enters but the tokens it proposed, so each committed token is the target's own
-sample of the law (sampling.py): lossless for any drafter and any tree.
+    root ─┬─ a ─── c        the target draws a at the root, d at a: committed a d, accepted 1 (a)
+          └─ b
+
+Only the proposed tokens come from the drafter. Each committed token is the target's own sample of the law
+(sampling.py), so speculation is lossless for any drafter and any tree.
 """
 
 from __future__ import annotations
@@ -20,29 +23,31 @@ from tlt.types import DraftTree, Verdict
 
 @dataclass(frozen=True)
 class NoiseAt:
-    """Says which noise it is, for whoever draws to make: that of keys_B4[b] at positions_BN[b, n]."""
+    """Names noise without computing it: that of keys_B4[b] at positions_BN[b, n]."""
 
     keys_B4: Tensor
     positions_BN: Tensor
 
 
 Noise = Tensor | NoiseAt
-"""The noise of the position that follows each node: [B, N, V], or not made."""
+"""The noise of the position that follows each node: values [B, N, V], or their names."""
 
 Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
-"""The type of `verify`; an audit puts a faulty one in its place."""
+"""The type of `verify`; an audit replaces it by a faulty one."""
 
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
-    """One verdict per sequence. `logits_BNV` are the target's at every node, `noise_BNV` the noise of the
-    position that *follows* each node. Synchronizes once: tokens and log-probabilities, and of a draft the
-    tree, go to the host."""
-    drawn = (
-        _draw(logits_BNV, noise_BNV, params)
-        if isinstance(noise_BNV, NoiseAt)
-        else sample(logits_BNV, noise_BNV, params)
-    )
-    chosen_BN, logprobs_BN = drawn
+    """Returns one verdict per sequence.
+
+    logits_BNV: of the target, at every node.
+    noise_BNV: of the position that *follows* each node.
+
+    Synchronizes once: one transfer brings tokens, log-probabilities and the tree to the host.
+    """
+    if isinstance(noise_BNV, NoiseAt):
+        chosen_BN, logprobs_BN = _draw(logits_BNV, noise_BNV, params)
+    else:
+        chosen_BN, logprobs_BN = sample(logits_BNV, noise_BNV, params)
     if tree.num_nodes == 1:
         (chosen,), logprobs = to_host([chosen_BN], logprobs_BN)
         return [Verdict((c[0],), 0, (0,), (p[0],)) for c, p in zip(chosen, logprobs, strict=True)]
@@ -55,14 +60,13 @@ def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchP
 
 
 def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[int]]], list[list[float]]]:
-    """Returns tensors of one shape as lists, by one transfer: the reals travel as the bits of their
-    float64."""
+    """Returns tensors of one shape as lists, by one transfer: reals are sent as the bits of their float64."""
     packed = torch.stack([*integers, reals.double().view(torch.int64)]).cpu()
     return packed[:-1].tolist(), packed[-1].view(torch.float64).tolist()
 
 
 def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tensor, Tensor]:
-    """The law at every node, with noise that is nowhere in memory."""
+    """Draws by the law at every node, with noise that never lies in memory."""
     B, N, _ = logits_BNV.shape
     if N == 1:
         tokens_B, logprobs_B = draw(logits_BNV[:, 0], noise.keys_B4, noise.positions_BN[:, 0], params)
@@ -75,7 +79,7 @@ def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tens
 
 
 def _follow(tokens: list[int], length: int, chosen: list[int], logprobs: list[float]) -> Verdict:
-    """Returns the verdict of a chain of `length` nodes."""
+    """Returns the verdict on a chain of `length` nodes."""
     end = 1
     while end < length and tokens[end] == chosen[end - 1]:
         end += 1
@@ -83,6 +87,7 @@ def _follow(tokens: list[int], length: int, chosen: list[int], logprobs: list[fl
 
 
 def _walk(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:
+    """Returns the verdict on a tree."""
     node, path = 0, [0]
     for child in range(1, len(tokens)):  # parents come before children, so one pass finds the whole path
         if parents[child] == node and tokens[child] == chosen[node]:

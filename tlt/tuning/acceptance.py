@@ -1,8 +1,8 @@
-"""Tokens per verification, predicted from how many drafted tokens were accepted so far. It knows no seconds.
+"""Predicts tokens per verification from how many drafted tokens were accepted so far.
 
-Depth by depth, the target accepts a drafted token with some probability, given that it has accepted all
-before it. Their products are the survival curve; its sum, and one for the bonus token, is what a
-verification is expected to commit.
+At each depth the target accepts a drafted token with some probability, given that it accepted all before it.
+The products of these rates are the survival curve. A verification is expected to commit the sum of the curve,
+and one more, the bonus token.
 """
 
 from __future__ import annotations
@@ -17,57 +17,52 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tlt.speculative.strategy import Hindsight, ReferenceDraft, Strategy
-from tlt.tuning.expectation import Array, Expectation, Rates, Table
+from tlt.speculative.strategy import Hindsight, ReferenceDraft, StepOutcome, Strategy
+from tlt.tuning.expectation import Array, ChainTable, Expectation, Rates
 
-# Constants. Counts are verifications, unless engine steps are named. A date is that of an entry in
-# benchmarks/log.md, which has the values compared; "-": none were.
+# Constants, in verifications unless engine steps are named. A date names the entry of benchmarks/log.md that
+# compares values; "-": none were compared.
 #
 #                              meaning                                                      chosen by
 _RATE = 0.7  #                 rate assumed of a drafter at depth 1, before any evidence    -
-_RATE_OF_RETRIEVAL = 0.03  #   the same of retrieval, for few texts repeat                  2026-11-21
-_WORTH_OF_RATE = 1.0  #        what an assumed rate counts as                               -
-_WORTH_OF_RECORDED = 8.0  #    what the rate of a drafter's folder counts as: other texts   2026-11-24
-_WORTH_OF_RESEMBLED = 4.0  #   what the learned drafter's evidence adds to the hybrid's     -
-_WORTH_ELSEWHERE = 16.0  #     what evidence of other batch sizes counts as, at most        2026-11-21
-_WORTH_OF_OLDER = 16.0  #      the same of an older policy or drafter: soon outweighed      see 2026-11-25
+_RATE_OF_RETRIEVAL = 0.03  #   the same of retrieval: few texts repeat                      2026-11-21
+_WORTH_OF_RATE = 1.0  #        weight of an assumed rate                                    -
+_WORTH_OF_RECORDED = 8.0  #    weight of the rate in a drafter's folder: of other texts     2026-11-24
+_WORTH_OF_RESEMBLED = 4.0  #   weight that the learned drafter's evidence adds to hybrid's  -
+_WORTH_ELSEWHERE = 16.0  #     most weight of evidence from other batch sizes               2026-11-21
+_WORTH_OF_OLDER = 16.0  #      most weight of evidence about an older policy or drafter     see 2026-11-25
 _ENOUGH = 3.0  #               evidence after which a drafter's chains are known            -
-_MAX_LEANING = 0.8  #          highest rate a depth takes over from the one before it,      see 2026-11-24
-_MUCH = 8.0  #                 until that one has so much evidence: luck makes no chain     -
+_MAX_LEANING = 0.8  #          highest rate that a depth takes over from the one before     see 2026-11-24
+_MUCH = 8.0  #                 evidence at depth 1 that halves the doubt about such a rate  -
 _MEMORY = 100.0  #             span of an octave's curve; retrieval's, in engine steps      2026-11-21, 24
 _MIN_STEPS = 6.0  #            its fewest engine steps: texts of a batch change together    2026-11-24
 _MEMORY_EVERYWHERE = 400.0  #  span of the curve over all batch sizes                       2026-11-24
 _MEMORY_OF_RUN = 4000.0  #     span of a lasting curve, in engine steps                     -
-_UNWATCHED = 4.0  #            how much faster retrieval's fades while the hybrid runs      2026-11-24
+_UNWATCHED = 4.0  #            factor by which retrieval's fades faster while hybrid runs   2026-11-24
 
 
 class Curve(NamedTuple):
-    """Names the verifications that are counted together, in one survival curve.
-
-    width, budget: the shape of a draft tree. Chains of any depth share a curve: width 1, and no budget
-        (None).
-    octave: log2 of the batch size, rounded. None: all batch sizes.
-    where_drafted: leaves out the depths that a chain never drafted because it stopped for itself.
-        Otherwise such a depth counts as one that was not accepted.
-    """
+    """Names the verifications that are counted in one survival curve. Chains of any depth share a curve."""
 
     drafter: str
     width: int
     budget: int | None
+    """Of trees; None: chains."""
     octave: int | None
+    """log2 of the batch size, rounded; None: all batch sizes."""
     where_drafted: bool = False
+    """Whether depths that a chain did not draft, because it stopped early, are left out. Otherwise such a
+    depth counts as not accepted."""
 
     @staticmethod
     def of(strategy: Strategy, octave: int | None) -> Curve:
-        return Curve(
-            strategy.drafter, strategy.width, None if strategy.width == 1 else strategy.budget, octave
-        )
+        budget = None if strategy.width == 1 else strategy.budget
+        return Curve(strategy.drafter, strategy.width, budget, octave)
 
 
 @dataclass
 class _Counts:
-    """Verifications that came to each depth (`tried`), and of those the ones that went on from there
-    (`survived`)."""
+    """By depth: verifications that reached it (`tried`), and those that accepted its token (`survived`)."""
 
     tried: Array = field(default_factory=lambda: np.zeros(Strategy.MAX_DEPTH))
     survived: Array = field(default_factory=lambda: np.zeros(Strategy.MAX_DEPTH))
@@ -82,34 +77,29 @@ class _Counts:
         self.survived *= factor
 
 
-class Acceptance:
-    """Estimates the acceptance rates of every strategy, each from its own verifications and from those it
-    resembles.
+class AcceptanceModel:
+    """Estimates the acceptance rates of every strategy from its own verifications and those of similar ones.
 
-    The texts that are left in the tail are not those of the beginning. So each octave of batch sizes has a
-    curve of its own, to which the evidence from all batch sizes is lent with a bounded weight. A depth that
-    was seldom reached leans on the depth before it.
+    The texts left in the tail differ from those of the beginning. So each octave of batch sizes has its own
+    curve; evidence from all batch sizes counts there with a bounded weight. A depth that was seldom reached
+    takes its rate from the depth before it.
 
-    recorded: the mean overlap of the learned drafter's distribution with the target's, sum_v min(p(v),
-        q(v)), as measured last; None: nobody did. Tokens drawn with the same noise are equal with a chance
-        of overlap / (2 - overlap) at least (Gumbel coupling, arXiv 2408.07978), and that is expected of
-        it.
+    recorded: the mean overlap of the learned drafter's distribution with the target's, sum_v min(p(v), q(v)),
+        as measured last; None: never measured. Tokens drawn with the same noise are equal with a chance of at
+        least overlap / (2 - overlap) (Gumbel coupling, arXiv 2408.07978); that is the drafter's first rate.
     """
 
     def __init__(self, recorded: float | None = None) -> None:
         self.recorded = recorded
         self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
         self.lasting: dict[Curve, _Counts] = defaultdict(_Counts)
-        """The same, but slow to fade and whatever the version: what a run was like on the whole. Nothing
-        is decided by it."""
+        """The same over the whole run: fades slowly and does not age with versions. For `tlt plan speed`."""
         self.drafts: dict[str, _Counts] = defaultdict(_Counts)
-        """By drafter: chains that might have drafted a token at each depth, and those that did not stop
-        before."""
+        """By drafter: chains that might have drafted a token at each depth, and chains that did."""
         self._drafted: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
-        """By drafter and batch size: nodes and levels that chains of one token, two, … are expected to
-        draft."""
+        """By drafter and batch size: expected nodes and levels of chains of depth 1, 2, …"""
         self._rates: dict[Curve, Rates] = {}
-        self._tables: dict[Curve, Table] = {}
+        self._tables: dict[Curve, ChainTable] = {}
 
     def observe(
         self,
@@ -118,11 +108,12 @@ class Acceptance:
         drafted: Sequence[int] = (),
         batch_size: int | None = None,
     ) -> None:
-        """Counts one verification per sequence, of a batch of `batch_size`; None: of as many.
+        """Counts one verification per sequence.
 
         accepted: drafted tokens that the target accepted.
-        drafted: levels that were drafted, fewer than the strategy's depth where a chain stopped for
-            itself. Empty: all of them everywhere.
+        drafted: levels that were drafted, fewer than the strategy's depth where a chain stopped early; ():
+            all.
+        batch_size: of the batch that these sequences are part of; None: they are the batch.
         """
         self._forget_estimates(strategy.drafter)
         depth = strategy.depth
@@ -135,12 +126,9 @@ class Acceptance:
         octave, share = octave_of(batch_size), len(accepted) / batch_size
         num_steps = _MEMORY if strategy.drafter == "ngram" else max(_MEMORY / batch_size, _MIN_STEPS)
         here, whole_run = math.exp(-share / num_steps), math.exp(-share / _MEMORY_OF_RUN)
-        spans = (
+        for counts, where, fade in (
             (self.counts, None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)),
             (self.counts, octave, here),
-        )
-        for counts, where, fade in (
-            *spans,
             (self.lasting, None, whole_run),
             (self.lasting, octave, whole_run),
         ):
@@ -148,43 +136,36 @@ class Acceptance:
             counts[curve].add(tried_D, survived_D, fade)
             if strategy.width == 1:
                 counts[curve._replace(where_drafted=True)].add(drafted_D, survived_D, fade)
-        if strategy.drafter == "hybrid":  # meanwhile nobody watches what retrieval alone would have drafted
-            for curve, counts_of_it in self.counts.items():
+        if strategy.drafter == "hybrid":  # retrieval alone is not judged meanwhile
+            for curve, retrieved in self.counts.items():
                 if curve.drafter == "ngram":
-                    counts_of_it.scale(here**_UNWATCHED)
+                    retrieved.scale(here**_UNWATCHED)
             self._forget_estimates("ngram")
         if strategy.width == 1:
             self.drafts[strategy.drafter].add(np.full(depth, len(accepted)), was_drafted_BD.sum(0), here)
 
     def _forget_estimates(self, drafter: str | None = None) -> None:
-        """Forgets what was derived from the counts of a drafter; None: of all."""
+        """Forgets what was derived from the counts of a drafter; None: of all drafters."""
         self._drafted.clear()
         for known in (self._rates, self._tables):
             for curve in [c for c in known if drafter is None or c.drafter in (drafter, "hybrid")]:
                 del known[curve]
 
-    def observe_without_reference(
-        self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int], followed: Sequence[bool]
-    ) -> None:
-        """Counts the sequences alone that had no reference; of others, `ReferenceDraft` tells."""
-        rows = [row for row, is_followed in enumerate(followed) if not is_followed]
+    def observe_without_reference(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        """Counts the sequences that did not draft from a reference; `ReferenceDraft` predicts the others."""
+        rows = [row for row, uses_one in enumerate(outcome.from_reference) if not uses_one]
         if rows and not strategy.without_reference.is_off:
-            self.observe(
-                strategy.without_reference,
-                [accepted[i] for i in rows],
-                [drafted[i] for i in rows],
-                len(followed),
-            )
+            accepted, drafted = ([nums[row] for row in rows] for nums in (outcome.accepted, outcome.drafted))
+            self.observe(strategy.without_reference, accepted, drafted, len(outcome.from_reference))
 
     def observe_in_hindsight(self, chains: Sequence[Hindsight], batch_size: int) -> None:
-        """Counts what retrieval would have had of a sequence for which another drafter drafted, or none."""
+        """Counts chains that retrieval would have drafted."""
         if chains:
-            self.observe(
-                Hindsight.STRATEGY, [c.accepted for c in chains], [c.drafted for c in chains], batch_size
-            )
+            accepted, drafted = [one.accepted for one in chains], [one.drafted for one in chains]
+            self.observe(Hindsight.STRATEGY, accepted, drafted, batch_size)
 
     def age(self, worth: float = _WORTH_OF_OLDER) -> None:
-        """Lets each curve's evidence count as `worth` verifications at most."""
+        """Bounds each curve's evidence to `worth` verifications."""
         self._forget_estimates()
         for counts in self.counts.values():
             counts.scale(min(worth / max(counts.tried[0], worth), 1.0))
@@ -196,8 +177,7 @@ class Acceptance:
         return rates
 
     def is_known(self, arm: Strategy) -> bool:
-        """Returns whether chains of the arm's drafter were verified, in hindsight at least, or when it was
-        trained."""
+        """Returns whether the acceptance of the arm's drafter was measured, in this run or in training."""
         if arm.drafter == "learned" and self.recorded is not None:
             return True
         counts = self.counts.get(Curve(arm.drafter, 1, None, None))
@@ -206,13 +186,13 @@ class Acceptance:
     def drafted(
         self, arm: Strategy, batch_size: int, references: Sequence[ReferenceDraft] = ()
     ) -> tuple[float, float]:
-        """Returns the nodes that an arm is expected to draft for a sequence, on average, and its levels:
-        as many as the longest chain of the batch has. A chain may stop for itself, and where references
-        are followed, they say how long it is."""
+        """Returns (expected nodes per sequence, expected levels) of an arm's drafts. The longest chain of the
+        batch decides the levels. A chain may stop early; a draft from a reference has the reference's
+        length."""
         if arm.uses_references:
             nodes, levels = self.drafted(arm.without_reference, batch_size)
-            followed = sum(min(arm.depth, one.length) for one in references)
-            return (followed + (batch_size - len(references)) * nodes) / batch_size, levels
+            copied = sum(min(arm.depth, one.length) for one in references)
+            return (copied + (batch_size - len(references)) * nodes) / batch_size, levels
         if arm.width > 1 or arm.is_off or arm.drafter not in self.drafts:
             return float(arm.budget), float(arm.depth)
         sums = self._drafted.get((arm.drafter, batch_size))
@@ -225,20 +205,18 @@ class Acceptance:
         return sums[0][arm.depth - 1], sums[1][arm.depth - 1]
 
     def tokens(self, arm: Strategy, batch_size: int) -> float:
-        """Returns tokens per verification of one arm that follows no reference, the bonus token included."""
+        """Returns tokens per verification of an arm without references, the bonus token included."""
         return float(self._table(Curve.of(arm, octave_of(batch_size))).tokens_D[arm.depth - 1])
 
     def expected(
         self, arms: Sequence[Strategy], batch_size: int, references: Sequence[ReferenceDraft] = ()
     ) -> Expectation:
-        """Returns tokens per verification, the bonus token included, and how far they may err.
+        """Returns tokens per verification, the bonus token included, and their error.
 
-        references: of the sequences that have one.
+        references: one for each sequence that has one.
         """
-        octave, drafting = (
-            octave_of(batch_size),
-            [arm.without_reference if arm.uses_references else arm for arm in arms],
-        )
+        octave = octave_of(batch_size)
+        drafting = [arm.without_reference if arm.uses_references else arm for arm in arms]
         curves = [Curve.of(arm, octave) for arm in drafting]
         columns = {curve: column for column, curve in enumerate(dict.fromkeys(curves))}
         tables = [self._table(curve) for curve in columns]
@@ -257,10 +235,10 @@ class Acceptance:
         survivals_R = np.concatenate([table.survivals_D for table in tables])
         return Expectation(tokens_A, spread_ACD.reshape(len(arms), -1), counts_R, survivals_R)
 
-    def _table(self, curve: Curve) -> Table:
+    def _table(self, curve: Curve) -> ChainTable:
         table = self._tables.get(curve)
         if table is None:
-            table = self._tables[curve] = Table.of(self.rates(curve))
+            table = self._tables[curve] = ChainTable.of(self.rates(curve))
         return table
 
     def counters(self) -> dict[str, list[Any]]:
@@ -271,7 +249,7 @@ class Acceptance:
         }
 
     def restore(self, counters: Mapping[str, Sequence[Any]]) -> None:
-        """Takes up what `counters` returned; an older checkpoint has no "drafts"."""
+        """Continues from what `counters` returned; an older checkpoint has no "drafts"."""
         self._forget_estimates()
         for name, known in self._kinds().items():
             known.clear()
@@ -281,36 +259,29 @@ class Acceptance:
     def _kinds(self) -> dict[str, dict[Any, _Counts]]:
         return {"latest": self.counts, "lasting": self.lasting, "drafts": self.drafts}
 
-    def forget_the_latest(self) -> None:
-        """Estimates from what lasts alone, for whoever asks what a whole run was like."""
-        self._forget_estimates()
-        self.counts = self.lasting
-
     def _prior(self, curve: Curve) -> Sequence[float]:
-        """Returns the rates that are assumed for a curve before it has evidence, by the curves that it
-        resembles. (): by none.
+        """Returns the rates that are assumed for a curve before it has evidence: those of a similar curve.
+        (): there is none.
 
-        Retrieval resembles the hybrid, where that was tried. The hybrid resembles retrieval, and the
-        learned drafter where nothing is retrieved. A tree, which never stops, resembles the chains of its
-        drafter at the depths that they drafted.
+        Retrieval is like the hybrid, where that was tried. The hybrid is like retrieval, and like the learned
+        drafter where nothing is retrieved. A tree, which never stops early, is like its drafter's chains at
+        the depths that they drafted.
         """
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(
                 *(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled)
             )
-        is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, curve.octave))
-        if curve.drafter == "ngram" and hybrid is not None and hybrid.tried[0] >= _MUCH:
+        hybrid = self.counts.get(Curve("hybrid", 1, None, curve.octave), _NOTHING)
+        if curve.drafter == "ngram" and hybrid.tried[0] >= _MUCH:
             rates: list[float] = ((hybrid.survived + 0.5) / (hybrid.tried + 1.0)).tolist()
             return rates
-        return (
-            ()
-            if is_chain
-            else self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
-        )
+        if curve.width == 1:
+            return ()
+        return self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
 
     def _estimate(self, curve: Curve) -> Rates:
-        """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own
+        """Returns posterior means. The prior of a depth is updated at all batch sizes, then at the curve's
         octave."""
         prior = self._prior(curve)
         here = self.counts.get(curve, _NOTHING)
@@ -321,14 +292,11 @@ class Acceptance:
         known = _WORTH_OF_RATE
         if self.recorded is not None and curve.drafter == "learned":
             first, known = self.recorded / (2 - self.recorded), _WORTH_OF_RECORDED
-        elif curve.drafter == "hybrid":  # what it resembles was seen
+        elif curve.drafter == "hybrid":  # its prior rests on evidence about the learned drafter
             learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
             known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)
             known += 0.0 if self.recorded is None else _WORTH_OF_RESEMBLED
-        rate, num_chances = (
-            first,
-            math.sqrt(curve.width),
-        )  # further candidates are worth less than the first (DESIGN §2)
+        rate, num_chances = first, math.sqrt(curve.width)  # later candidates are worth less (DESIGN §2)
         doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
         accepted, counts, survival = [], [], 1.0
         for d in range(Strategy.MAX_DEPTH):
@@ -338,7 +306,7 @@ class Acceptance:
                 rate -= doubt * (rate - _MAX_LEANING)
             num, kept = tried[d], survived[d]
             others, others_kept = all_tried[d] - num, all_survived[d] - kept
-            if others > 0.0:  # conditions in place of min and max, which take most of a decision
+            if others > 0.0:  # conditions instead of min and max, which would take most of a decision's time
                 others_kept = 0.0 if others_kept < 0.0 else others if others_kept > others else others_kept
                 worth = others + known
                 rate = (others_kept + known * rate) / worth
@@ -360,9 +328,9 @@ _NOTHING = _Counts()
 def _mixture(
     learned: Sequence[float], retrieved: Sequence[float], where_retrieved: Sequence[float]
 ) -> Sequence[float]:
-    """Returns the rates of a drafter that retrieves where there is something to retrieve, and elsewhere
-    drafts as the learned one does; at depths where the learned one alone survives more often, those of
-    that one."""
+    """Returns the rates of a drafter that retrieves where it finds something and drafts as the learned
+    drafter where it does not. At depths that the learned drafter alone survives more often, its survival
+    counts."""
     nothing = 1 - min(retrieved[0] / where_retrieved[0], 1.0)
     survivals = zip(accumulate(learned, operator.mul), accumulate(retrieved, operator.mul), strict=True)
     mixed = [max(alone, found + nothing * alone) for alone, found in survivals]

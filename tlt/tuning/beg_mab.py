@@ -17,20 +17,17 @@ from typing import Any
 from tlt.speculative.strategy import BatchState, StepOutcome, Strategy, StrategyTuner
 
 _BUCKETS = ((1, 9, 64), (2, 5, 16), (5, 3, 8), (21, 1, 4))
-"""The smallest batch size of each bucket, as in the paper's code, and the fewest and most tokens that its
-arms verify."""
+"""By bucket: smallest batch size, as in the paper's code; fewest and most tokens that its arms verify."""
 
 
 class BegMab(StrategyTuner):
-    """Chooses by BEG-MAB.
+    """Chooses by BEG-MAB. The reward is the paper's: (accepted per request + 1) x batch size / seconds.
 
     groups: (smallest batch size, arms) of each bucket, in rising order.
     epsilon: share of engine steps that run a random arm of the bucket.
-    window: rewards remembered per arm. The reward is the paper's, (accepted per request + 1) x batch /
-        seconds.
+    window: rewards remembered per arm.
 
-    An arm without a reward yet is tried first. Rewards of older policies or drafters leave through the
-    window alone.
+    An arm without a reward is tried first. Rewards of older policies or drafters leave by the window alone.
     """
 
     def __init__(
@@ -84,15 +81,12 @@ class BegMab(StrategyTuner):
 
 
 def groups_of(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
-    """Returns the buckets of these arms. Off is in the last two. An arm that follows references is in
-    none: a bucket has nothing else for a batch without references."""
-    drafting = sorted(
-        (arm for arm in arms if not (arm.is_off or arm.uses_references)), key=lambda arm: -arm.budget
-    )
-    return [
-        (
-            smallest,
-            [Strategy.OFF] * (smallest >= 5) + [arm for arm in drafting if least <= arm.budget <= most],
-        )
-        for smallest, least, most in _BUCKETS
-    ]
+    """Returns the buckets of these arms. Off is in the last two. Arms that use references are in none: a
+    bucket must serve batches without references."""
+    drafting = [arm for arm in arms if not (arm.is_off or arm.uses_references)]
+    drafting.sort(key=lambda arm: -arm.budget)
+    groups = []
+    for smallest, least, most in _BUCKETS:
+        off = [Strategy.OFF] if smallest >= 5 else []
+        groups.append((smallest, off + [arm for arm in drafting if least <= arm.budget <= most]))
+    return groups

@@ -1,5 +1,4 @@
-"""Tokens per verification, from the chance of every drafted token: what is expected, and by how much that
-may err."""
+"""The expected tokens per verification, from the acceptance rate of every depth, and the error of that."""
 
 from __future__ import annotations
 
@@ -15,28 +14,28 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rates:
-    """For d = 0, 1, …: the probability that the target accepts the token at depth d + 1, given that it has
-    accepted all before it, and the number of verifications behind this estimate."""
+    """Acceptance rates by depth."""
 
     accepted: Sequence[float]
+    """For d = 0, 1, …: P(the target accepts the token at depth d + 1, given that it accepted all before)."""
     counts: Sequence[float]
+    """The number of verifications behind each rate."""
 
 
-class Table(NamedTuple):
-    """For chains of one token, two, …: tokens per verification, and how the standard deviation of the rate at
-    each depth changes their logarithm.
-
-    counts_D: verifications behind these rates.
-    survivals_D: the share of verifications that comes to each depth.
-    """
+class ChainTable(NamedTuple):
+    """Expectations for chains of one token, two, …"""
 
     tokens_D: Array
+    """Tokens per verification."""
     spread_DD: Array
+    """Change of the logarithm of these tokens by one standard deviation of the rate at each depth."""
     counts_D: Array
+    """Verifications behind the rates."""
     survivals_D: Array
+    """Share of verifications that reaches each depth."""
 
     @staticmethod
-    def of(rates: Rates) -> Table:
+    def of(rates: Rates) -> ChainTable:
         rate_D, count_D = np.array(rates.accepted), np.array(rates.counts)
         survivals_D = np.ones(len(rate_D) + 1)
         rate_D.cumprod(out=survivals_D[1:])
@@ -44,26 +43,24 @@ class Table(NamedTuple):
         tokens_D = sums_D[1:]
         beyond_DD = (tokens_D[:, None] - sums_D[:-1]).clip(min=0.0)  # lost if that depth is not survived
         deviation_D = np.sqrt((1.001 - rate_D) / ((rate_D + 0.001) * (count_D + 1)))
-        return Table(tokens_D, beyond_DD * deviation_D / tokens_D[:, None], count_D, survivals_D[:-1])
+        return ChainTable(tokens_D, beyond_DD * deviation_D / tokens_D[:, None], count_D, survivals_D[:-1])
 
 
 class Expectation(NamedTuple):
-    """Tokens per verification of A arms, and by how much the standard deviation of each of R rates changes
-    their
-    logarithm: arms of one curve err together.
-
-    counts_R: verifications behind each rate.
-    survivals_R: the share of verifications that comes to it.
-    """
+    """Expectations for A arms, which depend on R rates. Arms that share a rate err together."""
 
     tokens_A: Array
+    """Tokens per verification."""
     spread_AR: Array
+    """Change of the logarithm of these tokens by one standard deviation of each rate."""
     counts_R: Array
+    """Verifications behind each rate."""
     survivals_R: Array
+    """Share of verifications that reaches each rate's depth."""
 
-    def learned(self, best: int, num_verifications: float) -> Array:
-        """Returns, for each arm, the variance that so many verifications of it are expected to remove from
-        the logarithm of its tokens over the best arm's."""
+    def variance_removed(self, best: int, num_verifications: float) -> Array:
+        """Returns, for each arm, the variance of log(its tokens / the best arm's) that this many
+        verifications of it are expected to remove."""
         new_R = num_verifications * self.survivals_R
         seen_AR = (self.spread_AR != 0) * (new_R / (self.counts_R + new_R + 1e-9))
         result: Array = ((self.spread_AR - self.spread_AR[best]) ** 2 * seen_AR).sum(1)

@@ -1,16 +1,15 @@
-"""The seconds of an engine step: a sum of parts, each with a physical meaning, whose sizes are learned. It
-knows no acceptance.
+"""Predicts the seconds of an engine step: a sum of physical parts, whose sizes are learned.
 
     seconds = forward(rows)                     the target reads its weights once and computes every row
             + cached tokens x cached            attention reads the caches
             + draft + levels x level …          the learned drafter (PARTS)
             + sequences x retrieved             retrieval, on the host
-            + unread x read + first             once: what the drafter has missed, and what a new shape costs
+            + unread x read + first             once: tokens the drafter has not read, and the cost of a new
+            shape
 
-Before anything was measured, a part is what follows from bytes and operations (`CostPrior`), up to the
-machine's speed. Every measured step then corrects the logarithms of all parts by an extended Kalman
-filter: a step that took longer than expected makes a part longer, the more, the larger its share in the
-step and the less it is known.
+Before anything is measured, the sizes follow from bytes and operations (`CostPrior`), up to the machine's
+speed. An extended Kalman filter on their logarithms then learns from every step: a step that took longer than
+expected makes each part longer, the more, the larger its share of the step and the less it is known.
 """
 
 from __future__ import annotations
@@ -27,85 +26,80 @@ from tlt.speculative.strategy import Strategy
 from tlt.tuning.expectation import Array
 
 KNOTS = 14
-"""The forward is known at 1, 2, 4, … rows, and in between by interpolation of logarithms."""
+"""The forward is estimated at 1, 2, 4, … rows and interpolated between in logarithms."""
 PARTS = {
-    "cached": 1.0,  # tokens in the caches
-    "draft": 0.5,  # a draft of the learned drafter
-    "level": 0.15,  # its levels
-    "level_row": 0.7,  # the rows of these beyond the first
-    "hybrid": 0.2,  # the hybrid's levels, of which retrieval saves some
-    "retrieved": 0.7,  # sequences for which is retrieved
-    "unread": 0.7,  # tokens that the learned drafter reads late
-    "first": 1.3,  # 1 where the shape is new
+    "cached": 1.0,  # per token in the caches
+    "draft": 0.5,  # per draft of the learned drafter
+    "level": 0.15,  # per level of it
+    "level_row": 0.7,  # per row of a level beyond the first
+    "hybrid": 0.2,  # per level of the hybrid; retrieval saves some
+    "retrieved": 0.7,  # per sequence that retrieval looks up
+    "unread": 0.7,  # per token that the learned drafter reads late
+    "first": 1.3,  # once per new shape
 }
-"""What a step has beside its forward, and the prior standard deviation of the logarithm of its seconds."""
+"""The parts of a step beside its forward, and the prior standard deviation of the logarithm of each."""
 _NUM = KNOTS + len(PARTS)
 _CACHED, _DRAFT, _LEVEL, _LEVEL_ROW, _HYBRID, _RETRIEVED, _UNREAD, _FIRST = range(KNOTS, _NUM)
 ONCE = slice(_UNREAD, _NUM)
-"""The parts that the next step of the same kind does not have."""
+"""The parts that a next step of the same kind does not have."""
 
 _NOISE, _NOISE_OF_READING = 0.15, 0.3
-"""Standard deviations of one step's log seconds about their mean, and of the reading of prompts."""
+"""Standard deviations of the logarithm of a step's seconds, and of the seconds of reading prompts."""
 _MAX_SURPRISE = 2.5
-"""Standard deviations that a single step can differ by, as far as it counts: most likely the machine was
-busy."""
+"""Standard deviations at which a step's surprise is clipped: most likely the machine was busy."""
 _FORGET = 1 / 4000
-"""The share of the prior's uncertainty that comes back with every step: costs drift."""
+"""The share of the prior's uncertainty that returns with every step: costs drift."""
 _RETRIEVED_SECONDS = 30e-6
 """Prior: a lookup for one sequence."""
 _ROUGH = 0.06
 """Prior standard deviation of the forward about a roofline, in logarithms."""
 _DEVIATION_OF_DRAFTER = 0.4
-"""Prior standard deviation of the logarithm that all parts of the learned drafter have in common."""
+"""Prior standard deviation of a factor that all parts of the learned drafter share, in logarithms."""
 
 
 @functools.cache
 def uses(strategy: Strategy) -> tuple[bool, bool]:
-    """Returns whether the learned drafter runs for a strategy, and whether retrieval does. To follow a
-    reference needs neither."""
+    """Returns whether the learned drafter runs for a strategy, and whether retrieval does. A reference needs
+    neither."""
     drafter = (strategy.without_reference if strategy.uses_references else strategy).drafter
     return drafter in ("learned", "hybrid"), drafter in ("ngram", "hybrid")
 
 
 @dataclass(frozen=True)
 class CostPrior:
-    """Sizes of a drafter beside its target's, as numbers of weights that a forward reads.
-
-    level: of the drafter with its head, over the target's with its head.
-    read: of the drafter without a head, over the same.
-    head: of the target's head, over the same.
-    cached: bytes of keys and values of one token, over the bytes of the weights.
-    """
+    """Sizes of a drafter relative to the target's weights, its head included."""
 
     level: float = 0.15
+    """Weights of the drafter with its head."""
     read: float = 0.04
+    """Weights of the drafter without a head."""
     head: float = 0.15
+    """Weights of the target's head."""
     cached: float = 1e-5
+    """Keys and values of one token."""
 
 
 UNKNOWN = CostPrior()
-"""A drafter of common size; nobody has said which it is."""
+"""A drafter of common size."""
 
 
-class Work(NamedTuple):
-    """The work of a step.
-
-    rows: of the target's forward.
-    levels: drafted one after the other by the learned drafter.
-    unread: tokens that this drafter has missed and reads first.
-    is_first: whether no such step was made before.
-    """
+class StepWork(NamedTuple):
+    """The work of an engine step."""
 
     strategy: Strategy
     batch_size: int
     mean_length: float
     rows: float
+    """Rows of the target's forward."""
     levels: float
+    """Levels that the learned drafter drafts one after the other."""
     unread: float = 0.0
+    """Tokens that this drafter has not read, and reads first."""
     is_first: bool = False
+    """Whether this batch size and strategy are new."""
 
     def amounts(self) -> list[float]:
-        """Returns how much of each of PARTS that is."""
+        """Returns the amount of each of PARTS."""
         is_learned, is_retrieved = uses(self.strategy)
         levels = self.levels if is_learned else 0.0
         rows = self.batch_size * (1 + (self.strategy.width - 1) / 2)
@@ -117,39 +111,44 @@ class Work(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What is expected of A steps. seconds_A: without what comes once, which is once_A.
-    shares_AP: the gradient of their logarithms in the logarithms of all parts."""
+    """The expected seconds of A steps."""
 
     seconds_A: Array
+    """Without the parts that come once."""
     once_A: Array
+    """The parts that come once."""
     shares_AP: Array
+    """The gradient of log(seconds_A) in the logarithms of all parts."""
 
 
 class StepCosts:
-    """Predicts the seconds of engine steps. mean_P and covariance_PP: of the logarithms of all parts, the
-    forward's first."""
+    """Predicts the seconds of engine steps.
+
+    mean_P, covariance_PP: of the logarithms of all parts; the forward's knots come first.
+    """
 
     def __init__(self, prior: CostPrior = UNKNOWN) -> None:
         self.prior = prior
         self.mean_P, self._drift_PP = _prior(prior)
         is_scaled_P = np.where(np.arange(_NUM) == _RETRIEVED, 0.0, 1.0)
         scale_PP = np.outer(is_scaled_P, is_scaled_P)
-        self.covariance_PP = self._drift_PP + 16.0 * scale_PP  # the machine's speed is not known at all
+        self.covariance_PP = self._drift_PP + 16.0 * scale_PP  # the machine's speed is unknown
         self._drift_PP = _FORGET * (self._drift_PP + 0.1 * scale_PP)
         self.num_steps: dict[Strategy, int] = {}
         """Engine steps observed, by arm."""
 
-    def observe(self, work: Work, seconds: float, is_typical: bool = True) -> None:
-        """Counts one engine step. is_typical: whether prompts were read elsewhere, if any were."""
+    def observe(self, work: StepWork, seconds: float, is_typical: bool = True) -> None:
+        """Learns from an engine step. is_typical: whether its seconds hold no reading of prompts."""
         self.num_steps[work.strategy] = self.num_steps.get(work.strategy, 0) + 1
         self._update(work.rows, work.amounts(), seconds, _NOISE if is_typical else 3 * _NOISE)
 
     def observe_reading(self, num_tokens: float, num_forwards: int, seconds: float) -> None:
-        """Counts the reading of prompts: as many rows as tokens, without their head."""
+        """Learns from the reading of prompts: a row per token, without the head."""
         rows = max(num_tokens / num_forwards * (1 - self.prior.head), 1.0)
         self._update(rows, [0.0] * (len(PARTS) - 1) + [1.0], seconds / num_forwards, _NOISE_OF_READING)
 
-    def forecast(self, works: Sequence[Work]) -> Forecast:
+    def forecast(self, works: Sequence[StepWork]) -> Forecast:
+        """Returns the expected seconds of these steps."""
         knots_AK = _knots(np.array([work.rows for work in works]))
         forward_A = np.exp(knots_AK @ _rising(self.mean_P[:KNOTS], self.covariance_PP.diagonal()[:KNOTS]))
         parts_AJ = np.array([work.amounts() for work in works]) * np.exp(self.mean_P[KNOTS:])
@@ -160,14 +159,14 @@ class StepCosts:
         return Forecast(seconds_A, once_A, shares_AP / seconds_A[:, None])
 
     def variance(self, shares_AP: Array, other: int) -> Array:
-        """Returns the variances [arms] of the logarithms of their seconds over another arm's."""
+        """Returns, for each arm, the variance of log(its seconds / another arm's)."""
         differences_AP = shares_AP - shares_AP[other]
         result: Array = ((differences_AP @ self.covariance_PP) * differences_AP).sum(1)
         return result
 
-    def learned(self, shares_AP: Array, best: int, num_steps: float) -> Array:
-        """Returns, for each arm, the variance that so many steps of it are expected to remove from the
-        logarithm of its seconds over the best arm's."""
+    def variance_removed(self, shares_AP: Array, best: int, num_steps: float) -> Array:
+        """Returns, for each arm, the variance of log(its seconds / the best arm's) that this many steps of it
+        are expected to remove."""
         covariance_AA = shares_AP @ self.covariance_PP @ shares_AP.T
         own_A = covariance_AA.diagonal()
         result: Array = (own_A - covariance_AA[best]) ** 2 / (own_A + _NOISE**2 / num_steps)
@@ -194,15 +193,15 @@ class StepCosts:
         return {"mean": self.mean_P.tolist(), "covariance": self.covariance_PP.tolist(), "num_steps": steps}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; of another form, such as an older version's: nothing."""
+        """Continues from what `counters` returned; ignores counters of another version's form."""
         if len(counters.get("mean", ())) == _NUM:
             self.mean_P, self.covariance_PP = np.array(counters["mean"]), np.array(counters["covariance"])
             self.num_steps = {Strategy.parse(arm): num for arm, num in counters["num_steps"].items()}
 
 
 def _knots(rows_A: Array) -> Array:
-    """Returns the weights of the knots' logarithms in that of a forward of so many rows, [A, K]. Beyond
-    the last it grows as between the last two."""
+    """Returns the interpolation weights of the knots for forwards of `rows_A` rows, [A, K]. Beyond the last
+    knot the last two are extrapolated."""
     place_A = np.log2(rows_A)
     below_A = np.minimum(place_A.astype(int), KNOTS - 2)
     weights_AK = np.zeros((len(rows_A), KNOTS))
@@ -219,11 +218,8 @@ def _rising(mean_K: Array, variance_K: Array) -> Array:
         weight, num = 1 / variance, 1
         while pools and pools[-1][0] > value:
             other, beside, more = pools.pop()
-            value, weight, num = (
-                (value * weight + other * beside) / (weight + beside),
-                weight + beside,
-                num + more,
-            )
+            value = (value * weight + other * beside) / (weight + beside)
+            weight, num = weight + beside, num + more
         pools.append((value, weight, num))
     return np.repeat([value for value, _, _ in pools], [num for _, _, num in pools])
 
@@ -232,10 +228,9 @@ def _prior(prior: CostPrior) -> tuple[Array, Array]:
     """Returns mean and covariance of the logarithms of all parts, in seconds of a machine whose forward of
     one row takes 10 ms.
 
-    A forward reads its weights and computes its rows, one while it does the other (the roofline: the longer
-    of the two) or one after the other (their sum), and the machine decides how many rows take as long as the
-    weights. So the prior is that of many
-    machines: from 4 rows to 512, from their maximum to their sum.
+    A forward reads its weights and computes its rows. Both overlap (the roofline: the longer of the two) or
+    do not (their sum), and machines differ in how many rows take as long as the weights. So the prior is the
+    spread over many machines: from 4 rows to 512, from the maximum of the two to their sum.
     """
     rows_K = 2.0 ** np.arange(KNOTS)
     machines = []
@@ -245,17 +240,8 @@ def _prior(prior: CostPrior) -> tuple[Array, Array]:
             forward_K = forward_K - forward_K[0]
             row = forward_K[-1] - math.log(rows_K[-1])
             level, read = math.log(prior.level), math.log(prior.read)
-            first = math.log(0.5)
-            parts = [
-                math.log(prior.cached),
-                level - 1.5,
-                level,
-                level + row - 0.7,
-                level,
-                0.0,
-                read + row,
-                first,
-            ]
+            drafter = [level - 1.5, level, level + row - 0.7, level]
+            parts = [math.log(prior.cached), *drafter, 0.0, read + row, math.log(0.5)]
             machines.append([*forward_K, *parts])
     mean_P, covariance_PP = np.mean(machines, 0), np.cov(np.array(machines).T)
     mean_P += math.log(0.01)

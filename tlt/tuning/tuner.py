@@ -1,11 +1,10 @@
-"""Tuners choose the strategy for the batch that is running now.
+"""Makes the tuner, which chooses the strategy of every engine step.
 
-    Fixed        always the same
-    CostModel    predicts from measured costs and measured acceptance, so that one arm informs its neighbours (cost_model.py)
+    Fixed        always the same strategy
+    CostModel    predicts every arm's speed from measured costs and acceptance (cost_model.py)
     BegMab       the bandit of the TLT paper (beg_mab.py)
 
-A decision is a pure function of the statistics (`decide`); seconds come in with the outcomes, randomness
-as an argument. No tuner reads a clock or knows an engine.
+No tuner reads a clock: seconds come with the outcomes of steps, randomness as an argument.
 """
 
 from __future__ import annotations
@@ -39,17 +38,19 @@ _TREES = ((3, 2, 6), (5, 2, 10), (7, 2, 14), (6, 3, 24), (10, 4, 48))
 def default_arms(
     kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, trees: bool = True
 ) -> tuple[Strategy, ...]:
-    """Returns the strategies worth trying with drafters of these kinds: off, chains, long ones along
-    references, and trees where candidates are ranked.
+    """Returns the strategies worth trying with drafters of these kinds: off, chains, long chains from
+    references, and trees of the learned drafter.
 
-    max_depth, trees: how deep an engine can draft, and whether drafts may branch there.
+    max_depth: most drafting steps that the engine allows.
+    trees: whether the engine verifies trees.
     """
     arms = [Strategy.OFF]
     for kind in kinds:
-        uses_references = Strategy(kind, 1, 1, 1).uses_references
         if "hybrid" in kinds and kind in ("ahead+learned", "ahead+ngram"):
             continue  # ahead+hybrid takes the better of the two
-        depths = _REFERENCE_DEPTHS if uses_references else _CHAINS[3:] if kind == "hybrid" else _CHAINS
+        depths: tuple[int, ...] = _CHAINS[3:] if kind == "hybrid" else _CHAINS
+        if Strategy(kind, 1, 1, 1).uses_references:
+            depths = _REFERENCE_DEPTHS
         arms += [Strategy(kind, depth, 1, depth) for depth in depths]
     if "learned" in kinds and trees:
         arms += [Strategy("learned", *shape) for shape in _TREES]
@@ -66,17 +67,18 @@ def make_tuner(
     has_hindsight: bool = True,
     acceptance: float | None = None,
 ) -> StrategyTuner | None:
-    """Makes the tuner that the user asked for.
+    """Returns the tuner that the user asked for; None for `off`.
 
-    speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET. For `off` the result is None: nothing
-        drafts.
+    speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET.
     kinds: the drafters that exist, the preferred one first.
     name: the tuner behind `adaptive`, cost-model or beg-mab.
-    max_depth, trees: what the engine can draft (`default_arms`).
-    prior: the drafter's size beside the target's.
-    has_hindsight: whether the engine says what retrieval would have drafted.
-    acceptance: the rate that the learned drafter's folder records; None: none. Raises UserError for a
-        strategy whose drafter does not exist.
+    max_depth: see `default_arms`.
+    trees: see `default_arms`.
+    prior: the drafter's size relative to the target's.
+    has_hindsight: whether the engine reports what retrieval would have drafted.
+    acceptance: the rate that the learned drafter's folder records; None: no record.
+
+    Raises UserError for a strategy whose drafter does not exist.
     """
     if speculation == "off":
         return None

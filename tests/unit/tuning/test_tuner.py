@@ -26,9 +26,9 @@ from tlt.speculative.strategy import (
     StrategyTuner,
 )
 from tlt.tuning import step_costs
-from tlt.tuning.acceptance import Acceptance, Curve
+from tlt.tuning.acceptance import AcceptanceModel, Curve
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.step_costs import CostPrior, StepCosts, Work
+from tlt.tuning.step_costs import CostPrior, StepCosts, StepWork
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
 from tlt.types import UserError
 
@@ -183,8 +183,8 @@ def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back() -> Non
         assert share_of_best(machine, late, [8] * 200, ARMS) > 0.95
 
 
-def work(arm: Strategy, batch_size: int, **beside: Any) -> Work:
-    return Work(arm, batch_size, 200.0, batch_size * (1 + arm.budget), arm.depth, **beside)
+def work(arm: Strategy, batch_size: int, **beside: Any) -> StepWork:
+    return StepWork(arm, batch_size, 200.0, batch_size * (1 + arm.budget), arm.depth, **beside)
 
 
 def test_one_measured_arm_informs_its_neighbours() -> None:
@@ -221,7 +221,7 @@ def test_what_is_learned_of_forwards_is_the_posterior_of_the_textbook(
             np.interp(math.log2(n), places, one) for one in np.eye(step_costs.KNOTS)
         ]
     for n, took in zip(rows, seconds, strict=True):
-        costs.observe(Work(Strategy.OFF, 0, 0.0, n, 0.0), took)
+        costs.observe(StepWork(Strategy.OFF, 0, 0.0, n, 0.0), took)
     gain = (
         covariance
         @ weights_NP.T
@@ -231,14 +231,14 @@ def test_what_is_learned_of_forwards_is_the_posterior_of_the_textbook(
     assert costs.covariance_PP == pytest.approx(covariance - gain @ weights_NP @ covariance, abs=1e-8)
 
 
-def expected(acceptance: Acceptance, arm: Strategy, batch_size: int = 4) -> tuple[float, float]:
+def expected(acceptance: AcceptanceModel, arm: Strategy, batch_size: int = 4) -> tuple[float, float]:
     """Tokens per verification and the standard deviation of its logarithm."""
     found = acceptance.expected([arm], batch_size)
     return float(found.tokens_A[0]), float(np.linalg.norm(found.spread_AR[0]))
 
 
 def test_acceptance_is_shared_between_depths_and_agrees_with_counting() -> None:
-    acceptance, rng = Acceptance(), random.Random(0)
+    acceptance, rng = AcceptanceModel(), random.Random(0)
     deep, shallow = Strategy("learned", 8, 1, 8), Strategy("learned", 2, 1, 2)
     walks = [min(int(rng.expovariate(0.4)), 8) for _ in range(3000)]
     acceptance.observe(deep, walks)
@@ -255,7 +255,7 @@ def test_acceptance_is_shared_between_depths_and_agrees_with_counting() -> None:
 
 
 def test_the_tail_has_an_acceptance_of_its_own_and_starts_from_that_of_the_beginning() -> None:
-    acceptance, arm = Acceptance(), Strategy("ngram", 4, 1, 4)
+    acceptance, arm = AcceptanceModel(), Strategy("ngram", 4, 1, 4)
     for _ in range(20):
         acceptance.observe(arm, [0] * 64)
     begun, sure = expected(acceptance, arm, 64)
@@ -269,7 +269,7 @@ def test_the_tail_has_an_acceptance_of_its_own_and_starts_from_that_of_the_begin
 
 
 def test_the_hybrid_is_expected_to_accept_what_the_learned_drafter_does_until_it_is_tried() -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceModel()
     for _ in range(50):
         acceptance.observe(Strategy("learned", 4, 1, 4), [4, 4, 3, 4])
     hybrid = Strategy("hybrid", 4, 1, 4)
@@ -284,7 +284,7 @@ def test_the_hybrid_is_expected_to_accept_what_the_learned_drafter_does_until_it
 def test_the_hybrid_is_expected_to_accept_what_is_retrieved_and_elsewhere_what_is_learned() -> None:
     """Learned chains: all have one token, half of them two, a quarter four. Retrieval: nothing for every
     second, else all."""
-    acceptance = Acceptance()
+    acceptance = AcceptanceModel()
     for _ in range(100):
         acceptance.observe(Strategy("learned", 4, 1, 4), [1, 2, 1, 4])
         acceptance.observe_in_hindsight([Hindsight(0, 0), Hindsight(15, 15)], 4)
@@ -323,7 +323,7 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_dr
 def test_a_tree_is_not_expected_to_stop_where_chains_do() -> None:
     """Chains of eight that stopped after two, both tokens accepted: as a chain worth three tokens, as a
     tree more."""
-    acceptance, chain = Acceptance(), Strategy("learned", 8, 1, 8)
+    acceptance, chain = AcceptanceModel(), Strategy("learned", 8, 1, 8)
     for _ in range(50):
         acceptance.observe(chain, [2, 2, 2, 2], drafted=[2, 2, 2, 2])
         acceptance.observe_in_hindsight([Hindsight(0, 0)], 4)
@@ -336,15 +336,16 @@ def test_a_tree_is_not_expected_to_stop_where_chains_do() -> None:
 def test_what_lasts_is_what_a_run_was_like_on_the_whole(size: int) -> None:
     """In the first 1,600 of 2,000 engine steps two of four tokens are accepted, then none; and the policy
     is another."""
-    acceptance, arm = Acceptance(), Strategy("learned", 4, 1, 4)
+    acceptance, arm = AcceptanceModel(), Strategy("learned", 4, 1, 4)
     for step in range(2000):
         acceptance.observe(arm, [2 if step < 1600 else 0] * size)
     assert expected(acceptance, arm, size)[0] < 1.3, "the latest count where something is decided"
     acceptance.age()
-    restored = Acceptance()
+    restored = AcceptanceModel()
     restored.restore(acceptance.counters())
     assert expected(restored, arm, size) == expected(acceptance, arm, size)
-    restored.forget_the_latest()
+    counters = acceptance.counters()
+    restored.restore({**counters, "latest": counters["lasting"]})
     shares = [math.exp(-(1999 - step) / 4000) for step in range(2000)]
     assert expected(restored, arm, size)[0] == pytest.approx(
         1 + 2 * sum(shares[:1600]) / sum(shares), rel=0.02
@@ -352,7 +353,7 @@ def test_what_lasts_is_what_a_run_was_like_on_the_whole(size: int) -> None:
 
 
 def test_a_large_batch_whose_texts_change_is_noticed_within_a_few_steps() -> None:
-    acceptance, arm = Acceptance(), Strategy("learned", 4, 1, 4)
+    acceptance, arm = AcceptanceModel(), Strategy("learned", 4, 1, 4)
     for _ in range(100):
         acceptance.observe(arm, [4] * 64)
     for _ in range(10):
@@ -361,7 +362,7 @@ def test_a_large_batch_whose_texts_change_is_noticed_within_a_few_steps() -> Non
 
 
 def test_one_sequence_that_is_judged_in_hindsight_does_not_outweigh_what_64_have_shown() -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceModel()
     for _ in range(100):
         acceptance.observe(Hindsight.STRATEGY, [2] * 64)
     before = expected(acceptance, Hindsight.STRATEGY, 64)[0]
@@ -407,8 +408,8 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
 def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it() -> None:
     arm = Strategy("learned", 4, 1, 4)
     chance = 0.6 / (2 - 0.6)  # of a token that is drawn with the same noise, at an overlap of 0.6
-    assert expected(Acceptance(0.6), Strategy("learned", 1, 1, 1))[0] == pytest.approx(1 + chance)
-    expectations = [expected(Acceptance(recorded), arm)[0] for recorded in (0.1, None, 0.9)]
+    assert expected(AcceptanceModel(0.6), Strategy("learned", 1, 1, 1))[0] == pytest.approx(1 + chance)
+    expectations = [expected(AcceptanceModel(recorded), arm)[0] for recorded in (0.1, None, 0.9)]
     assert expectations[0] < 1.3
     assert expectations == sorted(expectations)
     for recorded, is_off in ((0.02, True), (0.85, False)):
@@ -417,7 +418,7 @@ def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it
             CostModel(ARMS, acceptance=recorded),
         )
         assert (Strategy.OFF in play(tuner, machine, [4] * 8)[3:]) is is_off
-    wrong = Acceptance(0.9)
+    wrong = AcceptanceModel(0.9)
     for _ in range(60):
         wrong.observe(arm, [0, 0, 0, 0])
     assert expected(wrong, arm)[0] < 1.1, "what is seen outweighs it"
@@ -426,7 +427,7 @@ def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it
 def test_a_depth_that_is_hardly_reached_is_not_trusted_for_what_it_once_was() -> None:
     """Everything repeats for 200 steps, then nothing: the depths beyond the first, which few come to now,
     are doubted, too."""
-    acceptance = Acceptance()
+    acceptance = AcceptanceModel()
     for step in range(500):
         acceptance.observe(Hindsight.STRATEGY, [15 if step < 200 else step % 10 == 0])
     assert expected(acceptance, Hindsight.STRATEGY, 1)[0] < 2.6, (
@@ -449,9 +450,7 @@ def test_counters_of_another_form_leave_costs_as_they_are() -> None:
         assert tuner.choose(BatchState(4, 200.0, 0, 0)) == Strategy.OFF
 
 
-def test_after_three_steps_off_something_is_tried_if_enough_is_left_to_pay_for_what_the_drafter_must_read_first() -> (
-    None
-):
+def test_after_three_steps_off_an_arm_is_tried_if_what_is_left_pays_for_what_its_drafter_must_read() -> None:
     tuner, machine = CostModel(ARMS), Machine({"learned": 0.9, "ngram": 0.1, "hybrid": 0.9}, 25.0)
     assert play(tuner, machine, [4] * 3) == [Strategy.OFF] * 3
     for num_left, is_off in ((2.0, True), (500.0, False)):
