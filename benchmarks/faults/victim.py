@@ -56,7 +56,7 @@ MOMENTS = {
     "spot training": "tlt.drafter.training.spot:SpotTrainer.micro_step",
     "scoring": "tlt.rewards.pool:RewardPool.drain",
     "averaging": "tlt.assembly.drafter:average_weighted",
-    "measuring": "tlt.drafter.watch:DrafterWatch.end_step",
+    "measuring": "tlt.rollout.watched_drafter:WatchedDrafter.check",
     "update": "tlt.rl.update:PolicyTrainer._accumulate",
     "optimizer step": "tlt.rl.update:PolicyTrainer._optimizer_step",
     "publication": "tlt.engine.engine:RolloutEngine.load_policy_parts",

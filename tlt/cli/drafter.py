@@ -164,9 +164,10 @@ def train(options: DrafterTrain) -> Record:
         from tlt.assembly.drafter import build_draft_model
         from tlt.assembly.model import load_model
         from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
+        from tlt.drafter.model import DraftModel, drafter_shape
         from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
-        from tlt.drafter.training.offline import OfflineSettings, new_drafter, train_offline
+        from tlt.drafter.training.offline import OfflineSettings, train_offline
         from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, choose_by
         from tlt.hf.config import load_model_config
         from tlt.hf.weights import content_hash
@@ -178,7 +179,7 @@ def train(options: DrafterTrain) -> Record:
     stored = None if options.init is None else load_drafter(resolve_model(options.init), config, tensors)
     preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
     if stored is None:
-        model = new_drafter(config, preset, options.seed)
+        model = DraftModel(drafter_shape(config, preset.method)).initialize(options.seed)
     else:
         model = build_draft_model(stored, torch.device("cpu"))
     check_wanted(options.draft_vocab, model.config)

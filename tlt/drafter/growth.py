@@ -1,10 +1,10 @@
-"""Grows a drafter along with its target (hf/growth.py), so that it proposes the same tokens at the price of
-the geometry.
+"""Grows a drafter along with its target (hf/growth.py). It proposes the same tokens, at the cost of the
+larger geometry.
 
-fc    (embedding ‖ hidden) e + e → E + E    both halves keep their place in their half; the constant is passed on, so that
-                                            the head never proposes an unused id
-layer                                       as the target's
-d2t   ids that it can propose               stay; t2d knows that the further ids are none of them
+    fc       (embedding ‖ hidden), e + e → E + E: each half grows in place; the constant is passed on, so that
+             the head never proposes an unused id
+    layer    as the target's
+    d2t      unchanged; t2d marks the added ids as not proposed
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from tlt.types import UserError
 
 
 def grow_shape(shape: DrafterShape, target: ModelConfig) -> DrafterShape:
-    """Returns the shape of a drafter of this shape for a grown target. Raises UserError where it does not
+    """Returns the shape of the drafter for a grown target. UserError where a drafter of this shape cannot
     grow."""
     if shape.method != "eagle" or shape.owns_head or shape.has_bias:
+        is_eagle = shape.method == "eagle"
         kind = (
             "an eagle drafter with a head or bias of its own"
-            if shape.method == "eagle"
+            if is_eagle
             else f"a drafter of form {shape.method}"
         )
         raise UserError(
@@ -38,17 +39,16 @@ def grow_shape(shape: DrafterShape, target: ModelConfig) -> DrafterShape:
     grown = drafter_shape(target, "eagle", shape.draft_vocab_size if shape.is_reduced else None)
     check_room(shape.layer, Geometry("the geometry", grown.layer))
     eps = shape.layer.rms_norm_eps * shape.layer.hidden_size / target.hidden_size
-    theta, scaling = shape.layer.rope_theta, shape.layer.rope_scaling
-    return replace(
-        grown, layer=replace(grown.layer, rms_norm_eps=eps, rope_theta=theta, rope_scaling=scaling)
-    )
+    rope_theta, rope_scaling = shape.layer.rope_theta, shape.layer.rope_scaling
+    layer = replace(grown.layer, rms_norm_eps=eps, rope_theta=rope_theta, rope_scaling=rope_scaling)
+    return replace(grown, layer=layer)
 
 
 def grow_drafter(
     small: StoredDrafter, target: ModelConfig, dtype: torch.dtype, noise: float = NOISE
 ) -> StoredDrafter:
-    """Returns the drafter for a grown target. Of what its writer noted only the acceptance is kept, for it
-    stays the same."""
+    """Returns the drafter for a grown target. Of the facts about its origin only the acceptance is kept,
+    because it stays the same."""
     shape, grown = small.config, grow_shape(small.config, target)
     widening, amount, prefix = Widening(shape.layer, grown.layer), Noise(noise, dtype), shape.layer_name + "."
     layer = {
@@ -56,14 +56,10 @@ def grow_drafter(
     }
     tensors = {prefix + name: widening.grow(name, layer, amount, f"drafter.{name}") for name in layer}
     tensors["fc.weight"] = _grow_fc(small.tensors["fc.weight"], widening, amount)
+    added = (0, target.vocab_size - shape.layer.vocab_size)
     if shape.is_reduced:
-        unused = torch.zeros(target.vocab_size - shape.layer.vocab_size, dtype=torch.bool)
-        tensors |= {"d2t": small.tensors["d2t"], "t2d": torch.cat([small.tensors["t2d"], unused])}
-    counts_V = (
-        None
-        if small.counts_V is None
-        else F.pad(small.counts_V, (0, target.vocab_size - shape.layer.vocab_size))
-    )
+        tensors |= {"d2t": small.tensors["d2t"], "t2d": F.pad(small.tensors["t2d"], added)}
+    counts_V = None if small.counts_V is None else F.pad(small.counts_V, added)
     about = {} if small.acceptance is None else {"acceptance": small.acceptance}
     return StoredDrafter(grown, tensors, about, counts_V)
 

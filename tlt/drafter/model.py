@@ -1,15 +1,17 @@
-"""The one-layer drafter: its shape, its trainable and its packed copy, and how tokens are aligned with the
+"""The one-layer drafter: its shape, its trainable and its packed copy, and the alignment of tokens with the
 target's features.
 
     pair t:  embedding(token t+1), hidden t ─▶ one decoder layer ─▶ hidden t+1 ─ head ─▶ token t+2
 
-    eagle    hidden t = feature t, the output of the target's final norm         fc joins it with the embedding
-    eagle3   hidden t = fc(residual sums of three of the target's layers at t)   attention reads norm(embedding) ‖ norm(hidden)
+    eagle    hidden t = feature t, the output of the target's final norm
+             fc joins it with the embedding
+    eagle3   hidden t = fc(residual sums of three of the target's layers at t)
+             attention reads norm(embedding) ‖ norm(hidden)
 
-A pair has the rotary position t. While drafting, the drafter's own hidden state takes the place of one
-made from the target's features. `eagle` (arXiv 2401.15077) applies the target's head to it directly;
-`eagle3` (arXiv 2503.01840) through a norm of its own. The drafter borrows the target's embedding and head;
-it cannot change them. Nothing here knows how drafts are made or how a drafter is trained.
+Pair t has the rotary position t. While drafting, the drafter reads its own hidden state in place of one
+made from the target's features. `eagle` (arXiv 2401.15077) applies the target's head to the hidden state;
+`eagle3` (arXiv 2503.01840) applies a norm of its own first. The drafter borrows the target's embedding and
+head, and never changes them.
 """
 
 from __future__ import annotations
@@ -42,30 +44,24 @@ TOKEN_AHEAD = 1
 """Pair t joins feature t with token t + TOKEN_AHEAD, and predicts the feature of that token."""
 
 FIRST_PREDICTED = TOKEN_AHEAD + 1
-"""The feature of a token tells the token after it. So pair t predicts token t + FIRST_PREDICTED, and the
-first tokens of a sequence, before FIRST_PREDICTED, are predicted by no pair."""
-
-
-def num_predicted(num_prompt: int, num_tokens: int) -> int:
-    """Returns how many response tokens pairs predict in a sequence of `num_tokens` that begins with a
-    prompt."""
-    return num_tokens - max(num_prompt, FIRST_PREDICTED)
+"""Pair t predicts token t + FIRST_PREDICTED: the feature of a token gives the distribution of the next
+one. No pair predicts the tokens at positions below FIRST_PREDICTED."""
 
 
 def predicts_response(num_prompt: int, start: int, num_tokens: int) -> Tensor:
-    """Returns bool[num_tokens - 1]: whether each pair of a window predicts a response token. The window
-    holds `num_tokens` tokens with their features, from position `start` of a sequence whose response
-    begins at `num_prompt`."""
-    predicted = torch.arange(start + FIRST_PREDICTED, start + num_tokens - TOKEN_AHEAD + FIRST_PREDICTED)
-    return predicted >= num_prompt
+    """Returns bool[num_tokens - 1]: whether each pair of a window predicts a response token. The window holds
+    `num_tokens` tokens from position `start` on, of a sequence whose response begins at `num_prompt`."""
+    return torch.arange(num_tokens - TOKEN_AHEAD) + start + FIRST_PREDICTED >= num_prompt
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """The places of the pairs of several packed sequences, as indices into their flat tokens and features.
+    """The M pairs of several packed sequences.
 
-    lengths: pairs of each sequence. Of pair m: `feature_index_M` of its feature, `token_index_M` of the
-        token it reads, `positions_M` its rotary position, which starts at 0 in every sequence.
+    lengths: pairs of each sequence.
+    feature_index_M: index of each pair's feature among the packed features.
+    token_index_M: index of the token that each pair reads among the packed tokens.
+    positions_M: rotary position of each pair, from 0 in every sequence.
     """
 
     lengths: tuple[int, ...]
@@ -74,9 +70,9 @@ class Alignment:
     positions_M: Tensor
 
     def ahead(self, num_steps: int) -> tuple[Tensor, Tensor]:
-        """Returns (token index, whether it exists) of the pairs after each has drafted `num_steps` times:
-        a pair then reads the token that many places further on, and predicts its feature. Beyond a
-        sequence's end its last token stands in."""
+        """Returns (index, whether it exists) of the token that each pair reads after it has drafted
+        `num_steps`
+        times: the token as many places further on. Beyond its end, a sequence's last token stands in."""
         lengths_S = torch.tensor(self.lengths, device=self.token_index_M.device)
         last_S = lengths_S.cumsum(0) + torch.arange(len(lengths_S), device=lengths_S.device)
         last_M = torch.repeat_interleave(last_S, lengths_S, output_size=len(self.token_index_M))
@@ -85,10 +81,8 @@ class Alignment:
 
 
 def align(lengths: Sequence[int], device: torch.device | str = "cpu") -> Alignment:
-    """Returns the pairs of sequences packed one after the other; a sequence of n tokens has n - 1 pairs.
-
-    device: that of the indices returned.
-    """
+    """Returns the pairs of packed sequences of these lengths, as indices on the device. A sequence of n
+    tokens has n - 1 pairs."""
     features, positions, start = [], [], 0
     for length in lengths:
         pairs = torch.arange(length - TOKEN_AHEAD, device=device)
@@ -106,16 +100,15 @@ def align(lengths: Sequence[int], device: torch.device | str = "cpu") -> Alignme
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """The shape of a drafter: everything that its tensors' names and sizes follow from.
+    """The shape of a drafter, which determines the names and sizes of its tensors.
 
-    layer: geometry of its one decoder layer, of Llama form; its vocabulary is the target's.
-    capture: the target's layers whose inputs it reads at a position; the number of layers stands for the
-        features, the output of the final norm.
-    draft_vocab_size: how many tokens it can propose. Where these are fewer than the target has, the tensor
-        d2t says which.
-    owns_head: it brought a head of its own (a foreign drafter); otherwise it uses the rows of the target's
-        current head.
-    has_bias: fc adds a bias (a foreign drafter; ours have none, because vLLM's has none).
+    layer: geometry of its decoder layer, of Llama form; the vocabulary is the target's.
+    capture: the target's layers whose inputs it reads at a position. The target's number of layers stands for
+        the features, the output of the final norm.
+    draft_vocab_size: tokens it can propose. If they are fewer than the target's, the tensor d2t lists them.
+    owns_head: whether it has its own head, as foreign drafters may; otherwise it uses rows of the target's
+        head.
+    has_bias: whether fc has a bias, as in foreign drafters. Ours have none, because vLLM's has none.
     """
 
     method: Method
@@ -127,7 +120,7 @@ class DrafterShape:
 
     @property
     def feature_size(self) -> int:
-        """Numbers that the drafter reads of the target at a position."""
+        """Numbers that it reads of the target at a position."""
         return len(self.capture) * self.layer.hidden_size
 
     @property
@@ -136,64 +129,48 @@ class DrafterShape:
 
     @property
     def can_choose(self) -> bool:
-        """Whether the tokens to propose can be chosen: a head or a vocabulary of its own leaves no choice."""
+        """Whether the tokens it proposes can be chosen: its own head or vocabulary fixes them."""
         return not (self.owns_head or self.is_reduced)
 
     @property
     def layer_name(self) -> str:
-        """Prefix of the names of the layer's tensors."""
+        """Prefix of the layer's tensor names."""
         return "layers.0" if self.method == "eagle" else "midlayer"
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
-        """Names of the norms before attention; EAGLE has none, its attention reads the output of fc as it
-        is."""
+        """Names of the norms before attention. EAGLE has none: its attention reads the output of fc."""
         return () if self.method == "eagle" else ("input_layernorm", "hidden_norm")
 
     @property
     def fc_size(self) -> int:
-        """Width of the input of fc: embedding and feature, or what all captured layers hold."""
+        """Input width of fc: embedding and feature, or all captured layers."""
         return 2 * self.layer.hidden_size if self.method == "eagle" else self.feature_size
 
 
 def drafter_shape(
     target: ModelConfig, method: Method = "eagle", draft_vocab_size: int | None = None
 ) -> DrafterShape:
-    """Returns the shape of a drafter for the target. Its layer has the target's sizes, and Llama's form
-    whatever the target's family, because other engines serve no other form."""
+    """Returns the shape of a drafter for the target. Its layer has the target's sizes, but always Llama's
+    form: other engines serve no other."""
     layer = dataclasses.replace(target, architecture="llama", num_layers=1, tie_embeddings=True)
     capture = (target.num_layers,) if method == "eagle" else capture_layers(target.num_layers)
     return DrafterShape(method, layer, capture, draft_vocab_size or target.vocab_size)
 
 
 def training_capture(config: DrafterShape, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers to capture for training (see `Captured`): those that the drafter reads, then the
-    target's features, which give the distribution to match. `num_layers`: the target's."""
+    """Returns the layers to capture for training: those that the drafter reads, then `num_layers`, the
+    target's features, which give the distribution to match. EAGLE reads the features themselves, captured
+    once.
+
+        columns    │ inputs of the layers that the drafter reads │ the target's features │
+    """
     return config.capture if config.capture[-1] == num_layers else (*config.capture, num_layers)
 
 
-@dataclass(frozen=True)
-class Captured:
-    """Names for the columns of what was captured for training: views of one tensor of M positions, without a
-    copy.
-
-        layers of `training_capture`    │ inputs of the layers that the drafter reads │ the target's features │
-        views                             read_MF                                       feature_ME
-
-    For `eagle`, which reads the features themselves, both views are the whole tensor.
-    """
-
-    read_MF: Tensor
-    feature_ME: Tensor
-
-    @classmethod
-    def of(cls, columns_MF: Tensor, config: DrafterShape) -> Captured:
-        return cls(columns_MF[:, : config.feature_size], columns_MF[:, -config.layer.hidden_size :])
-
-
 def capture_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns an early, a middle and a late layer, the defaults of vLLM and SGLang; in a short model,
-    nearer its ends."""
+    """Returns an early, a middle and a late layer: the defaults of vLLM and SGLang, or nearer the ends of
+    a model with few layers."""
     if num_layers < 4:
         raise UserError(
             f"an eagle3 drafter reads three layers; this model has only {num_layers}, so use eagle"
@@ -202,8 +179,8 @@ def capture_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class DraftModel(nn.Module):
-    """The trainable drafter. `state_dict()` has the names that vLLM's EAGLE loaders read. Neither a draft
-    vocabulary nor a head of its own is ever trained."""
+    """The trainable drafter. `state_dict()` has the names that vLLM's EAGLE loaders read. Its own draft
+    vocabulary and head, if any, are never trained."""
 
     d2t: Tensor
     t2d: Tensor
@@ -227,9 +204,9 @@ class DraftModel(nn.Module):
         self._rope: Rope | None = None
 
     def initialize(self, seed: int) -> DraftModel:
-        """Sets random weights drawn from the seed. fc starts near "pass on the feature" (of the latest
-        layer captured), so that training starts near copying. A reduced draft vocabulary starts as the
-        lowest ids."""
+        """Draws random weights from the seed and returns the model. fc starts near the identity on the
+        latest captured layer, so that training starts near copying the feature. A reduced draft vocabulary
+        starts as the lowest ids."""
         randomize_matrices(self, seed)
         size = self.config.layer.hidden_size
         with torch.no_grad():
@@ -239,21 +216,20 @@ class DraftModel(nn.Module):
         return self
 
     def set_vocabulary(self, token_ids: Tensor) -> None:
-        """Sets the tokens that can be proposed. token_ids: int64[draft vocabulary], rising."""
+        """Sets the tokens to propose: int64[draft vocabulary], ascending."""
         self.d2t.copy_(token_ids - torch.arange(len(token_ids)))
         self.t2d.zero_()[token_ids] = True
 
     def fuse(self, features_MF: Tensor) -> Tensor:
-        """Returns the hidden states [M, E] that stand for what was captured; the first columns of it are
-        read (`Captured`)."""
+        """Returns the hidden states [M, E] made from the captured columns; those beyond `feature_size` are
+        not read."""
         features_MF = features_MF[..., : self.config.feature_size]
         return features_MF if self.config.method == "eagle" else self.fc(features_MF)
 
     def forward(
         self, embeddings_ME: Tensor, hidden_ME: Tensor, positions_M: Tensor, attend: Attend
     ) -> Tensor:
-        """Returns the drafter's next hidden_ME: its prediction of the features of the tokens that were
-        embedded."""
+        """Returns the next hidden_ME: the predicted features of the embedded tokens."""
         self._rope = Rope.matching(hidden_ME, self.config.layer, self._rope)
         rope, pair = self._rope.at(positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
         if self.config.method == "eagle":
@@ -263,22 +239,22 @@ class DraftModel(nn.Module):
         return hidden
 
     def logits(self, hidden_ME: Tensor, head_VE: Tensor) -> Tensor:
-        """Returns logits [M, draft vocabulary]; head_VE holds the rows of the draft vocabulary."""
+        """Returns logits [M, draft vocabulary]. head_VE: the head's rows of the draft vocabulary."""
         return F.linear(self.norm(hidden_ME) if self.config.method == "eagle3" else hidden_ME, head_VE)
 
     def restrict(self, rows_V: Tensor) -> Tensor:
-        """Returns those rows of the target's vocabulary that belong to the draft vocabulary."""
+        """Returns the rows of the draft vocabulary, of a tensor with a row per token of the target."""
         return rows_V[draft_token_ids(self.d2t)] if self.config.is_reduced else rows_V
 
 
 def draft_token_ids(d2t: Tensor) -> Tensor:
-    """Returns the target's id of each draft token; `d2t` holds the differences between the two ids."""
+    """Returns the target's id of each draft token. d2t: target id minus draft id."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def find_mismatch(config: DrafterShape, tensors: Mapping[str, Tensor]) -> str | None:
-    """Returns what is wrong with the first tensor, by name, that is missing, unexpected or of another
-    shape; None: nothing."""
+    """Returns a description of the first tensor, by name, that is missing, unexpected or of another shape;
+    None if all match."""
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in DraftModel(config).state_dict().items()}
     for name in sorted(expected.keys() | tensors.keys()):
@@ -302,7 +278,7 @@ class PackedDrafter:
         self.gain_E = torch.ones(size, dtype=dtype, device=self.device)
         has_rows = config.owns_head or config.is_reduced
         self.head = PackedLinear(size, config.draft_vocab_size, dtype, self.device) if has_rows else None
-        self.token_ids: Tensor | None = None  # that it can propose; None: all of the target's
+        self.token_ids: Tensor | None = None  # the tokens it can propose; None: all of the target's
         self.rope = Rope(config.layer, dtype, self.device)
         self.version = -1
         self._head_version = -1
@@ -321,32 +297,31 @@ class PackedDrafter:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies the weights of a drafter. RuntimeError, before anything changes, unless exactly its
-        tensors arrive."""
+        """Copies a drafter's weights in. RuntimeError, before anything changes, if a tensor is missing,
+        unexpected or of another shape."""
         if (mismatch := find_mismatch(self.config, tensors)) is not None:
             raise RuntimeError(f"drafter: {mismatch}")
-        self.fc.load(
-            tensors["fc.weight"].detach(), tensors["fc.bias"].detach() if self.config.has_bias else None
-        )
+        tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.fc.load(tensors["fc.weight"], tensors.get("fc.bias"))
         self.layer.load(tensors, self.config.layer_name + ".")
         if self.config.method == "eagle3":
-            self.gain_E.copy_(self.norm.load(tensors["norm.weight"].detach()))
+            self.gain_E.copy_(self.norm.load(tensors["norm.weight"]))
         if self.config.is_reduced:
             self.token_ids = draft_token_ids(tensors["d2t"].to(self.device))
         if self.config.owns_head:
             assert self.head is not None
-            self.head.load(tensors["lm_head.weight"].detach())
+            self.head.load(tensors["lm_head.weight"])
         self.version, self._head_version = version, -1
 
     @property
     def num_proposed(self) -> int:
-        """Tokens that it can propose."""
+        """Number of tokens it can propose."""
         return self.config.draft_vocab_size if self.token_ids is None else len(self.token_ids)
 
     def choose(self, token_ids: Tensor | None) -> None:
-        """Sets the tokens that it proposes from now on, rising; None: all. No weight changes: it ranks
-        with these rows of the target's head."""
-        assert self.config.can_choose, "its folder has fixed them"
+        """Sets the tokens it proposes from now on, ascending; None: all. No weight changes: it ranks with
+        these rows of the target's head."""
+        assert self.config.can_choose, "its folder fixes them"
         if token_ids is None:
             self.head = None
         elif self.head is None or self.head.shape[0] != len(token_ids):
@@ -355,7 +330,7 @@ class PackedDrafter:
         self._head_version = -1
 
     def fuse(self, features_NF: Tensor) -> Tensor:
-        """Like `DraftModel.fuse`; so are the two methods below."""
+        """Computes `DraftModel.fuse`; the two methods below correspond likewise."""
         features_NF = features_NF[..., : self.config.feature_size]
         return features_NF if self.config.method == "eagle" else self.fc(features_NF)
 
@@ -368,8 +343,7 @@ class PackedDrafter:
         return run_layer(self.layer, 0, hidden_NE, rope, attend, pair_NI)
 
     def logits(self, hidden: Tensor, target: PackedTransformer) -> Tensor:
-        """Returns logits [..., draft vocabulary]; rows borrowed from the target's head are those of its
-        current version."""
+        """Returns logits [..., draft vocabulary]. Borrowed rows are those of the target's current head."""
         if self.config.method == "eagle3":
             hidden = self.norm(hidden)
             if self.norm.is_folded:

@@ -10,14 +10,13 @@ import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
 from tlt.drafter.measure import distribution
-from tlt.drafter.model import DraftModel
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.offline import (
     WEAK_ACCEPTANCE,
     OfflineSettings,
     OfflineSummary,
     measure_acceptance,
-    new_drafter,
     train_offline,
 )
 from tlt.models.attention import PackedCausal
@@ -48,7 +47,7 @@ def make_sharp_target() -> PackedTransformer:
 def train(
     target: PackedTransformer, rollouts: list[Rollout], preset: str = "hass", **changes: float
 ) -> OfflineSummary:
-    model = new_drafter(CONFIG, PRESETS[preset], seed=0)
+    model = DraftModel(drafter_shape(CONFIG, PRESETS[preset].method)).initialize(0)
     return train_offline(
         model, target, PRESETS[preset], rollouts, replace(SETTINGS, **changes), lambda share, loss: None
     )
@@ -58,7 +57,7 @@ def test_whoever_waits_is_told_how_far_reading_and_training_are() -> None:
     told: list[tuple[float, float | None]] = []
     preset, target = PRESETS["hass"], pack(POLICY)
     train_offline(
-        new_drafter(CONFIG, preset, 0),
+        DraftModel(drafter_shape(CONFIG)).initialize(0),
         target,
         preset,
         make_rollouts(4, 20),
@@ -77,7 +76,7 @@ def test_whoever_waits_is_told_how_far_reading_and_training_are() -> None:
 def test_acceptance_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
     """Against forwards of the trainable models, one response at a time."""
     rollouts = make_rollouts(3, 20)
-    model: DraftModel = new_drafter(CONFIG, PRESETS["hass"], seed=1).double()
+    model: DraftModel = DraftModel(drafter_shape(CONFIG)).initialize(1).double()
     total = count = 0.0
     for rollout in rollouts:
         tokens = torch.tensor([*rollout.prompt_ids, *rollout.token_ids])
@@ -118,7 +117,7 @@ def test_responses_to_prompts_of_one_token_train_a_drafter_that_is_not_measured(
 
 def test_a_drafter_whose_outputs_are_not_finite_is_an_error() -> None:
     rollouts = make_rollouts(2, 12)
-    model = new_drafter(CONFIG, PRESETS["hass"], seed=0)
+    model = DraftModel(drafter_shape(CONFIG)).initialize(0)
     with torch.no_grad():
         model.fc.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):

@@ -1,13 +1,14 @@
 """The buffer of responses that the drafter is trained on: this step's, and the longest of the step before
 (one-step-off).
 
-Responses that finish early are short, and the longest lie on the replica that generates to the end. So after
-every step the longest responses of all ranks stay for the next one. A response brings the features that were
-captured while it was generated; they are used while the policy that made them is current, and then recomputed
-by whoever trains. The buffer knows neither drafter nor target.
+Responses that finish early are short, and the replica that generates longest has the longest ones. So after
+every step, the longest responses of all ranks stay for the next. A response may come with the features
+captured while it was generated. They serve while their policy is current; then the trainer recomputes them.
 
-    oldest ─▶ tokens  tokens  tokens+features  tokens+features  tokens+features ◀─ latest        all within max_bytes
-              over the limit, the oldest features leave first (they can be recomputed), then the oldest tokens
+    oldest ─▶ tokens  tokens  tokens+features  tokens+features  tokens+features ◀─ latest
+
+Beyond max_bytes, the oldest features are dropped first, since they can be recomputed, then the oldest
+tokens.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.drafter.model import FIRST_PREDICTED, TOKEN_AHEAD, num_predicted, predicts_response
+from tlt.drafter.model import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
 from tlt.types import Rollout
 
 TOKEN_ID_BYTES = 8
 """Bytes counted for a token id in a tuple."""
 
 NO_POLICY = -1
-"""Version of the policy of features that do not exist."""
+"""The policy version of features that do not exist."""
 
 _MIN_WINDOW = 3
-"""Tokens of the shortest window drawn, unless a trajectory has fewer."""
+"""Tokens of the shortest window, unless a trajectory has fewer."""
 
 
 @dataclass(eq=False)
 class Trajectory:
     """One response with its prompt.
 
-    features_TF: what was captured of the target at its first T tokens (all but the last are needed), columns
-        as the drafter's trainer wants them; None: never captured, or dropped to make room.
-    policy_version: version of the policy that made the features, also of dropped ones; NO_POLICY: there never
-        were any.
-    is_captured: the features come from the engine's own forwards, not from a recomputation.
+    features_TF: what was captured of the target at its first T tokens, all but the last, in the columns of
+        `model.training_capture`; None: never captured, or dropped to make room.
+    policy_version: version of the policy that made the features, dropped ones included; NO_POLICY: never
+        captured.
+    is_captured: whether the engine captured the features while generating; otherwise they were recomputed.
     """
 
     token_ids: tuple[int, ...]
@@ -51,27 +52,27 @@ class Trajectory:
 
     @property
     def num_usable(self) -> int:
-        """Number of tokens that have a feature: the last one never went through the target."""
+        """Number of tokens with a feature: all but the last, which the target never read."""
         return len(self.token_ids) - 1
 
     @property
     def num_predicted(self) -> int:
-        """Number of response tokens that a pair predicts: what there is to learn. The prompt is only read."""
-        return num_predicted(self.num_prompt, len(self.token_ids))
+        """Number of response tokens that pairs predict. The prompt is only read."""
+        return len(self.token_ids) - max(self.num_prompt, FIRST_PREDICTED)
 
     @property
     def num_bytes(self) -> int:
-        return TOKEN_ID_BYTES * len(self.token_ids) + (
-            0 if self.features_TF is None else self.features_TF.nbytes
-        )
+        features_bytes = 0 if self.features_TF is None else self.features_TF.nbytes
+        return TOKEN_ID_BYTES * len(self.token_ids) + features_bytes
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """Windows of several trajectories, packed, with M pairs of token and feature (see model.py).
 
-    token_ids_N, captured_NF: token ids, and what was captured of the target at each (columns as in
-        `model.Captured`; on the target's device, all else on the CPU).
+    token_ids_N: their tokens.
+    captured_NF: what was captured of the target at each, in the columns of `model.training_capture`; on the
+        target's device, all else on the CPU.
     lengths: tokens of each window.
     weight_M: 1 where a pair predicts a response token, else 0.
     num_captured: pairs whose features the engine captured while generating.
@@ -93,17 +94,17 @@ class PackedBatch:
 
 
 def is_trainable(rollout: Rollout) -> bool:
-    """Returns whether any pair of the response with its prompt predicts a token."""
+    """Returns whether a pair of the response with its prompt predicts a token."""
     return len(rollout.prompt_ids) + len(rollout.token_ids) > FIRST_PREDICTED
 
 
 class TrajectoryBuffer:
-    """Trajectories in the order in which their tokens or features came, the latest last; bounded by bytes."""
+    """Trajectories of at most `max_bytes`, ordered by when their tokens or features came, the latest last."""
 
     def __init__(self, max_bytes: int, seed: int = 0) -> None:
         self.max_bytes = max_bytes
         self.trajectories: list[Trajectory] = []
-        self._carried: list[Trajectory] = []  # those that the step started with
+        self._carried: list[Trajectory] = []  # the ones that the step started with
         self.random = random.Random(seed)
 
     def __len__(self) -> int:
@@ -118,7 +119,7 @@ class TrajectoryBuffer:
         return sum(t.num_bytes for t in self.trajectories)
 
     def add(self, rollout: Rollout, features_TF: Tensor | None = None) -> None:
-        """Adds a response and, where they were captured, its features under `rollout.policy_version`. A
+        """Adds a response and its features, if they were captured under `rollout.policy_version`. A
         response that is not trainable is left out."""
         if not is_trainable(rollout):
             return
@@ -131,8 +132,8 @@ class TrajectoryBuffer:
         self._make_room()
 
     def renew(self, trajectory: Trajectory) -> None:
-        """Makes a trajectory the latest, because its features have just been recomputed; it may have been
-        dropped meanwhile."""
+        """Makes a trajectory the latest after its features were recomputed. It may have been dropped
+        meanwhile."""
         self.trajectories = [*(t for t in self.trajectories if t is not trajectory), trajectory]
         self._make_room()
 
@@ -146,30 +147,27 @@ class TrajectoryBuffer:
             excess -= self.trajectories.pop(0).num_bytes
 
     def carry_over(self, rollouts: Sequence[Rollout], num_longest: int) -> None:
-        """Ends a step: keeps only the longest responses of all ranks, without features (those belong to
-        the policy that is being replaced)."""
+        """Ends a step: keeps only the longest responses of all ranks, without features, because their
+        policy is being replaced."""
         self.trajectories.clear()
-        longest = sorted(rollouts, key=lambda r: (-len(r.token_ids), r.problem_id, r.sample_index))[
-            :num_longest
-        ]
-        for rollout in reversed(longest):
+        longest_first = sorted(rollouts, key=lambda r: (-len(r.token_ids), r.problem_id, r.sample_index))
+        for rollout in reversed(longest_first[:num_longest]):
             self.add(rollout)
         self._carried = list(self.trajectories)
 
     def restore(self, carried: Iterable[tuple[tuple[int, ...], int]]) -> None:
-        """Starts a step with these trajectories, pairs of (token ids, length of the prompt) that were
-        carried over earlier."""
+        """Starts a step with the trajectories carried over earlier, as pairs (token ids, length of the
+        prompt)."""
         self.trajectories = [Trajectory(tuple(token_ids), num_prompt) for token_ids, num_prompt in carried]
         self._carried = list(self.trajectories)
 
     def abandon(self) -> None:
-        """Breaks a step off: drops what it added, and brings back what it started with, even what had to
-        make room."""
+        """Interrupts a step: drops what it added, and restores what it started with, even what was
+        dropped."""
         self.restore((t.token_ids, t.num_prompt) for t in self._carried)
 
     def ready(self, policy_version: int | None = None) -> list[Trajectory]:
-        """Returns the trajectories that can be trained on at once: those with features of this policy
-        (None: of any)."""
+        """Returns the trajectories that have features of this policy (None: of any)."""
         return [
             t
             for t in self.trajectories
@@ -177,25 +175,24 @@ class TrajectoryBuffer:
         ]
 
     def missing(self, policy_version: int) -> Trajectory | None:
-        """Returns the longest trajectory that never had features of this policy; None when there is none.
-        Features that had to make room are not asked for again while their policy is current: others as
-        good would have to leave for them."""
+        """Returns the longest trajectory that never had features of this policy; None if there is none.
+        Features dropped to make room are not asked for again while their policy is current: others would
+        be dropped for them."""
         stale = [t for t in self.trajectories if t.policy_version != policy_version]
         return max(stale, key=lambda t: len(t.token_ids), default=None)
 
     def sample(self, token_budget: int, policy_version: int | None = None) -> PackedBatch | None:
-        """Returns windows packed up to the budget, drawn so that every token is equally likely; None when no
+        """Returns windows packed up to the budget, drawn so that every token is equally likely; None if no
         trajectory has features.
 
-        A window lies anywhere in its trajectory where it predicts a response token; a trajectory that fits
+        A window lies anywhere in its trajectory where it predicts a response token. A trajectory that fits
         the budget is taken whole.
         """
         ready = self.ready(policy_version)
         if not ready:
             return None
-        weights = [
-            max(t.num_usable, token_budget) for t in ready
-        ]  # what is taken whole need not be drawn more often
+        # those taken whole are drawn equally often: each draw yields all of their tokens
+        weights = [max(t.num_usable, token_budget) for t in ready]
         tokens: list[int] = []
         features: list[Tensor] = []
         masks: list[Tensor] = []
@@ -206,9 +203,8 @@ class TrajectoryBuffer:
             trajectory = self.random.choices(ready, weights)[0]
             assert trajectory.features_TF is not None
             length = min(trajectory.num_usable, max(left, _MIN_WINDOW))
-            start = self.random.randint(
-                max(0, trajectory.num_prompt - length), trajectory.num_usable - length
-            )
+            first_start = max(0, trajectory.num_prompt - length)
+            start = self.random.randint(first_start, trajectory.num_usable - length)
             window = slice(start, start + length)
             tokens.extend(trajectory.token_ids[window])
             features.append(trajectory.features_TF[window])

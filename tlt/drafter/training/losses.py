@@ -1,5 +1,4 @@
-"""The loss of drafter training, and its presets: three published ways to train. Knows neither batches nor
-optimizers."""
+"""The loss of drafter training, and its presets: three published ways to train."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from tlt.drafter.model import Method
 class Preset:
     """A way to train a drafter.
 
-    name: as users know it.
-    method: the form of drafter that it is for.
-    unrolled_steps: steps that every pair drafts in training; from the second on the drafter reads its own
-        hidden state.
-    step_decay: weight of each step's loss relative to the step before.
+    name: as the configuration has it.
+    method: the form of drafter that it trains.
+    unrolled_steps: steps that every pair drafts in training; from the second on it reads its own hidden
+        state.
+    step_decay: weight of a step's loss relative to the step before.
     feature_weight: weight of Smooth L1 between the drafter's hidden state and the target's feature.
     distribution_weight: weight of the cross-entropy between the two distributions.
     """
@@ -36,10 +35,10 @@ class Preset:
 _PRESETS = (
     # EAGLE, arXiv 2401.15077, section 4.2: features, and 0.1 times the distribution.
     Preset("eagle", "eagle", 1, 1.0, 1.0, 0.1),
-    # HASS, arXiv 2408.15766, section 3.2: EAGLE's losses over three steps aligned with drafting. Its top-k
-    # loss is left out; the distribution counts in full, since 0.1 was worse (benchmarks/log.md).
+    # HASS, arXiv 2408.15766, section 3.2: EAGLE's losses over three steps aligned with drafting, without its
+    # top-k loss. The distribution counts in full, because 0.1 was worse (benchmarks/log.md).
     Preset("hass", "eagle", 3, 1.0, 1.0, 1.0),
-    # EAGLE-3, arXiv 2503.01840, section 3.2: the distribution alone, over seven steps; the decay is that of
+    # EAGLE-3, arXiv 2503.01840, section 3.2: the distribution alone, over seven steps. The decay is that of
     # its training code.
     Preset("eagle3", "eagle3", 7, 0.8, 0.0, 1.0),
 )
@@ -57,11 +56,11 @@ def draft_loss(
     weight_M: Tensor,
     preset: Preset,
 ) -> Tensor:
-    """Returns the mean loss of one step over the pairs that count.
+    """Returns the mean loss of one step over the pairs of weight 1.
 
     hidden_ME, logits_MV: the drafter's output.
     feature_ME, target_MV: the target's features and probabilities.
-    weight_M: 1 where the pair predicts a response token and 0 elsewhere; at least one must be 1.
+    weight_M: 1 where the pair predicts a response token, else 0; at least one must be 1.
     """
     loss_M = -preset.distribution_weight * (target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)
     if preset.feature_weight:

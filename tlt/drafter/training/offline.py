@@ -1,8 +1,6 @@
 """Offline training of a drafter: responses of a fixed model in, a trained drafter and a summary out.
 
-    responses ─▶ features of every token, from the target ─▶ optimizer steps on random windows ─▶ acceptance on a sample
-
-Knows neither where responses come from nor where the drafter is stored.
+responses ─▶ the target's features of every token ─▶ optimizer steps on random windows ─▶ acceptance
 """
 
 from __future__ import annotations
@@ -18,38 +16,37 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.measure import draw_counts, engine_logits, read_sample
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.model import DraftModel, PackedDrafter
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import Preset
 from tlt.drafter.training.spot import FeatureRecompute
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftVocabulary
-from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
 _RECOMPUTE_TOKENS = 128
-"""Tokens that go through the target at a time when features are computed."""
+"""Tokens that the target reads at a time to compute features."""
 
 _MEASURED_TOKENS = 2048
 """Response tokens on which the trained drafter is measured."""
 
 WEAK_ACCEPTANCE = 0.2
-"""Acceptance below which a drafter is called weak. At 0.2 even an endless chain yields no more than 1 / (1
-- 0.2) = 1.25 tokens per verification. On the shipped model the shipped drafter has 0.97, random ones have
-0.01 to 0.02."""
+"""Acceptance below which a drafter is called weak. At 0.2, even an endless chain yields at most 1 / (1 -
+0.2) = 1.25 tokens per verification. On the shipped model, the shipped drafter has 0.97 and random ones
+have 0.01 to 0.02."""
 
 
 @dataclass(frozen=True)
 class OfflineSettings:
     """The settings of offline training.
 
-    epochs: passes over all tokens, prompts included; fractions are allowed.
-    learning_rate: its highest value; it rises over the first 5 % of the tokens and falls to 0 over the second
+    epochs: passes over all tokens, prompts included; may be a fraction.
+    learning_rate: the highest value; it rises over the first 5 % of the tokens and falls to 0 over the second
         half.
-    tokens_per_step: tokens of one optimizer step, at most.
-    seed: of the windows that are drawn.
-    temperature: at which the responses were drawn, and drafts will be judged.
+    tokens_per_step: most tokens of one optimizer step.
+    seed: of the random windows.
+    temperature: at which the responses were drawn, and acceptance is measured.
     """
 
     epochs: float
@@ -63,12 +60,12 @@ class OfflineSettings:
 class OfflineSummary:
     """The result of offline training.
 
-    loss: that of the last step.
-    acceptance: mean of sum_v min(p, q) over a sample of the response tokens (measure.py); None: no response
-        could be measured, because all prompts have one token only.
-    warning: one line for the user where the drafter came out weak; None: it did not.
-    draft_vocab: tokens that it was trained and measured with.
-    coverage: the part of the responses' tokens among them.
+    loss: of the last step.
+    acceptance: mean of sum_v min(p, q) over a sample of the response tokens (measure.py); None: not measured,
+        because all prompts have one token only.
+    warning: one line for the user if the drafter is weak; None: it is not.
+    draft_vocab: size of the draft vocabulary in training and measurement.
+    coverage: share of the responses' tokens in the draft vocabulary.
     """
 
     tokens: int
@@ -79,11 +76,6 @@ class OfflineSummary:
     warning: str | None
     draft_vocab: int
     coverage: float
-
-
-def new_drafter(target: ModelConfig, preset: Preset, seed: int) -> DraftModel:
-    """Makes a random drafter of the preset's form for the target."""
-    return DraftModel(drafter_shape(target, preset.method)).initialize(seed)
 
 
 def train_offline(
@@ -98,9 +90,9 @@ def train_offline(
     """Trains `model` in place on the responses, at least one of which must be `is_trainable`, and measures it
     on them.
 
-    vocabulary: the tokens that it is trained to tell apart, and measured with; None: all, or its own.
-    on_progress: receives the share of the tokens that the target has read, without a loss; then, after
-        every step, that of the tokens trained on, and the loss.
+    vocabulary: the draft vocabulary of training and measurement; None: the whole, or the drafter's own.
+    on_progress: receives the share of the tokens that the target has read, with None; then, after every
+        step, the share of the tokens trained on, with the loss.
     """
     buffer = TrajectoryBuffer(sys.maxsize, settings.seed)
     for rollout in rollouts:
@@ -113,19 +105,23 @@ def train_offline(
     _compute_features(buffer, trainer, on_progress)
     while trainer.num_tokens < wanted:
         rate = settings.learning_rate * _warm_up_and_down(trainer.num_tokens / wanted)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = rate
+        trainer.optimizer.param_groups[0]["lr"] = rate
         batch = buffer.sample(settings.tokens_per_step)
-        assert batch is not None, "the buffer holds trajectories, and all have features"
+        assert batch is not None, "all trajectories have features"
         loss, num_steps = trainer.step(batch), num_steps + 1
         on_progress(trainer.num_tokens / wanted, loss)
     seconds = time.perf_counter() - begin
     rng = random.Random(settings.seed)
     acceptance = measure_acceptance(model, target, rollouts, settings.temperature, rng, token_ids)
-    size = model.config.draft_vocab_size if token_ids is None else len(token_ids)
-    coverage = 1.0 if vocabulary is None else vocabulary.coverage(rollouts)
     return OfflineSummary(
-        trainer.num_tokens, num_steps, seconds, loss, acceptance, _warning(acceptance), size, coverage
+        tokens=trainer.num_tokens,
+        steps=num_steps,
+        seconds=seconds,
+        loss=loss,
+        acceptance=acceptance,
+        warning=_warning(acceptance),
+        draft_vocab=model.config.draft_vocab_size if token_ids is None else len(token_ids),
+        coverage=1.0 if vocabulary is None else vocabulary.coverage(rollouts),
     )
 
 
@@ -138,8 +134,8 @@ def measure_acceptance(
     rng: random.Random,
     token_ids: Tensor | None = None,
 ) -> float | None:
-    """Returns the acceptance that the engine's copy of the drafter has on a random few of the responses;
-    None where none of them can be measured. FloatingPointError where the drafter's outputs are not finite."""
+    """Returns the acceptance of the drafter's packed copy on a random sample of the responses; None if no
+    response can be measured. FloatingPointError if the drafter's outputs are not finite."""
     counts = draw_counts(rollouts, _MEASURED_TOKENS, rng)
     if not counts:
         return None
@@ -161,8 +157,9 @@ def _warning(acceptance: float | None) -> str | None:
         return None
     return (
         f"this drafter is weak: at most {acceptance:.1%} of its guesses can be accepted, so it will hardly "
-        "speed anything up; "
-        "train it for more epochs, on more responses, or with smaller steps (--epochs, --samples, "
+        "speed "
+        "anything up; train it for more epochs, on more responses, or with smaller steps (--epochs, "
+        "--samples, "
         "--tokens-per-micro-step)"
     )
 
@@ -170,7 +167,7 @@ def _warning(acceptance: float | None) -> str | None:
 def _compute_features(
     buffer: TrajectoryBuffer, trainer: DrafterTrainer, on_progress: Callable[[float, float | None], None]
 ) -> None:
-    """Sends every response through the target once."""
+    """Computes the features of every response."""
     num_read = 0
     while (trajectory := buffer.missing(trainer.target.version)) is not None:
         on_progress(num_read / buffer.num_tokens, None)
@@ -181,5 +178,5 @@ def _compute_features(
 
 
 def _warm_up_and_down(progress: float) -> float:
-    """Returns the share of the highest learning rate at this share of the training."""
+    """Returns the learning rate at this share of the training, relative to its highest value."""
     return min(1.0, (progress + 0.005) / 0.05, (1.0 - progress) / 0.5 + 0.02)

@@ -1,13 +1,12 @@
-"""Drafter training in idle time (TLT, arXiv 2511.16665): one micro-step at a time, so that a processor that
-is needed for better work is free again within one of them.
+"""Drafter training in idle time (TLT, arXiv 2511.16665): one micro-step at a time, so that a preempted device
+is free again within one micro-step.
 
     SpotTrainer.run(should_stop):   while not should_stop():  micro-step
 
-A micro-step recomputes a chunk of features, or makes one optimizer step on a packed batch. It has as many
-tokens as fit a small share of a training step, by the seconds per token measured so far. A limit keeps the
-drafter from learning few responses by heart: once those that are ready have been gone through `max_passes`
-times within a step, only features are recomputed, until more are ready. Knows neither who else works nor
-why it is to stop.
+A micro-step recomputes a chunk of features, or takes one optimizer step on a packed batch. Its tokens fit
+a small share of a training step, by the seconds per token measured so far. To prevent overfitting to few
+responses, training goes at most `max_passes` times within a step through the responses with features;
+beyond that, only features are recomputed, until more responses are ready.
 """
 
 from __future__ import annotations
@@ -31,20 +30,21 @@ from tlt.speculative.tree import chain_mask
 from tlt.types import Rollout
 
 MIN_TOKENS = 128
-"""Smallest size of a micro-step, and the size before anything is measured."""
+"""Fewest tokens of a micro-step, and their number before anything is measured."""
 
 MICRO_STEP_SHARE = 0.005
 """Share of a step's seconds that a micro-step may take. A preemption waits for one micro-step at most, so
-that even the longest wait of many stays below 1 %."""
+even the longest of many waits stays below 1 %."""
 
 _FORGETTING = 0.2
-"""Weight of the latest micro-step in the measured seconds per token."""
+"""Weight of the latest micro-step in the running mean of seconds per token."""
 
 
 class MicroStepSize:
     """Chooses the number of tokens of a micro-step, for one kind of work.
 
-    max_tokens: the user's bound.  seconds_per_token: a running mean; None: nothing has been measured.
+    max_tokens: the user's bound.
+    seconds_per_token: a running mean; None: nothing was measured yet.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -52,15 +52,15 @@ class MicroStepSize:
         self.seconds_per_token: float | None = None
 
     def num_tokens(self, step_seconds: float | None) -> int:
-        """Returns the tokens that fit MICRO_STEP_SHARE of a step; the fewest while the duration of a step
-        (None) or of the work is unknown."""
+        """Returns the tokens that fit MICRO_STEP_SHARE of a step; MIN_TOKENS while the duration of a step
+        (None) or of a token is unknown."""
         fitting = 0
         if step_seconds is not None and self.seconds_per_token is not None:
             fitting = int(MICRO_STEP_SHARE * step_seconds / self.seconds_per_token)
         return min(max(fitting, MIN_TOKENS), self.max_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Takes the duration of a micro-step into account."""
+        """Updates the running mean with a micro-step."""
         measured = seconds / num_tokens
         known = measured if self.seconds_per_token is None else self.seconds_per_token
         self.seconds_per_token = known + _FORGETTING * (measured - known)
@@ -70,19 +70,16 @@ class FeatureRecompute:
     """Recomputes one trajectory's features through the engine's copy of the target, a chunk at a time."""
 
     def __init__(self, target: PackedTransformer, capture: tuple[int, ...], trajectory: Trajectory) -> None:
-        c = target.config
-        self.capture = capture
-        self.target, self.trajectory, self.version = target, trajectory, target.version
-        length = trajectory.num_usable
-        shape = (c.num_layers, 1, 2 * c.num_kv_heads, length, c.head_dim)
+        self.target, self.capture, self.trajectory = target, capture, trajectory
+        self.version, c = target.version, target.config
+        shape = (c.num_layers, 1, 2 * c.num_kv_heads, trajectory.num_usable, c.head_dim)
         self.layers = list(torch.zeros(shape, dtype=target.dtype, device=target.device))
         self.chunks: list[Tensor] = []
         self.done = 0
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> bool:
-        """Sends the next tokens through the target; returns True when the trajectory is complete and has
-        its features."""
+        """Sends the next tokens through the target. Returns True once the trajectory has all its features."""
         end = min(self.done + num_tokens, self.trajectory.num_usable)
         columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
         mask = chain_mask(columns_1T, end, self.target.dtype)
@@ -98,17 +95,14 @@ class FeatureRecompute:
 
 
 class SpotTrainer:
-    """Trains the drafter while nothing else is to be done. Optimizer, buffer and counters live on between
-    sessions.
+    """Trains the drafter in sessions of idle time. Optimizer, buffer and counters persist between sessions.
 
-    tokens_per_micro_step: most tokens of a micro-step; it has fewer where a preemption would otherwise wait
-        too long.
+    tokens_per_micro_step: most tokens of a micro-step; it has fewer where a preemption would wait too long.
     carry_longest: number of longest responses that stay for the next step.
-    on_span: receives the time of every micro-step; None: nobody asks for it.
-    keeps_captured: True: features that the engine captured while generating are trained on while their policy
-        is current. False: all features are recomputed.
-    max_passes: limits the training within a step to this many passes over the response tokens that are
-        ready; None: no limit.
+    on_span: receives the time of every micro-step.
+    keeps_captured: whether to train on the features that the engine captured, while their policy is current;
+        otherwise all features are recomputed.
+    max_passes: most passes within a step over the response tokens with features; None: no limit.
     """
 
     def __init__(
@@ -124,22 +118,20 @@ class SpotTrainer:
         self.trainer, self.buffer = trainer, buffer
         self.carry_longest, self.keeps_captured, self.max_passes = carry_longest, keeps_captured, max_passes
         self.on_span = on_span
-        self.step_seconds: float | None = None  # duration of the latest step; None: none is done
-        self.train_size, self.recompute_size = (
-            MicroStepSize(tokens_per_micro_step),
-            MicroStepSize(tokens_per_micro_step),
-        )
+        self.step_seconds: float | None = None  # duration of the latest step; None: before the first one ends
+        self.train_size = MicroStepSize(tokens_per_micro_step)
+        self.recompute_size = MicroStepSize(tokens_per_micro_step)
         self._recompute: FeatureRecompute | None = None
         self._has_recomputed = False
         self._num_predicted = 0  # response tokens trained on in this step
 
     def add(self, rollout: Rollout, features_TF: Tensor | None) -> None:
-        """Adds a response that this replica has finished (see `TrajectoryBuffer.add`)."""
+        """Adds a response that this replica finished (see `TrajectoryBuffer.add`)."""
         self.buffer.add(rollout, features_TF if self.keeps_captured else None)
 
     def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Makes micro-steps until `should_stop()`, which is asked before each of them. Ends earlier where
-        there is nothing to train on, or the limit of passes is reached."""
+        """Runs micro-steps until `should_stop()`, called before each. Ends earlier if there is nothing to
+        train on, or the limit of passes is reached."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
@@ -157,35 +149,39 @@ class SpotTrainer:
         return replace(report, seconds=end - start, preempted_at=end if is_preempted else None)
 
     def end_step(self, rollouts: Sequence[Rollout], seconds: float) -> None:
-        """Ends a step: the longest responses of all replicas stay for the next one, which is expected to
-        last as long."""
+        """Ends a step of this many seconds: the longest responses of all replicas stay for the next one,
+        which is expected to take as long."""
         self._recompute, self._num_predicted = None, 0
         self.step_seconds = seconds
         self.buffer.carry_over(rollouts, self.carry_longest)
 
     def abandon(self) -> None:
-        """Breaks a step off: its responses are dropped, since they will be generated again."""
+        """Interrupts a step: drops its responses, which will be generated again."""
         self._recompute, self._num_predicted = None, 0
         self.buffer.abandon()
 
     def micro_step(self) -> DrafterReport | None:
-        """Does one unit of work and returns a report without seconds, which the caller measures; None: there
-        was nothing to do.
+        """Runs one micro-step and returns its report without seconds, which the caller measures; None if
+        there was nothing to do.
 
-        Recomputing alternates with training on what is ready, so that a short idle window trains too.
+        Recomputing alternates with training, so that a short idle window trains, too.
         """
         version = self.trainer.target.version
         if self._recompute is not None and self._recompute.version != version:
-            self._recompute = None  # the chunks done so far are another policy's
+            self._recompute = None  # its chunks are another policy's
         if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
             stale.features_TF = None
             self._recompute = FeatureRecompute(self.trainer.target, self.trainer.capture, stale)
         budget = self._token_budget(version)
-        is_turn_to_train = self._has_recomputed and budget > 0
-        self._has_recomputed = self._recompute is not None and not is_turn_to_train
+        recompute = None if self._has_recomputed and budget > 0 else self._recompute
+        self._has_recomputed = recompute is not None
         start = time.perf_counter()
-        if self._recompute is not None and not is_turn_to_train:
-            num_tokens = self._advance(self._recompute)
+        if recompute is not None:
+            done = recompute.done
+            if recompute.advance(self.recompute_size.num_tokens(self.step_seconds)):
+                self.buffer.renew(recompute.trajectory)
+                self._recompute = None
+            num_tokens = recompute.done - done
             self.recompute_size.observe(num_tokens, time.perf_counter() - start)
             return DrafterReport(1, recomputed_tokens=num_tokens)
         if budget == 0:
@@ -198,22 +194,14 @@ class SpotTrainer:
         return DrafterReport(1, batch.num_tokens, loss=loss, captured_tokens=batch.num_captured)
 
     def _token_budget(self, version: int) -> int:
-        """Returns the tokens of a micro-step that trains; 0: nothing is ready, or it would exceed the
-        passes allowed."""
+        """Returns the tokens of a micro-step that trains; 0 if nothing is ready, or the passes are used
+        up."""
         ready, wanted = self.buffer.ready(version), self.train_size.num_tokens(self.step_seconds)
         if self.max_passes is None:
             return wanted if ready else 0
         left = math.ceil(self.max_passes * sum(t.num_predicted for t in ready)) - self._num_predicted
         is_worth_a_step = left >= min(MIN_TOKENS, self.train_size.max_tokens) or self._num_predicted == 0
         return min(wanted, left) if is_worth_a_step else 0
-
-    def _advance(self, recompute: FeatureRecompute) -> int:
-        """Recomputes the next chunk and returns the number of its tokens."""
-        done = recompute.done
-        if recompute.advance(self.recompute_size.num_tokens(self.step_seconds)):
-            self.buffer.renew(recompute.trajectory)
-            self._recompute = None
-        return recompute.done - done
 
     def _note(self, start: float, end: float) -> None:
         if self.on_span is not None:
@@ -222,8 +210,8 @@ class SpotTrainer:
     # ── across restarts ─────────────────────────────────────────────────────────────────────────────────────
 
     def counters(self) -> dict[str, Any]:
-        """Returns the tokens trained on, those that the next step starts with, and the measured speeds, as
-        JSON; no features, because their policy will have been replaced."""
+        """Returns the state besides tensors, as JSON. Features are left out: their policy will have been
+        replaced."""
         return {
             "num_tokens": self.trainer.num_tokens,
             "trajectories": [[list(t.token_ids), t.num_prompt] for t in self.buffer.trajectories],
@@ -232,11 +220,9 @@ class SpotTrainer:
         }
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; the trainer's tensors must have been filled."""
+        """Restores the state of `counters`, after the trainer's tensors were filled."""
         self.trainer.num_tokens = counters["num_tokens"]
-        self.buffer.restore(
-            (tuple(token_ids), num_prompt) for token_ids, num_prompt in counters["trajectories"]
-        )
+        self.buffer.restore(counters["trajectories"])
         self.step_seconds = counters["step_seconds"]
         self.train_size.seconds_per_token, self.recompute_size.seconds_per_token = counters[
             "seconds_per_token"

@@ -1,5 +1,5 @@
-"""Training the drafter: one optimizer step on one packed batch. The target comes in packed, without
-gradients, and is only read. Knows neither where batches come from nor when to train."""
+"""Drafter training: one optimizer step on one packed batch. The target is packed, has no gradients, and is
+only read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.drafter.model import Captured, DraftModel, align, training_capture
+from tlt.drafter.model import DraftModel, align, training_capture
 from tlt.drafter.training.buffer import PackedBatch
 from tlt.drafter.training.losses import Preset, draft_loss
 from tlt.models.adam import adam_state, trained_tensors
@@ -18,10 +18,11 @@ from tlt.models.packed import PackedTransformer
 
 
 class DrafterTrainer:
-    """Trains the drafter's own parameters with AdamW. `num_tokens` counts the pairs of all batches so far.
+    """Trains the drafter's own parameters with AdamW.
 
-    token_ids: the draft vocabulary that the distributions are compared over; None: the drafter's own,
-        mostly the whole one.
+    num_tokens: pairs of all batches so far.
+    token_ids: the draft vocabulary over which the distributions are compared; None: the drafter's own,
+        usually the whole vocabulary.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class DrafterTrainer:
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """The target's layers that have to be captured for a batch, in the order of its columns."""
+        """The target's layers to capture for a batch, in the order of its columns."""
         return training_capture(self.model.config, self.target.config.num_layers)
 
     def step(self, batch: PackedBatch) -> float:
-        """Makes one optimizer step and returns the loss. FloatingPointError, before any weight changes, if
+        """Takes one optimizer step and returns the loss. FloatingPointError, before any weight changes, if
         it is not finite."""
         with torch.enable_grad():
             loss = self.loss(batch)
@@ -66,57 +67,47 @@ class DrafterTrainer:
         return value
 
     def loss(self, batch: PackedBatch) -> Tensor:
-        """Returns the preset's loss, summed over its unrolled steps. Every pair drafts from its own
-        position: it reads the true next tokens and, after the first step, its own hidden states, as it
-        does while drafting tokens that are accepted. The batch may lie on another device."""
-        model, preset, dtype, device = (
-            self.model,
-            self.preset,
-            self.parameters[0].dtype,
-            self.parameters[0].device,
-        )
+        """Returns the preset's loss, summed over its unrolled steps. In training as in drafting, every
+        pair reads the true next tokens and, after the first step, its own hidden states. The batch may lie
+        on another device."""
+        model, preset, first = self.model, self.preset, self.parameters[0]
+        dtype, device = first.dtype, first.device
         pairs = align(batch.lengths, device)
-        token_ids_N, captured = (
-            batch.token_ids_N.to(device),
-            Captured.of(batch.captured_NF.to(device, dtype), model.config),
-        )
+        token_ids_N, captured_NF = batch.token_ids_N.to(device), batch.captured_NF.to(device, dtype)
+        feature_NE = captured_NF[:, -model.config.layer.hidden_size :]
         first_weight_M = batch.weight_M.to(device, dtype)
         head_VE = self.target.head_VE
-        target_rows_VE = (model.restrict(head_VE) if self.token_ids is None else head_VE[self.token_ids]).to(
-            dtype
-        )
+        target_rows_VE = model.restrict(head_VE) if self.token_ids is None else head_VE[self.token_ids]
+        target_rows_VE = target_rows_VE.to(dtype)
         rows_VE = model.lm_head.weight if model.config.owns_head else target_rows_VE
         with torch.no_grad():
-            target_NV = F.linear(captured.feature_ME, target_rows_VE).softmax(dim=-1)
+            target_NV = F.linear(feature_NE, target_rows_VE).softmax(dim=-1)
         attend = Unrolled(model.config.layer, pairs.lengths)
-        hidden_ME = model.fuse(captured.read_MF[pairs.feature_index_M])
+        hidden_ME = model.fuse(captured_NF[pairs.feature_index_M])
         total = torch.zeros((), dtype=dtype, device=device)
         for step in range(preset.unrolled_steps):
             index_M, exists_M = pairs.ahead(step)
-            weight_M = (
-                first_weight_M.roll(-step) * exists_M
-            )  # pair t now does what pair t + step did at first
+            # pair t predicts what pair t + step did at first
+            weight_M = first_weight_M.roll(-step) * exists_M
             if not weight_M.any():
                 break
             embeddings_ME = self.target.embed(token_ids_N[index_M]).to(dtype)
             hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M + step * exists_M, attend)
             logits_MV = model.logits(hidden_ME, rows_VE)
             step_loss = draft_loss(
-                hidden_ME, captured.feature_ME[index_M], logits_MV, target_NV[index_M], weight_M, preset
+                hidden_ME, feature_NE[index_M], logits_MV, target_NV[index_M], weight_M, preset
             )
             total = total + preset.step_decay**step * step_loss
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns what training changes, by name: weights and Adam's moments, the tensors themselves."""
-        trained = {
-            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
+        """Returns the tensors that training changes, by name: weights and Adam's moments, not copies."""
+        trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         return trained_tensors("drafter", self.optimizer, trained)
 
     def shared_tensors(self) -> list[Tensor]:
-        """Returns what replicas average, in a fixed order: weights, Adam moments and step counts (these on
-        the CPU). Where there are no moments yet, zeros are created."""
+        """Returns the tensors that replicas average, in a fixed order: weights, Adam moments and step
+        counts (on the CPU). Creates moments of zeros where there are none yet."""
         tensors: list[Tensor] = []
         for parameter in self.parameters:
             state = adam_state(self.optimizer, parameter)
