@@ -1,6 +1,6 @@
-"""Signs of life of a phase's replicas, as keys of its store. Knows no queue.
+"""Heartbeats of a phase's replicas, as keys of its store.
 
-beat/R    "changes:held"   written by replica R alone; a replica that waits watches it change
+beat/R    "changes:held"   written by replica R alone; waiting replicas watch it change
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ _WATCH_SECONDS = 1.0
 
 
 class ReplicaTimeout(RankAwaited):
-    """A replica that others wait for showed no progress for longer than the time-out."""
+    """An awaited replica showed no sign of life for longer than the time-out."""
 
 
 class Heartbeats:
-    """One replica's own, and what it has seen of the others'. held: units that it has taken and not
-    finished."""
+    """One replica's heartbeat, and its view of the others'. held: units that it holds unfinished."""
 
     def __init__(
         self, store: Store, replica: int, num_replicas: int, timeout: float, clock: Callable[[], float]
@@ -36,17 +35,19 @@ class Heartbeats:
         self._next_watched = 0
 
     def beat(self, held: int) -> None:
+        """Writes a heartbeat."""
         self._changes += 1
         self._beaten_at = self._clock()
         self.store.set(f"beat/{self.replica}", f"{self._changes}:{held}")
 
     def beat_now_and_then(self, held: int) -> None:
+        """Writes a heartbeat, at most once a second."""
         if self._clock() - self._beaten_at >= _WATCH_SECONDS:
             self.beat(held)
 
     def watch(self, held: int, phase: str) -> None:
-        """Looks at some of the others, once a second at most. Raises ReplicaTimeout that names one which
-        was silent for longer than the time-out."""
+        """Looks at some of the others, at most once a second. Raises ReplicaTimeout, which names the replica,
+        if one was silent for longer than the time-out."""
         now = self._clock()
         if now - self._watched_at < _WATCH_SECONDS:
             return
@@ -59,20 +60,16 @@ class Heartbeats:
             if beat != seen:
                 self._watched[replica] = (beat, now)
             elif now - since > self.timeout and replica != self.replica:
-                what = (
-                    "has not begun it"
-                    if beat == ABSENT
-                    else f"holds {beat.decode().partition(':')[2]} unit(s)"
-                )
+                num_held = beat.decode().partition(":")[2]
+                what = "has not begun it" if beat == ABSENT else f"holds {num_held} unit(s)"
                 raise ReplicaTimeout(
                     f"{phase}: replica {self.replica} waits for replica {replica}, which {what} and has "
-                    "shown no "
-                    f"sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
+                    f"shown no sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
                 )
 
     def _next_to_watch(self) -> list[int]:
-        """Returns as many replicas that all have their turn ten times within the time-out: that every one
-        looked at every other once a second would be the store's main work."""
+        """Returns the next replicas, so many that each has its turn ten times within the time-out. If every
+        replica looked at every other once a second, that would be the store's main work."""
         num = min(max(math.ceil(10 * self.num_replicas / self.timeout), 1), self.num_replicas)
         turn = [(self._next_watched + i) % self.num_replicas for i in range(num)]
         self._next_watched = (self._next_watched + num) % self.num_replicas

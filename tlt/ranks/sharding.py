@@ -1,10 +1,9 @@
-"""A policy in slices over the ranks (FSDP2): cut, filled, and made whole again one tensor at a time.
+"""A policy sharded over the ranks (FSDP2): sharded, filled, and gathered again one tensor at a time.
 
-    checkpoint ─ fill: the rows of this rank ─▶ [slice] [slice] [slice] ─ whole, layer by layer ─▶ engine, files
-                                                   every layer gathered for its forward and its backward alone
+    checkpoint ─ fill: this rank's rows ─▶ [slice] [slice] [slice] ─ full tensors, layer by layer ─▶ engine
+                                             every layer is gathered for its forward and backward alone
 
-A slice is the rank's part of the rows (dimension 0) of every parameter, as torch.chunk cuts them. This
-file knows neither optimizer nor engine; the mesh is an argument.
+A slice is the rank's part of the rows (dimension 0) of every parameter, as torch.chunk cuts them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Rows = Callable[[str, slice], Tensor]
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """How the policy lies on the ranks, "replicate" or "fsdp", and why, in a few words for the user."""
+    """How the policy lies on the ranks, "replicate" or "fsdp", with the reason for the user."""
 
     name: str
     reason: str
@@ -40,8 +39,11 @@ class LayoutChoice:
 
 
 def choose_layout(wanted: str, num_ranks: int, device: str) -> LayoutChoice:
-    """Decides what `parallel.policy` means. wanted: "auto", "replicate" or "fsdp".
-    num_ranks: of all machines."""
+    """Decides what `parallel.policy` means.
+
+    wanted: "auto", "replicate" or "fsdp".
+    num_ranks: ranks of all machines.
+    """
     if wanted != "auto":
         return LayoutChoice(wanted, f"parallel.policy is {wanted}")
     if num_ranks == 1:
@@ -58,17 +60,15 @@ def mesh_of(world: World) -> DeviceMesh:
 
 
 def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) -> None:
-    """Cuts the model, in place: its layers one by one, and what is left. Gradients are sums over the ranks,
-    not means.
+    """Shards the model in place: layer by layer, then the rest. Gradients are sums over the ranks, not means.
 
-    param_dtype: in which layers are gathered and computed; the slices keep their type, and gradients are
-        added up in it. None: theirs.
+    param_dtype: dtype in which layers are gathered and computed; None: that of the slices. Slices and sums of
+        gradients keep their dtype.
     """
     trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=trained.dtype)
     for module in (*model.model.layers, model):
-        # The root as well: gathered by a forward without a backward, it would stay as it was before the
-        # optimizer's next step.
+        # The root too: a forward without a backward would leave it gathered, and stale after the next step.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -78,7 +78,7 @@ def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None 
 
 @torch.no_grad()
 def fill(model: Transformer, rows: Rows) -> None:
-    """Copies this rank's rows of every parameter in."""
+    """Copies this rank's rows into every parameter."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         local = parameter.to_local()
@@ -86,7 +86,7 @@ def fill(model: Transformer, rows: Rows) -> None:
 
 
 def local_rows(tensor: DTensor) -> slice:
-    """Returns the rows that this rank has of a tensor cut over a mesh of one dimension."""
+    """Returns this rank's rows of a tensor that is sharded over a mesh of one dimension."""
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
     size = -(-num_rows // mesh.size())
     start = min(mesh.get_local_rank() * size, num_rows)
@@ -95,15 +95,14 @@ def local_rows(tensor: DTensor) -> slice:
     return rows
 
 
-# ── whole again ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── gathered again ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 class FullTensors(Mapping[str, Tensor]):
-    """The tensors of a policy by name, whole, as `dtype` (None: as they are), one at a time.
+    """The full tensors of a policy by name, gathered one at a time and cast to `dtype`; None: not cast.
 
-    To read a sharded one is a collective: all ranks read the same ones in the same order. One that is not
-    sharded is given where it lies, in its own type. An adapter is no tensor of its own: the matrix that it
-    adapts has it in it.
+    Reading a sharded tensor is a collective: all ranks read the same ones in the same order. A tensor that is
+    not sharded is returned itself, in its own dtype. Adapters are merged into the matrices that they adapt.
     """
 
     def __init__(self, policy: Transformer, dtype: torch.dtype | None = None) -> None:
@@ -112,9 +111,8 @@ class FullTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._adapted:
-            merged = self._adapted[name].merged(
-                full_tensor
-            )  # of whole matrices, so that the number of ranks changes no bit
+            # of full matrices, so that the number of ranks changes no bit
+            merged = self._adapted[name].merged(full_tensor)
             return merged if self._dtype is None else merged.to(self._dtype)
         return full_tensor(self._parameters[name], self._dtype)
 
@@ -126,8 +124,8 @@ class FullTensors(Mapping[str, Tensor]):
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a sharded tensor from the slices of all ranks, which are cast before they travel; any other
-    as it is."""
+    """Returns the full tensor of a sharded one, whose slices are cast before they travel. Returns any other
+    tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     cast = tensor.detach().to(dtype or tensor.dtype)
@@ -136,9 +134,11 @@ def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors in parts, each layer's together. Nothing is read before its part is asked for,
-    nor kept afterwards."""
-    for _, names in groupby(
-        tensors, lambda name: name.split(".")[:3] if name.startswith("model.layers.") else name
-    ):
+    """Yields the tensors in parts: one part per layer, and one per tensor outside of the layers. A tensor is
+    read when its part is asked for, and not kept."""
+
+    def part_of(name: str) -> str:
+        return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
+
+    for _, names in groupby(tensors, part_of):
         yield {name: tensors[name] for name in names}

@@ -1,49 +1,49 @@
-"""Waiting for another rank through the Store, outside of any collective: a collective ends the run when
-one rank takes longer than its time-out, and writing a large model may. Knows neither what is waited for
-nor why."""
+"""Waiting for another rank through the Store, outside of any collective. A collective would end the run when
+one rank takes longer than its time-out, and writing a large model may."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.distributed import PrefixStore, Store
 
 from tlt.launch.failures import RankAwaited
-from tlt.ranks.store import ABSENT, read_now
+from tlt.ranks.store import ABSENT, clone, read_now
 from tlt.ranks.world import World, gather_objects
 from tlt.types import UserError
 
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
-"""Seconds between two questions to the Store: doubled from the first to the longest."""
+"""Seconds between two polls of the Store, doubled from the first to the longest."""
 
 PATIENCE_SECONDS = 3600.0
-"""How long one rank waits for what another does alone, such as writing a model."""
+"""Seconds for which a rank waits while another works alone, for example writes a model."""
 
 
 class Waiting:
-    """One process's way to tell others that something is done, and to wait for what they have done.
+    """Tells other ranks results through the store, and waits for theirs.
 
-    store: a connection on which nobody blocks.  patience: seconds; TimeoutError after it.
+    store: a connection of its own.
+    patience: seconds until a wait raises TimeoutError.
     """
 
     def __init__(self, store: Store, patience: float = PATIENCE_SECONDS) -> None:
         self._store, self.patience = store, patience
         self.is_over = threading.Event()
-        """Set where this process ends: whoever waits gives up at once."""
+        """Set when this process ends: every wait ends at once."""
 
     def tell(self, key: str, value: Any) -> None:
-        """Says something that JSON can hold."""
+        """Publishes a value that JSON can hold under the key."""
         self._store.set(key, json.dumps(value))
 
     def hear(self, key: str, whom: str) -> Any:
-        """Returns what was told under the key, once it is. `whom` is awaited: the error names them."""
+        """Waits for the key and returns its value. `whom`: who is awaited, for the error."""
         deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
         while (value := read_now(self._store, key)) == ABSENT:
             if self.is_over.wait(pause):
@@ -55,16 +55,15 @@ class Waiting:
 
 
 def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting:
-    """Returns a process's way to wait, on a connection of its own."""
-    store: Store = world.store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-    return Waiting(store, patience)
+    """Returns a Waiting on a connection of its own."""
+    return Waiting(clone(world.store), patience)
 
 
 def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
-    """Does `work` on the leader, while the other ranks wait for its end. Every rank calls it; what it raises
+    """Does `work` on the leader while the other ranks wait for its end. Every rank calls it, and an exception
     is raised on all.
 
-    name: of this work, which no other work of these ranks has.
+    name: a name that no other work of these ranks has.
     """
     if world.world_size == 1:
         work()
@@ -86,27 +85,25 @@ def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
 
 
 ROLL_CALL_SECONDS = 5.0
-"""For so long a rank that has waited in vain looks who else has: their time-outs end together, but for
-their clocks."""
+"""Seconds for which a rank that has waited in vain looks for others that have. Their time-outs end at nearly
+the same time."""
 
 
 @contextmanager
 def naming_absent_ranks(world: World) -> Iterator[None]:
-    """Turns the time-out of a collective into RankAwaited, which names the ranks that have not come: those
-    that did not wait in vain themselves. Its traceback stays the collective's."""
+    """Turns the time-out of a collective into RankAwaited, which names the absent ranks: those that did not
+    wait in vain themselves. The traceback stays the collective's."""
     try:
         yield
     except RuntimeError as error:
         if world.world_size == 1 or "timed out" not in str(error).lower():
             raise
         absent = _call_the_roll(world)
-        names = (
-            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-            if absent
-            else "nobody: all ranks waited"
-        )
-        told = f"rank {world.rank} has waited {world.timeout_seconds:g} s (run.timeout_seconds) in a collective for {names}"
-        raise RankAwaited(told).with_traceback(error.__traceback__) from None
+        names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        raise RankAwaited(
+            f"rank {world.rank} has waited {world.timeout_seconds:g} s (run.timeout_seconds) in a collective "
+            f"for {names if absent else 'nobody: all ranks waited'}"
+        ).with_traceback(error.__traceback__) from None
 
 
 def _call_the_roll(world: World) -> list[int]:
@@ -121,15 +118,12 @@ def _call_the_roll(world: World) -> list[int]:
 
 
 def on_all_ranks(world: World, work: Callable[[], T]) -> T:
-    """Does `work` on every rank, and raises a user's mistake that one of them met on all of them: none
-    goes on alone."""
-    result: Sequence[T] = ()
-    failure = ""
+    """Does `work` on every rank. A UserError of one rank is raised on all of them, so none goes on alone."""
+    result, failure = None, ""
     try:
-        result = (work(),)
+        result = work()
     except UserError as error:
         failure = str(error)
-    failures = gather_objects(world, failure)
-    if first := next(filter(None, failures), None):
+    if first := next(filter(None, gather_objects(world, failure)), None):
         raise UserError(first)
-    return result[0]
+    return cast(T, result)

@@ -1,9 +1,9 @@
 """Generating ahead: in idle time a replica generates the next steps' responses, with today's policy and their
 own noise.
 
-    idle ─▶ take requests of step s + 1, then of s + 2 ─▶ generate ─▶ real work, or all done ─▶ what there is, finished or not
-                                                                                                       │ told to all ranks
-    step s + 1: its policy draws each token itself, from drafts that are nearly always right ◀─ references ◀┘
+    idle ─▶ take requests of step s + 1, then s + 2 ─▶ generate ─▶ real work, or all done ─▶ responses so far
+                                                                                               │ to all ranks
+    step s + 1: its policy draws each token, from drafts that are nearly always right ◀─ references ◀─┘
 
 Tomorrow's noise takes no part in today's update, so nothing is biased: a reference changes the speed
 alone.
@@ -20,7 +20,7 @@ from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.rollout.ahead_queue import AheadQueue
 from tlt.rollout.protocol import Ahead, Found
-from tlt.types import NoiseKey, Request, Rollout
+from tlt.types import Key, NoiseKey, Request, Rollout, key_of
 
 
 class AheadOfPolicy(Ahead):
@@ -42,20 +42,16 @@ class AheadOfPolicy(Ahead):
     ) -> None:
         self.engine, self.references = engine, references
         self.past = [request.key for request in past]
-        offered = [
-            known
-            for key in self.past
-            if (known := references.get(key)) is not None and known.version != REPLAY
-        ]
+        offered = [known for known in map(references.get, self.past) if known and known.version != REPLAY]
         self.num_offered = sum(len(known.token_ids) for known in offered)
         by_step = sorted(requests, key=lambda request: request.policy_step)
-        nearest: dict[tuple[str, int], Request] = {}  # the next step's request of a problem comes first
+        nearest: dict[Key, Request] = {}  # the next step's request of a problem comes first
         for request in by_step:
-            nearest.setdefault((request.problem_id, request.sample_index), request)
+            nearest.setdefault(key_of(request), request)
         self.requests = sorted(
             nearest.values(), key=lambda r: (self._is_known(r), r.policy_step, -self._expected(r, lengths))
         )
-        self._number_of = {(r.problem_id, r.sample_index): number for number, r in enumerate(self.requests)}
+        self._number_of = {key_of(request): number for number, request in enumerate(self.requests)}
         self.found: dict[NoiseKey, Found] = {}
         self._begun: set[int] = set()
         self._done: list[int] = []
@@ -92,10 +88,10 @@ class AheadOfPolicy(Ahead):
     def keep(self, found: Iterable[Mapping[NoiseKey, Found]]) -> None:
         for key, (token_ids, is_whole) in (pair for of_replica in found for pair in of_replica.items()):
             before = self.references.get(key)
-            rest = (
-                () if before is None or is_whole else before.token_ids[len(token_ids) :]
-            )  # an earlier policy may have come further
-            is_whole |= before is not None and len(rest) > 0 and before.is_whole
+            rest: Sequence[int] = ()
+            if before is not None and not is_whole:  # an earlier policy may have come further
+                rest = before.token_ids[len(token_ids) :]
+                is_whole = len(rest) > 0 and before.is_whole
             self.references.keep(key, [*token_ids, *rest], self.engine.policy_version, is_whole)
 
     def end(self) -> None:
@@ -139,7 +135,7 @@ class AheadOfPolicy(Ahead):
         return [self.requests[number] for number in new]
 
     def _keep(self, rollout: Rollout) -> None:
-        number = self._number_of[rollout.problem_id, rollout.sample_index]
+        number = self._number_of[key_of(rollout)]
         self.found[self.requests[number].key] = rollout.token_ids, True
         self._done.append(number)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from tlt.types import Problem, Reward, Rollout
+from tlt.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,12 @@ class Draw:
 
     problem: Problem
     first_sample: int = 0
+
+    def requests(self, num: int, params: SamplingParams, purpose: Purpose, step: int) -> list[Request]:
+        """Returns the group's requests."""
+        problem_id, prompt_ids = self.problem.problem_id, self.problem.prompt_ids
+        samples = range(self.first_sample, self.first_sample + num)
+        return [Request(problem_id, sample, prompt_ids, params, purpose, step) for sample in samples]
 
 
 @dataclass(frozen=True)

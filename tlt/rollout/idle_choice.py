@@ -23,30 +23,28 @@ from tlt.rollout.slowdown import Slowdown, SlowdownSums
 REST_SECONDS = 0.2
 """Length of a rest: some tens of engine steps of a small model, a few of a large one."""
 TRIAL_EVERY = 8
-"""One phase in so many, the first among them, tries what is worth nothing, and puts what is worth most
-behind the others."""
+"""Of this many phases the first is a trial: it does worthless uses too, and the most valuable use last."""
 TRAINING_HORIZON = 10
-"""Steps for which a step's training of the drafter is taken to last, at most: the policy moves on, and a
-drafter that is not trained falls behind by as much as a step's training makes up."""
+"""Most steps for which a step's training of the drafter counts: the policy moves on, and an untrained
+drafter falls behind by about as much as a step's training makes up."""
 
 _FADE = 0.8
 """The weight of older phases, per phase."""
 _RESTS = ((0.05, 1 / 4), (0.025, 1 / 8), (0.0, 1 / 32))
-"""The share of idle time that ranks rest, by the standard deviation of the cost that is known least well."""
+"""(standard deviation, share of idle time to rest): the first that the least known cost reaches counts."""
 _PRIOR_WON, _PRIOR_TOKENS = 0.3, 500.0
-"""Seconds won by a second of generating ahead, for one rank at work, and the tokens that this guess counts
-for."""
+"""Prior for generating ahead: seconds won per second with one busy rank, and tokens that it counts for."""
 _PRIOR_TRAINING, _PRIOR_CHECKS = 0.1, 2.0
-"""Seconds won by a second of the drafter's training, and the measurements that this guess counts for."""
+"""Prior for training the drafter: seconds won per second, and measurements that it counts for."""
 
 
 @dataclass(frozen=True)
 class IdlePlan:
-    """What ranks without work do in a phase.
+    """What idle ranks do in a phase.
 
-    order: what is done first where there is something to do.
-    rest: share of idle time in which a rank rests, to measure.
-    offset: where in its first turn of work and rest a phase begins, as a share of it.
+    order: the uses, the first that has something to do goes first.
+    rest: share of idle time to rest, which measures the costs.
+    offset: where a phase begins in its first turn of work and rest, as a share of the turn.
     """
 
     order: tuple[IdleUse, ...] = (IdleUse.AHEAD, IdleUse.TRAIN)
@@ -54,7 +52,7 @@ class IdlePlan:
     offset: float = 0.0
 
     def rests(self, idle_seconds: float) -> bool:
-        """Returns whether a rank rests that has been idle for so many seconds of the phase."""
+        """Returns whether a rank rests after `idle_seconds` of idle time in the phase."""
         if not self.rest:
             return False
         turn = REST_SECONDS / self.rest
@@ -63,17 +61,18 @@ class IdlePlan:
 
 @dataclass(frozen=True)
 class IdleFacts:
-    """What a phase says of its idle time and of what earlier idle time has brought, all ranks together.
+    """A phase's idle time, and what earlier idle time brought, summed over ranks.
 
-    ahead_tokens, ahead_seconds: generated ahead.
-    offered_tokens: generated ahead for this step before.
-    won_seconds: rank-seconds that following references has saved (EngineStats); None: no tuner says what else
-        there was.
-    rollout_seconds: of the phase.
+    ahead_tokens: tokens generated ahead.
+    ahead_seconds: rank-seconds of generating ahead.
+    offered_tokens: tokens that earlier phases generated ahead for this step.
+    won_seconds: rank-seconds saved by references (EngineStats); None: no tuner predicts the alternative.
+    rollout_seconds: seconds of the phase.
     busy_ranks: rank-seconds at work / rollout_seconds.
     train_seconds: rank-seconds of drafter training.
-    publish_seconds: that its end took.
-    acceptance_before, acceptance: of the drafter, without and with it; NaN.
+    publish_seconds: seconds to publish the drafter.
+    acceptance_before: the drafter's acceptance without this training; NaN: not measured.
+    acceptance: the same with it.
     steps_left: further policy steps of the run.
     """
 
@@ -91,9 +90,8 @@ class IdleFacts:
 
     @property
     def training_gain(self) -> float | None:
-        """Seconds won by a second of training, at least: a verification brings 1 + acceptance tokens if
-        one is drafted. Longer drafts gain more, but never as much as a chain of independent tokens would.
-        None: not measured."""
+        """A lower bound of the seconds won by a second of training; None: not measured. A verification of one
+        drafted token brings 1 + acceptance tokens; longer drafts gain more."""
         if not self.train_seconds or math.isnan(self.acceptance_before):
             return None
         change = (self.acceptance - self.acceptance_before) / (1 + self.acceptance)
@@ -107,8 +105,7 @@ class IdleFacts:
 
 @dataclass
 class _Sums:
-    """Sums over phases, of which older ones have faded; beside a guess, only where a phase had something
-    to add."""
+    """Sums over phases; older ones fade whenever a phase adds something."""
 
     ahead_tokens: float = 0.0
     ahead_seconds: float = 0.0
@@ -128,9 +125,9 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Worth:
-    """Seconds by which a step becomes shorter, and longer, for every second that a rank spends on a use.
+    """The seconds by which a rank's second at a use makes a step shorter (gain) and longer (cost).
 
-    deviation: of the cost, which counts as far as it is sure.
+    deviation: standard deviation of the cost.
     """
 
     gain: float
@@ -139,15 +136,15 @@ class Worth:
 
     @property
     def net(self) -> float:
+        """Gain minus the cost that is certain."""
         return self.gain - max(self.cost - self.deviation, 0.0)
 
 
 class IdleChoice:
-    """Decides how ranks without work spend their time.
+    """The policy for idle ranks: decides how they spend their time.
 
-    uses: those that there are, in the order in which they come where they are not compared.
-    compares: whether the one that is worth most comes first. If not, generating ahead is done whatever it is
-        worth.
+    uses: the available uses, in the order without comparison.
+    compares: whether the most valuable use comes first. If not, ranks generate ahead whatever it is worth.
     has_neighbours: whether any machine has several ranks, so that one may slow another.
     """
 
@@ -157,40 +154,40 @@ class IdleChoice:
         self._sums = _Sums()
 
     def observe(self, facts: IdleFacts, slowdown: SlowdownSums) -> None:
-        """Takes a phase into account."""
+        """Learns from a phase."""
         self.slowdown.observe(slowdown)
         s = self._sums
-        s.add(rollout_seconds=facts.rollout_seconds, busy_seconds=facts.busy_ranks * facts.rollout_seconds)
-        s.add(ahead_tokens=facts.ahead_tokens, ahead_seconds=facts.ahead_seconds)
-        s.add(train_seconds=facts.train_seconds, publish_seconds=facts.publish_seconds)
+        s.add(
+            rollout_seconds=facts.rollout_seconds,
+            busy_seconds=facts.busy_ranks * facts.rollout_seconds,
+            ahead_tokens=facts.ahead_tokens,
+            ahead_seconds=facts.ahead_seconds,
+            train_seconds=facts.train_seconds,
+            publish_seconds=facts.publish_seconds,
+        )
         if facts.offered_tokens and facts.won_seconds is not None:
             s.add(offered_tokens=facts.offered_tokens, won_seconds=facts.won_seconds)
         if (gain := facts.training_gain) is not None:
             s.add(training_gain=gain, checks=1)
 
     def worth(self) -> dict[IdleUse, Worth]:
-        """Returns what every use is worth, by what is known so far."""
+        """Returns the worth of every use, as far as it is known."""
         costs, s = self.slowdown.costs(), self._sums
-        gains = {IdleUse.AHEAD: self._gain_ahead(), IdleUse.TRAIN: self._gain_of_training()}
-        ends = {
-            IdleUse.AHEAD: 0.0,
-            IdleUse.TRAIN: s.publish_seconds / s.train_seconds if s.train_seconds else 0.0,
-        }
-        return {
-            use: Worth(gains[use], max(costs[use].mean, 0.0) + ends[use], costs[use].deviation)
-            for use in self.uses
-        }
+        publication = s.publish_seconds / s.train_seconds if s.train_seconds else 0.0
+        training = (s.training_gain + _PRIOR_TRAINING * _PRIOR_CHECKS) / (s.checks + _PRIOR_CHECKS)
+        of_use = {IdleUse.AHEAD: (self._gain_ahead(), 0.0), IdleUse.TRAIN: (training, publication)}
+        worth = {}
+        for use in self.uses:
+            gain, extra = of_use[use]
+            worth[use] = Worth(gain, max(costs[use].mean, 0.0) + extra, costs[use].deviation)
+        return worth
 
     def _gain_ahead(self) -> float:
         s = self._sums
         speed = s.ahead_tokens / s.ahead_seconds if s.ahead_tokens else 0.0
         won = (s.won_seconds * speed + _PRIOR_WON * _PRIOR_TOKENS) / (s.offered_tokens + _PRIOR_TOKENS)
-        ranks_at_work = max(s.busy_seconds / s.rollout_seconds, 1.0) if s.rollout_seconds else 1.0
-        return won / ranks_at_work
-
-    def _gain_of_training(self) -> float:
-        s = self._sums
-        return (s.training_gain + _PRIOR_TRAINING * _PRIOR_CHECKS) / (s.checks + _PRIOR_CHECKS)
+        busy_ranks = max(s.busy_seconds / s.rollout_seconds, 1.0) if s.rollout_seconds else 1.0
+        return won / busy_ranks
 
     def plan(self, step: int) -> IdlePlan:
         """Returns the plan of a policy step."""
@@ -203,20 +200,17 @@ class IdleChoice:
             for use in order
             if is_trial or worth[use].net > 0 or (use is IdleUse.AHEAD and not self.compares)
         ]
-        return IdlePlan(tuple(order), self._rest(), (step * 0.618) % 1.0)
-
-    def _rest(self) -> float:
-        if not (self.has_neighbours and self.uses):
-            return 0.0
-        costs = self.slowdown.costs()
-        least_known = max(costs[use].deviation for use in self.uses)
-        return next(share for deviation, share in _RESTS if least_known >= deviation)
+        rest = 0.0
+        if self.has_neighbours and self.uses:
+            least_known = max(one.deviation for one in worth.values())
+            rest = next(share for deviation, share in _RESTS if least_known >= deviation)
+        return IdlePlan(tuple(order), rest, (step * 0.618) % 1.0)
 
     def counters(self) -> dict[str, Any]:
-        """Returns what is known, as JSON."""
+        """Returns the state, as JSON."""
         return {"sums": asdict(self._sums), "slowdown": self.slowdown.counters()}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
+        """Restores the state of `counters`."""
         self._sums = _Sums(**counters["sums"])
         self.slowdown.restore(counters["slowdown"])

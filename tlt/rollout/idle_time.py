@@ -1,8 +1,7 @@
-"""The idle time of a rank in a phase: it is spent on what the plan puts first, with rests in between by which
-is measured what it costs the others. Knows neither the queue of real work nor how the plan was made
-(tlt/rollout/idle_choice.py).
+"""The idle time of a rank in a phase. It goes to the first use of the plan (idle_choice.py) that has
+something to do; rests in between measure how much that slows other ranks.
 
-    idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do          at any time: real work, or the phase's end
+    idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do     at any time: real work, or the end
               └─── rest for a moment, now and then ───┘
 """
 
@@ -12,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tlt.accounts import AheadReport, DrafterReport, IdleStretch, IdleUse
+from tlt.accounts import AheadReport, DrafterCheck, DrafterReport, IdleStretch, IdleUse
 from tlt.drafter.drafting.references import REPLAY
 from tlt.ranks.world import World, gather_objects
 from tlt.report.timeline import Timeline
@@ -112,9 +111,8 @@ class IdleTime:
         report = self.drafter.train(lambda: self._is_time_to_rest() or self.has_better_to_do())
         self._use = IdleUse.TRAIN if report.num_micro_steps else IdleUse.REST
         self._turn_to(IdleUse.REST)
-        self.drafter_report = (
-            self.drafter_report.plus(report) if report.num_micro_steps else self.drafter_report
-        )
+        if report.num_micro_steps:
+            self.drafter_report = self.drafter_report.plus(report)
         return report.num_micro_steps > 0
 
     def _is_time_to_rest(self) -> bool:
@@ -131,12 +129,9 @@ class IdleTime:
             self._seconds += now - self._since
             if last in _SPANS:
                 self.timeline.record(_SPANS[last], self._since, now)
-            is_one = (
-                bool(self.stretches)
-                and self.stretches[-1].use is last
-                and self.stretches[-1].end == self._since
-            )
-            start = self.stretches.pop().start if is_one else self._since
+            start, before = self._since, self.stretches[-1:]
+            if before and before[0].use is last and before[0].end == start:
+                start = self.stretches.pop().start
             self.stretches.append(IdleStretch(last, start, now))
         self._use, self._since = use, now
 
@@ -144,7 +139,7 @@ class IdleTime:
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
     """Returns a phase's idle time in numbers. num_offered: tokens that had been generated ahead for this
     phase."""
-    stats, check, seconds = phase.stats, phase.check, phase.seconds
+    stats, check, seconds = phase.stats, phase.check or DrafterCheck(), phase.seconds
     followed, foreign = stats.followed_by_age.total(), stats.followed_by_age[REPLAY]
     own = 1 - foreign / followed if followed else 1.0
     is_won_known = any(s.predicted_seconds for s in stats.by_strategy.values())
@@ -156,8 +151,8 @@ def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.
         rollout_seconds=seconds,
         busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
         train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),
-        publish_seconds=check.publish_seconds if check is not None else 0.0,
-        acceptance_before=check.before if check is not None else float("nan"),
-        acceptance=check.acceptance if check is not None else float("nan"),
+        publish_seconds=check.publish_seconds,
+        acceptance_before=check.before,
+        acceptance=check.acceptance,
         steps_left=steps_left,
     )

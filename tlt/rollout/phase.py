@@ -1,14 +1,14 @@
 """The rollout phase: pull work, generate, score, train the drafter when idle, average the drafters.
 
-    every replica:   take units ─▶ generate ─▶ hand responses to the scorers ─▶ … ─▶ queue empty, nothing running
-                        ▲                                                               ▼
-                     units handed over by others  ◀──────────────────────────────  offer help
-                                                                                        ▼
-                     all done?  ◀─ poll between (micro-)steps ─  idle time (idle_time.py): generate ahead, train the drafter
+    every replica:   take units ─▶ generate ─▶ hand responses to the scorers ─▶ … ─▶ queue empty, none running
+                        ▲                                                             ▼
+                     units handed over by others  ◀─────────────────────────────  offer help
+                                                                                      ▼
+                     all done?  ◀─ poll between (micro-)steps ─  idle time: generate ahead, train the drafter
                         ▼
-    together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained, and measure
+    together:        gather responses and rewards in canonical order ─▶ average the drafters, and measure
                         │
-                     another round, of other problems, where dynamic sampling asks for it (dynamic.py)
+                     another round, of other problems, if dynamic sampling asks for it (dynamic.py)
 
 The collectives come after the last response; until then a replica waits for nobody.
 """
@@ -16,6 +16,7 @@ The collectives come after the last response; until then a replica waits for nob
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from tlt.accounts import IdleUse, TimedStep
 from tlt.engine.backend import RolloutBackend
@@ -61,8 +62,6 @@ class RolloutPhase:
         self.world, self.engine, self.queue = world, engine, queue
         self.receivers, self.timeline = receivers, timeline
         self.should_stop, self.migrates = should_stop, migrates
-        self._recalled_tokens = 0
-        self._slowdown = SlowdownSums.zero()
 
     def run(
         self,
@@ -88,20 +87,7 @@ class RolloutPhase:
         rounds: list[list[ReplicaReport]] = []
         draws = [Draw(problem) for problem in problems]
         while draws:
-            requests = [
-                [
-                    Request(
-                        draw.problem.problem_id,
-                        draw.first_sample + i,
-                        draw.problem.prompt_ids,
-                        params,
-                        purpose,
-                        step,
-                    )
-                    for i in range(num_samples)
-                ]
-                for draw in draws
-            ]
+            requests = [draw.requests(num_samples, params, purpose, step) for draw in draws]
             of_round = f"{name}, round {len(rounds)}" if rounds else name
             found, reports = self._round(draws, requests, of_round, drafter, idle)
             groups += found
@@ -150,15 +136,13 @@ class RolloutPhase:
         rollouts, rewards = in_order(*flatten(groups))
         replicas = combine(rounds)
         replica = replicas[self.world.rank]
-        check = drafter.check(rollouts, replica.drafter.num_tokens, temperature)
-        kept = groups if sampling is None else sampling.select(groups)
         result = PhaseResult(
             rollouts,
             rewards,
             replicas,
-            check=check,
+            check=drafter.check(rollouts, replica.drafter.num_tokens, temperature),
             groups=groups,
-            kept=kept,
+            kept=groups if sampling is None else sampling.select(groups),
             num_rounds=len(rounds),
             recalled_tokens=self._recalled_tokens,
             slowdown=self._slowdown,
@@ -175,7 +159,7 @@ class RolloutPhase:
         requests: Sequence[Sequence[Request]],
         name: str,
         drafter: DrafterSide,
-        idle: IdleWork = NO_WORK,
+        idle: IdleWork,
     ) -> tuple[list[Group], list[ReplicaReport]]:
         """Generates and scores one round: `requests[i]` answer `draws[i]`. Returns (a group for each draw, a
         report for each replica), the same on all ranks."""
@@ -188,7 +172,7 @@ class RolloutPhase:
         ended = FinishedResponses((draw.problem for draw in draws), self.receivers, drafter)
         ended.recall(recalled, self.world.rank, self.world.world_size)
         spare = self.idle_time(idle, drafter)
-        last_token, steps = self.generate(work, ended, drafter, spare)
+        last_token, steps = self.generate(work, ended, spare)
         if any_rank(self.world, self.should_stop()):
             self.receivers.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()
@@ -196,16 +180,14 @@ class RolloutPhase:
             self.receivers.scorers.abandon()
             drafter.abandon()
             first = requests[0][0]
-            raise StopRequested(
-                f"in step {first.policy_step + 1}" if first.purpose == "rollout" else "in an evaluation"
-            )
+            is_step = first.purpose == "rollout"
+            raise StopRequested(f"in step {first.policy_step + 1}" if is_step else "in an evaluation")
         with self.timeline.span(SpanName.SCORE):
             ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
-        end = self.timeline.clock()
         replica = ReplicaReport(
             start,
             last_token,
-            end,
+            self.timeline.clock(),
             stats=self.engine.stats,
             drafter=spare.drafter_report,
             gap_seconds=work.gap_seconds,
@@ -216,23 +198,20 @@ class RolloutPhase:
             machine=self.timeline.epoch.machine,
         ).shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
-            gathered = gather_objects(
-                self.world, (ended.rollouts, ended.rewards, replica, idle.ahead.take_found())
-            )
-        idle.ahead.keep(found for *_, found in gathered)
-        asked = [key_of(request) for group in requests for request in group]
-        check_complete(asked, [([*map(key_of, found)], [*scored]) for found, scored, *_ in gathered], name)
-        by_key = {key_of(rollout): rollout for found, *_ in gathered for rollout in found}
-        reward_of = {key: reward for _, rewards, *_ in gathered for key, reward in rewards.items()}
-        groups = []
-        for draw, group in zip(draws, requests, strict=True):
-            keys = [key_of(request) for request in group]
-            groups.append(
-                Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys))
-            )
-        reports = [report for _, _, report, _ in gathered]
+            own = ended.rollouts, ended.rewards, replica, idle.ahead.take_found()
+            rollouts, rewards, reports, found = zip(*gather_objects(self.world, own), strict=True)
+        idle.ahead.keep(found)
+        keys = [[key_of(request) for request in group] for group in requests]
+        brought = [[*map(key_of, of_rank)] for of_rank in rollouts]
+        check_complete([*chain(*keys)], [*zip(brought, rewards, strict=True)], name)
+        by_key = {key_of(rollout): rollout for rollout in chain(*rollouts)}
+        reward_of = {key: reward for scored in rewards for key, reward in scored.items()}
+        groups = [
+            Group(draw, tuple(by_key[key] for key in group), tuple(reward_of[key] for key in group))
+            for draw, group in zip(draws, keys, strict=True)
+        ]
         self._measure_slowdown(steps, reports)
-        return groups, reports
+        return groups, [*reports]
 
     def _measure_slowdown(self, steps: Sequence[TimedStep], replicas: Sequence[ReplicaReport]) -> None:
         """Measures how much this replica's engine steps slow down while idle replicas of the same machine
@@ -246,7 +225,7 @@ class RolloutPhase:
             self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
 
     def generate(
-        self, work: ReplicaWork, ended: FinishedResponses, drafter: DrafterSide, spare: IdleTime
+        self, work: ReplicaWork, ended: FinishedResponses, spare: IdleTime
     ) -> tuple[float, list[TimedStep]]:
         """Runs this replica until the whole round is done, without a collective. Returns (time of the last
         token, engine steps)."""
@@ -262,7 +241,7 @@ class RolloutPhase:
                     work.gap_training = spare.drafter_report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
-                finished = self.engine.step(captures=drafter.captures)
+                finished = self.engine.step(captures=ended.drafter.captures)
                 last_token = self.timeline.clock()
                 if (latest := self.engine.stats.latest) is not None and latest not in steps[-1:]:
                     steps.append(latest)
@@ -273,9 +252,7 @@ class RolloutPhase:
                 self.receivers.journal.note_running(self.engine.running)
                 self.queue.heartbeat()
                 if self.migrates and (num_offers := self.queue.num_offers()):
-                    queue_is_empty = (
-                        True  # or nobody would offer; and what is handed over is not to be taken back
-                    )
+                    queue_is_empty = True  # or nobody would offer; a unit handed over is not to be taken back
                     work.share(self.engine, num_offers)
             elif self._has_better_to_do():
                 spare.leave()

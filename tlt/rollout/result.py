@@ -1,10 +1,9 @@
-"""The result of a rollout phase: the responses with their rewards, and where each replica's time went.
-Knows no engine and no queue."""
+"""The result of a rollout phase: the responses with their rewards, and where each replica's time went."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tlt.accounts import (
@@ -27,14 +26,14 @@ from tlt.types import Key, Reward, Rollout
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """Says what one replica did in a phase; times are on rank 0's monotonic clock.
+    """What one replica did in a phase. Times are on rank 0's monotonic clock.
 
     gap_seconds: seconds without work before the last token.
-    gap_training: the part of them in which it trained the drafter.
+    gap_training: seconds of them in which it trained the drafter.
     num_migrated: responses that it took over.
-    ahead: what it generated of later steps.
+    ahead: generation of later steps' responses.
     idle: its idle time by use.
-    machine: names what its clock belongs to.
+    machine: the machine whose clock it reads.
     """
 
     start: float
@@ -50,39 +49,37 @@ class ReplicaReport:
     machine: str = ""
 
     def shifted(self, seconds: float) -> ReplicaReport:
-        """Returns the same on another clock, which is so much ahead."""
-        times = {name: getattr(self, name) + seconds for name in ("start", "last_token", "end")}
+        """Returns the report on a clock that is `seconds` ahead."""
         preempted_at = self.drafter.preempted_at
-        drafter = replace(self.drafter, preempted_at=None if preempted_at is None else preempted_at + seconds)
-        idle = tuple(
-            replace(stretch, start=stretch.start + seconds, end=stretch.end + seconds)
-            for stretch in self.idle
+        return replace(
+            self,
+            start=self.start + seconds,
+            last_token=self.last_token + seconds,
+            end=self.end + seconds,
+            drafter=replace(
+                self.drafter, preempted_at=None if preempted_at is None else preempted_at + seconds
+            ),
+            idle=tuple(replace(s, start=s.start + seconds, end=s.end + seconds) for s in self.idle),
         )
-        return replace(self, drafter=drafter, idle=idle, **times)
 
     def idle_seconds(self, last_token_of_all: float) -> float:
+        """Returns the seconds without work up to the last token of all replicas."""
         return self.gap_seconds + max(last_token_of_all - self.last_token, 0.0)
 
     def training_seconds(self, last_token_of_all: float) -> float:
         """Returns the part of the idle seconds in which it trained the drafter."""
-        at_the_end = min(
-            self.drafter.seconds - self.gap_training, max(last_token_of_all - self.last_token, 0.0)
-        )
-        return self.gap_training + at_the_end
+        at_the_end = max(last_token_of_all - self.last_token, 0.0)
+        return self.gap_training + min(self.drafter.seconds - self.gap_training, at_the_end)
 
     def preemption_seconds(self, last_token_of_all: float) -> float | None:
-        """Returns the seconds from the last token of all to the trainer's return; None: it was not at work
+        """Returns the seconds from the last token of all to the trainer's return; None: it did not train
         then."""
-        preempted_at = self.drafter.preempted_at
-        return (
-            None
-            if preempted_at is None or preempted_at < last_token_of_all
-            else preempted_at - last_token_of_all
-        )
+        at = self.drafter.preempted_at
+        return None if at is None or at < last_token_of_all else at - last_token_of_all
 
     def then(self, later: ReplicaReport, last_token_of_all: float) -> ReplicaReport:
-        """Returns this round and the next as one; what was idle at this one's end, `last_token_of_all`, is
-        now a gap. `stats` counts on through a phase."""
+        """Returns this round and the next as one. Idle time at this round's end, `last_token_of_all`, becomes
+        a gap. `stats` counts on through a phase."""
         return replace(
             later,
             start=self.start,
@@ -97,15 +94,14 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time
-    went.
+    """All replicas' responses with their rewards, ordered by (problem id, sample index), and their times.
 
-    check: of the learned drafter; None where there is none or it was not asked for.
+    check: measurements of the learned drafter; None: there is none, or it was not measured.
     groups: the same responses by problem, in the order drawn.
-    kept: those of them that the update takes.
-    num_rounds: rounds in which they were sampled.
-    recalled_tokens: those of the responses that an earlier attempt generated.
-    slowdown: by what idle ranks did, of those at work beside them.
+    kept: the groups that the update takes.
+    num_rounds: rounds of sampling.
+    recalled_tokens: response tokens that an earlier attempt generated.
+    slowdown: how much idle ranks' work slowed busy ranks of the same machine.
     """
 
     rollouts: list[Rollout]
@@ -173,8 +169,7 @@ class PhaseResult:
             num_responses=len(lengths),
             num_tokens=sum(lengths),
             response_tokens=LengthStats.of(lengths),
-            truncated_share=sum(rollout.finish_reason == "length" for rollout in self.rollouts)
-            / len(lengths),
+            truncated_share=sum(r.finish_reason == "length" for r in self.rollouts) / len(lengths),
             tokens_per_second=(sum(lengths) - self.recalled_tokens) / self.seconds,
             accept_length=_number(stats.accept_length),
             accept_by_depth=tuple(stats.accept_by_depth),
@@ -191,14 +186,12 @@ class PhaseResult:
             groups_sampled=len(self.groups),
             groups_discarded=len(self.groups) - len(self.kept),
             resample_rounds=self.num_rounds - 1,
-            followed_by_age=dict(
-                sorted(stats.followed_by_age.items(), key=lambda pair: (len(pair[0]), pair[0]))
-            ),
+            followed_by_age=dict(sorted(stats.followed_by_age.items(), key=lambda of: (len(of[0]), of[0]))),
             won_seconds=stats.won_seconds,
         )
 
     def drafter_record(self) -> DrafterCheck:
-        """Returns how the drafter is, and what the ranks trained it on."""
+        """Returns the drafter's measurements, and what the ranks trained it on."""
         reports = [replica.drafter for replica in self.replicas]
         tokens = sum(report.num_tokens for report in reports)
         return replace(
@@ -211,7 +204,7 @@ class PhaseResult:
         )
 
     def idle_record(self, worth: Mapping[IdleUse, Worth]) -> IdleRecord:
-        """Returns what idle time was spent on. worth: of its uses."""
+        """Returns what idle time was spent on. worth: the uses' estimated worth."""
         return IdleRecord(
             seconds=self.idle_seconds,
             harvested_share=self.drafter_seconds / self.idle_seconds if self.idle_seconds > 0 else NAN,
@@ -238,15 +231,18 @@ def combine(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport]:
 
 
 class IncompleteBatch(RuntimeError):
-    """Responses that were asked for are not there, or without a reward, or some that nobody asked for are."""
+    """Responses or rewards of a round are missing, or come twice or unasked."""
 
 
 def check_complete(
-    asked: Sequence[Key], brought: Sequence[tuple[Sequence[Key], Sequence[Key]]], where: str
+    asked: Sequence[Key], brought: Sequence[tuple[Collection[Key], Collection[Key]]], where: str
 ) -> None:
-    """Raises IncompleteBatch, beginning with `where`, unless the ranks have brought each response asked for,
-    once and with its reward. asked: keys.
-    brought: by rank, the keys of (responses, rewards)."""
+    """Raises IncompleteBatch unless the ranks have brought each response once, with its reward.
+
+    asked: keys of the requests.
+    brought: by rank, the keys of (responses, rewards).
+    where: begins the message.
+    """
     responses, rewards = (Counter(key for rank in brought for key in rank[kind]) for kind in (0, 1))
     wanted = Counter(asked)
     for what, found in (
@@ -258,6 +254,5 @@ def check_complete(
             counts = ", ".join(f"{len(keys)} by rank {rank}" for rank, (keys, _) in enumerate(brought))
             raise IncompleteBatch(
                 f"{where}: {found.total()} of {len(asked)} requests {what}, such as {min(found)} "
-                f"(responses: {counts}); "
-                "nothing is trained on them"
+                f"(responses: {counts}); nothing is trained on them"
             )

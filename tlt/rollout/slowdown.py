@@ -1,10 +1,10 @@
 """How much slower ranks decode while idle ranks of the same machine do some work: a regression over engine
 steps.
 
-    log seconds(step) = level(strategy, batch size, idle ranks) + Σ_use cost(use) · number of ranks at that use during the step
+    log seconds(step) = level(strategy, batch size, idle ranks) + Σ_use cost(use) · ranks at this use then
 
-Idle ranks rest for short windows between their work, so that each level has steps with and without it:
-what differs between them is the work's doing. Knows neither ranks nor clocks.
+Idle ranks rest for short windows between their work. So each level has steps with and without the work, and
+the difference is its cost.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ Array = NDArray[np.float64]
 USES = (IdleUse.AHEAD, IdleUse.TRAIN)
 
 _PRIOR = 0.2
-"""Prior standard deviation of a cost: nobody expects an idle neighbour to make a step more than half as
-long again."""
+"""Prior standard deviation of a cost: an idle neighbour hardly makes a step longer by more than half."""
 _NOISE, _NOISE_STEPS = 0.25, 20.0
-"""Prior standard deviation of a step's log seconds about its level, and how many steps it counts for."""
+"""Prior standard deviation of a step's log seconds about its level, and steps that it counts for."""
 _MEMORY = 4000.0
-"""Steps that an estimate remembers: work and batches change."""
+"""Steps that an estimate remembers, because work and batches change."""
 _LIMIT = 0.7
-"""A step that is further from its level than this, as a logarithm, counts as being that far: memory was
-allocated, or the machine was busy with something else."""
+"""Largest distance of a step's log seconds from its level; larger ones are clipped. Causes are allocations
+and other processes."""
 _SLACK = 0.01
-"""A step counts where the same number of neighbours was idle all through it, but for this share of the
+"""A step counts if the number of idle neighbours was constant during it, except for this share of the
 step."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The share by which a step takes longer, and the standard deviation of this estimate."""
+    """The estimated share by which a step takes longer, with its standard deviation."""
 
     mean: float = 0.0
     deviation: float = _PRIOR
@@ -47,16 +46,20 @@ class Cost:
 
 @dataclass(frozen=True)
 class SlowdownSums:
-    """The sums of one regression: of products of the uses' shares, of those with log seconds, of squared
-    log seconds, all about their level's mean; and the steps in them, less one per level."""
+    """The sums of one regression; x: shares of the uses, y: log seconds, both about their level's mean."""
 
     xx_UU: Array
+    """Sums of products of x."""
     xy_U: Array
+    """Sums of products of x and y."""
     yy: float
+    """Sum of squares of y."""
     num_steps: float
+    """Engine steps, less one per level."""
 
     @classmethod
     def zero(cls) -> SlowdownSums:
+        """Returns the sums over no step."""
         return cls(np.zeros((len(USES), len(USES))), np.zeros(len(USES)), 0.0, 0.0)
 
     def plus(self, other: SlowdownSums, fade: float = 1.0) -> SlowdownSums:
@@ -70,17 +73,17 @@ class SlowdownSums:
 
 
 class Slowdown:
-    """Estimates what each use of idle time costs those at work on the same machine."""
+    """Estimates how much each use of idle time slows busy ranks of the same machine."""
 
     def __init__(self) -> None:
         self.sums = SlowdownSums.zero()
 
     def observe(self, sums: SlowdownSums) -> None:
-        """Adds what a phase has measured; what is older fades."""
+        """Adds a phase's sums; older ones fade."""
         self.sums = self.sums.plus(sums, math.exp(-sums.num_steps / _MEMORY))
 
     def costs(self) -> dict[IdleUse, Cost]:
-        """Returns the estimates: the posterior of a linear regression whose costs are a priori about 0."""
+        """Returns the posterior of a linear regression whose prior is a cost of 0."""
         s = self.sums
         unexplained = max(s.yy - float(s.xy_U @ np.linalg.solve(s.xx_UU + np.eye(len(USES)), s.xy_U)), 0.0)
         variance = (unexplained + _NOISE_STEPS * _NOISE**2) / (s.num_steps + _NOISE_STEPS)
@@ -98,7 +101,7 @@ class Slowdown:
         return {"xx": s.xx_UU.tolist(), "xy": s.xy_U.tolist(), "yy": s.yy, "num_steps": s.num_steps}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
+        """Restores the state of `counters`."""
         xx_UU, xy_U = np.array(counters["xx"]), np.array(counters["xy"])
         self.sums = SlowdownSums(xx_UU, xy_U, counters["yy"], counters["num_steps"])
 
@@ -106,8 +109,7 @@ class Slowdown:
 def sums_of(steps: Sequence[TimedStep], neighbours: Sequence[Sequence[IdleStretch]]) -> SlowdownSums:
     """Returns the sums over one rank's engine steps of a phase.
 
-    neighbours: the stretches of each other rank of the same machine, on the same clock; a stretch of rest
-        is one, too.
+    neighbours: idle stretches, rests included, of each other rank of the same machine, on the same clock.
     """
     if not steps or not neighbours:
         return SlowdownSums.zero()
@@ -125,10 +127,10 @@ def sums_of(steps: Sequence[TimedStep], neighbours: Sequence[Sequence[IdleStretc
     for index in np.flatnonzero(counts_S).tolist():
         level = (steps[index].strategy, steps[index].num_running, int(num_S[index]))
         members.setdefault(level, []).append(index)
-    return add_up(_about_mean(x_SU[indices], np.log(seconds_S[indices])) for indices in members.values())
+    return add_up(_sums_of_level(x_SU[level], np.log(seconds_S[level])) for level in members.values())
 
 
-def _about_mean(x_MU: Array, y_M: Array) -> SlowdownSums:
+def _sums_of_level(x_MU: Array, y_M: Array) -> SlowdownSums:
     """Returns the sums over the steps of one level."""
     x_MU, y_M = x_MU - x_MU.mean(0), np.clip(y_M - np.median(y_M), -_LIMIT, _LIMIT)
     y_M = y_M - y_M.mean()

@@ -19,6 +19,7 @@ class ReplicaWork:
     """A replica's units of a phase. A unit is a group of requests, or unfinished responses of another
     replica.
 
+    num_received: responses that other replicas handed over.
     unit_size: requests of the largest group.
     gap_seconds: time without work before the last token.
     gap_training: seconds of drafter training up to the end of the latest gap.
@@ -26,14 +27,14 @@ class ReplicaWork:
 
     def __init__(self, queue: WorkQueue, requests: Sequence[Sequence[Request]]) -> None:
         self.queue, self.requests = queue, requests
-        self.unit_of: dict[tuple[str, int], int] = {}
+        self.unit_of: dict[Key, int] = {}
         self.num_open: Counter[int] = Counter()
         self.num_received = 0
         self.gap_seconds = self.gap_training = 0.0
         self.unit_size = max(map(len, requests), default=1)
 
     @cached_property
-    def _request_of(self) -> dict[tuple[str, int], Request]:
+    def _request_of(self) -> dict[Key, Request]:
         return {key_of(request): request for group in self.requests for request in group}
 
     def take(self, room: int) -> list[Request]:
@@ -48,7 +49,7 @@ class ReplicaWork:
                 self.num_received += len(received)
         return taken
 
-    def finish(self, key: tuple[str, int]) -> None:
+    def finish(self, key: Key) -> None:
         """Notes that a response has left this replica, finished or handed over."""
         unit = self.unit_of.pop(key)
         self.num_open[unit] -= 1
@@ -77,9 +78,7 @@ class ReplicaWork:
     def _pack(self, request: Request) -> bytes:
         """Encodes what another replica does not know yet; all know the phase's requests. JSON keeps floats
         exactly."""
-        return json.dumps(
-            [request.problem_id, request.sample_index, request.token_ids, request.logprobs]
-        ).encode()
+        return json.dumps([*key_of(request), request.token_ids, request.logprobs]).encode()
 
     def _unpack(self, part: bytes) -> Request:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)

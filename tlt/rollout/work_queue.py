@@ -1,26 +1,25 @@
-"""The shared queue of a phase, as a few counters in the c10d Store. Knows neither what a unit is nor how it
-is worked on.
+"""The work queue that replicas share in a phase: a few counters in the c10d Store.
 
     replica 0   take(12) → [0..3]   finish finish finish …      take → [9]  finish       all_done
-    replica 1   take(12) → [4..6]   finish …     take → [7,8]   finish   take → []  ░ polls: trains the drafter ░
-                     └──────────── one linear order: whoever adds to `next` first ───────────┘
+    replica 1   take(12) → [4..6]   finish …     take → [7,8]   finish   take → []  ░ trains the drafter ░
+                     └──────────── one linear order: the order of adds to `next` ────────────┘
 
-Keys, under one prefix per phase (its number), so that phases never mix; all of them lie under the store that
-is handed in:
+Every phase has its own prefix (its number) under the given store, so phases never mix. Its keys:
 
-    next      units of the phase's own that were asked for; moved by add only, so that a crowd takes its first units without a
-              race. It may exceed their number: who is given one beyond has none
-    queue     "next/total#replica.serial"   units that were added since; moved by compare_set only: their takes and additions
-              are one linear order
-    open      units added minus units finished; all is done when num_units + open == 0 (an absent counter reads as 0)
-    help      "R,S#replica.serial"          replicas without work that offer to take some of another's; compare_set only
-    load/U    number of parts of unit U, which one replica hands over to whoever takes it; the parts are load/U/0, 1, …
+    next      the phase's own units that were asked for. It changes by add alone, so a crowd takes its first
+              units without a race. It may exceed the number of units; a replica that gets a number beyond
+              has none.
+    queue     "next/total#replica.serial": units added later. It changes by compare_set alone, so takes and
+              additions have one linear order.
+    open      units added minus units finished; all is done when num_units + open == 0 (absent means 0)
+    help      "R,S#replica.serial": idle replicas that offer help; changes by compare_set alone
+    load/U    number of parts of unit U, which one replica hands over to another; the parts are load/U/0, 1, …
     ahead…    see ahead_queue.py
     beat/R    see heartbeats.py
 
-Outside of phases there is `at/R`: the phase that replica R is in. Phases that all have left are deleted.
+Outside of phases `at/R` holds the phase that replica R is in. A phase that all replicas have left is deleted.
 
-There is no server of ours, no collective, and no call that blocks but for parts that are being written. A
+There is no server of ours, no collective, and no blocking call except for parts that are being written. A
 key that may be absent is read by a compare_set that cannot match.
 """
 
@@ -34,28 +33,28 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, Store
 
 from tlt.ranks.heartbeats import Heartbeats, ReplicaTimeout
-from tlt.ranks.store import ABSENT, read_now
+from tlt.ranks.store import ABSENT, clone, read_now
 from tlt.rollout.ahead_queue import AheadQueue
 
 POLL_SECONDS = 0.002
 IDLE_SHARE, MAX_POLL_SECONDS = 0.01, 0.01
-"""A replica that waits asks for news at intervals of this share of the time for which nothing has changed,
-or so often."""
+"""A waiting replica polls at intervals of this share of the time since the last change, up to the maximum."""
 CROWD, CROWD_SECONDS = 16, 0.0002
-"""Where there are more replicas than this each of them waits so long, times their number, at least: all
-together ask at most 5,000 times a second."""
+"""With more replicas than CROWD each waits at least CROWD_SECONDS times their number between polls, so that
+all together poll at most 5,000 times a second."""
 RACE_SECONDS = 0.0001
-"""About a round trip. Who has lost a race for an added unit waits so long, times the number of replicas at
-most, before its next try: otherwise N replicas would need N²/2 tries to take one each."""
+"""About a round trip. The loser of a race for an added unit waits at most this long times the number of
+replicas before its next try. Otherwise N replicas would need N²/2 tries to take one unit each."""
 HELP_SECONDS = 0.02
-"""A replica at work asks at most once in the second time who offers help, for that costs it a round trip."""
+"""A busy replica asks for offers of help at most once in this time, because that costs a round trip."""
 
 
 class WorkQueue:
-    """One replica's view of the queue. The replica's leader uses it, from one thread.
+    """One replica's view of the queue. Not safe for threads.
 
-    store: a client of its own (`store.clone()`) where other threads may block on theirs.
-    timeout: seconds without any sign of life after which a wait raises `ReplicaTimeout`.
+    store: a client of its own (`store.clone()`) if other threads may block on theirs.
+    timeout: seconds without a sign of life after which a wait raises `ReplicaTimeout`.
+    pause: seconds to wait between two polls.
     """
 
     def __init__(
@@ -73,26 +72,22 @@ class WorkQueue:
         self.timeout = timeout
         self._root, self._clock, self._sleep = store, clock, sleep
         self._index = -1
+        self._held: set[int] = set()
         self._oldest_kept = 0
         self._serial = 0
         self._random = random.Random(replica)
-        self._asks_at, self.pause = (
-            float("-inf"),
-            POLL_SECONDS,
-        )  # seconds between two questions of one who waits
+        self.pause = POLL_SECONDS
+        self._asks_at = float("-inf")
 
     # -- phases ----------------------------------------------------------------------------------------------
 
     def begin(self, phase_name: str, num_units: int) -> None:
-        """Enters the next phase. Every replica calls it with the same arguments, in the same order; nobody
-        waits."""
-        assert not (self._index >= 0 and self._held), (
-            f"{self._label}: units {sorted(self._held)} were taken and not finished"
-        )
+        """Enters the next phase, without waiting. Every replica calls it with the same arguments, in the same
+        order."""
+        assert not self._held, f"{self._label}: units {sorted(self._held)} were taken and not finished"
         self._index += 1
         self._name = phase_name
         self._num_units = num_units
-        self._held: set[int] = set()
         self.store = PrefixStore(str(self._index), self._root)
         self._next, self._queue = 0, b""
         mine = f"{phase_name}: {num_units} units"
@@ -125,8 +120,8 @@ class WorkQueue:
 
     def take(self, room: int) -> list[int]:
         """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and
-        there is room: of the phase's own first, then of those added. Returns none where nothing remains
-        now (more may come, see `has_work`) or there is no room."""
+        there is room: the phase's own first, then added ones. Returns none if nothing remains now (more may
+        come, see `has_work`) or there is no room."""
         units = (self._take_own(room) or self._take_added(room)) if room > 0 else []
         if units:
             self._held.update(units)
@@ -146,9 +141,9 @@ class WorkQueue:
         while True:
             first, total = self._position()
             if first == total:
-                if self._refresh():
-                    continue
-                return []
+                if not self._refresh():
+                    return []
+                continue
             count = min(room, self._share(total - first))
             if self._move(first + count, total):
                 return list(range(first, first + count))
@@ -158,8 +153,8 @@ class WorkQueue:
         return -(-num // (2 * self.num_replicas))
 
     def add_units(self, count: int) -> range:
-        """Appends units and returns their indices. New work that follows from a unit is added *before*
-        that is finished."""
+        """Appends units and returns their indices. A unit's follow-up work is added *before* the unit is
+        finished."""
         self.store.add("open", count)
         while True:
             first, total = self._position()
@@ -168,7 +163,7 @@ class WorkQueue:
             self._let_others_go_first()
 
     def finish(self, unit: int) -> None:
-        """Counts a unit that this replica took as completed."""
+        """Counts a unit that this replica took as finished."""
         assert unit in self._held, (
             f"{self._label}: replica {self.replica} finished unit {unit}, which it does not hold"
         )
@@ -177,8 +172,8 @@ class WorkQueue:
         self.store.add("open", -1)
 
     def abandon(self) -> None:
-        """Lets go of what this replica holds, unfinished, because the run stops. The phase is never done
-        then, and the next `begin` does not object."""
+        """Drops this replica's unfinished units, because the run stops. The phase is never done then, and the
+        next `begin` does not object."""
         self._held.clear()
 
     def has_work(self) -> bool:
@@ -190,9 +185,9 @@ class WorkQueue:
         return first < total
 
     def all_done(self) -> bool:
-        """Returns whether every unit is finished, those added included; once true, it stays true. It costs
-        one round trip. At most once a second it also looks whether the others show signs of life, and
-        raises `ReplicaTimeout` if one does not."""
+        """Returns whether every unit is finished, added ones included; once true, it stays true. It costs one
+        round trip. At most once a second it also checks the others' heartbeats, and raises `ReplicaTimeout`
+        if one is silent."""
         self._open = self.store.add("open", 0)
         if self._num_units + self._open == 0:
             return True
@@ -202,11 +197,11 @@ class WorkQueue:
     # -- waiting for work ------------------------------------------------------------------------------------
 
     def has_news(self, offers_help: bool = False) -> bool:
-        """Returns whether there is something to do for a replica without work: a unit, or the end of the
-        phase. In a crowd it does not ask each time, and says no meanwhile. Whoever waits calls it at
-        intervals of `pause` seconds, which grow.
+        """Returns whether an idle replica has something to do: a unit, or the end of the phase. Call it at
+        intervals of `pause` seconds, which grow. In a crowd it does not poll each time, and returns False
+        meanwhile.
 
-        offers_help: whether it offers its help to the others where there is no news.
+        offers_help: whether this replica offers its help if there is no news.
         """
         now = self._clock()
         if now < self._asks_at:
@@ -216,25 +211,25 @@ class WorkQueue:
             return True
         if has_changed := (self._open, self._next, self._queue) != before:
             self._quiet_since = now
-        crowd = CROWD_SECONDS * self.num_replicas if self.num_replicas > CROWD else 0.0
-        self._asks_at = now + crowd
-        self.pause = max(
-            min(max(IDLE_SHARE * (now - self._quiet_since), POLL_SECONDS), MAX_POLL_SECONDS), crowd
-        )
+        least = CROWD_SECONDS * self.num_replicas if self.num_replicas > CROWD else 0.0
+        self._asks_at = now + least
+        pause = max(IDLE_SHARE * (now - self._quiet_since), POLL_SECONDS)
+        self.pause = max(min(pause, MAX_POLL_SECONDS), least)
         if offers_help and (has_changed or not self._offers_help):
             self.offer_help()
         return False
 
     def rest(self) -> None:
-        """Waits before the next question for news."""
+        """Waits before the next poll."""
         self._sleep(self.pause)
 
     def _be_attentive(self) -> None:
-        """Asks for news at once."""
-        self._quiet_since, self._asks_at = self._clock(), float("-inf")
+        """Polls at once the next time."""
+        self._quiet_since = self._clock()
+        self._asks_at = float("-inf")
 
     def _has_own(self) -> bool:
-        """Returns whether one of the phase's own units is left; asks no more once none is."""
+        """Returns whether one of the phase's own units is left. Once none is, it asks the store no more."""
         if self._next < self._num_units:
             self._next = self.store.add("next", 0)
         return self._next < self._num_units
@@ -248,19 +243,23 @@ class WorkQueue:
         return int(first), int(total)
 
     def _move(self, first: int, total: int) -> bool:
-        """Moves the queue on from where it was last seen; returns whether no other replica was faster. The
-        value names its author, so that a loser does not take the winner's for its own. Either way `_queue`
-        is the latest state afterwards."""
+        """Moves the queue on from where it was last seen; returns whether no other replica was faster."""
+        self._queue, has_moved = self._compare_set("queue", self._queue, f"{first}/{total}")
+        return has_moved
+
+    def _compare_set(self, key: str, seen: bytes, value: str) -> tuple[bytes, bool]:
+        """Replaces the value that was last seen; returns (the value now, whether it is this replica's). The
+        value names its author, so that a loser does not take the winner's equal one for its own."""
         self._serial += 1
-        wanted = f"{first}/{total}#{self.replica}.{self._serial}".encode()
-        self._queue = self.store.compare_set("queue", self._queue.decode(), wanted.decode())
-        return self._queue == wanted
+        wanted = f"{value}#{self.replica}.{self._serial}"
+        now = self.store.compare_set(key, seen.decode(), wanted)
+        return now, now == wanted.encode()
 
     def _let_others_go_first(self) -> None:
         self._sleep(self._random.random() * RACE_SECONDS * self.num_replicas)
 
     def _refresh(self) -> bool:
-        """Reads the queue's state; returns whether it had moved since this replica last saw it."""
+        """Reads the queue's state; returns whether it has moved since this replica last saw it."""
         value = read_now(self.store, "queue")
         seen, self._queue = self._queue, b"" if value == ABSENT else value
         return self._queue != seen
@@ -268,37 +267,37 @@ class WorkQueue:
     # -- handing work over -----------------------------------------------------------------------------------
 
     def offer_help(self) -> None:
-        """Says that this replica has run dry; the offer stands until it takes a unit. Call it again while
-        waiting: another replica may have taken what was handed over because of this offer."""
+        """Offers this idle replica's help, until it takes a unit. Call it again while waiting: another
+        replica may have taken what was handed over because of this offer."""
         self._offers_help = True
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
     def num_offers(self) -> int:
-        """Returns how many replicas offer help; asks at most once in `HELP_SECONDS`, and says 0 in
-        between."""
+        """Returns how many replicas offer help. It asks at most once in `HELP_SECONDS`; in between it returns
+        0."""
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
-        return len(offers_in(read_now(self.store, "help")))
+        return len(_offers_in(read_now(self.store, "help")))
 
     def accept_help(self) -> int | None:
-        """Accepts one offer, so that no other replica does, and adds a unit for it, which anyone may take:
-        `hand_over` has to follow at once. None: nobody offers help any more. Call it *before* you finish
-        what the unit is taken from."""
+        """Accepts one offer, and adds a unit for it, which any replica may take; `hand_over` must follow at
+        once. None: nobody offers help any more. Call it *before* you finish the unit that the new one is
+        taken from."""
         if not self._change_help(lambda offers: offers[1:]):
             return None
         (unit,) = self.add_units(1)
         return unit
 
     def hand_over(self, unit: int, parts: Sequence[bytes]) -> None:
-        """Writes what the unit consists of: parts, whose meaning the caller knows."""
+        """Writes the unit's parts, whose meaning the caller knows."""
         for index, part in enumerate(parts):
             self.store.set(f"load/{unit}/{index}", part)  # type: ignore[arg-type]  # the stubs know text only
         self.store.set(f"load/{unit}", str(len(parts)))
 
     def receive(self, unit: int) -> list[bytes]:
-        """Returns the parts of a unit that was handed over and that this replica took. They may still be
-        written: it waits."""
+        """Returns the parts of a handed-over unit that this replica took. Waits while they are being
+        written."""
         since = self._clock()
         while (num_parts := read_now(self.store, f"load/{unit}")) == ABSENT:
             if self._clock() - since > self.timeout:
@@ -318,22 +317,19 @@ class WorkQueue:
             self._change_help(lambda offers: [replica for replica in offers if replica != self.replica])
 
     def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
-        """Changes the list of offers; returns whether that made a difference. Like the queue's, the value
-        names its author."""
+        """Changes the list of offers; returns whether that made a difference."""
         seen = read_now(self.store, "help")
-        while (changed := change(offers_in(seen))) != offers_in(seen):
-            self._serial += 1
-            wanted = f"{','.join(map(str, changed))}#{self.replica}.{self._serial}".encode()
-            seen = self.store.compare_set("help", "" if seen == ABSENT else seen.decode(), wanted.decode())
-            if seen == wanted:
+        while (changed := change(offers := _offers_in(seen))) != offers:
+            names = ",".join(map(str, changed))
+            seen, is_changed = self._compare_set("help", b"" if seen == ABSENT else seen, names)
+            if is_changed:
                 return True
         return False
 
     # -- signs of life ---------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Says that this replica is at work. Call it every engine step: it writes once a second, and else
-        costs a clock."""
+        """Shows that this replica is at work. Call it every engine step; it writes once a second."""
         self._life.beat_now_and_then(len(self._held))
 
     def _beat(self) -> None:
@@ -345,7 +341,7 @@ class WorkQueue:
 
 
 def local_work_queue(timeout: float = float("inf")) -> WorkQueue:
-    """Makes the queue of a single replica: the counters live in this process."""
+    """Builds the queue of a single replica; its counters live in this process."""
     return WorkQueue(HashStore(), replica=0, num_replicas=1, timeout=timeout)
 
 
@@ -354,11 +350,12 @@ def connect_work_queue(store: Store, replica: int, num_replicas: int, timeout: f
     a key prefix of its own."""
     if num_replicas == 1:
         return local_work_queue(timeout)
-    connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+    connection = clone(store)
     connection.set_timeout(timedelta(seconds=timeout))
     return WorkQueue(PrefixStore("queue", connection), replica, num_replicas, timeout)
 
 
-def offers_in(value: bytes) -> list[int]:
+def _offers_in(value: bytes) -> list[int]:
+    """Returns the replicas that a value of `help` names."""
     replicas = b"" if value == ABSENT else value.partition(b"#")[0]
     return [int(replica) for replica in replicas.split(b",") if replica]

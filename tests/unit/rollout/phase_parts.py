@@ -148,7 +148,7 @@ def generate(
     phase.queue.begin("rollout", len(problems))
     ended = FinishedResponses(problems, phase.receivers, drafter)
     spare = phase.idle_time(NO_WORK, drafter)
-    last_token, _ = phase.generate(ReplicaWork(phase.queue, requests), ended, drafter, spare)
+    last_token, _ = phase.generate(ReplicaWork(phase.queue, requests), ended, spare)
     return ended.rollouts, last_token, spare.drafter_report
 
 

@@ -71,7 +71,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
         works[index].take = take_back_only_when_idle
         ended = FinishedResponses(problems, phase.receivers, DrafterSide())
         spare = phase.idle_time(NO_WORK, DrafterSide())
-        return lambda: (ended.rollouts, phase.generate(works[index], ended, DrafterSide(), spare))
+        return lambda: (ended.rollouts, phase.generate(works[index], ended, spare))
 
     with running(replica(0), replica(1)) as results:
         pass
