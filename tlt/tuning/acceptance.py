@@ -187,8 +187,7 @@ class AcceptanceModel:
         self, arm: Strategy, batch_size: int, references: Sequence[ReferenceDraft] = ()
     ) -> tuple[float, float]:
         """Returns (expected nodes per sequence, expected levels) of an arm's drafts. The longest chain of the
-        batch decides the levels. A chain may stop early; a draft from a reference has the reference's
-        length."""
+        batch decides the levels. A chain may stop early; the length of a reference draft is known."""
         if arm.uses_references:
             nodes, levels = self.drafted(arm.without_reference, batch_size)
             copied = sum(min(arm.depth, one.length) for one in references)
@@ -281,8 +280,7 @@ class AcceptanceModel:
         return self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
 
     def _estimate(self, curve: Curve) -> Rates:
-        """Returns posterior means. The prior of a depth is updated at all batch sizes, then at the curve's
-        octave."""
+        """Returns posterior means. Each depth's prior is updated at all batch sizes, then at the octave."""
         prior = self._prior(curve)
         here = self.counts.get(curve, _NOTHING)
         everywhere = self.counts.get(curve._replace(octave=None), _NOTHING)
@@ -329,8 +327,8 @@ def _mixture(
     learned: Sequence[float], retrieved: Sequence[float], where_retrieved: Sequence[float]
 ) -> Sequence[float]:
     """Returns the rates of a drafter that retrieves where it finds something and drafts as the learned
-    drafter where it does not. At depths that the learned drafter alone survives more often, its survival
-    counts."""
+    drafter where it does not. At depths where the learned drafter alone survives more often, its rates.
+    """
     nothing = 1 - min(retrieved[0] / where_retrieved[0], 1.0)
     survivals = zip(accumulate(learned, operator.mul), accumulate(retrieved, operator.mul), strict=True)
     mixed = [max(alone, found + nothing * alone) for alone, found in survivals]

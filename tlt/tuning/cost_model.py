@@ -36,13 +36,11 @@ TRIALS = 2.0
 CAUTION = 0.7
 """Standard deviations by which speculation is rated below its expected speed."""
 MARGIN = 0.03
-"""The share by which speculation must be faster than off: responses that advance unevenly leave small batches
-behind."""
+"""The share by which speculation must be faster than off: uneven progress leaves small batches behind."""
 NUM_FIRST = 3
 """Steps of off before anything else: the first, of a new shape, is not typical."""
 CLEARLY, MOST_LOST = 1.1, 0.02
-"""An arm is tried if it is expected to be CLEARLY times as fast, or to lose less than MOST_LOST of the time
-left."""
+"""A trial is for arms expected CLEARLY times as fast, or to lose less than this share of the time left."""
 MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
 HORIZON_SECONDS = 300.0
@@ -154,9 +152,8 @@ class CostModel(StrategyTuner):
         return predictions, _trial(predictions, predictions[best], num_left) or predictions[best]
 
     def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
-        """Returns the arms that may run: references where there are any, retrieval where hindsight shows a
-        gain, trees and the hybrid once the acceptance of learned chains is known, for theirs is derived from
-        it."""
+        """Returns the arms that may run: references where there are any, and retrieval where it pays.
+        Trees and the hybrid may run once the acceptance of learned chains is known, which theirs rests on."""
         retrieved = self.acceptance.tokens(Hindsight.STRATEGY, batch.num_running)
         is_retrieval_worth = not self.has_hindsight or retrieved > MIN_RETRIEVED
         is_learned_known = self.acceptance.is_known(Strategy("learned", 1, 1, 1))

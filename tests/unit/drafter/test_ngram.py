@@ -172,7 +172,7 @@ def test_what_is_kept_of_texts_leaves_with_them() -> None:
             index.close(text)
     assert index.num_tokens == 4 * 100
     assert index._earlier.keys() == index._skips.keys() == index.texts.keys()
-    for known in index._occurrences:
+    for known in index._tables:
         assert len(known.table) <= 8 * index.num_tokens
 
 

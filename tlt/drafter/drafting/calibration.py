@@ -1,6 +1,7 @@
-"""Two estimates learned from verifications: how likely a drafted candidate is to be accepted
-(`Calibration`), and by which coupling temperature to rank the candidates (`TauSearch`). Both change the
-speed alone: the tokens stay the target's own. Knows neither model nor engine.
+"""Two estimates learned from verifications, which affect speed alone.
+
+Calibration    how likely a drafted candidate is to be accepted
+TauSearch      the coupling temperature to rank candidates with
 """
 
 from __future__ import annotations
@@ -17,43 +18,42 @@ from tlt.types import DraftTree, Verdict
 from tlt.uploads import upload
 
 DEFAULT_CONFIDENCE_THRESHOLD = 0.4
-"""Drafting a chain stops where the chance that the whole chain is accepted falls below this (measured:
+"""A chain stops where the chance that all of it is accepted falls below this (measured:
 benchmarks/log.md)."""
 
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
-"""Borders of the bins of a candidate's raw log-confidence, which is the log-probability that the drafter
-gives it. They lie closer together where candidates are likely."""
+"""Borders of the bins of a candidate's raw log-confidence, the log-probability that the drafter gives it."""
 
 _DEPTH_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3)
 """Group of each depth: depths 0, 1, 2-3, 4-7 and from 8 on count together."""
 _NUM_DEPTH_GROUPS = 5
 _NUM_RANKS = 8
-"""Ranks among siblings that are told apart; all further ones count as the last."""
+"""Ranks among siblings that are told apart; later ones count as the last."""
 _PRIOR_COUNT = 8.0
-"""Number of observations that the prior of a cell is worth."""
+"""Observations that the prior of a cell counts as."""
 _REFRESH_EVERY = 256
-"""Candidates counted between two refreshes of the table on the device."""
+"""Counted candidates between two refreshes of the table on the device."""
 _OBSERVED_ROWS = 8
-"""Sequences of a batch whose verdicts are counted; bounds the work on the host."""
+"""Most sequences of a batch whose verdicts are counted; bounds the work on the host."""
 
 
 def sent_to_host(values: Tensor) -> Tensor:
-    """Returns a copy on the host that nobody waits for: it is whole once the host has waited for anything
-    that the same device does later, as it does for every verdict. On a CPU it is the tensor itself."""
+    """Returns a copy on the host without waiting for it. It is complete once the host has waited for later
+    work of the same device, such as a verdict's. On a CPU it is the tensor itself."""
     return values.to("cpu", non_blocking=True)
 
 
 class Calibration:
-    """Estimates P(accepted | parent accepted) of a candidate from its depth, its rank among its siblings and
-    its confidence.
+    """Estimates P(accepted | parent accepted) of a candidate by its depth, rank among siblings and
+    confidence.
 
-    Each combination of the three is a cell, with a Beta posterior. The cell's estimate is the posterior
-    mean; its prior says that the drafter's confidence is right. A node counts only if its parent was
-    accepted: for any other node the target was never asked.
+    Each combination of the three is a cell with a Beta posterior, whose mean is the estimate; its prior says
+    that the drafter's confidence is right. A node counts only if its parent was accepted: for others the
+    target's token is unknown.
     """
 
     UNUSED = -1
-    """Stands in the place of a cell for a node that is not to be counted."""
+    """The cell of a node that does not count."""
 
     def __init__(self, device: torch.device) -> None:
         num_bins = len(_EDGES) + 1
@@ -78,15 +78,16 @@ class Calibration:
 
     def note(self, tree: DraftTree, cells_BN: Tensor) -> Tensor:
         """Returns what `observe` needs of a drafted tree, [3, rows, nodes], on its way to the host.
-        cells_BN: the cells of its nodes, the root left out."""
+
+        cells_BN: the cells of its nodes without the root.
+        """
         rows = slice(0, _OBSERVED_ROWS)
-        return sent_to_host(
-            torch.stack([tree.tokens_BN[rows, 1:], tree.parents_BN[rows, 1:], cells_BN[rows]])
-        )
+        noted = [tree.tokens_BN[rows, 1:], tree.parents_BN[rows, 1:], cells_BN[rows]]
+        return sent_to_host(torch.stack(noted))
 
     def observe(self, noted_3BN: Tensor, verdicts: Sequence[Verdict]) -> None:
-        """Counts which nodes of a drafted tree were accepted. Nodes that were not verified count, too,
-        where the target's token at their position is known."""
+        """Counts which nodes of a drafted tree were accepted. Nodes that were not verified count where the
+        target's token at their position is known."""
         for tokens, parents, cells, verdict in zip(*noted_3BN.tolist(), verdicts, strict=False):
             path = [0]
             for node, (token, parent, cell) in enumerate(zip(tokens, parents, cells, strict=True), start=1):
@@ -104,8 +105,7 @@ class Calibration:
             self._refresh()
 
     def age(self, keep: float = 0.5) -> None:
-        """Lowers the weight of all observations to this share, since the drafter or the target has
-        changed."""
+        """Scales the weight of all observations, because drafter or target changed."""
         for cell, prior in enumerate(self.prior):
             self.seen[cell] = _PRIOR_COUNT + keep * (self.seen[cell] - _PRIOR_COUNT)
             self.accepted[cell] = prior * _PRIOR_COUNT + keep * (self.accepted[cell] - prior * _PRIOR_COUNT)
@@ -116,7 +116,7 @@ class Calibration:
         return {"accepted": list(self.accepted), "seen": list(self.seen)}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
+        """Continues from what `counters` returned."""
         self.accepted, self.seen = list(counters["accepted"]), list(counters["seen"])
         self._refresh()
 
@@ -129,16 +129,16 @@ class Calibration:
 class TauSearch:
     """Finds the coupling temperature tau whose first candidate is most often the target's token.
 
-    The candidates at the root are ranked by logits / tau + noise, and the target's token there is always
-    known. So one verification judges every tau, and nothing has to be tried out.
+    Candidates at the root are ranked by logits / tau + noise, and the target's token there is always known.
+    So one verification judges every tau.
 
-    tau: a fixed value, which ends the search; None: search.
+    tau: a fixed value; None: search.
     """
 
     CANDIDATES = (0.3, 0.45, 0.6, 0.7, 0.85, 1.0, 1.3)
     START = 0.7
     EVERY = 8
-    """Proposals of which one is looked at."""
+    """One in this many proposals is judged."""
     MEMORY = 2000.0
     """Verdicts after which the weight of a hit has faded to 1 / e."""
 
@@ -150,9 +150,11 @@ class TauSearch:
         self._count = 0
 
     def guess(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> Tensor | None:
-        """Returns the token that each of the K taus would put first, [K, B], in one of `EVERY` proposals, on
-        its way to the host; None in the others.
-        token_ids_V: the target's ids of a drafter's reduced vocabulary."""
+        """Returns the token that each of the K taus ranks first, [K, B], on its way to the host; None but for
+        one in `EVERY` proposals.
+
+        token_ids_V: the target's ids of a reduced draft vocabulary.
+        """
         self._count += 1
         if self.is_fixed or self._count % self.EVERY:
             return None
@@ -160,9 +162,9 @@ class TauSearch:
         return sent_to_host(first_KB if token_ids_V is None else token_ids_V[first_KB])
 
     def observe(self, guesses_KB: Tensor, tokens: Sequence[int]) -> None:
-        """Counts the guesses that are the target's token, `tokens[b]` at the root of row b. Another tau
-        takes over when it leads by more than a standard error of the difference in hits, at most the
-        square root of the misses of both."""
+        """Counts the guesses that are the target's token, `tokens[b]` at the root of row b. Another tau takes
+        over when its lead in hits exceeds a standard error of the difference: at most the square root of the
+        misses of both."""
         guesses = guesses_KB.tolist()
         fade = math.exp(-len(tokens) / self.MEMORY)
         self.num_seen = self.num_seen * fade + len(tokens)
@@ -177,5 +179,5 @@ class TauSearch:
         return {"tau": self.tau, "hits": list(self.hits), "num_seen": self.num_seen}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
+        """Continues from what `counters` returned."""
         self.tau, self.hits, self.num_seen = counters["tau"], list(counters["hits"]), counters["num_seen"]

@@ -1,15 +1,13 @@
-"""The draft vocabulary at work: an engine alone renews it from what it samples, a run at the beginning of its
-steps.
+"""Decides when the draft vocabulary is chosen again (vocabulary.py says how). It affects speed alone.
 
-    Engine, tlt generate    the prompts that run, what was sampled since the last look ─▶ a look when much is new
-    a run                   the step's prompts, what all ranks sampled before ─▶ `begin` and `end`; every rank chooses alike
-
-Changes the speed alone. Knows neither ranks nor how tokens are chosen (vocabulary.py).
+Engine, tlt generate    from the running prompts and new samples, once much is new     `look`
+a run                   from the step's prompts and all ranks' samples, once a step    `begin`, `end`
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from tlt.drafter.model import PackedDrafter
@@ -22,11 +20,12 @@ SECOND_LOOK, GROWTH = 128, 1.5
 
 
 class VocabularyChoice:
-    """Keeps the model at what the vocabulary holds. is_led: somebody else says when to choose; nothing is
-    looked at here."""
+    """Keeps the model's draft vocabulary up to date."""
 
     def __init__(self, model: PackedDrafter, vocabulary: DraftVocabulary) -> None:
-        self.model, self.vocabulary, self.is_led = model, vocabulary, False
+        self.model, self.vocabulary = model, vocabulary
+        self.is_led = False
+        """Whether a run calls `begin` and `end`; `look` then does nothing."""
         self._num_finished, self._next_look, self._num_new = 0, 0.0, 0
         self._finished_V = vocabulary.count(())
         self._seen_V = vocabulary.count(())
@@ -39,31 +38,28 @@ class VocabularyChoice:
         return not self.is_led and bool(self.vocabulary.sizes)
 
     def admit(self) -> None:
-        """A sequence has come."""
+        """Counts a new sequence."""
         self._num_new += 1
 
     def finish(self, rollout: Rollout) -> None:
-        """A response has ended here."""
+        """Counts the tokens of a response that has ended."""
         if self._looks:
             self._finished_V += self.vocabulary.count(rollout.token_ids)
             self._num_finished += len(rollout.token_ids)
 
     def look(self, context: DraftContext) -> None:
-        """Chooses again, if half of the sequences are new, or half as much again was sampled, since the
-        last look."""
+        """Chooses again if, since the last look, half of the sequences are new or the number of sampled
+        tokens grew by half."""
         if not self._looks:
             return
         rows = list(zip(context.tokens, context.requests, strict=True))
-        num_sampled = self._num_finished + sum(
-            len(tokens) - len(request.prompt_ids) for tokens, request in rows
-        )
+        num_running = sum(len(tokens) - len(request.prompt_ids) for tokens, request in rows)
+        num_sampled = self._num_finished + num_running
         if num_sampled < self._next_look and 2 * self._num_new < len(rows):
             return
         self._next_look, self._num_new = max(GROWTH * num_sampled, SECOND_LOOK), 0
-        running_V = self.vocabulary.count(
-            token for tokens, r in rows for token in tokens[len(r.prompt_ids) :]
-        )
-        sampled_V = self._finished_V + running_V
+        responses = [tokens[len(request.prompt_ids) :] for tokens, request in rows]
+        sampled_V = self._finished_V + self.vocabulary.count(chain.from_iterable(responses))
         self.vocabulary.observe((sampled_V - self._seen_V).clamp_min(0))
         self._seen_V = sampled_V
         self.vocabulary.foresee({request.prompt_ids for _, request in rows})
@@ -72,7 +68,7 @@ class VocabularyChoice:
     # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Chooses for the prompts that are answered next."""
+        """Chooses for the prompts of the next step."""
         self.is_led = True
         self.vocabulary.foresee(prompts)
         self._renew()
@@ -80,12 +76,11 @@ class VocabularyChoice:
     def end(self, rollouts: Sequence[Rollout]) -> None:
         """Counts a step's responses."""
         self.is_led = True
-        self.vocabulary.observe(
-            self.vocabulary.count(token for rollout in rollouts for token in rollout.token_ids), KEEP
-        )
+        tokens = chain.from_iterable(rollout.token_ids for rollout in rollouts)
+        self.vocabulary.observe(self.vocabulary.count(tokens), KEEP)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what the vocabulary's `counters` returned."""
+        """Continues from what the vocabulary's `counters` returned."""
         self.vocabulary.restore(counters)
         self.model.choose(self.vocabulary.token_ids)
 

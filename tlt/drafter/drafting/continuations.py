@@ -1,8 +1,6 @@
-"""Ranks what followed these words before, and makes a draft tree of the most confident candidates.
+"""Ranks the continuations that retrieval found and makes a draft tree of the most confident candidates.
 
-    sources (suffix_index.py) ─▶ trie: who said this token next, and how far they agree with us ─▶ tree
-
-Pure functions of what was found: no drafter, no tensors.
+occurrences (suffix_index.py) ─▶ trie of what followed, weighted by the length of the match ─▶ tree
 """
 
 from __future__ import annotations
@@ -16,24 +14,21 @@ from tlt.drafter.drafting.suffix_index import ANCHORS
 from tlt.speculative.strategy import Strategy
 
 _TAU = 0.7
-"""The coupling temperature of retrieved candidates (see `LearnedSettings.tau`)."""
+"""The coupling temperature of retrieved candidates, see `LearnedSettings.tau`."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """A piece of the trie of continuations: tokens that follow each other without a choice, and the branches
-    behind them.
-
-    start: the place of the first token in the continuations.
-    weight: of the sources that lead here.
-    noise: the law's, of the first token, where there are other branches beside this one.
-    """
+    """An edge of the trie of continuations: tokens without a choice between them, and the branches behind."""
 
     tokens: tuple[int, ...]
     start: int
+    """Index of the first token in the continuations."""
     weight: float
+    """Sum over the continuations that lead here."""
     children: list[Branch]
     noise: float = 0.0
+    """The law's noise of the first token, where the branch has siblings."""
 
     @property
     def token(self) -> int:
@@ -46,14 +41,13 @@ class Branch:
 
 
 def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: int = 0) -> Branch:
-    """Returns the trie of (tokens, weight of their sources), which all agree before `start`. Its root may
-    have no token."""
+    """Returns the trie of continuations (tokens, weight) that agree before `start`. Its root may be empty."""
     if not continuations:
         return Branch((), start, 0.0, [])
     texts = [tokens for tokens, _ in continuations]
     least, most = min(texts), max(texts)
     end = start
-    while end < len(least) and least[end] == most[end]:  # then all between these two agree, too
+    while end < len(least) and least[end] == most[end]:  # all texts lie between these two, so they agree, too
         end += 1
     beyond: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     for tokens, weight in continuations:
@@ -65,11 +59,12 @@ def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: in
 
 @dataclass(frozen=True)
 class Retrieved:
-    """A tree of (token, parent column), the root (column 0) left out, and the bucket of the match that led
-    to it."""
+    """A retrieved draft tree."""
 
     bucket: int
+    """Of the length of the match, see `match_bucket`."""
     nodes: list[tuple[int, int]]
+    """(token, parent column) from column 1 on; column 0 is the root."""
 
     @property
     def depth(self) -> int:
@@ -80,8 +75,8 @@ class Retrieved:
 
 
 def walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, bool]:
-    """Returns how far `tokens` lead down a tree of (token, parent column), and whether its nodes, not its
-    end, stopped them."""
+    """Returns how far `tokens` lead down a tree of (token, parent column), and whether another token in the
+    tree, not its end, stopped them."""
     children: dict[int, dict[int, int]] = {}
     for column, (token, parent) in enumerate(nodes, start=1):
         children.setdefault(parent, {})[token] = column
@@ -96,7 +91,7 @@ def walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, 
 
 
 def match_bucket(length: int) -> int:
-    """Matches of 0-3, 4-5, 6-7, 8-11, 12-15, 16-23, ... tokens are told apart: two steps per doubling."""
+    """Returns the bucket of a match: 0-3, 4-5, 6-7, 8-11, 12-15, 16-23, … tokens: two per doubling."""
     if length < ANCHORS[-1]:
         return 0
     octave = length.bit_length() - 1
@@ -105,25 +100,22 @@ def match_bucket(length: int) -> int:
 
 def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
     """Returns (token, parent column) of the `budget` most confident candidates, parents first; column 0 is
-    the tree's root.
-
-    Best first: a node's confidence is the product of its shares on the way from the root.
+    the root. A node's confidence is the product of the shares on its path from the root.
     """
     nodes: list[tuple[int, int]] = []
-    heap: list[tuple[float, int, int, Branch, int]] = []  # with the place of the candidate in its branch
+    heap: list[tuple[float, int, int, Branch, int]] = []  # the last: place of the candidate in its branch
     order = 0
 
     def offer(branch: Branch, place: int, column: int, confidence: float) -> None:
-        """Makes candidates of what follows that place of a branch."""
+        """Adds the candidates that follow a place of a branch."""
         nonlocal order
         if branch.start + place + 1 >= strategy.depth:
             return
         if place + 1 < len(branch.tokens):
             ranked = [(confidence, branch, place + 1)]
         else:
-            ranked = [
-                (confidence + share, child, 0) for share, child in _shares(branch.children)[: strategy.width]
-            ]
+            best = _shares(branch.children)[: strategy.width]
+            ranked = [(confidence + share, child, 0) for share, child in best]
         for sure, child, first in ranked:
             order += 1
             heapq.heappush(heap, (-sure, order, column, child, first))
@@ -137,12 +129,11 @@ def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
 
 
 def _shares(branches: Sequence[Branch]) -> list[tuple[float, Branch]]:
-    """Returns the logarithm of the share of each of these, the largest first."""
+    """Returns (logarithm of its share, branch) of these siblings, the largest first."""
     if len(branches) < 2:
         return [(0.0, branch) for branch in branches]
     scores = [math.log(branch.weight) / _TAU + branch.noise for branch in branches]
     top = max(scores)
     total = top + math.log(sum(math.exp(score - top) for score in scores))
-    return sorted(
-        ((score - total, b) for score, b in zip(scores, branches, strict=True)), key=lambda pair: -pair[0]
-    )
+    pairs = zip(scores, branches, strict=True)
+    return sorted(((score - total, branch) for score, branch in pairs), key=lambda pair: -pair[0])

@@ -1,11 +1,11 @@
-"""The target's features (hidden states) of the latest positions of every running sequence. A drafter reads
-them when speculation is switched on in the middle of a response. Knows no drafter.
+"""The target's features (hidden states) at the latest positions of every running sequence. The learned
+drafter reads them when speculation is switched on in the middle of a response.
 
     a decoding step ── write ─▶ queue ── flush ─▶ ring, one per slot ── read ─▶ the drafter
 
-Without speculation nobody reads, and that path must cost nothing: `write` only queues the engine's tensor,
-and many steps are copied at once. A slot is a sequence's place in the engine's batch. F: size of a
-feature, S: slots, C: columns of the ring.
+Without speculation the features are not read and must cost nothing: `write` only queues the engine's tensor,
+and many steps are copied at once. F: size of a feature, S: slots (places in the engine's batch), C: columns
+of the ring.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from tlt.speculative.strategy import Strategy
 from tlt.uploads import upload
 
 _MAX_QUEUED = 64
-"""Decoding steps that wait in the queue at most; bounds its memory."""
+"""Most decoding steps in the queue; bounds its memory."""
 
 
 class FeatureHistory:
-    """Keeps the features of each slot's latest `window` positions in a ring: position p lies in column p mod
-    C.
+    """The features of each slot's latest `window` positions in a ring: position p lies in column p mod C.
 
-    A verification also writes the positions of drafts that are then rejected. They are written again
-    before anybody reads them. So that they never overwrite a position of the window, the ring is wider
-    than the window by the longest draft.
+    A verification also writes the positions of drafts that are then rejected. They are written again before
+    they are read. The ring is wider than the window by the longest draft, so they never overwrite a position
+    of the window.
     """
 
     def __init__(
@@ -48,22 +47,20 @@ class FeatureHistory:
         return self.ring_SCF.nbytes
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes of a sequence of `length` tokens: its columns of the ring, and its part of the
-        queue."""
+        """Returns the bytes of a sequence of `length` tokens in ring and queue."""
         num_columns = min(whole_blocks(length), self.num_columns) + _MAX_QUEUED
         return num_columns * self.ring_SCF.shape[2] * self.ring_SCF.element_size()
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Says how many sequences of how many tokens there is room for: the ring grows to that, no
-        further, when it is written. What lies beyond is given up now."""
+        """Bounds the ring to `num_slots` sequences of `length` tokens. It grows when written."""
         self._room = num_slots, min(length, self.num_columns)
         if len(self.ring_SCF) > num_slots or self.ring_SCF.shape[1] > self._room[1]:
             self.flush()
             self.ring_SCF = self.ring_SCF[:num_slots, : self._room[1]].clone()
 
     def write(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Takes the features of the T positions from starts[b] on of the sequence in slots[b]. One more
-        position of the same sequences joins the queue; anything else is copied at once."""
+        """Keeps the features of the T positions from starts[b] on of the sequence in slots[b]. The next
+        position of the same sequences is queued; anything else is copied at once."""
         slots = tuple(slots)
         follows = slots == self._slots and all(
             start == first + len(self._queue) for start, first in zip(starts, self._starts, strict=True)
@@ -85,25 +82,24 @@ class FeatureHistory:
         self._slots = ()
 
     def read(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
-        """Returns the features of num_positions positions from starts[b] on, [B, num_positions, F]. Those
-        of positions that have no committed token yet are meaningless."""
+        """Returns the features of num_positions positions from starts[b] on, [B, num_positions, F]. Positions
+        without a committed token hold arbitrary values."""
         self.flush()
         self._reserve(max(slots) + 1, max(starts) + num_positions)
         return self.ring_SCF[self._index(slots, starts, num_positions)]
 
     def first_known(self, num_known: int) -> int:
-        """Returns the earliest position still held of a sequence whose first `num_known` positions have
-        been written."""
+        """Returns the earliest position still held after the first `num_known` positions were written."""
         return max(num_known - self.window, 0)
 
     def move(self, source: int, target: int) -> None:
-        """Copies a sequence's features into the slot that it moves to."""
+        """Moves a sequence's features to another slot."""
         self.flush()
         self._reserve(max(source, target) + 1, 0)
         self.ring_SCF[target] = self.ring_SCF[source]
 
     def release(self) -> None:
-        """Forgets everything and gives the memory back; the ring grows again when it is written."""
+        """Forgets everything and gives the memory back."""
         self._queue, self._slots, self._room = [], (), None
         self.ring_SCF = self.ring_SCF[:0, : min(BLOCK, self.num_columns)].clone()
 
@@ -128,9 +124,9 @@ class FeatureHistory:
         wanted = min(num_positions, self.num_columns)
         if num_slots <= slots and wanted <= columns:
             return
-        ahead = self._room or (min(2 * slots, self.max_slots), min(2 * wanted, self.num_columns))
-        slots_wanted = slots if num_slots <= slots else max(num_slots, ahead[0])
-        columns_wanted = columns if wanted <= columns else max(wanted, ahead[1])
+        bound = self._room or (min(2 * slots, self.max_slots), min(2 * wanted, self.num_columns))
+        slots_wanted = slots if num_slots <= slots else max(num_slots, bound[0])
+        columns_wanted = columns if wanted <= columns else max(wanted, bound[1])
         grown = self.ring_SCF.new_zeros(slots_wanted, columns_wanted, size)
         grown[:slots, :columns] = self.ring_SCF
         self.ring_SCF = grown

@@ -1,8 +1,8 @@
-"""Retrieval first, the learned drafter else: one drafter to the engine, three kinds to a strategy.
+"""Retrieval and the learned drafter as one drafter of three kinds.
 
-`ngram` and `learned` use one of the two alone. `hybrid` decides row by row: the retrieved draft where it
-is expected to be accepted further than a learned one; when that holds for all rows, the learned drafter
-does not run at all.
+`ngram` and `learned` use one of the two alone. `hybrid` decides row by row: it takes the retrieved draft
+where that is expected to be accepted further than a learned one. If this holds for all rows, the learned
+drafter does not run.
 """
 
 from __future__ import annotations
@@ -35,31 +35,33 @@ def make_drafter(
     ngram_tokens: int = DEFAULT_MAX_TOKENS,
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
 ) -> Drafter[Any]:
-    """Returns what an engine drafts with: the learned drafter, if there is one, beside retrieval. The
-    threshold is retrieval's; the learned drafter has its own."""
+    """Returns an engine's drafter: retrieval, and the learned drafter if there is one.
+
+    confidence_threshold: of retrieval; the learned drafter has its own.
+    """
     ngram = NgramDrafter(max_slots, ngram_tokens, confidence_threshold=confidence_threshold)
     return ngram if learned is None else HybridDrafter(learned, ngram)
 
 
 @dataclass(frozen=True)
 class HybridProposal(Proposal):
-    """is_retrieved: by row, whether the learned drafter did not draft it.
-    learned, retrieved: what the two proposed; None: not asked."""
-
     is_retrieved: tuple[bool, ...]
+    """By row: whether the learned drafter did not draft it."""
     learned: LearnedProposal | None = None
+    """The learned drafter's proposal; None: it was not asked."""
     retrieved: NgramProposal | None = None
+    """Retrieval's proposal; None: it was not asked."""
 
 
 class HybridDrafter(WrappingDrafter[HybridProposal]):
-    """Keeps both drafters informed, and lets the strategy say which of them drafts."""
+    """Drafts by retrieval, with the learned drafter, or with both, as the strategy says."""
 
     kinds = ("learned", "ngram", "hybrid")
 
     def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
         super().__init__(learned, ngram)
         self._learned, self.ngram = learned, ngram
-        self.learned_accepted = 1.0  # running mean of drafted tokens accepted per learned draft
+        self.learned_accepted = 1.0  # running mean of accepted tokens per learned draft
 
     @property
     def learned(self) -> LearnedDrafter:
@@ -72,10 +74,8 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
             self.learned.observe(proposal.learned, verdicts)
             rows = zip(verdicts, proposal.is_retrieved, strict=True)
             accepted = [verdict.num_accepted for verdict, is_retrieved in rows if not is_retrieved]
-            keep = 0.99 ** len(accepted)
-            self.learned_accepted = keep * self.learned_accepted + (1 - keep) * sum(accepted) / max(
-                len(accepted), 1
-            )
+            keep, num = 0.99 ** len(accepted), max(len(accepted), 1)
+            self.learned_accepted = keep * self.learned_accepted + (1 - keep) * sum(accepted) / num
 
     def counters(self) -> dict[str, Any]:
         known = {"learned": self.learned.counters(), "ngram": self.ngram.counters()}
@@ -93,15 +93,14 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
         match strategy.drafter:
             case "learned":
                 learned = self.learned.propose(context, strategy, noise, unwanted)
-                return HybridProposal(
-                    learned.tree, tuple(row in unwanted for row in range(num_rows)), learned=learned
-                )
+                is_retrieved = tuple(row in unwanted for row in range(num_rows))
+                return HybridProposal(learned.tree, is_retrieved, learned)
             case "ngram":
                 retrieved = self.ngram.propose(context, strategy, noise)
                 return HybridProposal(retrieved.tree, (True,) * num_rows, retrieved=retrieved)
         retrieved = self.ngram.retrieve(context, strategy, noise)
         survival = [self.ngram.survival(row, strategy.depth) for row in retrieved.retrieved]
-        sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # a chain goes no further
+        sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # where a chain stops
         expected = [sum(s for s in row if s >= sure) for row in survival]
         is_retrieved = tuple(
             row in unwanted or tokens > self.learned_accepted for row, tokens in enumerate(expected)
@@ -116,7 +115,7 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
 
 
 def choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:
-    """Row by row one of two trees, padded to the wider."""
+    """Returns tree a for the rows where `is_a`, else tree b, padded to the wider."""
     num_nodes = max(a.num_nodes, b.num_nodes)
     is_a_B = upload(is_a, a.tokens_BN.device)
     chosen = []

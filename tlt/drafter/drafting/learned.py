@@ -1,11 +1,11 @@
-"""The learned drafter at work: it ranks candidates, and makes chains and trees of them.
+"""The learned drafter: ranks candidates for the next tokens and makes chains and trees of them.
 
-    what has been read (pair_cache.py) ─▶ its last output ─▶ scores of the candidates for the next position ─▶ the best
-                                            ▲                                                                    │
-                                            └── one more pair per drafted token: the token, and the output so far ┘
-                                                in place of the target's feature, which nobody knows yet
+    committed tokens, read (pair_cache.py) ─▶ last output ─▶ scores of the candidates ─▶ the best
+                                                  ▲                                         │
+                                                  └── (drafted token, last output) is read ◀┘
 
-Speed alone depends on what is drafted. Knows no engine: what became of a proposal is told by `observe`.
+A drafted token is read with the drafter's last output in place of the target's feature, which is not known
+yet.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tlt.drafter.drafting.pool import best_nodes, select
 from tlt.drafter.model import PackedDrafter, training_capture
 from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
+from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.strategy import Strategy
 from tlt.speculative.tree import chain, chain_mask, tree_mask
@@ -32,83 +33,76 @@ from tlt.types import DraftTree, Request, Rollout, Verdict
 from tlt.uploads import upload
 
 _MAX_LOG_CONFIDENCE = -1e-4
-"""The most that one candidate counts: so a child never outranks its parent, not even at confidence 1."""
+"""Upper bound of a candidate's log-confidence, so that a child never outranks its parent."""
 
 
 @dataclass(frozen=True)
 class LearnedSettings:
-    """Says how the learned drafter ranks, when it stops and what it remembers.
-
-    ranking: "coupled" ranks candidates by log q / tau + the target's own noise, q being the draft
-        distribution at the sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv
-        2406.16858).
-    tau: the coupling temperature; None: tuned while running.
-    confidence_threshold: a sequence's chain stops before the token with which the chance that all of it is
-        accepted falls below this (SpecDec++, arXiv 2405.19715, stops so by a trained head); its first token
-        is always drafted. 0: never. Trees never stop, and on a GPU no chain does: to know would take the host
-        a wait at every level, while what is drafted in vain costs little where a forward reads the same
-        weights for more rows. There the strategy's depth alone bounds a chain.
-    window: positions whose features are remembered per sequence; what lies further back when speculation is
-        switched on is not seen by the drafter.
-    calibrate: whether confidences are corrected by what was accepted so far.
-    keep_targets: also remember what training matches (model.py, training_capture).
-    """
+    """Settings of the learned drafter: how it ranks, when it stops and what it remembers."""
 
     ranking: Literal["coupled", "top-k"] = "coupled"
+    """Scores candidates by log q / tau + the target's noise (coupled), q being the draft distribution at the
+    sequence's temperature (DESIGN §2), or by log q alone (top-k; EAGLE-2, arXiv 2406.16858)."""
     tau: float | None = None
+    """The coupling temperature; None: tuned while running."""
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD
+    """A chain stops before the token with which the chance that all of it is accepted falls below this (as in
+    SpecDec++, arXiv 2405.19715). The first token is always drafted. 0: chains never stop.
+
+    Trees never stop, and on a GPU no chain does: the host would have to wait at every level, while a rejected
+    draft costs little, for the forward reads its weights anyway."""
     window: int = 4096
+    """Positions per sequence whose features are kept. The drafter does not see what lies further back."""
     calibrate: bool = True
+    """Whether confidences are corrected by the acceptance so far."""
     keep_targets: bool = False
+    """Whether the features that training needs are kept, too (`training_capture` in model.py)."""
 
 
 @dataclass(frozen=True)
 class LearnedProposal(Proposal):
-    """A learned draft, and what is to be learned from the target's answer to it.
-
-    guesses_KB: see `TauSearch.guess`; None: not asked this time.
-    noted_3BN:  what the calibration wants back of all that was drafted, also where the proposed tree stops
-        before it (`Calibration.note`); None: nothing is to be counted.
-    logprobs_BD: log-probabilities of the tokens of a chain by the drafter, at the sequences' temperatures;
-        None: unwatched.
-    """
+    """A learned draft, and what its verdicts are compared with."""
 
     guesses_KB: Tensor | None = None
+    """See `TauSearch.guess`; None: not this time."""
     noted_3BN: Tensor | None = None
+    """See `Calibration.note`, of all drafted nodes, a stopped chain's included; None: nothing counts."""
     logprobs_BD: Tensor | None = None
+    """The drafter's log-probabilities of a chain's tokens at the sequences' temperatures; None: unwatched."""
 
 
 OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
-"""Is told of every proposal what became of it; for measuring."""
+"""Receives every proposal with its verdicts; for measuring."""
 
 
 @dataclass(frozen=True)
 class _Level:
-    """Candidates for the nodes of one level, over the draft vocabulary: the logits at the sequences'
-    temperatures, and the law's noise of the position; None where it is not ranked with."""
+    """The candidates of one level, over the draft vocabulary."""
 
     scaled_BTV: Tensor
+    """Logits at the sequences' temperatures."""
     noise_B1V: Tensor | None
+    """The law's noise of the position; None: ranking is not coupled."""
 
 
 @dataclass(frozen=True)
 class _Front:
-    """Where a proposal starts from: the last committed tokens and what the drafter has read up to them.
-    `unwanted` rows draft otherwise."""
+    """The arguments of one proposal, and what the drafter has read so far."""
 
-    params_scale: Callable[[Tensor], Tensor]
+    params: BatchParams
     strategy: Strategy
     noise: DraftNoise
-    roots_B1: Tensor
-    read: CaughtUp
     unwanted: Sequence[int]
+    roots_B1: Tensor
+    """The last committed tokens."""
+    read: CaughtUp
 
 
 class LearnedDrafter(Drafter[LearnedProposal]):
     """Drafts with a one-layer model that shares the target's embedding and head.
 
-    on_verdicts: watches it; None: nobody does.
-    vocabulary: the tokens to propose; None: all, or those that its folder fixes.
+    on_verdicts: watches it; None: not watched.
+    vocabulary: the tokens to propose; None: all, or those that the drafter's folder fixes.
     """
 
     kinds = ("learned",)
@@ -146,15 +140,14 @@ class LearnedDrafter(Drafter[LearnedProposal]):
 
     @property
     def stops_below(self) -> float:
-        """The chance below which a chain stops, 0: none does (`LearnedSettings.confidence_threshold`)."""
+        """Returns the chance below which a chain stops (`LearnedSettings.confidence_threshold`); 0: never."""
         return self.settings.confidence_threshold if self.model.device.type == "cpu" else 0.0
 
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """New weights, also for sequences that run: what the old ones left in the cache is computed again
-        from the remembered features. What was learned about the old ones' confidence counts for less from
-        here on."""
+        """Replaces the weights, for running sequences, too: the cache is computed again from the remembered
+        features. What was learned about the old weights' confidence counts for less."""
         self.model.load(tensors, version)
         self.pairs.forget()
         if self.calibration is not None:
@@ -172,14 +165,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         self.pairs.move(source, target)
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
-        """Returns [T, F], or None where the window no longer holds the first position."""
         history = self.pairs.history
-        return (
-            history.read([slot], [0], num_positions)[0] if history.first_known(num_positions) == 0 else None
-        )
+        if history.first_known(num_positions) > 0:
+            return None
+        return history.read([slot], [0], num_positions)[0]
 
     def finish(self, slot: int, rollout: Rollout) -> None:
-        """The slot's next sequence starts anew; only the draft vocabulary learns from this one."""
         if self.choice is not None:
             self.choice.finish(rollout)
 
@@ -219,15 +210,14 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
         read = self.pairs.catch_up(context, room)
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
-        front = _Front(context.params.scale, strategy, noise, roots_B1, read, unwanted)
+        front = _Front(context.params, strategy, noise, unwanted, roots_B1, read)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _level(self, front: _Front, hidden_BTE: Tensor, depth: int) -> _Level:
-        scaled_BTV = front.params_scale(self.model.logits(hidden_BTE, self.target))
-        return _Level(
-            scaled_BTV,
-            front.noise.of_depth(depth, self.model.token_ids)[:, None] if self.is_coupled else None,
-        )
+        scaled_BTV = front.params.scale(self.model.logits(hidden_BTE, self.target))
+        if not self.is_coupled:
+            return _Level(scaled_BTV, None)
+        return _Level(scaled_BTV, front.noise.of_depth(depth, self.model.token_ids)[:, None])
 
     def _guess(self, roots: _Level) -> Tensor | None:
         if roots.noise_B1V is None:
@@ -235,16 +225,14 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return self.tau_search.guess(roots.scaled_BTV[:, 0], roots.noise_B1V[:, 0], self.model.token_ids)
 
     def _scores(self, level: _Level) -> Tensor:
-        """Returns log q / tau + noise, up to a constant per node: the order in which the target is likely to
-        agree. Plain
-        ranking: log q."""
+        """Returns the scores that candidates are ranked by, up to a constant per node: log q / tau + noise,
+        or log q if ranking is not coupled."""
         if level.noise_B1V is None:
             return level.scaled_BTV
         return torch.add(level.noise_B1V, level.scaled_BTV, alpha=1 / self.tau)
 
     def _note(self, tree: DraftTree, cells: Sequence[Tensor], unwanted: Sequence[int]) -> Tensor | None:
-        """Returns what is to be counted of a tree, whose cells are given by level; rows that draft
-        otherwise are not."""
+        """Returns `Calibration.note` of a tree, its cells given by level; unwanted rows do not count."""
         if self.calibration is None or not cells:
             return None
         cells_BN = torch.cat(list(cells), dim=1)
@@ -253,15 +241,16 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return self.calibration.note(tree, cells_BN)
 
     def _token_ids(self, drafted: Tensor) -> Tensor:
-        """The target's ids of tokens of the draft vocabulary."""
+        """Returns the target's ids of tokens of the draft vocabulary."""
         return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
 
     def _chain(self, front: _Front) -> LearnedProposal:
+        """Drafts the best candidate level by level, until every row's chain has stopped."""
         read = front.read
         hidden_B1E, tokens, cells = read.hidden_BE[:, None], [front.roots_B1], []
         guesses_KB: Tensor | None = None
         is_even = min(read.num_pairs) == max(read.num_pairs)
-        survival_B = torch.zeros(len(read.num_pairs), device=self.model.device)  # logarithm
+        survival_B = torch.zeros(len(read.num_pairs), device=self.model.device)  # in logarithms
         if front.unwanted:
             survival_B[upload(front.unwanted, survival_B.device)] = -torch.inf
         likely, logprobs = [], []
@@ -295,14 +284,13 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         if not likely:
             return LearnedProposal(whole, guesses_KB, noted_3BN, logprobs_BD)
         num_likely = torch.stack(likely).sum(0).tolist()
-        tree = chain(whole.tokens_BN, [1 + max(num, 1) for num in num_likely])  # one token at least
+        tree = chain(whole.tokens_BN, [1 + max(num, 1) for num in num_likely])
         return LearnedProposal(tree, guesses_KB, noted_3BN, logprobs_BD)
 
     def _branch(self, front: _Front) -> LearnedProposal:
-        """Grows a pool level by level (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a
-        level are expanded by `width` candidates each; the `budget` most confident nodes of the pool become
-        the tree. A node's confidence is the product, from the root on, of how likely each candidate is to
-        be accepted."""
+        """Drafts a tree (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are expanded
+        by `width` candidates each, and the `budget` most confident nodes of all become the tree. A node's
+        confidence is the product of the chances, from the root on, that each candidate is accepted."""
         strategy, read, device = front.strategy, front.read, self.model.device
         B = len(read.num_pairs)
         width = min(strategy.width, self.model.num_proposed)
@@ -310,9 +298,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
         pool_index_BF = torch.zeros(B, 1, dtype=torch.int64, device=device)  # 0 is the root
         hidden_BFE = read.hidden_BE[:, None]
-        seen_BFC = torch.zeros(
-            B, 1, 0, dtype=torch.bool, device=device
-        )  # draft columns each frontier node may see
+        seen_BFC = torch.zeros(B, 1, 0, dtype=torch.bool, device=device)  # draft columns that a node may see
         pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
         pool_confidence, pool_cells = [], []
         guesses_KB: Tensor | None = None
@@ -325,9 +311,8 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 cells_BFW, logprob_BFW = self.calibration(depth, logprob_BFW)
                 pool_cells.append(cells_BFW.flatten(1))
             frontier = confidence_BF.shape[1]
-            confidence_BC = (confidence_BF[:, :, None] + logprob_BFW.clamp_max(_MAX_LOG_CONFIDENCE)).flatten(
-                1
-            )
+            logprob_BFW = logprob_BFW.clamp_max(_MAX_LOG_CONFIDENCE)
+            confidence_BC = (confidence_BF[:, :, None] + logprob_BFW).flatten(1)
             token_BC = self._token_ids(token_BFW.flatten(1))
             pool_tokens.append(token_BC)
             pool_parents.append(pool_index_BF.repeat_interleave(width, dim=1))

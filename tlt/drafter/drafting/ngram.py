@@ -1,11 +1,10 @@
-"""Drafting without a model: what followed the last time these words were said.
+"""Retrieval, drafting without a model: the tokens that followed where the last tokens occurred before.
 
-    problem ─▶ texts: this sequence, its siblings while they run, the same prompt's responses of earlier epochs
-                 └─ anchors: the last 4 and the last 10 tokens ─▶ their latest occurrences ─▶ longest match backwards
-                                                                       └─▶ what followed there, as a trie of candidates
+    problem ─▶ texts: this sequence, other samples of its prompt, the prompt's responses of earlier epochs
+                 └─ the last 10 or 4 tokens ─▶ their latest occurrences ─▶ longest match backwards
+                                                   └─▶ the tokens that followed there, as a trie of candidates
 
-Knows tokens only: no features, no weights. Everything is a host-side data structure; the one tensor
-operation of a proposal fetches the noise of its candidates.
+Everything lies on the host.
 """
 
 from __future__ import annotations
@@ -25,41 +24,40 @@ from tlt.types import DraftTree, Request, Rollout, Verdict
 from tlt.uploads import upload
 
 _KEEP = 0.99
-"""The share of what was learned about acceptance that outlives one more draft."""
+"""Factor by which the counts of acceptance fade per draft."""
 
 _MAX_LOOKS = 8
-"""Chains that are looked up in hindsight at a time. Where a step brings more tokens than they cover, the
-rest is left out."""
+"""Most chains that are judged in hindsight at a time; a step's tokens beyond them are left out."""
 
 DEFAULT_MAX_TOKENS = 200_000
-"""Indexed tokens over all problems, about 60 bytes each; problems not asked for the longest leave first."""
+"""Most indexed tokens over all problems, about 60 bytes each; the least recently used leave first."""
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """What was found for a sequence of `start` tokens.
-    num_drafted: how many of it would have been drafted."""
+    """A chain that retrieval would draft, judged once its sequence has grown."""
 
     start: int
+    """Length of the sequence when the chain was found."""
     retrieved: Retrieved
     num_drafted: int
+    """Tokens of the chain that would be drafted."""
 
 
 @dataclass(frozen=True)
 class NgramProposal(Proposal):
-    """retrieved: what was found for each row; learned from whether or not the tree still holds it."""
-
     retrieved: tuple[Retrieved, ...]
+    """The candidates by row, those included that the tree no longer holds; acceptance is learned from all."""
 
 
 class NgramDrafter(Drafter[NgramProposal]):
-    """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is
-    trained.
+    """Drafts by retrieval over a problem's own responses; needs no training.
 
     Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter
-    (continuations.py). How likely a draft is to be accepted is learned by length of the match (`survival`).
+    (continuations.py). Acceptance is learned by the length of the match (`survival`).
 
-    confidence_threshold: as of `LearnedDrafter`.
+    max_tokens: most indexed tokens.
+    confidence_threshold: as in `LearnedSettings`.
     """
 
     kinds = ("ngram",)
@@ -75,9 +73,8 @@ class NgramDrafter(Drafter[NgramProposal]):
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
         self.watched: _Watched | None = None
         self._is_asked = False
-        self.hits = [
-            [1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)
-        ]  # drafts accepted, drafts tried: a Beta(1, 1)
+        # by bucket: tokens accepted, tokens tried; the prior is Beta(1, 1)
+        self.hits = [[1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)]
 
     @property
     def num_tokens(self) -> int:
@@ -86,10 +83,9 @@ class NgramDrafter(Drafter[NgramProposal]):
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Watches the sequence in the first slot alone, while neither retrieval nor the hybrid drafts.
-        Where sources disagree, candidates are ranked without the law's noise, which makes retrieval look a
-        little worse than it is."""
-        if self._is_asked:  # then verdicts tell
+        """Judges the sequence in the first slot, while neither retrieval nor the hybrid drafts. Candidates
+        are ranked without the law's noise, which makes retrieval look a little worse than it is."""
+        if self._is_asked:  # its verdicts are observed
             self._is_asked, self.watched = False, None
             return ()
         text, found = tokens[0], []
@@ -108,12 +104,11 @@ class NgramDrafter(Drafter[NgramProposal]):
         return tuple(found)
 
     def _watch(self, text: Sequence[int]) -> _Watched:
-        """Returns what a verification would draft after this text of the first slot."""
+        """Returns the chain that would be drafted after this text of the first slot."""
         trie, length = self._continuations(0, text, Hindsight.STRATEGY)
         retrieved = Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY))
-        return _Watched(
-            len(text), retrieved, self._num_drafted(self.survival(retrieved, Hindsight.STRATEGY.depth))
-        )
+        num_drafted = self._num_drafted(self.survival(retrieved, Hindsight.STRATEGY.depth))
+        return _Watched(len(text), retrieved, num_drafted)
 
     def admit(self, slot: int, request: Request) -> None:
         index = self.problems.get(request.problem_id)
@@ -126,10 +121,14 @@ class NgramDrafter(Drafter[NgramProposal]):
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
 
-    def finish(self, slot: int, rollout: Rollout) -> None:
+    def _text(self, slot: int) -> tuple[SuffixIndex, int]:
+        """Returns the index of the slot's problem, and the slot's text in it."""
         place = self.slots[slot]
         assert place is not None, f"slot {slot} was never admitted"
-        index, text = place
+        return place
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        index, text = self._text(slot)
         index.extend(text, (*rollout.prompt_ids, *rollout.token_ids))
         self.withdraw(slot)
         self._make_room()
@@ -142,26 +141,22 @@ class NgramDrafter(Drafter[NgramProposal]):
                 total -= self.problems.pop(problem_id).num_tokens
 
     def withdraw(self, slot: int) -> None:
-        """Gives the slot up; what is known of its text stays for its siblings."""
-        place = self.slots[slot]
-        assert place is not None, f"slot {slot} was never admitted"
-        index, text = place
+        """Gives up the slot; its text stays for other samples of the prompt."""
+        index, text = self._text(slot)
         index.close(text)
         self.slots[slot] = None
         self.watched = self.watched if slot else None
 
     def observe(self, proposal: NgramProposal, verdicts: Sequence[Verdict]) -> None:
-        """Learns from what the target said, whether or not it was asked about what was retrieved."""
+        """Learns from the target's tokens, whether or not the retrieved candidates were verified."""
         for row, verdict in zip(proposal.retrieved, verdicts, strict=True):
             self._count(row, *walk(row.nodes, verdict.tokens))
 
     def _count(self, retrieved: Retrieved, accepted: int, has_failed: bool) -> None:
         if retrieved.nodes:
             successes, tried = self.hits[retrieved.bucket]
-            self.hits[retrieved.bucket] = [
-                _KEEP * successes + accepted,
-                _KEEP * tried + accepted + has_failed,
-            ]
+            tried = _KEEP * tried + accepted + has_failed
+            self.hits[retrieved.bucket] = [_KEEP * successes + accepted, tried]
 
     # ── across restarts ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -171,7 +166,7 @@ class NgramDrafter(Drafter[NgramProposal]):
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
         self.hits = [list(pair) for pair in counters[0]["hits"]]
-        for known in reversed(counters):  # this drafter's own texts last: they are the latest
+        for known in reversed(counters):  # this rank's own texts last: they count as the latest
             for problem_id, texts in known["problems"].items():
                 index = self.problems.setdefault(problem_id, SuffixIndex())
                 self.problems.move_to_end(problem_id)
@@ -184,7 +179,7 @@ class NgramDrafter(Drafter[NgramProposal]):
     # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def survival(self, retrieved: Retrieved, depth: int) -> list[float]:
-        """Returns how likely this row's draft is to be accepted to depth 1, 2, ... `depth`."""
+        """Returns the chance that this row's draft is accepted to depth 1, 2, … `depth`."""
         accepted, tried = self.hits[retrieved.bucket]
         num_found = min(retrieved.depth, depth)
         return [(accepted / tried) ** d for d in range(1, num_found + 1)] + [0.0] * (depth - num_found)
@@ -192,24 +187,22 @@ class NgramDrafter(Drafter[NgramProposal]):
     def propose(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
     ) -> NgramProposal:
-        """It looks for all rows alike: what was found teaches it, whether or not it is asked for."""
+        """Retrieves for unwanted rows, too: it learns from every row."""
         found = self.retrieve(context, strategy, noise)
         return self.stop(found, [self.survival(row, strategy.depth) for row in found.retrieved])
 
     def stop(self, found: NgramProposal, survival: Sequence[Sequence[float]]) -> NgramProposal:
-        """Ends each sequence's chain where its survival falls below the threshold; one without a match
-        keeps no node but the root."""
+        """Ends each chain where its survival falls below the threshold, at the root without a match."""
         if not found.tree.is_chain:
             return found
-        return replace(
-            found, tree=chain(found.tree.tokens_BN, [1 + self._num_drafted(row) for row in survival])
-        )
+        lengths = [1 + self._num_drafted(row) for row in survival]
+        return replace(found, tree=chain(found.tree.tokens_BN, lengths))
 
     def _num_drafted(self, survival: Sequence[float]) -> int:
         return sum(p >= self.confidence_threshold and p > 0 for p in survival) or int(survival[0] > 0)
 
     def retrieve(self, context: DraftContext, strategy: Strategy, noise: DraftNoise) -> NgramProposal:
-        """Returns whole drafts, however likely they are to be accepted."""
+        """Returns whole drafts, however unlikely to be accepted."""
         self._is_asked = True
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise)
@@ -226,14 +219,12 @@ class NgramDrafter(Drafter[NgramProposal]):
         device = context.device
         nodes_BN = upload(tokens_BN, device)
         if strategy.width == 1:
-            return NgramProposal(chain(nodes_BN), retrieved)  # with filling, which `stop` cuts off
+            return NgramProposal(chain(nodes_BN), retrieved)  # with padding, which `stop` cuts off
         return NgramProposal(DraftTree(nodes_BN, upload(parents_BN, device)), retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Branch, int]:
-        """Returns what followed the longest matches, as a trie, and the length of the longest."""
-        place = self.slots[slot]
-        assert place is not None, f"slot {slot} was never admitted"
-        index, text = place
+        """Returns the trie of what followed the longest matches, and the length of the longest."""
+        index, text = self._text(slot)
         index.extend(text, tokens)
         weights: dict[tuple[int, ...], float] = {}
         longest = 0
@@ -244,7 +235,7 @@ class NgramDrafter(Drafter[NgramProposal]):
         return branch_out([*weights.items()]), longest
 
     def _fetch_noise(self, tries: Sequence[Branch], noise: DraftNoise) -> None:
-        """The law's noise of every candidate that has a sibling (ranking one alone needs none)."""
+        """Sets the law's noise of every candidate that has a sibling."""
         contested: list[tuple[int, Branch]] = []
         for row, root in enumerate(tries):
             stack = [root]

@@ -1,13 +1,12 @@
-"""The pairs that the learned drafter has read, as keys and values, and the target's features of those that it
-has yet to read.
+"""The learned drafter's cache: keys and values of the pairs that it has read, features of those to read next.
 
     committed tokens   0 1 2 ... n-2 | n-1 (root)
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
                        └ caught up ┘
 
-Every proposal first catches up with what was committed since the last one: a few pairs while speculating,
-up to the window of features remembered when speculation is switched on late. The target is never run for
-this. Knows no candidates and no strategy.
+A pair is a token and the target's feature of the position before it. Every proposal first reads the pairs
+committed since the last one: a few while speculating, up to the window of kept features when speculation is
+switched on late. The target never runs for this.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tlt.speculative.tree import chain_mask
 from tlt.uploads import upload
 
 _CATCH_UP_TOKENS = 256
-"""Pairs per sequence in one catch-up forward; bounds the mask after a late switch on."""
+"""Most pairs per sequence in one forward; bounds the mask after a late switch on."""
 
 SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
 """Columns behind a sequence's pairs: for a catch-up's padding, and for the drafts."""
@@ -35,23 +34,23 @@ SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """Where drafting starts. Row b has `num_pairs[b]` pairs in columns 0 .. of the cache, the first of them
-    at rotary position `offsets_B1[b]` (None: 0 in every row); `hidden_BE` is the output of the last.
-    ends_B: num_pairs, on the device."""
+    """The cache of the running sequences when drafting starts."""
 
     num_pairs: list[int]
+    """Pairs of each row, in columns 0 … of the cache."""
     ends_B: Tensor
+    """num_pairs, on the device."""
     offsets_B1: Tensor | None
+    """Rotary position of each row's first pair; None: 0 in every row."""
     hidden_BE: Tensor
+    """The drafter's output at each row's last pair."""
 
 
 class PairCache:
     """Reads the running sequences for the drafter, each in the slot that the engine gave it.
 
-    captured_size: width of the features that `remember` receives at a position; they may hold more than the
-        drafter reads.
-    window: positions whose features are remembered per sequence; pairs that lie further back are never
-        read.
+    captured_size: width of the features at a position, those included that only training needs.
+    window: positions per sequence whose features are kept; pairs further back are never read.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class PairCache:
         self.firsts[slot] = self.counts[slot] = 0
 
     def forget(self) -> None:
-        """Drops what older weights computed; it is computed again from the remembered features."""
+        """Drops the cache; it is computed again from the kept features."""
         self.counts = [0] * len(self.counts)
 
     def move(self, source: int, target: int) -> None:
@@ -81,14 +80,11 @@ class PairCache:
         return self.cache.slot_bytes(length + SPARE_COLUMNS) + self.history.slot_bytes(length)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Says how many sequences of how many tokens there is room for: what is kept of them grows to
-        that, no further, when it is needed. What lies beyond is given up now."""
+        """Bounds the caches to `num_slots` sequences of `length` tokens. They grow when needed."""
         self.room = num_slots, length
         self.history.reserve(num_slots, length)
-        slots, columns = (
-            min(self.cache.num_slots, num_slots),
-            min(self.cache.capacity, length + SPARE_COLUMNS),
-        )
+        slots = min(self.cache.num_slots, num_slots)
+        columns = min(self.cache.capacity, length + SPARE_COLUMNS)
         if slots and (slots, columns) != (self.cache.num_slots, self.cache.capacity):
             self.cache.resize(slots, columns)
 
@@ -105,24 +101,20 @@ class PairCache:
         self.history.release()
 
     def catch_up(self, context: DraftContext, room: int) -> CaughtUp:
-        """Reads all that was committed. room: columns that drafting needs behind it."""
+        """Reads all committed pairs. room: columns that drafting needs behind them."""
         num_rows = len(context.tokens)
-        starts = self._enter(context)
-        num_pairs = [
-            len(tokens) - TOKEN_AHEAD - first
-            for tokens, first in zip(context.tokens, self.firsts, strict=False)
-        ]
+        starts, firsts = self._enter(context), self.firsts[:num_rows]
+        num_pairs = [len(t) - TOKEN_AHEAD - first for t, first in zip(context.tokens, firsts, strict=True)]
         self._hold(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
-        firsts = self.firsts[:num_rows]
         offsets_B1 = upload(firsts, self.model.device)[:, None] if any(firsts) else None
         hidden_BE, ends_B = self._read_missing(context, starts, num_pairs, offsets_B1)
         self.counts[:num_rows] = num_pairs
         return CaughtUp(num_pairs, ends_B, offsets_B1, hidden_BE)
 
     def _enter(self, context: DraftContext) -> list[int]:
-        """Brings sequences that the cache knows nothing of (or too little, after a long stretch without
-        speculation) in by packed forwards without padding, all pairs but the last; samples of one prompt
-        share the work. Returns the number of pairs in the cache by row."""
+        """Reads all pairs but the last of sequences that are not in the cache, or whose next pair has left
+        the window, by packed forwards; samples of one prompt share the work. Returns the pairs in the cache
+        by row."""
         entering: list[int] = []
         copies: list[tuple[int, int]] = []
         leader_of: dict[tuple[int, ...], int] = {}
@@ -147,10 +139,8 @@ class PairCache:
     def _prefill(self, context: DraftContext, slots: list[int]) -> None:
         device = self.model.device
         firsts = [self.firsts[slot] for slot in slots]
-        lengths = [
-            len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first
-            for slot, first in zip(slots, firsts, strict=True)
-        ]
+        ends = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD for slot in slots]
+        lengths = [end - first for end, first in zip(ends, firsts, strict=True)]
         self._hold(len(context.tokens), max(lengths))
         alone = [(length, (0,)) for length in lengths]
         attend = StoringPrefill(self.model.config.layer, alone, self.cache.layers, slots)
@@ -165,9 +155,9 @@ class PairCache:
     def _read_missing(
         self, context: DraftContext, starts: list[int], num_pairs: list[int], offsets_B1: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's
-        last one, and num_pairs on the device. Rows with fewer missing pairs repeat garbage beyond their
-        end, in columns that drafting overwrites."""
+        """Reads every pair that is not in the cache; returns the output of each sequence's last one, and
+        num_pairs on the device. Rows with fewer missing pairs write garbage behind their end, in columns that
+        drafting overwrites."""
         device = self.model.device
         missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
         slots, firsts = range(len(missing)), self.firsts[: len(missing)]
@@ -176,20 +166,14 @@ class PairCache:
             width = min(max(missing) - done, _CATCH_UP_TOKENS)
             columns = [min(start + done, count) for start, count in zip(starts, num_pairs, strict=True)]
             begins = [first + column for first, column in zip(firsts, columns, strict=True)]
-            rows = [
-                tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width]
-                for tokens, b in zip(context.tokens, begins, strict=True)
-            ]
+            begun = zip(context.tokens, begins, strict=True)
+            rows = [tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width] for tokens, b in begun]
             places = zip(rows, columns, num_pairs, missing, strict=True)
-            sent = [
-                [*row, *[0] * (width - len(row)), column, count, num - 1]
-                for row, column, count, num in places
-            ]
-            sent_BX = upload(sent, device)  # at once: every upload costs a GPU's host as much as a kernel
+            sent = [[*row, *[0] * (width - len(row)), column, n, num - 1] for row, column, n, num in places]
+            sent_BX = upload(sent, device)  # one upload: each costs a GPU's host as much as a kernel
             tokens_BT, (first_B, ends_B, last_B) = sent_BX[:, :width], sent_BX[:, width:].unbind(1)
-            hidden_BTE = self.model.fuse(self.history.read(slots, begins, width).flatten(0, 1)).view(
-                len(rows), width, -1
-            )
+            hidden_NE = self.model.fuse(self.history.read(slots, begins, width).flatten(0, 1))
+            hidden_BTE = hidden_NE.view(len(rows), width, -1)
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
             length = max(columns) + width
             is_plain = width == 1 and len(rows) == 1
@@ -213,7 +197,7 @@ class PairCache:
         length: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """Runs the drafter over one node or more of each row, behind what is cached; returns [B, T, E].
+        """Runs the drafter over T pairs of each row behind what is cached; returns [B, T, E].
 
         `depths_BT` counts pairs from the first in the cache; with the offset it is the rotary position.
         """

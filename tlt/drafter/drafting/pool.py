@@ -1,4 +1,4 @@
-"""The pool of candidates that a drafted tree is chosen from (EAGLE-2, arXiv 2406.16858). Knows no model."""
+"""The pool of candidates that a draft tree is chosen from (EAGLE-2, arXiv 2406.16858)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from tlt.types import DraftTree
 
 
 def best_nodes(confidence_BC: Tensor, budget: int) -> Tensor:
-    """Indices into the pool of the root (0) and the `budget` most confident candidates, in the pool's
-    order. The pool lists parents before children; a child is never more confident than its parent, so the
-    choice is closed under taking parents."""
-    chosen_BN = (
-        confidence_BC.topk(min(budget, confidence_BC.shape[1]), dim=-1).indices.sort(dim=-1).values + 1
-    )
+    """Returns the indices in the pool of the root (0) and of the `budget` most confident candidates, in the
+    pool's order. A child is never more confident than its parent and stands behind it, so parents of chosen
+    nodes are chosen, too."""
+    best_BN = confidence_BC.topk(min(budget, confidence_BC.shape[1]), dim=-1).indices
+    chosen_BN = best_BN.sort(dim=-1).values + 1
     return torch.cat([torch.zeros_like(chosen_BN[:, :1]), chosen_BN], dim=1)
 
 
 def select(tokens_BP: Tensor, parents_BP: Tensor, chosen_BN: Tensor) -> DraftTree:
-    """The chosen nodes of the pool as a tree."""
+    """Returns the chosen nodes of the pool as a tree."""
     new_index_BP = torch.full_like(tokens_BP, -1)
-    new_index_BP.scatter_(
-        1, chosen_BN, torch.arange(chosen_BN.shape[1], device=tokens_BP.device).expand_as(chosen_BN)
-    )
+    columns_N = torch.arange(chosen_BN.shape[1], device=tokens_BP.device)
+    new_index_BP.scatter_(1, chosen_BN, columns_N.expand_as(chosen_BN))
     parents_BN = parents_BP.gather(1, chosen_BN)
     parents_BN[:, 1:] = new_index_BP.gather(1, parents_BN[:, 1:])
     return DraftTree(tokens_BP.gather(1, chosen_BN), parents_BN)

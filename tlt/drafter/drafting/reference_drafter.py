@@ -1,13 +1,14 @@
-"""Drafts from references: responses that were drawn before with the same noise (references.py).
+"""Drafts from references: responses drawn before with the same noise (references.py).
 
-    reference   t0 t1 t2 t3 t4 t5 …     agrees so far: the next tokens are the draft, while likely kept
-    response    t0 t1 t2                differs: the place is found again, by position or earlier tokens
+    reference   t0 t1 t2 t3 t4 t5 …     agrees so far: the next tokens are the draft, as many as are likely
+    accepted response    t0 t1 t2                differs: the place is found again, by position or by the last
+    tokens
                          └ draft t3 t4 t5 …     without a reference, another drafter drafts (`ahead+…`)
 
-The chance that a reference's next token is kept is learned for three cases: the reference has agreed from
-the first token on; it has differed, and is read at the response's own position, where the noise is its own;
-it has differed, and is read at another position. Every token that a response grows by is compared with its
-reference's, drafted or not, so a case that is not drafted from now can become one that is.
+The chance that a reference's next token is accepted is learned for three cases: the reference has agreed from
+the first token on; it has differed and is read at the response's own position, where the noise is the same;
+it has differed and is read at another position. Every new token of a response is compared with its
+reference's, whether drafted or not, so a case that is too unlikely to be drafted now can recover.
 """
 
 from __future__ import annotations
@@ -29,36 +30,39 @@ from tlt.types import Request, Rollout, UserError, Verdict
 from tlt.uploads import upload
 
 REFERENCE = "ahead"
-"""The kind that drafts from references alone; `ahead+KIND` lets another drafter draft where there is none."""
+"""The kind that drafts from references alone; with `ahead+KIND`, KIND drafts where there is no reference."""
 
 _KEEP = 0.9995
-"""The share of what was learned about a case that outlives one more token."""
+"""Factor by which a case's counts fade per token."""
 _SUREST = 0.9995
-"""The highest share of kept tokens that is reckoned with."""
+"""The highest acceptance rate that is assumed."""
 _UNBROKEN, _IN_PLACE, _OUT_OF_PLACE = range(3)
 _PRIORS = ([20.0, 20.5], [1.0, 2.0], [1.0, 2.0])
-"""Per case: tokens that agreed, tokens compared, before any was."""
+"""By case: the counts of agreeing and of compared tokens to begin with."""
 
 Cell = tuple[int, int]
-"""A case, and the bucket of how many tokens agreed before."""
+"""A case, and the bucket of the number of tokens that agreed before."""
 
 
 def reference_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Returns the kinds of drafter that there are once references are added to these."""
+    """Returns these kinds of drafters and those that references add."""
     return (*kinds, REFERENCE, *(f"{REFERENCE}+{kind}" for kind in kinds))
 
 
 def reference_draft(rate: float, confidence_threshold: float, num_left: int) -> ReferenceDraft:
-    """Returns the draft that a reference with `num_left` tokens left allows: all of it is likely kept.
+    """Returns the draft from a reference with `num_left` tokens left, as long as it is likely accepted whole.
 
-    rate: the chance that a token is kept if all before it are.
+    rate: the chance that a token is accepted if all before it are.
     """
     rate = min(rate, _SUREST)
     return ReferenceDraft(rate, min(int(math.log(confidence_threshold) / math.log(rate)), num_left))
 
 
 class ReferenceCursor:
-    """Holds the place in a reference that its growing sequence has reached. skip: tokens of the prompt."""
+    """The place in a reference that its growing response has reached.
+
+    skip: tokens of the prompt.
+    """
 
     def __init__(self, reference: Reference, skip: int) -> None:
         self.reference, self.version, self.skip = reference.token_ids, reference.version, skip
@@ -66,7 +70,7 @@ class ReferenceCursor:
         """Index of the reference's token that is expected next."""
         self.num_read = 0
         self.num_agreed = 0
-        """Tokens before `place` that agree with the sequence's last ones, up to MAX_MATCH."""
+        """Tokens before `place` that agree with the response's last ones, up to MAX_MATCH."""
         self.has_differed = False
         self._index: SuffixIndex | None = None
 
@@ -79,8 +83,10 @@ class ReferenceCursor:
     def read(
         self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None
     ) -> None:
-        """Reads what the sequence, prompt included, has grown by. note: is told of each token whether the
-        reference said it."""
+        """Reads the new tokens of the sequence, which is given with its prompt.
+
+        note: is called for each with its case and whether the reference agrees.
+        """
         for token in tokens[self.skip + self.num_read :]:
             agrees = self.place < len(self.reference) and self.reference[self.place] == token
             if self.place < len(self.reference):
@@ -97,7 +103,7 @@ class ReferenceCursor:
         return self.reference[self.place : self.place + num]
 
     def _find_place(self, tokens: Sequence[int]) -> None:
-        """Goes where most of the last tokens agree; of equals, to the sequence's own position."""
+        """Moves to where most of the last tokens agree; of equals, to the response's own position."""
         if self._index is None:
             self._index = SuffixIndex()
             self._index.extend(self._index.open(self.skip), [*tokens[: self.skip], *self.reference])
@@ -108,7 +114,7 @@ class ReferenceCursor:
         self.num_agreed, self.place = best
 
     def _agreement(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the last tokens agree at the sequence's own position."""
+        """Returns how many of the last tokens agree at the response's own position."""
         num = min(self.num_read, MAX_MATCH)
         if self.num_read > len(self.reference):
             return 0
@@ -117,9 +123,9 @@ class ReferenceCursor:
 
 
 class ReferenceAcceptance:
-    """Counts how many tokens of references were right in each case, and drafts as many as are likely kept.
+    """Counts how many tokens of references agreed in each case, and drafts as many as are likely accepted.
 
-    confidence_threshold: a chain ends where the chance that all of it is kept falls below this.
+    confidence_threshold: a chain ends where the chance that all of it is accepted falls below this.
     """
 
     def __init__(self, confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD) -> None:
@@ -127,16 +133,15 @@ class ReferenceAcceptance:
         self.hits = [[[*prior] for _ in range(match_bucket(MAX_MATCH) + 1)] for prior in _PRIORS]
 
     def read(self, cursor: ReferenceCursor, tokens: Sequence[int]) -> None:
-        """Lets a reference be compared with what was committed since it last was."""
+        """Compares a reference with the tokens committed since the last time."""
         cursor.read(tokens, self._note)
 
     def possible(self, cursor: ReferenceCursor) -> ReferenceDraft:
-        """Returns the draft that a reference allows now."""
+        """Returns the draft that a reference offers now."""
         case, bucket = cursor.cell
         agreed, compared = self.hits[case][bucket]
-        return reference_draft(
-            agreed / compared, self.confidence_threshold, len(cursor.reference) - cursor.place
-        )
+        num_left = len(cursor.reference) - cursor.place
+        return reference_draft(agreed / compared, self.confidence_threshold, num_left)
 
     def draft(
         self,
@@ -146,24 +151,21 @@ class ReferenceAcceptance:
         depth: int,
         vocab_size: int,
     ) -> Sequence[int]:
-        """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely
-        to be kept. Raises UserError for a reference of another vocabulary."""
+        """Returns the draft of one sequence, no longer than the response may grow and than is likely
+        accepted. Raises UserError for a reference of another vocabulary."""
         if cursor is None:
             return ()
-        num_left = (
-            len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1
-        )  # the target adds one of its own
+        # the target adds a token of its own
+        num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1
         drafted = cursor.next_tokens(max(min(depth, self.possible(cursor).length, num_left), 0))
         if (bad := next((token for token in drafted if not 0 <= token < vocab_size), None)) is not None:
             place = f"reference for problem {request.problem_id!r}, sample {request.sample_index}"
-            raise UserError(
-                f"{place}: token id {bad} is outside the vocabulary of {vocab_size}; keep responses of this "
-                "model"
-            )
+            fault = f"token id {bad} is outside the vocabulary of {vocab_size}"
+            raise UserError(f"{place}: {fault}; keep responses of this model")
         return drafted
 
     def restore(self, hits: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Takes up the `hits` of a run that goes on."""
+        """Continues from the `hits` of an earlier attempt of the run."""
         self.hits = [[[*pair] for pair in case] for case in hits]
 
     def _note(self, cell: Cell, agrees: bool) -> None:
@@ -174,15 +176,14 @@ class ReferenceAcceptance:
 
 @dataclass(frozen=True)
 class ReferenceProposal(Proposal):
-    """inner: what the other drafter proposed; None: it was not asked."""
-
     inner: Any = None
+    """The other drafter's proposal; None: it was not asked."""
 
 
 class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
     """Drafts from references, and with another drafter (`inner`) where there is none.
 
-    confidence_threshold: as of `ReferenceAcceptance`.
+    confidence_threshold: of `ReferenceAcceptance`.
     """
 
     def __init__(
@@ -208,9 +209,8 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
     def admit(self, slot: int, request: Request) -> None:
         super().admit(slot, request)
         reference = self.references.get(request.key)
-        self.cursors[slot] = (
-            None if reference is None else ReferenceCursor(reference, len(request.prompt_ids))
-        )
+        skip = len(request.prompt_ids)
+        self.cursors[slot] = None if reference is None else ReferenceCursor(reference, skip)
 
     def move(self, source: int, target: int) -> None:
         super().move(source, target)
@@ -229,7 +229,7 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
         self.inner.restore(counters)
-        if REFERENCE in counters[0]:  # the run may have gone without references before
+        if REFERENCE in counters[0]:  # an earlier attempt may have had no references
             self.acceptance.restore(counters[0][REFERENCE])
 
     def observe(self, proposal: ReferenceProposal, verdicts: Sequence[Verdict]) -> None:
@@ -248,13 +248,11 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
         cursors = self.cursors[: len(context.tokens)]
         rows = zip(cursors, context.tokens, context.requests, strict=True)
         drafts = [self.acceptance.draft(*row, strategy.depth, context.vocab_size) for row in rows]
-        longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
-        nodes = [
-            [root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)
-        ]
+        longest, pairs = max(map(len, drafts)), zip(context.tokens, drafts, strict=True)
+        nodes = [[tokens[-1], *draft, *[0] * (longest - len(draft))] for tokens, draft in pairs]
         tree = chain(upload(nodes, context.device), [1 + len(draft) for draft in drafts])
-        pairs = zip(drafts, cursors, strict=True)
-        versions = tuple(cursor.version if draft and cursor else None for draft, cursor in pairs)
+        used = zip(drafts, cursors, strict=True)
+        versions = tuple(cursor.version if draft and cursor else None for draft, cursor in used)
         unwanted = [row for row, version in enumerate(versions) if version is not None]
         if strategy.without_reference.is_off or len(unwanted) == len(versions):
             return ReferenceProposal(tree, references=versions)
@@ -263,7 +261,7 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
         return ReferenceProposal(tree, inner, references=versions)
 
     def _read(self, texts: Sequence[Sequence[int]]) -> None:
-        """Lets all references of the batch be compared with what was committed since they last were."""
+        """Compares all references of the batch with the tokens committed since the last time."""
         for cursor, tokens in zip(self.cursors, texts, strict=False):
             if cursor is not None:
                 self.acceptance.read(cursor, tokens)

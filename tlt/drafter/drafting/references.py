@@ -1,10 +1,10 @@
-"""References: responses that were drawn before with the very noise that a request will be drawn with.
+"""References: responses drawn before with the noise that a request will be drawn with.
 
-    key of the noise ─▶ tokens          the same problem and sample in the last evaluation, in a run with another learning rate,
-                                        or generated ahead by the policy of one update ago: hardly a token differs
+    key of the noise ─▶ tokens
 
-A reference is a guess. What the request's own policy draws decides, so a wrong one costs time and no
-token. Knows no engine.
+The reference may come from the last evaluation, from a run with another learning rate, or from the policy of
+one update ago (generated ahead). With the same noise hardly a token differs. A reference is only a draft: a
+wrong one costs time and changes no token.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from tlt.io.text import one_line
 from tlt.types import NoiseKey
 
 REPLAY = "replay"
-"""The version of a reference that another run has written: its age is no number of updates."""
+"""The version of a reference from another run, whose age cannot be counted in updates."""
 
 DEFAULT_MIB = 64.0
-"""MiB of references that are kept, where nobody says how many; a token takes four bytes."""
+"""Default size of the store in MiB; a token takes four bytes."""
 
 _TYPE = "i"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A response. version: of the policy that wrote it, or REPLAY.
-    is_whole: whether it was written to its end."""
+    """A response drawn before."""
 
     token_ids: Sequence[int]
     version: int | str = 0
+    """Of the policy that drew it, or REPLAY."""
     is_whole: bool = False
+    """Whether the response was drawn to its end."""
 
 
 class References:
-    """Keeps token ids by the key of their noise; beyond `mib` MiB those that were kept first leave first.
-    None: all stay."""
+    """Keeps references by the key of their noise, `mib` MiB at most (None: no limit); the oldest leave."""
 
     def __init__(self, mib: float | None = DEFAULT_MIB) -> None:
         self.max_tokens = sys.maxsize if mib is None else int(mib * 2**20) // array(_TYPE).itemsize
@@ -56,7 +56,7 @@ class References:
     def keep(
         self, key: NoiseKey, token_ids: Sequence[int], version: int | str = 0, is_whole: bool = False
     ) -> None:
-        """Keeps a response, in place of what was kept under its key."""
+        """Keeps a response; it replaces what was kept under its key."""
         self.drop(key)
         self._kept[key] = Reference(array(_TYPE, token_ids), version, is_whole)
         self.num_tokens += len(token_ids)
@@ -69,7 +69,7 @@ class References:
             self.num_tokens -= len(dropped.token_ids)
 
     def encode(self) -> bytes:
-        """Returns what this run itself has drawn as a safetensors file; b"": nothing."""
+        """Returns the references that this run drew, as a safetensors file; b"": there are none."""
         kept = [(key, one) for key, one in self._kept.items() if isinstance(one.version, int)]
         if not kept:
             return b""
@@ -78,15 +78,14 @@ class References:
         return save({"numbers": np.array(numbers, np.int64), "token_ids": tokens})
 
     def restore(self, data: bytes, vocab_size: int) -> None:
-        """Takes up what `encode` returned. Raises ValueError for what it cannot have returned."""
+        """Keeps what `encode` returned. Raises ValueError for damaged data or another vocabulary's tokens."""
         try:
             tensors = load(data)
             numbers, token_ids = tensors["numbers"], tensors["token_ids"]
             lengths = numbers[:, -1]
             is_complete = numbers.shape[1] == 7 and lengths.min() >= 0 and lengths.sum() == len(token_ids)
-            if not is_complete or (
-                len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size
-            ):
+            is_known = not len(token_ids) or 0 <= token_ids.min() <= token_ids.max() < vocab_size
+            if not (is_complete and is_known):
                 raise ValueError("its tokens are not as many or not as large as they should be")
             texts = np.split(token_ids, lengths.cumsum()[:-1])
         except (SafetensorError, KeyError, IndexError) as error:
@@ -95,5 +94,5 @@ class References:
             self.keep((key[0], key[1], key[2], key[3]), text.tolist(), version, bool(is_whole))
 
     def get(self, key: NoiseKey) -> Reference | None:
-        """Returns what is kept under a key."""
+        """Returns the reference of a key; None: there is none."""
         return self._kept.get(key)
