@@ -23,7 +23,7 @@ import torch
 from benchmarks.command import command_of, make_parser
 from benchmarks.growth import endless_copy, largest_mib
 from tlt.bench.report import environment, markdown, number, table, write_report
-from tlt.cli.plan import PlanMemory, read_run
+from tlt.cli.plan import PlanMemory, planned_run
 from tlt.config.load import load_config
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
@@ -148,7 +148,7 @@ def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
         problems = load_problems(load_config(find_recipe("math"), overrides), "train")
         longest = max(len(problem.prompt_ids) for problem in problems)
         options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=longest)
-        plan = plan_memory(read_run(options))
+        plan = plan_memory(planned_run(options))
         phase, planned = plan.peak
         measured = measure(overrides) if measured is None else measured
     parts = {term.name: term.num_bytes / GIB for term in plan.terms if phase in term.phases}

@@ -1,4 +1,4 @@
-"""`tlt bench`: what to measure of a configuration, and where to. How it is measured is tlt.bench's."""
+"""`tlt bench`: measures what speculation gains on a configuration, and writes OUT.json and OUT.md."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ Stem = Annotated[Path, Written("OUT")]
 Size = Annotated[str | None, Written("NAME|FILE")]
 
 
-class Measured(Options):
-    """What is measured, and where the results go."""
+class BenchOptions(Options):
+    """The configuration to measure, and the files of the results."""
 
     config: ConfigFile
     """TOML configuration, or the name of a recipe such as countdown."""
     out: Stem
     """Where the results go: OUT.json and OUT.md."""
     geometry: Size = None
-    """Grow model and drafter into the sizes of a large one, which then generates the very same tokens at its
-    price: a name such as qwen2.5-0.5b, or a Hugging Face config.json."""
+    """Grows model and drafter into the sizes of a larger model: a name such as qwen2.5-0.5b, or a Hugging
+    Face config.json. What has grown generates the same tokens, each at the cost of the larger model."""
 
 
-class BenchRollout(Measured, WithOverrides):
+class BenchRollout(BenchOptions, WithOverrides):
     """Measure how much faster rollouts are with speculation than without, at batches that stay at one size.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
 
     variants: Names = ("adaptive",)
-    """What to compare with off: adaptive, fixed strategies such as 4x1x4 or ngram:8x1x8."""
+    """Speculations to compare with off: adaptive, or fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: Numbers = (1, 2, 4, 8, 16, 32)
     """Batch sizes to measure."""
     rounds: PositiveInt = 8
-    """Turns of every variant at each batch size."""
+    """Number of turns of every variant at each batch size."""
     seconds: PositiveFloat = 2.0
     """Length of one turn in seconds."""
 
 
-class BenchTrain(Measured, WithOverrides):
+class BenchTrain(BenchOptions, WithOverrides):
     """Measure how much faster whole RL steps are with TLT than without speculation.
 
-    The runs take turns and stay in run.out_dir; more --steps continue them. With --geometry learning rates
-    are almost 0.
+    The runs take turns and stay in run.out_dir; the same command with more --steps continues them. With
+    --geometry learning rates are almost 0.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
 
     variants: Names = ("tlt", "frozen")
-    """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter),
-    ahead (with rollout.ahead = "adaptive")."""
+    """Runs to compare with off: tlt (the configuration as it is), frozen (the drafter is not trained), ahead
+    (with rollout.ahead = "adaptive")."""
     steps: PositiveInt = 20
     """RL steps of every run."""
     minutes: PositiveFloat = 60.0
@@ -70,7 +70,7 @@ class BenchTrain(Measured, WithOverrides):
 
 
 def rollout(options: BenchRollout) -> Record:
-    """Measures (see bench/rollout.py); returns the ratios over off, by measurement."""
+    """Measures rollouts (bench/rollout.py); returns the ratios over off, by measurement."""
     from tlt.bench.report import header, write_report
     from tlt.bench.rollout import constant, over_off, to_markdown
     from tlt.bench.subject import Subject
@@ -84,18 +84,19 @@ def rollout(options: BenchRollout) -> Record:
         measurements: list[Record] = []
         report = {**header(config, _command("tlt bench rollout")), **geometry, "measurements": measurements}
         subject = Subject(config)
-        for batch_size in options.batches:  # all so far are written: a run that is cut off keeps what it has
-            measurements.append(
-                constant(subject, options.variants, batch_size, options.rounds, options.seconds)
-            )
-            print(over_off(measurements[-1]), flush=True)
-            write_report(options.out, report, to_markdown(report))
+        for batch_size in options.batches:
+            measured = constant(subject, options.variants, batch_size, options.rounds, options.seconds)
+            measurements.append(measured)
+            print(over_off(measured), flush=True)
+            write_report(
+                options.out, report, to_markdown(report)
+            )  # after each: a later one may be interrupted
     return {m["name"]: {name: ratio["mean"] for name, ratio in m["ratios"].items()} for m in measurements}
 
 
 def train(options: BenchTrain) -> Record:
-    """Runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the
-    user, it reports what was measured and exits as a run does."""
+    """Runs the variants in turns (bench/train.py); returns off's step time over each variant's. Where the
+    user stops it, it reports what is measured so far and exits as a run does."""
     from tlt.bench.geometry import hold_still
     from tlt.bench.report import header, write_report
     from tlt.bench.train import OFF, VARIANTS, Plan, launch_runs
@@ -108,10 +109,8 @@ def train(options: BenchTrain) -> Record:
     if config.rollout.speculation == "off":
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
-        raise UserError(
-            "--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen "
-            "out"
-        )
+        what = "frozen differs from tlt only where drafter.train is true"
+        raise UserError(f"--variants: {what}; set it, or leave frozen out")
     runs = {"off": OFF, **{name: VARIANTS[name] for name in options.variants}}
     keep = config.run.out_dir / "grown"
     with _grown(config, options.geometry, num_runs=len(runs), keep=keep) as (config, geometry):
@@ -126,7 +125,7 @@ def train(options: BenchTrain) -> Record:
     return {name: report["runs"][name]["ratios"]["off"]["mean"] for name in options.variants}
 
 
-def _load(options: Measured, overrides: tuple[str, ...]) -> Config:
+def _load(options: BenchOptions, overrides: tuple[str, ...]) -> Config:
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     return load_config(options.config, overrides)
 
@@ -135,12 +134,11 @@ def _load(options: Measured, overrides: tuple[str, ...]) -> Config:
 def _grown(
     config: Config, size: str | None, num_engines: int = 0, num_runs: int = 0, keep: Path | None = None
 ) -> Iterator[tuple[Config, Record]]:
-    """Yields the configuration with model and drafter grown where a size is given, and what a report holds of
-    them.
+    """Yields the configuration, with model and drafter grown where a size is given, and their lines for the
+    report. Refuses what it can before anything grows or is measured.
 
-    num_engines, num_runs: that will be compared side by side, 0: none.  keep: where what has grown stays,
-    None: nowhere.
-    Refuses what can be refused before anything grows or is measured.
+    num_engines, num_runs: how many lie in memory side by side; 0: none.
+    keep: folder that keeps the grown model; None: it is removed.
     """
     from tlt.bench.geometry import grown_config, plan_growth
     from tlt.bench.memory import plan_subject, refuse_engines, refuse_runs

@@ -1,4 +1,4 @@
-"""All commands by their names, what each takes and does, and the list of them. Knows no options."""
+"""All commands by their names: their options and what runs them; and the overview that lists them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Command:
-    """options: what it takes.
-    run: returns the exit code, or a summary to print.
-    lists_keys: whether its help explains every key of the configuration, too."""
+    """A command of `tlt`."""
 
     options: type[Options]
     run: Callable[[Any], int | Record]
+    """Takes the options; returns the exit code, or a summary to print."""
     lists_keys: bool = False
+    """Whether its help explains every key of the configuration, too."""
 
     @property
     def purpose(self) -> str:
@@ -51,36 +51,26 @@ FAMILIES = {
 
 
 def find_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command's name, of one word or two, and what follows it."""
+    """Returns the command's name, of one word or two, and the arguments after it. Raises UserError for an
+    unknown one."""
     for num_words in (2, 1):
         name = " ".join(arguments[:num_words])
         if name in COMMANDS:
             return name, list(arguments[num_words:])
     name = " ".join(arguments[: 2 if arguments[0] in FAMILIES else 1])
-    nearest = next((known for known in COMMANDS if known.startswith(name)), None) or find_nearest(
-        name, COMMANDS
-    )
+    nearest = next((known for known in COMMANDS if known.startswith(name)), find_nearest(name, COMMANDS))
     remedy = f"did you mean tlt {nearest}?" if nearest else f"commands are {', '.join(COMMANDS)}"
     raise UserError(f"{name}: unknown command; {remedy}")
 
 
 def overview(family: str = "") -> str:
-    """Returns the help of `tlt`, or of `tlt drafter` or `tlt bench`: their commands with a line each."""
-    listed = {
-        name: command.purpose
-        for name, command in COMMANDS.items()
-        if name.startswith(f"{family} " if family else "")
-    }
+    """Returns the help of `tlt`, or of a family such as `tlt drafter`: a line for each command."""
+    prefix = f"{family} " if family else ""
+    listed = {name: command.purpose for name, command in COMMANDS.items() if name.startswith(prefix)}
     width = max(map(len, listed))
-    purpose = "Train reasoning models with RL; speculative decoding makes the rollout faster without changing the result."
-    return "\n".join(
-        [
-            f"usage: tlt {family or 'COMMAND'} ...",
-            "",
-            FAMILIES.get(family, purpose),
-            "",
-            *(f"  {name:<{width}}  {line}" for name, line in listed.items()),
-            "",
-            "tlt COMMAND --help explains a command; tlt --version prints the version.",
-        ]
+    lines = "\n".join(f"  {name:<{width}}  {purpose}" for name, purpose in listed.items())
+    about = FAMILIES.get(
+        family, "Train reasoning models with RL; speculative decoding speeds the rollout up."
     )
+    end = "tlt COMMAND --help explains a command; tlt --version prints the version."
+    return f"usage: tlt {family or 'COMMAND'} ...\n\n{about}\n\n{lines}\n\n{end}"

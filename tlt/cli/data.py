@@ -1,5 +1,5 @@
-"""Options of the commands that read prompts or problems: which rows of the data, and how a prompt is
-written. Does not know what they are for."""
+"""Options that commands share which read prompts or problems: the rows of the data, and the form of
+prompts."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ Columns = JsonTexts
 
 
 class DataOptions(Options):
-    """The rows of the data."""
+    """The rows of the data:"""
 
     subset: Subset = None
     """Configuration of a dataset, such as main."""
     split: Annotated[str | None, Written("NAME")] = None
     """Split of a dataset, such as test or 'test[:100]'; by default the only one, else test."""
     columns: Columns = Field(default_factory=dict)
-    """The data's names of columns by ours, such as '{"prompt": "question"}'."""
+    """The data's names of columns by TLT's, such as '{"prompt": "question"}'."""
 
     def source(self, name: Path, option: str) -> DataSource:
-        """Returns the data that the user names."""
+        """Returns the rows of the data that an option names."""
         return DataSource(name, option, self.subset, self.split, self.columns, usual_split="test")
 
 
 class PromptOptions(DataOptions):
-    """The rows of the prompts, and how a prompt is written."""
+    """The rows of the prompts, and how a prompt is written:"""
 
     chat: bool = False
-    """Whether a text goes into the chat template as the user's message (true or false); messages always
-    do."""
+    """Whether a text prompt goes into the chat template as the user's message; messages always do."""
     system_prompt: Annotated[str | None, Written("TEXT")] = None
-    """System message to begin every prompt with; a text then becomes the user's message."""
+    """System message to begin every prompt with; a text prompt then becomes the user's message."""
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Variables for the chat template, such as '{"enable_thinking": false}'."""
 

@@ -1,7 +1,7 @@
-"""`tlt drafter`: a drafter from responses to a folder, from a folder to other engines, and its measure.
+"""`tlt drafter`: trains a drafter, exports it to other engines, and measures it.
 
 responses ──train──▶ drafter/ ──export──▶ a folder that vLLM or SGLang serves
-                             └──eval────▶ how often its guesses are accepted, where, and what that is worth here
+                             └──eval────▶ how often its guesses are accepted, where, and the speed gained here
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
-from tlt.cli.options import Adapter, Drafter, File, ModelName, Options, Written
+from tlt.cli.options import AdapterName, DrafterName, File, ModelName, Options, Written
 from tlt.config.drafter import DraftVocabOption
 from tlt.config.mistakes import mistake
 from tlt.io.files import Record, check_new_folder, check_output_file, with_folder, write_json
@@ -39,14 +39,15 @@ from tlt.types import Request, Rollout, SamplingParams, UserError
 
 if TYPE_CHECKING:
     from tlt.assembly.model import Model
+    from tlt.models.decoder import ModelConfig
 
 _ANSWERS_AT_A_TIME = 64
 
 
 class AnswerOptions(PromptOptions):
-    """The model's answers: how prompts are read and written, and how responses are sampled."""
+    """The model's responses to prompts:"""
 
-    adapter: Adapter = None
+    adapter: AdapterName = None
     """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
     samples: Samples = 1
     """Responses to every prompt of --prompts."""
@@ -60,14 +61,13 @@ class AnswerOptions(PromptOptions):
     """CPU threads to compute with."""
 
     def requests(self, prompts: Path, model: Model) -> list[Request]:
-        """Returns the requests for responses to the prompts."""
+        """Returns the requests for `samples` responses to each prompt."""
         from tlt.hf.prompts import make_requests
 
         vocab_size, window = model.config.vocab_size, model.config.max_positions
         encoded = self.read_prompts(prompts, model.tokenizer, vocab_size=vocab_size, window=window)
-        stop_ids = model.stop_ids
         params = SamplingParams(
-            self.temperature, max_tokens=self.max_tokens, stop_ids=stop_ids, seed=self.seed
+            self.temperature, max_tokens=self.max_tokens, stop_ids=model.stop_ids, seed=self.seed
         )
         return make_requests(encoded, params, self.samples)
 
@@ -82,20 +82,22 @@ class DrafterTrain(AnswerOptions):
     responses: File = None
     """JSONL of responses with prompt_ids and token_ids, as tlt generate writes it."""
     prompts: Data = None
-    """Prompts, as for tlt generate, which the model answers first; instead of --responses."""
-    init: Drafter = None
+    """Prompts, as for tlt generate, that the model answers first; instead of --responses."""
+    init: DrafterName = None
     """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None
-    """Form of the drafter and how it is trained (docs/drafter.md); by default that of --init, else hass."""
+    """Form of the drafter and method of its training (docs/drafter.md); by default that of --init, else
+    hass."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that the drafter learns to tell apart: the N most frequent ones of the responses, all (full),
-    or as many as pay where the head is a tenth of a forward or more (auto). It can propose others later."""
+    """Tokens that the drafter is trained to propose. A number N: the N most frequent tokens of the responses.
+    full: all tokens. auto: all, or fewer where the drafter's head takes a tenth of a forward or more.
+        Later it can propose others, too."""
     epochs: PositiveFloat = 1.0
     """Passes over the responses; fractions are allowed."""
     learning_rate: LearningRate = 1e-3
     """Highest learning rate: it rises over the first 5 % of the tokens and falls over the second half."""
     tokens_per_micro_step: PositiveInt = 512
-    """Tokens per optimizer step."""
+    """Tokens of an optimizer step."""
     seed: Seed = 0
     """Seed of the initial weights, of the order of the responses, and of the sampling with --prompts."""
 
@@ -108,49 +110,50 @@ class DrafterTrain(AnswerOptions):
 
 
 class DrafterExport(Options):
-    """Write a drafter for vLLM or SGLang; its README.md says how to serve it."""
+    """Write a drafter for vLLM or SGLang, with a README.md that says how to serve it."""
 
     drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
-    """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
+    """Drafter of TLT or of another trainer: a folder, or OWNER/NAME on the hub."""
     target: Annotated[Path, Written("MODEL")]
-    """The model it drafts for, a folder or OWNER/NAME on the hub; EAGLE-3 drafters carry rows of its head
-    along."""
+    """The model that it drafts for: a folder, or OWNER/NAME on the hub. EAGLE-3 drafters take rows of its
+    head along."""
     to: Annotated[Path, Written("DIR")]
     """Folder to write; must not exist yet."""
     format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
-    """Form to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
+    """Format to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that an eagle3 drafter may propose: the N most frequent ones, all (full), or as many as pay
-    where the head is a tenth of a forward or more (auto)."""
+    """Tokens that an eagle3 drafter may propose. A number N: the N most frequent tokens. full: all tokens.
+    auto: all, or fewer where the drafter's head takes a tenth of a forward or more."""
     responses: File = None
-    """JSONL of responses to choose these tokens by; by default the counts that the drafter's folder
-    records."""
+    """JSONL of responses whose tokens are counted to find the most frequent ones; by default the counts in
+    the drafter's folder."""
 
 
 class DrafterEval(AnswerOptions):
     """Measure how often a drafter's guesses are accepted, and where."""
 
     drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
-    """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
+    """Drafter of TLT or of another trainer: a folder, or OWNER/NAME on the hub."""
     model: Annotated[Path, Written("MODEL")]
-    """The model it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
+    """The model that it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
     prompts: Annotated[Path, Written("DATA")]
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     out: File = None
     """JSON to write, with the whole result."""
     depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3
-    """Tokens drafted for each verification, in a chain; vLLM calls it num_speculative_tokens."""
+    """Tokens of the chain that is drafted for each verification; vLLM calls it num_speculative_tokens."""
     temperature: Temperature = 0.0
     max_tokens: MaxTokens = 512
     max_batch_size: BatchSize = 8
     """Sequences that are decoded at a time."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that the drafter may propose: the N most frequent ones, all (full), or as many as pay where
-    the head is a tenth of a forward or more (auto); chosen by what its folder records and what is sampled."""
+    """Tokens that the drafter may propose. A number N: the N most frequent tokens, by the counts in its
+    folder and in what is sampled. full: all tokens. auto: all, or fewer where the drafter's head takes a
+    tenth of a forward or more."""
     rounds: NonNegativeInt = 2
-    """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not
-    at all."""
+    """Times that the responses are generated with and without the drafter, in turns, to compare speeds; 0:
+    the speed is not measured."""
 
 
 def train(options: DrafterTrain) -> Record:
@@ -169,13 +172,11 @@ def train(options: DrafterTrain) -> Record:
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, train_offline
         from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, choose_by
-        from tlt.hf.config import load_model_config
         from tlt.hf.weights import content_hash
         from tlt.models.packed import PackedTransformer
 
-    config = load_model_config(folder)
     source = load_model(folder, adapter=adapter)
-    tensors = source.tensors
+    config, tensors = source.config, source.tensors
     stored = None if options.init is None else load_drafter(resolve_model(options.init), config, tensors)
     preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
     if stored is None:
@@ -184,20 +185,15 @@ def train(options: DrafterTrain) -> Record:
         model = build_draft_model(stored, torch.device("cpu"))
     check_wanted(options.draft_vocab, model.config)
     torch.set_num_threads(options.threads)
-    if options.responses is not None:
-        rollouts = read_responses(
-            options.responses, vocab_size=config.vocab_size, window=config.max_positions
-        )
+    if options.responses is None:
+        rollouts, where = _answer(options, source), "--prompts: they have"
     else:
-        rollouts = _answer(options, source)
+        rollouts, where = _read(options.responses, config), f"--responses: {options.responses} has"
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
     if not any(map(is_trainable, rollouts)):
-        where = (
-            "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
-        )
         raise UserError(f"{where} no response of three tokens or more; give longer ones")
-    vocabulary = None
+    vocabulary = counts_V = None
     if model.config.can_choose:
         vocabulary = DraftVocabulary(DraftCosts.of(config, model.config), options.draft_vocab)
         choose_by(rollouts, vocabulary)
@@ -224,28 +220,29 @@ def train(options: DrafterTrain) -> Record:
         "acceptance": summary.acceptance,
         "init": str(options.init or "random"),
     }
-    save_drafter(
-        options.out, model, torch.bfloat16, about, None if vocabulary is None else vocabulary.counts_V
-    )
+    if vocabulary is not None:
+        counts_V = vocabulary.counts_V
+    save_drafter(options.out, model, torch.bfloat16, about, counts_V)
     return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
 
 
+def _read(file: Path, config: ModelConfig) -> list[Rollout]:
+    return read_responses(file, vocab_size=config.vocab_size, window=config.max_positions)
+
+
 def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
-    """Returns the model's own responses to the prompts, made by adaptive speculation without a learned
-    drafter."""
+    """Returns the model's responses to the prompts, generated without a learned drafter."""
     from tlt.assembly.engine import EngineSettings, build_engine
 
     assert options.prompts is not None, "responses or prompts are given"
-    requests = options.requests(options.prompts, model)
-    engine = build_engine(
-        model.config, model.tensors, EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME)
-    )
-    return generate_in_order(engine, requests)
+    settings = EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME)
+    engine = build_engine(model.config, model.tensors, settings)
+    return generate_in_order(engine, options.requests(options.prompts, model))
 
 
 def export(options: DrafterExport) -> Record:
-    """Writes the new folder (see drafter/formats/export.py), and warns of weights that do not belong
-    together."""
+    """Writes the folder for another engine (drafter/formats/export.py), and warns of weights that do not
+    match."""
     check_new_folder(options.to, "--to")
     folder, drafter_folder = resolve_model(options.target), resolve_model(options.drafter)
     with show_busy():
@@ -267,23 +264,15 @@ def export(options: DrafterExport) -> Record:
     tensors = load_tensors(folder, config)
     drafter = load_drafter(drafter_folder, config, tensors)
     if options.responses is not None:
-        rollouts = read_responses(
-            options.responses, vocab_size=config.vocab_size, window=config.max_positions
-        )
-        counts_V = count_tokens(
-            (token for rollout in rollouts for token in rollout.token_ids), config.vocab_size
-        )
-        drafter = replace(drafter, counts_V=counts_V)
+        token_ids = (token for rollout in _read(options.responses, config) for token in rollout.token_ids)
+        drafter = replace(drafter, counts_V=count_tokens(token_ids, config.vocab_size))
     check_format(drafter, options.format)
-    if (
-        warning := lacks_counts(drafter, options.draft_vocab, config)
-    ) is not None and options.draft_vocab == "auto":
-        print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
+    lack = lacks_counts(drafter, options.draft_vocab, config) if options.draft_vocab == "auto" else None
     drafter = with_vocabulary(drafter, options.draft_vocab, config)
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
     head_VE = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     target = Target(str(options.target), architecture, head_VE, content_hash(tensors))
-    if (warning := mismatch(drafter, target)) is not None:
+    for warning in filter(None, (lack, mismatch(drafter, target))):
         print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
     export_drafter(drafter, options.format, target, options.to)
     engine, size = FORMATS[options.format].engine, drafter.config.draft_vocab_size
@@ -291,10 +280,9 @@ def export(options: DrafterExport) -> Record:
 
 
 def evaluate(options: DrafterEval) -> Record:
-    """Generates responses with chains of guesses, and reports what became of the guesses
+    """Generates responses with chains of guesses, and reports how many of them are accepted
     (bench/acceptance.py)."""
-    if options.out is not None:
-        check_output_file(options.out, "--out")
+    check_output_file(options.out, "--out")
     folder, drafter_folder = resolve_model(options.model), resolve_model(options.drafter)
     adapter = options.adapter and resolve_model(options.adapter)
     with show_busy():
@@ -321,10 +309,8 @@ def evaluate(options: DrafterEval) -> Record:
     if options.rounds:
         with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
             ratio, num_different = speedup(chains, requests, options.rounds)
-        summary["speedup"] = asdict(ratio) | {
-            "batch_size": options.max_batch_size,
-            "num_different": num_different,
-        }
+        about = {"batch_size": options.max_batch_size, "num_different": num_different}
+        summary["speedup"] = asdict(ratio) | about
     if options.out is not None:
         write_json(with_folder(options.out), summary)
     _print_evaluation(summary)
@@ -338,12 +324,11 @@ def _print_evaluation(summary: Mapping[str, Any]) -> None:
     from tlt.bench.report import number, ratio_text
 
     console = Console(highlight=False)
-    console.print(
-        f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}: "
-        "accept length "
-        f"{summary['accept_length']:.2f} over {summary['num_verifications']} verifications of "
-        f"{summary['responses']} responses"
+    subject = (
+        f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}"
     )
+    over = f"{summary['num_verifications']} verifications of {summary['responses']} responses"
+    console.print(f"{subject}: accept length {summary['accept_length']:.2f} over {over}")
     if (speed := summary.get("speedup")) is not None:
         console.print(f"speed over none, batch {speed['batch_size']}: {ratio_text(speed)}")
     positions = Table("position", "accepted", title="all guesses up to here", title_justify="left")

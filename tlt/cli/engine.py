@@ -1,4 +1,4 @@
-"""Options and progress of the commands that generate. Does not know what the responses are for."""
+"""Options and progress of the commands that generate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlt.cli.options import Drafter, Options, StopTexts
+from tlt.cli.options import DrafterName, Options, StopWords
 from tlt.config.drafter import DrafterSection, DraftVocabOption, check_served
 from tlt.config.engine import DeviceSection, EngineSection
 from tlt.config.sampling import SamplingSection
 from tlt.config.vllm import VllmSection
 from tlt.io.hub import Repository, resolve_model
 from tlt.kinds import MaxTokens, Samples, Seed, Threads
-from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
+from tlt.types import Key, Request, Rollout, SamplingParams, UserError, key_of, resolve_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +30,11 @@ SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
 
 
 class SamplingOptions(SamplingSection, Options):
-    """The sampling of responses."""
+    """The sampling of responses:"""
 
     max_tokens: MaxTokens = SamplingParams.max_tokens
-    """Length at which a response is cut off, in tokens; left out, no later than the model's window ends."""
-    stop: StopTexts = SamplingParams.stop
+    """Length at which a response is cut off, in tokens; by default also where the model's window ends."""
+    stop: StopWords = SamplingParams.stop
     """Text that ends a response, or a JSON list of such texts; the response keeps it."""
     samples: Samples = 1
     """Responses to every prompt."""
@@ -43,20 +43,20 @@ class SamplingOptions(SamplingSection, Options):
 
 
 class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
-    """The engine: its drafter, its numbers and its device."""
+    """The engine, its drafter and its device:"""
 
-    drafter: Drafter = None
-    """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval
-    (ngram) needs none."""
+    drafter: DrafterName = None
+    """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Drafts by retrieval
+    (ngram) need none."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that the learned drafter may propose: the N most frequent ones of what is sampled, all
-    (full), or as many as pay where the head is a tenth of a forward or more (auto). TLT's own engine;
-    changes the speed alone."""
+    """Tokens that the learned drafter may propose. A number N: the N most frequent tokens of what is sampled.
+    full: all tokens. auto: all, or fewer where the drafter's head takes a tenth of a forward or more. Changes
+    the speed alone. For TLT's own engine."""
     threads: Threads = 1
     """CPU threads to compute with."""
 
     def check_engine(self, speculation: str, has_references: bool = False) -> None:
-        """Refuses, before anything is loaded, an engine that could not be made."""
+        """Raises UserError for an engine that could not be built, before anything is loaded."""
         from tlt.drafter.drafting.hybrid import drafter_kinds
         from tlt.drafter.drafting.reference_drafter import reference_kinds
         from tlt.tuning.tuner import make_tuner
@@ -72,19 +72,20 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
         kinds = drafter_kinds(self.drafter is not None)
         make_tuner(speculation, reference_kinds(kinds) if has_references else kinds)
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
-            raise UserError(
-                f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub"
-            )
+            remedy = "give a drafter folder, or OWNER/NAME on the hub"
+            raise UserError(f"--drafter: {self.drafter} does not exist; {remedy}")
         self.choose_device()
 
     @property
     def drafter_folder(self) -> Path | None:
-        """The local folder of the drafter, which may come from the hub."""
+        """The local folder of the drafter, downloaded where it comes from the hub."""
         return None if self.drafter is None else resolve_model(self.drafter)
 
     def engine_settings(self, speculation: str, window: int | None = None) -> EngineSettings:
-        """Returns how to build the engine. window: tokens of the longest sequence that it is for; None:
-        the model's."""
+        """Returns the settings of the engine.
+
+        window: tokens of the longest sequence; None: the model's window.
+        """
         from tlt.assembly.engine import EngineSettings
 
         return EngineSettings(
@@ -107,19 +108,21 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
 
 def longest(requests: Sequence[Request]) -> int:
-    """Returns the tokens of the longest sequence that may come of these requests."""
+    """Returns the most tokens that a prompt and its response may have."""
     return max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
 
 
 def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> list[Rollout]:
-    """Returns the responses in the order of the requests, and shows on stderr how far it is."""
-    answered: dict[tuple[str, int], Rollout] = {}
-    with show_progress(
-        lambda: Progress(len(answered), len(requests), "responses", f"{engine.stats.num_tokens} tokens")
-    ):
+    """Returns the responses in the order of the requests, and shows its progress on stderr."""
+    answered: dict[Key, Rollout] = {}
+
+    def progress() -> Progress:
+        return Progress(len(answered), len(requests), "responses", f"{engine.stats.num_tokens} tokens")
+
+    with show_progress(progress):
         for rollout in engine.generate(requests):
-            answered[rollout.problem_id, rollout.sample_index] = rollout
-    return [answered[request.problem_id, request.sample_index] for request in requests]
+            answered[key_of(rollout)] = rollout
+    return [answered[key_of(request)] for request in requests]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -128,12 +131,13 @@ def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> li
 
 @dataclass(frozen=True)
 class Progress:
-    """Says how much of something is done. note: a few words to show beside it."""
+    """How much of some work is done."""
 
     done: float
     total: float
     unit: str
     note: str
+    """A few words to show beside the numbers."""
 
     def __str__(self) -> str:
         return f"{self.done:.0f} / {self.total:.0f} {self.unit}, {self.note}"
@@ -141,8 +145,7 @@ class Progress:
 
 @contextlib.contextmanager
 def show_busy(what: str = "loading") -> Iterator[None]:
-    """Says on a terminal what is going on: importing torch and transformers alone takes seconds. Elsewhere
-    it says nothing."""
+    """Shows on a terminal what takes time, such as importing torch; elsewhere nothing."""
     if not sys.stderr.isatty():
         yield
         return
@@ -154,7 +157,7 @@ def show_busy(what: str = "loading") -> Iterator[None]:
 
 @contextlib.contextmanager
 def show_progress(read: Callable[[], Progress], seconds: float = 10.0) -> Iterator[None]:
-    """Shows on stderr what `read` returns: a bar on a terminal, elsewhere a line every so many seconds."""
+    """Shows on stderr what `read` returns: a bar on a terminal, elsewhere a line every `seconds` seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.live import Live

@@ -1,5 +1,4 @@
-"""`tlt generate`: prompts in, responses out, one a line. Knows no sampling and no speculation: the engine
-does."""
+"""`tlt generate`: prompts in, responses out, one a line."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
-from tlt.cli.options import Adapter, ModelName, Written
+from tlt.cli.options import AdapterName, File, ModelName, Written
 from tlt.config.schema import may_use_references
 from tlt.io.files import Record, check_output_file, with_folder, write_jsonl
 from tlt.io.hub import resolve_model
@@ -26,9 +25,9 @@ class Generate(PromptOptions, SamplingOptions, EngineOptions):
     """Generate responses to prompts; speculation changes nothing but the time."""
 
     model: ModelName
-    """A Llama, Qwen2 or Qwen3 model, with --engine vllm any text model that vLLM knows: a Hugging Face
-    checkpoint folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub."""
-    adapter: Adapter = None
+    """A Hugging Face checkpoint folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub: a Llama, Qwen2 or
+    Qwen3 model; with --engine vllm any text model that vLLM can load."""
+    adapter: AdapterName = None
     """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
     prompts: Annotated[Path, Written("DATA")]
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
@@ -36,20 +35,22 @@ class Generate(PromptOptions, SamplingOptions, EngineOptions):
     out: Annotated[Path, Written("FILE")]
     """JSONL to write, with one response a line."""
     speculation: Annotated[str, Written(SPECULATION)] = "off"
-    """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four
-    tokens, 3x2x5 trees. DRAFTER is learned, ngram (retrieval from the problem's own responses) or hybrid;
-    ngram and adaptive need no --drafter."""
-    references: Annotated[Path | None, Written("FILE")] = None
+    """How tokens are drafted: off, adaptive (measured and chosen at every step), or fixed: 4x1x4 drafts
+    chains of four tokens, 3x2x5 trees. DRAFTER is learned, ngram (retrieval from the problem's own
+    responses) or hybrid (both); ngram and adaptive need no --drafter."""
+    references: File = None
     """Responses of an earlier tlt generate to these prompts, such as those of the model before its last
-    update: with the same seed hardly a token differs, so they are drafted from. Needs --speculation;
-    ahead:64x1x64 drafts from nothing else."""
+    update. With the same seed hardly a token differs, so drafts are taken from them. Needs --speculation
+    adaptive, or ahead:64x1x64, which drafts from nothing else."""
 
 
 def run(options: Generate) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     start = time.perf_counter()
     check_output_file(options.out, "--out")
-    check_references(options)
+    if options.references is not None and not may_use_references(options.speculation):
+        told = f"with --speculation {options.speculation} nothing is drafted from them"
+        raise UserError(f"--references: {told}; give adaptive or ahead:64x1x64, or leave it out")
     folder, adapter = resolve_model(options.model), options.adapter and resolve_model(options.adapter)
     with show_busy():
         import torch
@@ -80,22 +81,13 @@ def run(options: Generate) -> Record:
     seconds = time.perf_counter() - begin
     engine.close()
     write_jsonl(with_folder(options.out), (vars(Response.of(rollout, model.decode)) for rollout in rollouts))
-    summary = summarize(rollouts, seconds, engine.stats)
+    summary = _summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}
 
 
-def check_references(options: Generate) -> None:
-    """Refuses references that nothing would draft from."""
-    if options.references is None:
-        return
-    if not may_use_references(options.speculation):
-        asked = f"with --speculation {options.speculation} nothing is drafted from them"
-        raise UserError(f"--references: {asked}; give adaptive or ahead:64x1x64, or leave it out")
-
-
-def summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
-    """Returns the summary. seconds: of generation, without loading. accept_length is null when nothing was
-    speculated."""
+def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
+    """Returns the summary of responses that took so many seconds to generate. accept_length is None where
+    nothing was speculated."""
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     return {
         "responses": len(rollouts),

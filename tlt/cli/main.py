@@ -1,10 +1,9 @@
-"""The command line: finds the command, carries it out, prints its summary or its error. Knows no option and
-no tensor.
+"""The command line: finds the command, runs it, and prints its summary or its error.
 
-A user's mistake, in an argument or in a file, is one line on stderr, `tlt: error: place: value; remedy`,
-and exit code 2. Ctrl-C is 130; 141: whoever read stdout has gone. Anything else is our fault and shows its
-traceback. Everything is imported within `main`, so that Ctrl-C while a library is imported is a Ctrl-C
-too; torch is imported by the commands that need it alone.
+Exit codes: 2 for a user's mistake, which is one line on stderr, `tlt: error: place: value; remedy`; 130 for
+Ctrl-C; 141 where the reader of stdout has gone. Any other error is our fault and shows its traceback.
+`main` imports everything, so that Ctrl-C during an import is handled, too; only the commands that need torch
+import it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from types import FrameType
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `tlt ARGUMENTS` (those of the process by default); returns the exit code."""
+    """Runs `tlt ARGUMENTS`, by default the arguments of this process; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     was_interrupted = False
 
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with reporting_stdout():
             return _run(arguments)
     except BaseException as error:
-        # A library that is being imported may turn the interrupt into an error of its own.
+        # A library that is being imported may turn the interrupt into another error.
         if was_interrupted or isinstance(error, KeyboardInterrupt):
             _say("interrupted")
             return 130
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tlt.types import UserError
 
         if isinstance(error, StdoutError):
-            if error.errno == errno.EPIPE:  # whoever read our output has gone, such as head
+            if error.errno == errno.EPIPE:  # the reader has gone, such as head
                 return 141
             _say(f"error: stdout: cannot be written ({error.strerror}); make room, or send it elsewhere")
             return 2
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # where nobody can read it, the exit code says it
+    with contextlib.suppress(OSError):  # where stderr cannot be written, only the exit code tells
         print(f"tlt: {line}", file=sys.stderr, flush=True)
 
 
@@ -73,15 +72,15 @@ def _run(arguments: Sequence[str]) -> int:
     from tlt.cli.options import parse_options
     from tlt.io.files import dumps
 
-    wants_help = any(word in ("-h", "--help") for word in arguments)
     named = [word for word in arguments if word not in ("-h", "--help")]
+    wants_help = len(named) < len(arguments)
     if not named or (len(named) == 1 and named[0] in FAMILIES):
         print(overview(*named))
         return 0 if wants_help else 2
     if named[0] == "--version":
         print(f"tlt {__version__}")
         return 0
-    name, rest = find_command(arguments if not wants_help else named)
+    name, rest = find_command(named)
     command = COMMANDS[name]
     if wants_help:
         print(explain(name, command.options, command.lists_keys))

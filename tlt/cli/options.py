@@ -1,9 +1,9 @@
-"""The options of a command: one frozen declaration, which pydantic checks, and which the help explains.
+"""The options of a command: a frozen class whose fields pydantic checks and the help explains.
 
     words ── read_words ──▶ texts by name ── pydantic ──▶ Options ──▶ run(options)
 
-Options and overrides of the configuration have one grammar (read_words) and one form of mistake,
-`place: value; remedy`. Knows no command.
+Options and overrides of the configuration have one grammar (read_words), and their mistakes one form,
+`place: value; remedy`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Written:
-    """The form of an option on the command line.
-
-    metavar: the help's name of the value; empty: the option has no value, and means true.
-    is_alone: whether the value stands without the option's name.
-    """
+    """The form of an option on the command line."""
 
     metavar: str
+    """The help's name of the value; empty: the option has no value, and means true."""
     is_alone: bool = False
+    """Whether the value stands without the option's name."""
 
     @staticmethod
     def of(field: FieldInfo) -> Written | None:
@@ -43,9 +41,9 @@ class Written:
 
 
 Folder = Annotated[Path | None, Written("DIR")]
-Drafter = Annotated[Path | None, Written("DRAFTER")]
-Adapter = Annotated[Path | None, Written("DIR")]
-"""A LoRA adapter that is merged into a command's model."""
+DrafterName = Annotated[Path | None, Written("DRAFTER")]
+AdapterName = Annotated[Path | None, Written("DIR")]
+"""A LoRA adapter to merge into a command's model."""
 File = Annotated[Path | None, Written("FILE")]
 ModelName = Annotated[Path, Written("MODEL", is_alone=True)]
 ConfigFile = Annotated[Path, Written("CONFIG", is_alone=True)]
@@ -76,7 +74,7 @@ def _read_texts(value: Any) -> Any:
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_read_object)]
 JsonTexts = Annotated[dict[str, str], BeforeValidator(_read_object)]
-StopTexts = Annotated[tuple[str, ...], BeforeValidator(_read_texts), Written("TEXT")]
+StopWords = Annotated[tuple[str, ...], BeforeValidator(_read_texts), Written("TEXT")]
 
 _LISTED = Field(min_length=1), BeforeValidator(split_words)
 Names = Annotated[tuple[str, ...], *_LISTED, Written("NAME,...")]
@@ -84,20 +82,16 @@ Numbers = Annotated[tuple[BatchSize, ...], *_LISTED, Written("N,...")]
 
 
 class Options(Explained):
-    """The base of all commands' options: no unknown names, no later changes. Texts are read as a field
-    wants."""
+    """The base of all commands' options: unknown names are refused, values are frozen, and texts become
+    values of a field's type."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=False,
-        allow_inf_nan=False,
-        defer_build=True,
+        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, defer_build=True
     )
 
 
 class WithOverrides(Options):
-    """Options of a command that also takes `--section.key value` for every key of the configuration."""
+    """The options of a command that also takes `--section.key value` for every key of the configuration."""
 
     overrides: tuple[str, ...] = ()
 
@@ -147,9 +141,8 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
 def _suggest(command: str, kind: type[Options], given: str) -> str:
     known = list(map(with_dashes, options_of(kind)))
     if issubclass(kind, WithOverrides):
-        known += [
-            f"{name}.{key}" for name in Config.model_fields for key in section_of(Config, name).model_fields
-        ]
+        for name in Config.model_fields:
+            known += [f"{name}.{key}" for key in section_of(Config, name).model_fields]
     nearest = find_nearest(given, known)
     return f"did you mean --{nearest}?" if nearest else f"see tlt {command} --help"
 
@@ -162,7 +155,7 @@ def _describe(command: str, kind: type[Options], error: ValidationError) -> str:
         return f"{command}: needs {', '.join(labels)}; see tlt {command} --help"
     detail = details[0]
     if not detail["loc"]:
-        return detail["msg"]  # it is of several options, and names them itself
+        return detail["msg"]  # a validator of several options names them in its message
     name = str(detail["loc"][0])
     place = label(name, kind.model_fields[name])
     if detail["type"] == "too_short":

@@ -1,4 +1,4 @@
-"""`tlt plan memory`: shows what a run takes on each device. The arithmetic is tlt.plan's."""
+"""`tlt plan memory`: prints the memory of a run on each device, which tlt.plan computes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class PlanMemory(WithOverrides):
-    """Show what a run takes on each device, part by part, and whether it fits.
+    """Show how much memory a run takes on each device, part by part, and whether it fits.
 
     tlt plan memory CONFIG [--device-gib N] [--section.key VALUE ...]
 
-    Of the model only config.json is read.
+    Only the model's config.json is read, no weights.
     """
 
     config: ConfigFile
     """TOML configuration, or the name of a recipe such as countdown."""
     device_gib: Gib | None = None
-    """Memory of a GPU in GiB, or of the machine where run.device is cpu; none: of what is found here."""
+    """Memory in GiB of a GPU, or of the machine where run.device is cpu; by default this machine's."""
     ranks: Processes | None = None
-    """Ranks of all machines; none: run.num_ranks, as on a single machine."""
+    """Number of ranks on all machines; by default run.num_ranks, on one machine."""
     prompt_tokens: NonNegativeInt = 1024
     """Tokens of the longest prompt."""
     out: File = None
@@ -38,9 +38,8 @@ class PlanMemory(WithOverrides):
 
 def memory(options: PlanMemory) -> Record:
     """Prints the table and the verdict; returns their figures."""
-    if options.out is not None:
-        check_output_file(options.out, "--out")
-    run = read_run(options)
+    check_output_file(options.out, "--out")
+    run = planned_run(options)
     from tlt.plan.fit import judge
     from tlt.plan.memory import ALWAYS, plan_memory
     from tlt.plan.sizes import GIB
@@ -62,8 +61,8 @@ def memory(options: PlanMemory) -> Record:
     return figures
 
 
-def read_run(options: PlanMemory) -> PlannedRun:
-    """Returns the run that the options name, on the devices that they name, or those that are here."""
+def planned_run(options: PlanMemory) -> PlannedRun:
+    """Returns the run that the options describe, on their devices or this machine's."""
     config = load_config(options.config, options.overrides)
     import torch
 

@@ -1,4 +1,5 @@
-"""`tlt plan speed`: how long steps take with more replicas, and what drafts and handing over bring there."""
+"""`tlt plan speed`: computes step times with more replicas, and the gain of drafts and of moving
+responses."""
 
 from __future__ import annotations
 
@@ -35,45 +36,48 @@ class PlanSpeed(WithOverrides):
     config: ConfigFile
     """TOML configuration, or the name of a recipe such as countdown."""
     replicas: Numbers = (2, 8, 64)
-    """Numbers of engines that share a step; each has as many responses as a rank of the configuration has."""
+    """Numbers of engines that share a step; each has as many responses as a rank of the configuration."""
     run: Folder = None
-    """Folder of a run that has measured lengths, costs and acceptance; none: a GPU-like cost curve and the
-    options below."""
+    """Folder of a run whose measured lengths, costs and acceptance are used; by default a cost curve like a
+    GPU's and the options that begin with "Without --run"."""
     median_tokens: Tokens | None = None
-    """Without --run: half of the responses are longer; none: an eighth of sampling.max_tokens."""
+    """Without --run: median length of a response in tokens; by default an eighth of sampling.max_tokens."""
     p95_tokens: Tokens | None = None
-    """Without --run: one response in twenty would be longer; none: sampling.max_tokens, where all are cut."""
+    """Without --run: 95th percentile of the length of a response that is not cut off, in tokens; by default
+    sampling.max_tokens."""
     step_ms: Annotated[float, Field(ge=1e-6, le=1e6)] = 25.0
     """Without --run: milliseconds of a decoding step without speculation."""
     knee: Tokens = 512.0
     """Without --run: tokens in one forward up to which a step takes no longer."""
     rollout_share: Annotated[float, Field(ge=1e-3, le=1)] = 0.85
-    """Without --run: share of a step that is rollout, without speculation, for the first of --replicas."""
+    """Without --run: share of a policy step that its rollout takes, without speculation, for the first
+    number of --replicas."""
     steps: PositiveInt = 8
-    """Steps whose mean is told, at most as many as --run has kept of that size."""
+    """Number of steps to average over; with --run at most as many as the run has kept of that size."""
     out: File = None
     """JSON file to write all figures to."""
 
 
 def speed(options: PlanSpeed) -> Record:
     """Prints the table with its assumptions; returns its figures."""
-    if options.out is not None:
-        check_output_file(options.out, "--out")
+    check_output_file(options.out, "--out")
     config = load_config(options.config, options.overrides)
     from tlt.plan.speed import GENERAL, expect
 
     assumed = assume(options, config)
-    rows = [expect(assumed, num, num_problems(config, num), options.steps) for num in options.replicas]
+    rows = [expect(assumed, num, _num_problems(config, num), options.steps) for num in options.replicas]
     lines = [*assumed.lines, *GENERAL]
     print_rows(rows, lines)
-    figures = {"assumptions": lines, "rows": [dataclasses.asdict(row) for row in rows]}
     if options.out is not None:
+        figures = {"assumptions": lines, "rows": [dataclasses.asdict(row) for row in rows]}
         write_json(with_folder(options.out), figures)
-    times = {row.num_replicas: {one.variant: round(one.times, 2) for one in row.variants} for row in rows}
-    return {"replicas": {str(num): each for num, each in times.items()}}
+    times = {
+        str(row.num_replicas): {one.variant: round(one.times, 2) for one in row.variants} for row in rows
+    }
+    return {"replicas": times}
 
 
-def num_problems(config: Config, num_replicas: int) -> int:
+def _num_problems(config: Config, num_replicas: int) -> int:
     """Returns the problems of a step in which each replica has as many as a rank of the configuration."""
     from tlt.assembly.ranks import all_ranks
 
@@ -81,7 +85,7 @@ def num_problems(config: Config, num_replicas: int) -> int:
 
 
 def assume(options: PlanSpeed, config: Config) -> Assumed:
-    """Returns what the options say to rest on."""
+    """Returns the assumptions: those that a run has measured, or those of the options."""
     from tlt.plan.recorded import assume_recorded
     from tlt.plan.speed import GpuPace, assume_gpu, expect, with_rest
 
@@ -94,12 +98,12 @@ def assume(options: PlanSpeed, config: Config) -> Assumed:
         raise UserError(f"--p95-tokens: {what}; give more, or lower the median")
     rollouts = assume_gpu(config, GpuPace(options.step_ms / 1000, options.knee), median, p95)
     first = options.replicas[0]
-    off, *_ = expect(rollouts, first, num_problems(config, first), options.steps).variants
+    off, *_ = expect(rollouts, first, _num_problems(config, first), options.steps).variants
     return with_rest(rollouts, off.rollout_seconds * (1 / options.rollout_share - 1))
 
 
 def run_in(folder: Path) -> RecordedRun:
-    """Reads what a run has kept in a folder, and in its latest checkpoint."""
+    """Returns what a run has recorded in its folder and in its latest checkpoint."""
     from tlt.plan.recorded import read_run
     from tlt.saved.manifest import latest_checkpoint, read_manifest, verify
 
@@ -112,6 +116,7 @@ def run_in(folder: Path) -> RecordedRun:
 
 
 def print_rows(rows: list[Row], lines: list[str]) -> None:
+    """Prints the table and the assumptions below it."""
     import rich.console
 
     from tlt.report.console import WIDTH
@@ -124,8 +129,8 @@ def print_rows(rows: list[Row], lines: list[str]) -> None:
 
 
 def to_table(rows: list[Row]) -> Table:
-    """Returns a table with a row for each number of replicas: every variant's seconds, and how many times
-    faster it is than the first, with the range of that."""
+    """Returns a table with a row for each number of replicas: every variant's seconds, and its speed over the
+    first variant's with its range."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -1,5 +1,4 @@
-"""`tlt train`: a new run, or a continued one. Decides which configuration that is; the run itself is
-tlt.training's."""
+"""`tlt train`: finds the configuration of a new run or of a resumed one, and starts its ranks."""
 
 from __future__ import annotations
 
@@ -36,18 +35,18 @@ class Train(WithOverrides):
     config: Annotated[Path | None, Written("[CONFIG]", is_alone=True)] = None
     """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume."""
     resume: Annotated[Literal["auto"] | Path | None, Written("DIR|auto")] = None
-    """Continues the run in this folder with its own configuration; only [tracking] and the length and
-    machine can change. A checkpoint in it, DIR/checkpoints/step-N, goes back to that one: newer ones get
-    another name. `auto` continues the run in run.out_dir if one has begun there, else begins it."""
+    """Continues the run in this folder with its own configuration; only [tracking], the run's length and its
+    machine may change. With a checkpoint, DIR/checkpoints/step-N, the run goes back to that one, and newer
+    checkpoints are renamed. auto: continues the run in run.out_dir if there is one, else begins it."""
     replay: Annotated[Path | None, Written("RUN")] = None
-    """Drafts from the responses of another run with the same seed, which has kept them
-    (run.keep_responses): such as one with another learning rate, or this one before a change of code. No
-    token is another. The same as --rollout.replay."""
+    """Drafts from the responses of another run with the same seed that has kept them (run.keep_responses),
+    such as one with another learning rate or with older code. Tokens stay the same. Short for
+    --rollout.replay."""
 
 
 def run(options: Train) -> int:
-    """Checks everything that can be checked, starts the ranks, and returns the exit code of the run. Where
-    this process is a rank that somebody else has started, rank 0 does that for all."""
+    """Checks all that can be checked, starts the ranks, and returns the exit code of the run. Where a
+    launcher has started this process as a rank, rank 0 checks for all."""
     with forgiving_output():
         return _run(options, Moment.now())
 
@@ -58,11 +57,9 @@ def _run(options: Train, began: Moment) -> int:
         from tlt.saved.run_identity import read_begun
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
 
-    overrides = (
-        options.overrides
-        if options.replay is None
-        else (*options.overrides, f"--rollout.replay={options.replay}")
-    )
+    overrides = options.overrides
+    if options.replay is not None:
+        overrides = (*overrides, f"--rollout.replay={options.replay}")
 
     def resolve(goes_on: bool) -> Config:
         config = resolve_config(options.config, overrides, options.resume, place, goes_on)
@@ -72,10 +69,8 @@ def _run(options: Train, began: Moment) -> int:
         if chosen is not None:
             go_back(chosen)
         if is_new and forget_journal(config.run.out_dir):
-            say(
-                f"{config.run.out_dir}: the journal of an earlier attempt is removed; --resume would have "
-                "gone on with it"
-            )
+            what = "the journal of an earlier attempt is removed; --resume would have gone on with it"
+            say(f"{config.run.out_dir}: {what}")
         return config
 
     if place is not None:
@@ -84,9 +79,8 @@ def _run(options: Train, began: Moment) -> int:
 
 
 def patience_of(options: Train, overrides: Sequence[str]) -> float:
-    """Returns the seconds for which a rank waits for the others to come: run.timeout_seconds, where this
-    machine knows it. One without the configuration, which rank 0 alone has to have, waits by default; rank
-    0 says what is wrong with it."""
+    """Returns the seconds for which a rank waits for the others at the start: run.timeout_seconds, or its
+    default where this machine has no configuration, for rank 0 alone needs one and tells its mistakes."""
     resumed = options.resume.parents[1] if is_checkpoint(options.resume) else Path(options.resume or "")
     try:
         return load_config(options.config or resumed / "config.json", overrides).run.timeout_seconds
@@ -101,19 +95,18 @@ def resolve_config(
     place: Place | None = None,
     goes_on: bool = False,
 ) -> Config:
-    """Returns the configuration of a new run, or with `resume` of the run in that folder, refusing to mix the
-    two up.
+    """Returns the configuration of a new run, or with `resume` that of the run in a folder. Raises UserError
+    for a new run in the folder of another.
 
-    place: this process's where somebody else has started the ranks; that says how many they are.
-    goes_on: whether the same command has been here before, so that what it has begun is no mistake.
+    place: this process's rank and the number of ranks, where a launcher has started them; None: no launcher.
+    goes_on: whether this command has begun the run, in an earlier attempt.
     """
     if isinstance(resume, Path):
-        return continued_config(
-            path, overrides, resume.parents[1] if is_checkpoint(resume) else resume, place
-        )
+        folder = resume.parents[1] if is_checkpoint(resume) else resume
+        return continued_config(path, overrides, folder, place)
     if path is None:
-        how = "write tlt train CONFIG.toml, or --resume DIR to continue a run"
-        raise UserError(f"train: no configuration given; {how}")
+        remedy = "write tlt train CONFIG.toml, or --resume DIR to continue a run"
+        raise UserError(f"train: no configuration given; {remedy}")
     config = load_config(path, overrides)
     if (goes_on or resume == "auto") and can_go_on(config.run.out_dir):
         return continued_config(path, overrides, config.run.out_dir, place)
@@ -122,21 +115,19 @@ def resolve_config(
 
 
 def is_checkpoint(resume: Path | str | None) -> TypeGuard[Path]:
-    """Returns whether a checkpoint is named, not the folder of a run."""
-    return (
-        isinstance(resume, Path) and resume.parent.name == "checkpoints" and resume.name.startswith("step-")
-    )
+    """Returns whether --resume names a checkpoint, not the folder of a run."""
+    return isinstance(resume, Path) and resume.match("checkpoints/step-*")
 
 
 def continued_config(
     path: Path | None, overrides: Sequence[str], resume: Path, place: Place | None = None
 ) -> Config:
-    """Returns the configuration of the run in this folder, with what may change of it."""
+    """Returns the configuration of the run in a folder with the overrides. Raises UserError for an
+    override of a key that must not change."""
     written = resume / "config.json"
     if not written.is_file():
-        raise UserError(
-            f"--resume: {resume} holds no run (no config.json); give the folder that the run wrote"
-        )
+        remedy = "give the folder that the run wrote"
+        raise UserError(f"--resume: {resume} holds no run (no config.json); {remedy}")
     config = load_config(path or written, [*overrides, "--run.out_dir", str(resume)])
     is_asked = path is not None and "num_ranks" in config.run.model_fields_set
     is_asked |= any(word.partition("=")[0] == "--run.num_ranks" for word in overrides)
@@ -148,8 +139,8 @@ def continued_config(
 
 
 def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Config:
-    """Returns the configuration with the number of ranks that were started. is_asked: whether the user has
-    given one."""
+    """Returns the configuration with the number of ranks that a launcher has started. is_asked: whether the
+    user has given a number, which must be the same."""
     if place is None:
         return config
     if is_asked and config.run.num_ranks is not None:
@@ -160,8 +151,8 @@ def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Conf
 
 
 def _keep_commits(before: Config, now: Config) -> Config:
-    """Returns the configuration with the commits that the run has noted, where it names the same
-    repositories of the hub."""
+    """Returns the configuration with the commits that the run has recorded for the repositories of the hub,
+    where it still names these."""
     values = now.model_dump()
     models = ("model", "path"), ("model", "adapter"), ("drafter", "path")
     for section, key in (*models, ("task", "data"), ("evaluation", "data")):
@@ -176,15 +167,11 @@ def _keep_commits(before: Config, now: Config) -> Config:
 
 def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
     if now.optimizer.depends_on_num_steps and now.run.num_steps != before.run.num_steps:
-        raise UserError(
-            f"--resume: run.num_steps is {now.run.num_steps} but the run in {folder} has "
-            f"{before.run.num_steps}, by which"
-            f" its learning rate ends (optimizer.schedule is {now.optimizer.schedule}): remove the change, "
-            "or start a new run"
-        )
+        what = f"run.num_steps is {now.run.num_steps} but the run in {folder} has {before.run.num_steps}"
+        why = f"by which its learning rate ends (optimizer.schedule is {now.optimizer.schedule})"
+        raise UserError(f"--resume: {what}, {why}: remove the change, or start a new run")
     if (change := find_change(before.model_dump(mode="json"), now)) is not None:
         key, old, new = change
-        raise UserError(
-            f"--resume: {key} is {new!r} but the run in {folder} has {old!r};"
-            " a resumed run keeps its configuration: remove the change, or start a new run"
-        )
+        what = f"{key} is {new!r} but the run in {folder} has {old!r}"
+        why = "a resumed run keeps its configuration"
+        raise UserError(f"--resume: {what}; {why}: remove the change, or start a new run")

@@ -1,4 +1,4 @@
-"""The words of a command line: `--name value` and `--name=value` pairs, switches, and what stands alone."""
+"""The words of a command line: `--name value` and `--name=value` pairs, switches, and words alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from tlt.types import UserError
 
 Words = tuple[list[str], dict[str, str]]
-"""What stands alone, and values by their names without dashes; of several with one name the last."""
+"""The words that stand alone, and the values by their names without dashes; the last of a name counts."""
 
 
 def read_words(arguments: Iterable[str], switches: Collection[str] = ()) -> Words:
@@ -25,10 +25,8 @@ def read_words(arguments: Iterable[str], switches: Collection[str] = ()) -> Word
             continue
         name, has_equals, value = word.removeprefix("--").partition("=")
         if not all(name.split(".")):
-            raise UserError(
-                f"{word}: unexpected argument; an option is written --name value, an override --section.key "
-                "value"
-            )
+            remedy = "an option is written --name value, an override --section.key value"
+            raise UserError(f"{word}: unexpected argument; {remedy}")
         if not has_equals and name in switches:
             value = "true"
         elif not has_equals:

@@ -1,11 +1,11 @@
-"""The drafter's keys: which one, how it drafts, and how idle ranks train it. Does not know what a preset
-means."""
+"""The section [drafter]: which drafter, how it drafts, and how idle ranks train it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.config.mistakes import mistake
 from tlt.config.section import AnyPath, Section
@@ -24,6 +24,9 @@ from tlt.kinds import (
 )
 from tlt.types import UserError
 
+_RETIRED = {"gate": None, "refresh_during_rollout": False, "refresh_seconds": 1.0}
+"""Keys of older versions, which their runs have written into config.json, with the default of each."""
+
 
 def _is_vocabulary(value: Any) -> Any:
     is_number = type(value) is int and value >= 2
@@ -40,12 +43,11 @@ def _read_vocabulary(value: Any) -> Any:
 
 DraftVocabKey = Annotated[DraftVocab, BeforeValidator(_is_vocabulary)]
 DraftVocabOption = Annotated[DraftVocab, BeforeValidator(_read_vocabulary)]
-"""As text, too."""
+"""The same, which also reads a number written as text."""
 
 
 def check_served(vocabulary: DraftVocab, place: str) -> None:
-    """Raises UserError for a number of tokens where vLLM generates, which serves a drafter with the
-    vocabulary it came with."""
+    """Raises UserError for a number: vLLM serves a drafter with the vocabulary that it was trained with."""
     if isinstance(vocabulary, int):
         raise UserError(f"{place}: {vocabulary} is for TLT's own engine; leave it out, or give engine tlt")
 
@@ -56,19 +58,18 @@ class DrafterSection(Section):
     path: AnyPath | None = None
     """A drafter folder, as tlt drafter train writes it; None: drafts come from retrieval alone."""
     vocabulary: DraftVocabKey = "auto"
-    """Tokens that the drafter may propose: a number N, the N most frequent ones of the run's own
-    responses; full, all; or auto, which reduces them to as many as pay where the head is a tenth of a
-    forward or more. Changes the speed alone."""
+    """Tokens that the drafter may propose. A number N: the N most frequent tokens of the run's own responses.
+    full: all tokens. auto: all, or fewer where the drafter's head takes a tenth of a forward or more. Changes
+    the speed alone."""
     train: bool = False
-    """Whether idle ranks train the drafter, as long as it brings more than it costs ranks at work beside
-    them."""
+    """Whether idle ranks train the drafter, as long as that gains more time than it costs the busy ranks."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None
     """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
     unrolled_steps: Annotated[int, Field(ge=1, le=64)] | None = None
     """Steps for which the drafter's training feeds it its own outputs; None: the preset's number."""
     step_decay: PositiveShare | None = None
-    """Weight of each unrolled step's loss in the drafter's training, as a share of the step before; None:
-    the preset's."""
+    """Weight of an unrolled step's loss in the drafter's training, as a share of the step before; None: the
+    preset's."""
     feature_weight: NonNegativeFloat | None = None
     """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the
     preset's. eagle3 has no such loss."""
@@ -77,8 +78,8 @@ class DrafterSection(Section):
     learning_rate: LearningRate = 3e-4
     """Learning rate of the drafter's training in idle time."""
     tokens_per_micro_step: PositiveInt = 1024
-    """Most tokens of one optimizer step of the drafter; fewer where it would take over half a percent of a
-    policy step."""
+    """Most tokens of one optimizer step of the drafter; it takes fewer where that many would take over half a
+    percent of a policy step."""
     buffer_mib: Mib = 512
     """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped
     first."""
@@ -86,25 +87,33 @@ class DrafterSection(Section):
     """Number of the previous step's longest responses that the drafter is trained on again."""
     max_passes: PositiveFloat | None = 4.0
     """Most passes of the drafter's training over its responses in one policy step, so that it does not
-    learn them by heart. None: no limit."""
+    learn them by heart; None: no limit."""
     features: Literal["captured", "recomputed"] = "captured"
-    """Features that the drafter is trained on: those that the engine captured while generating, or
-    recomputed ones."""
+    """Features that the drafter is trained on. captured: the engine keeps them while it generates.
+    recomputed: the target reads the responses again."""
     clip_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm of the drafter's training."""
     check_every: PositiveInt = 1
-    """Policy steps between measurements of the drafter's acceptance; while that is bad, drafts come from
-    retrieval instead. That the drafter is finite and the same on all ranks is checked in every step."""
+    """Policy steps between measurements of the drafter's acceptance; while it is bad, drafts come from
+    retrieval instead. Every step checks that the drafter is finite and the same on all ranks."""
     ranking: Literal["coupled", "top-k"] = "coupled"
-    """Drafts are ranked by log q / tau + the sampling noise (coupled) or by log q (top-k, EAGLE-2).
-    Changes the speed alone."""
+    """How the candidates of a draft are ranked, with q the drafter's probability: by log q / tau + the
+    sampling noise (coupled), or by log q (top-k, as EAGLE-2 does). Changes the speed alone."""
     coupling_temperature: CouplingTemperature | None = None
     """Temperature tau of the coupled ranking; None: tuned while running."""
     confidence_threshold: ProperShare = 0.4
     """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never.
     On a GPU the learned drafter drafts whole chains."""
     feature_window: Annotated[PositiveInt, Field(ge=256)] = 4096
-    """Latest positions of each sequence whose features are kept, so that the drafter can be switched on
-    later."""
+    """Latest positions of each sequence whose features are kept, so that the learned drafter can begin in the
+    middle of a response."""
     ngram_tokens: NonNegativeInt = 200_000
     """Response tokens that each rank indexes for drafts by retrieval; about 60 bytes each."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_retired(cls, values: Any) -> Any:
+        """Drops the retired keys that hold their default, so that older runs can be resumed and read."""
+        if not isinstance(values, Mapping):
+            return values
+        return {name: value for name, value in values.items() if (name, value) not in _RETIRED.items()}

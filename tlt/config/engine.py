@@ -1,4 +1,4 @@
-"""Keys of an engine and its device, for [run], [rollout] and the commands that generate."""
+"""Keys of an engine and its device, which [run], [rollout] and the commands that generate share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class EngineSection(Section):
     max_batch_size: BatchSize = 64
     """Sequences that a rank decodes at a time."""
     kv_gib: Gib | None = None
-    """GiB that a rank has for keys, values and the drafter's caches. Where they are spent, some sequences
-    wait and are read again later, with the same tokens (docs/memory.md). None: four fifths of what is free on
-    a GPU; on a CPU half of the machine's memory, divided by its ranks."""
+    """GiB of a rank for keys, values and the drafter's caches. Where they are full, some sequences wait
+    and are read again later; no token changes (docs/memory.md). None: four fifths of a GPU's free memory;
+    on a CPU half of the machine's memory, divided by its ranks."""
 
 
 class DeviceSection(Section):

@@ -1,5 +1,4 @@
-"""LoRA's keys: whether low-rank adapters of the policy are trained instead of it, and which. Does not know
-what a model has."""
+"""The section [lora]: low-rank adapters that are trained instead of the whole policy."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 class LoraSection(Section):
-    """LoRA: the policy's weights are frozen, and adapters of low rank beside its matrices are trained
-    alone (docs/lora.md)."""
+    """LoRA: the policy's weights are frozen, and only low-rank adapters beside its matrices are trained
+    (docs/lora.md)."""
 
     rank: Rank = 0
-    """Rank of the adapters, as PEFT's r; 0: there are none, and the whole policy is trained."""
+    """Rank of the adapters, as PEFT's r; 0: no adapters, the whole policy is trained."""
     alpha: PositiveFloat = 32.0
     """Weight of the adapters, as PEFT's lora_alpha: a matrix W becomes W + alpha / rank × B A."""
     rslora: bool = False
@@ -45,14 +44,11 @@ class LoraSection(Section):
 
     @model_validator(mode="after")
     def _is_on_where_it_is_described(self) -> LoraSection:
-        changed = [
-            name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
-        ]
-        if changed and not self.rank:
-            raise mistake(
-                f"{changed[0]} is set but rank is 0, so that there are no adapters: set rank, or remove "
-                f"{changed[0]}"
-            )
+        fields = type(self).model_fields.items()
+        changed = next((name for name, field in fields if getattr(self, name) != field.default), None)
+        if changed is not None and not self.rank:
+            told = f"{changed} is set but rank is 0, so that there are no adapters"
+            raise mistake(f"{told}: set rank, or remove {changed}")
         if len(set(self.targets)) < len(self.targets):
             raise mistake(f"targets names one twice ({', '.join(self.targets)}): give it once")
         return self

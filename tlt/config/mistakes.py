@@ -1,8 +1,7 @@
-"""A value that cannot be is one line: place, value, remedy. Turns what pydantic found into that line; knows
-no section.
+"""Turns a mistake that pydantic found into one line: place, value, remedy.
 
-quickstart.toml: run.num_step is unknown; did you mean run.num_steps? --run.seed: run.seed is 'x'; it must
-be a valid integer
+quickstart.toml: run.num_step is unknown; did you mean run.num_steps?
+--run.seed: run.seed is 'x'; it must be a valid integer
 """
 
 from __future__ import annotations
@@ -18,34 +17,30 @@ from tlt.kinds import remedy, shorten
 from tlt.types import UserError
 
 Keys = tuple[str, ...]
-Table = TypeVar("Table", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def mistake(message: str) -> PydanticCustomError:
-    """Returns a validator's complaint, which reads as the second half of `place: section.key is value;
-    <message>`."""
+    """Returns a validator's error, whose message ends the line `place: section.key is value; <message>`."""
     return PydanticCustomError("mistake", "{message}", {"message": message})
 
 
-def validate(model: type[Table], values: Any, file: str, places: Mapping[Keys, str] | None = None) -> Table:
+def validate(model: type[Model], values: Any, file: str, places: Mapping[Keys, str] | None = None) -> Model:
     """Returns the values as a `model`. Raises UserError that names the first mistake.
 
-    file: where the values come from.  places: where else some of them come from, such as "--run.seed".
+    file: where the values come from.
+    places: where single values come from instead, such as "--run.seed".
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UserError(_describe(model, first_mistake(error), file, places or {})) from None
-
-
-def first_mistake(error: ValidationError) -> ErrorDetails:
-    """Returns an unknown key before all others, for it often explains them: the key it was meant to be is
-    then missing."""
-    return min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+        # An unknown key goes first: it often explains another mistake, the key that is missing for it.
+        first = min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+        raise UserError(_describe(model, first, file, places or {})) from None
 
 
 def find_nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known word that was probably meant."""
+    """Returns the known word that was probably meant; None: nothing is near."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
 
 
@@ -56,10 +51,9 @@ def section_of(model: type[BaseModel], name: str) -> type[BaseModel]:
 
 
 def _describe(model: type[BaseModel], detail: ErrorDetails, file: str, places: Mapping[Keys, str]) -> str:
-    # A union's branch adds its own name to the location ("int", "function-…"): keep what names a key.
-    location = tuple(str(part) for part in detail["loc"])[
-        : 2 if detail["type"] != "extra_forbidden" else None
-    ]
+    location = tuple(map(str, detail["loc"]))
+    if detail["type"] != "extra_forbidden":  # a union's branch adds its own name, such as "int", to the key's
+        location = location[:2]
     key, value = ".".join(location), shorten(detail.get("input"))
     place = places.get(location, file)
     match detail["type"]:

@@ -1,7 +1,5 @@
-"""The section [sampling]: the law that training responses are drawn by, and where they end.
-
-Kinds and defaults are those of SamplingParams, and commands inherit the section.
-"""
+"""The section [sampling]: the law by which training responses are drawn, and where they end. Commands inherit
+it; kinds and defaults are those of SamplingParams."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ from tlt.types import SamplingParams
 
 
 class SamplingSection(Section):
-    """The sampling of training responses. RL trains on the law it samples: truncation is off by default."""
+    """The sampling of training responses. RL trains on the law that it samples from, so truncation is off by
+    default."""
 
     temperature: Temperature = SamplingParams.temperature
     """Sampling temperature; at 0 the most probable token is taken."""
@@ -28,10 +27,10 @@ class SamplingSection(Section):
     max_tokens: MaxTokens = SamplingParams.max_tokens
     """Length at which a response is cut off, in tokens."""
     stop: Annotated[StopTexts, Field(strict=False)] = SamplingParams.stop
-    """Texts that end a response, which keeps them; beside the model's own stop tokens. On the command line
-    a list such as '["</answer>"]'."""
+    """Texts that end a response, as the model's own stop tokens do; the response keeps the text. On the
+    command line a list such as '["</answer>"]'."""
 
     def params(self, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
-        """Returns the law of one seed, for a model with these stop tokens."""
+        """Returns the sampling law with this seed, for a model with these stop tokens."""
         law = {name: getattr(self, name) for name in SamplingSection.model_fields}
         return SamplingParams(**law, seed=seed, stop_ids=stop_ids)

@@ -1,4 +1,4 @@
-"""What all sections of the configuration share: their base, and how keys are explained. Knows no section."""
+"""The bases of all sections and options: fields explained by the docstrings below them, and checked paths."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tlt.config.mistakes import mistake
 LONGEST_NAME = 255
 """Bytes of a file's name."""
 LONGEST_PATH = 3072
-"""Bytes of a path: 1,024 fewer than Linux takes, for what a run writes below it."""
+"""Bytes of a path: 1,024 fewer than Linux takes, which leaves room for the names that a run writes below
+it."""
 
 AnyPath = Annotated[Path, Field(strict=False)]
 
 
 def split_words(value: Any) -> Any:
-    """Returns the words of a text with commas between them, a number as a list of one; anything else as it
-    is."""
+    """Returns the words of a text with commas between them, and a number as a list of one; anything else
+    stays as it is."""
     if isinstance(value, int | float):
         return [value]
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
@@ -31,30 +32,25 @@ def _takes_a_path(annotation: Any) -> bool:
 
 
 class Explained(BaseModel):
-    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its
-    lines break. A field that is declared again, with another default, keeps the text that it inherits."""
+    """A model whose fields are explained by the docstrings below them, each as one paragraph. A field that is
+    declared again, with another default, keeps the text that it inherits."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _a_path_is_not_empty(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses what a shell makes of a variable that is not set: as a path it would be the working
+        """Refuses an empty text, such as an unset variable of a shell: as a path it would be the working
         directory."""
-        assert info.field_name is not None, "it validates fields"
-        if (
-            isinstance(value, str)
-            and not value.strip()
-            and _takes_a_path(cls.model_fields[info.field_name].annotation)
-        ):
+        is_empty = isinstance(value, str) and not value.strip()
+        if is_empty and _takes_a_path(cls.model_fields[str(info.field_name)].annotation):
             raise mistake("it is empty: give a path (the working directory is .)")
         return value
 
     @field_validator("*")
     @classmethod
     def _a_path_can_be_one(cls, value: Any) -> Any:
-        """Refuses what no file can be called, before the system does: it holds a NUL or half a character,
-        or is too long."""
+        """Refuses a path that no file can have: it holds a NUL or half a character, or is too long."""
         if isinstance(value, Path):
             try:
                 parts = [os.fsencode(part) for part in value.parts]

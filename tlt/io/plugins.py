@@ -1,8 +1,7 @@
-"""The user's own code, by name: `package.module:object`, sought where Python seeks modules and in the working
-directory.
+"""Finds the user's own code by name, `package.module:object`: tasks, reward functions and trackers.
 
-Tasks, reward functions and trackers are named so. Whatever goes wrong in them is said in one line that
-names the place.
+Modules are found where Python finds them, and in the working directory. Every mistake in them is one line
+that names the place.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from tlt.io.text import one_line, visible
 from tlt.types import UserError
 
 MAX_MESSAGE = 300
-"""Characters that are kept of an exception's message."""
+"""Characters of an exception's message that are kept."""
 
-_PYTHON = sysconfig.get_path("stdlib")
+_LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages")
 _HERE = Path(__file__).parents[1]
 _CALLERS = (__file__, *(str(_HERE / part) for part in ("tasks/base.py", "rewards", "report")))
-"""The files that call a user's code: what was raised, was not raised there."""
+"""The files that call a user's code: no mistake of the user's lies in them."""
 
 
 def get_object(place: str, spec: str) -> Any:
-    """Returns the object "package.module:object". Raises UserError, which begins with `place`."""
+    """Returns the object "package.module:object". Raises UserError that begins with `place`."""
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         raise UserError(f"{place}: is no 'package.module:object'; give one")
@@ -42,37 +41,36 @@ def get_object(place: str, spec: str) -> Any:
         raise UserError(f"{place}: {module.__file__} has no {attribute!r}; correct the name") from None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a __getattr__ of the module's raises
-        raise UserError(
-            f"{place}: cannot be looked up ({describe(error)}); correct {module.__file__}"
-        ) from None
+    except BaseException as error:  # the module's own __getattr__ may raise anything
+        what = f"cannot be looked up ({describe(error)})"
+        raise UserError(f"{place}: {what}; correct {module.__file__}") from None
 
 
 def source_of(spec: str) -> Path | None:
-    """Returns the file of the module in "package.module:object"; None: the name is of another kind, or no
-    user's file."""
+    """Returns the file of the module in "package.module:object"; None: a name of another form, or no file
+    of the user's."""
     module_name, colon, _ = spec.partition(":")
     if not colon or module_name.partition(".")[0] == "tlt":
         return None
     see_working_directory()
     try:
         found = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError):  # ValueError: made in this process
+    except (ImportError, ValueError):  # ValueError: the module was made in this process
         return None
-    path = None if found is None or not found.has_location or found.origin is None else Path(found.origin)
-    return path if path is not None and path.is_file() else None
+    origin = found.origin if found is not None and found.has_location else None
+    return Path(origin) if origin is not None and Path(origin).is_file() else None
 
 
 def is_importable(spec: str) -> bool:
-    """Returns whether other processes can import the object, too: not where its module is this one's
-    script or invention."""
+    """Returns whether other processes can import the object, too: not if its module is this process's script
+    or was made in it."""
     module = sys.modules.get(spec.partition(":")[0])
     return module is None or module.__spec__ is not None
 
 
 def see_working_directory() -> None:
-    """Lets Python seek modules in the working directory, too; last, so that what lies there hides no
-    installed module."""
+    """Adds the working directory to where Python finds modules; last, so that it hides no installed
+    module."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 
@@ -82,31 +80,23 @@ def _import(place: str, module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # whatever the user's module raises
+    except BaseException as error:  # the user's module may raise anything
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"{place} cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH;"
-                " run the command in the folder of its file, or add that folder to PYTHONPATH"
-            ) from None
+            what = f"cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH"
+            remedy = "run the command in the folder of its file, or add that folder to PYTHONPATH"
+            raise UserError(f"{place} {what}; {remedy}") from None
         raise UserError(f"{place}: cannot be imported ({describe(error)}); correct the file") from None
 
 
 def describe(error: BaseException) -> str:
-    """Returns one line of bounded length: kind, message, and the place in the user's file where it was
-    raised."""
+    """Returns one line of bounded length: kind, message, and the last place in a file of the user's."""
     if isinstance(error, UserError):
         return visible(str(error))
     text = one_line(error, MAX_MESSAGE)
-    if isinstance(error, SyntaxError | ImportError):  # they say their place themselves
+    if isinstance(error, SyntaxError | ImportError):  # their messages name the place
         return text
-    files = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<", *_CALLERS))
-    ]
-    users = [
-        frame
-        for frame in files
-        if not frame.filename.startswith(_PYTHON) and "site-packages" not in frame.filename
-    ]
-    return f"{text}, {(users or files)[-1].filename}:{(users or files)[-1].lineno}" if files else text
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame for frame in frames if not frame.filename.startswith(("<", *_CALLERS))]
+    users = [frame for frame in files if not any(part in frame.filename for part in _LIBRARIES)]
+    last = (users or files)[-1:]
+    return ", ".join([text, *(f"{frame.filename}:{frame.lineno}" for frame in last)])

@@ -1,15 +1,14 @@
-"""A helper process and the pipe to it: how the parent starts and ends it, how it begins, and who clears up
-after it. Knows nothing of what it does.
+"""A helper process and the pipe to it: started and ended by its parent, and kept by a process between them.
 
-    parent    Helper(…) ─▶ keeper ─▶ helper: function(pipe, …) ─▶ what it starts, in whatever session
+    parent    Helper(…) ─▶ keeper ─▶ helper: function(pipe, …) ─▶ processes that it starts, in any session
                   └───────────pipe──────┘
-    keeper    waits for the helper's end, for the parent's, or for `Helper.kill`; kills what is left; ends as the helper did
+    keeper    waits for the end of helper or parent, or for `Helper.kill`; kills the rest; ends as the helper
 
-The parent starts the keeper, and the helper is its fork. A process below it whose own parent has ended
-becomes the keeper's child (Linux alone): so it finds all of them.
+The parent starts the keeper, which forks the helper. On Linux a process below whose own parent has ended
+becomes the keeper's child, so the keeper finds all of them.
 
-Helpers import this module, so it imports nothing heavy: no torch. They are plain programs rather than
-multiprocessing's children, which would import the parent's main module again, torch and more, for each.
+Helpers import this module, so it imports nothing heavy such as torch. They are plain programs, for each
+child of multiprocessing would import the parent's main module again.
 """
 
 from __future__ import annotations
@@ -33,16 +32,14 @@ from typing import IO, Any, NoReturn
 from tlt.io.streams import forgive_output
 
 MESSAGE_SECONDS = 10
-"""Time limit for the rest of a message that has begun; what is longer comes from a process that has
-stopped, or is none."""
+"""Time limit for the rest of a message that has begun; after it the other process has stopped, or it was no
+message."""
 KEEPER_SECONDS = 10.0
-"""Time limit for a keeper to kill what it keeps; afterwards it is killed itself, with all that has not
-left its group."""
+"""Time limit for a keeper to kill its processes; after it the keeper is killed, with its process group."""
 
 
 class Helper:
-    """A process that runs a function of ours. It has a session of its own: no Ctrl-C of the terminal
-    reaches it."""
+    """A process that runs a function, in a session of its own, which a terminal's Ctrl-C does not reach."""
 
     def __init__(
         self,
@@ -51,13 +48,15 @@ class Helper:
         env: Mapping[str, str] | None = None,
         log: IO[bytes] | None = None,
     ) -> None:
-        """Starts it. function: "package.module:name", which takes the helper's end of the pipe, and the
-        arguments.
+        """Starts the process.
+
+        function: "package.module:name"; takes the helper's end of the pipe, and the arguments.
         env: changes to the environment.
-        log: takes what it prints, which else goes where the parent's goes."""
+        log: takes what the helper prints; None: it is printed where the parent prints.
+        """
         self.pipe, theirs = Pipe()
         _bound(self.pipe)
-        self._lock = threading.Lock()  # of the process's end: only one thread may reap it
+        self._lock = threading.Lock()  # only one thread may reap the process
         words = [str(theirs.fileno()), str(os.getpid()), function, *arguments]
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from tlt.io.processes import begin; begin()", *words],
@@ -71,34 +70,29 @@ class Helper:
         theirs.close()
 
     def end(self, seconds: float) -> int | None:
-        """Gives it so long to end by itself, then kills it and all it has started. Returns its own exit
-        code; None: killed."""
+        """Waits for its end for so many seconds, then kills it and all that it has started. Returns its exit
+        code; None: it was killed."""
         has_ended = self._ends_within(seconds)
         self.kill()
         return self._process.returncode if has_ended else None
 
     def kill(self) -> None:
-        """Kills it and all it has started; once more does nothing. Another thread that waits on the pipe
-        sees its end."""
+        """Kills it and all that it has started; a second call does nothing. A thread that waits on the
+        pipe sees the pipe's end."""
         with self._lock:
             if self._process.returncode is not None:
                 return
             if not self._ends_within(0.0):
-                for number in (
-                    signal.SIGTERM,
-                    signal.SIGCONT,
-                ):  # the second for a keeper that somebody has stopped
-                    os.kill(self._process.pid, number)
+                os.kill(self._process.pid, signal.SIGTERM)
+                os.kill(self._process.pid, signal.SIGCONT)  # for a keeper that was stopped
                 self._ends_within(KEEPER_SECONDS)
-            with contextlib.suppress(
-                ProcessLookupError, PermissionError
-            ):  # a keeper that was killed could not clear up
-                os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # a keeper that was killed has left processes
             self._process.wait()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Waits so long for its end, without reaping it: until then its number, which is its group's, is
-        nobody else's."""
+        """Waits for its end for so many seconds, without reaping it: until then no other process can have its
+        number, which is its group's, too."""
         deadline = time.monotonic() + seconds
         while not self._has_ended():
             if time.monotonic() > deadline:
@@ -107,7 +101,7 @@ class Helper:
         return True
 
     def _has_ended(self) -> bool:
-        if sys.platform != "linux":  # others do not tell without reaping
+        if sys.platform != "linux":  # other systems do not tell without reaping
             return self._process.poll() is not None
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -116,15 +110,14 @@ class Helper:
 
 
 def _bound(pipe: Connection[Any, Any]) -> None:
-    """Lets neither a read nor a write wait for ever for the other half of a message: it raises
-    BlockingIOError."""
+    """Limits how long reads and writes wait for the rest of a message: then they raise BlockingIOError."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
 
 
 def how_it_ended(exit_code: int | None) -> str:
-    """Returns in words what the exit code of a process says. None: nobody knows it."""
+    """Returns the exit code of a process in words. None: it is unknown."""
     if exit_code is None:
         return "exit code unknown"
     if exit_code >= 0:
@@ -137,9 +130,8 @@ def how_it_ended(exit_code: int | None) -> str:
 
 
 def begin() -> None:
-    """Runs in the process that `Helper` starts: forks the helper, which calls its function, and becomes
-    its keeper. Before anything else is imported: an import may hang, and the parent may be killed
-    meanwhile."""
+    """Runs in the process that `Helper` starts: forks the helper, which calls its function, and becomes its
+    keeper. It imports nothing before that: an import may hang, and the parent may be killed meanwhile."""
     number, parent, function, *arguments = sys.argv[1:]
     _end_with(int(parent), signal.SIGTERM)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -149,23 +141,22 @@ def begin() -> None:
         os.close(int(number))
         _keep(helper)
     _end_with(keeper, signal.SIGKILL)
-    signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # its run says when it ends; what it starts hears SIGINT as others do
+    # The run says when the helper ends. A handler, unlike SIG_IGN, is not inherited by programs that it
+    # starts.
+    signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a rank has some blocked, too
-    forgive_output(says_so=False)  # that a reward function prints must not be a mistake of it
+    forgive_output(says_so=False)  # a reward function may print
     pipe: Connection[Any, Any] = Connection(int(number))
-    os.set_inheritable(
-        int(number), False
-    )  # else it would seem to live as long as any program that it has started,
-    os.register_at_fork(after_in_child=pipe.close)  # or any fork, which could answer in its place as well
+    # A program or fork that held the pipe would keep it open after the helper's end; a fork could even
+    # answer.
+    os.set_inheritable(int(number), False)
+    os.register_at_fork(after_in_child=pipe.close)
     module, _, name = function.partition(":")
     getattr(importlib.import_module(module), name)(pipe, *arguments)
 
 
 def be_first_to_go() -> None:
-    """Lets the kernel end this process rather than the run that started it, where the machine's memory is
-    spent."""
+    """Makes the kernel kill this process before the run that started it where memory is out."""
     with contextlib.suppress(OSError):  # not on every system
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -174,8 +165,8 @@ def be_first_to_go() -> None:
 
 
 def _keep(helper: int) -> NoReturn:
-    """Waits for the helper's end, or for SIGTERM, by `Helper.kill` or since the parent is gone. Kills what
-    is left, and ends as the helper did."""
+    """Waits for the helper's end, or for SIGTERM, which `Helper.kill` sends and the parent's end causes.
+    Kills the processes that are left, and ends as the helper did."""
     code = None
     while code is None:
         if signal.sigwait((signal.SIGTERM, signal.SIGCHLD)) == signal.SIGCHLD:
@@ -198,13 +189,13 @@ def _reap() -> dict[int, int]:
 
 
 def _kill_children() -> None:
-    """Kills all children, then theirs, which have become its own, until there is none."""
+    """Kills all children, then theirs, which become its own, until there is none."""
     with contextlib.suppress(
         ChildProcessError, FileNotFoundError
     ):  # none is left; no such list on this system
         while True:
             for pid in Path("/proc/thread-self/children").read_text().split():
-                with contextlib.suppress(PermissionError):  # another user's by now: it is waited for
+                with contextlib.suppress(PermissionError):  # it is another user's now, and is waited for
                     os.kill(int(pid), signal.SIGKILL)
             if not os.waitpid(-1, os.WNOHANG)[0]:
                 time.sleep(0.005)
@@ -213,7 +204,7 @@ def _kill_children() -> None:
 def _end_as(code: int) -> NoReturn:
     """Ends this process with an exit code, or by a signal where it is negative."""
     if code < 0:
-        _prctl(_PR_SET_DUMPABLE, 0)  # the helper has left its core already
+        _prctl(_PR_SET_DUMPABLE, 0)  # the helper has written its core already
         with contextlib.suppress(OSError):  # SIGKILL cannot be set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -228,8 +219,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def _end_with(parent: int, number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when its parent dies, and ends it where that has happened
-    already."""
+    """Makes the kernel signal this process when its parent dies; exits where the parent is dead already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(0)

@@ -1,5 +1,4 @@
-"""The recipes that come with TLT: where they lie, and how to copy one. Does not know what a configuration
-says.
+"""The recipes that come with TLT: found by name, and copied.
 
 a wheel            tlt/_recipes/countdown/{quickstart.toml, headline.toml, base/, drafter/}
 the repository     recipes/countdown/…  and beside it the scripts that made model and drafter
@@ -17,7 +16,7 @@ from pathlib import Path
 from tlt.types import UserError
 
 CONFIG = "quickstart.toml"
-"""The configuration that a recipe's name alone stands for."""
+"""The configuration of a recipe's plain name."""
 
 MODEL = "base"
 """The folder of a recipe's own model, in the recipe or in its copy."""
@@ -44,10 +43,10 @@ def find_recipe(name: str) -> Path:
     return config
 
 
-def resolve_config(path: Path) -> Path:
-    """Returns the configuration file that a user means by `path`: the file of that name, else a recipe's
-    by its name, which may have dots in it. Raises UserError for what is neither; a missing .toml or .json
-    is `load_config`'s to refuse."""
+def find_config(path: Path) -> Path:
+    """Returns the configuration file that `path` means: a file, else a recipe, whose name may have dots in
+    it. Raises UserError for neither of them. A missing .toml or .json is returned; `load_config` refuses
+    it."""
     if os.path.exists(path) or path.suffix in (".toml", ".json"):
         return path
     if path.parts[:1] and path.parts[0] in _folders():
@@ -56,12 +55,11 @@ def resolve_config(path: Path) -> Path:
 
 
 def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | None = None) -> list[Path]:
-    """Copies a recipe, its model and its drafter into `folder`, which must be new or empty. Returns what lies
-    there now, the configuration that the name stands for first.
+    """Copies a recipe, its model and its drafter into `folder`, which must be new or empty. Returns the
+    copied files and folders, first the configuration of that name.
 
-    bring_model: writes the recipe's model into the folder that it is given, in the copy; the copied
-        configurations name that folder in place of the model's name on the hub. None: the model stays what
-        the recipe says.
+    bring_model: writes the recipe's model into the folder that it gets, and the copied configurations name
+        that folder instead of the model on the hub. None: they keep the recipe's model.
 
     Raises UserError for an unknown name and for a folder that holds something or cannot be written.
     """
@@ -74,22 +72,20 @@ def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | N
         if bring_model is not None:
             for copied in folder.glob("*.toml"):
                 copied.write_text(_with_own_model(copied.read_text(encoding="utf-8")), encoding="utf-8")
-    except (OSError, shutil.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(
-            f"{folder}: the recipe cannot be written there ({reason}); give another folder"
-        ) from None
+    except OSError as error:  # shutil.Error, too
+        what = f"the recipe cannot be written there ({error.strerror or error})"
+        raise UserError(f"{folder}: {what}; give another folder") from None
     return sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name != config.name, path.name))
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError for a folder that a recipe cannot be copied into, for something is there."""
+    """Raises UserError where something lies in the folder that a recipe is to be copied into."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; give a new one")
 
 
 def _with_own_model(text: str) -> str:
-    """Returns a recipe's configuration with its own model in place of the hub's. Its comments stay."""
+    """Returns a recipe's configuration with its own model instead of the hub's. Its comments stay."""
     named, own = (json.dumps(path) for path in (tomllib.loads(text)["model"]["path"], MODEL))
     assert text.count(named) == 1, f"{named} must stand in the configuration once, as model.path"
     return text.replace(named, own)

@@ -1,11 +1,10 @@
-"""Credentials in text: found before they are written down, hidden in what is printed. Knows no configuration.
+"""Finds credentials in text, before it is written down, and hides them in what is printed.
 
-https://me:pass@host · ?api_key=… · Bearer … · hf_… · sk-… · ghp_… · AKIA… · the value of a variable such as
-HF_TOKEN
+    https://me:pass@host · ?api_key=… · Bearer … · hf_… · sk-… · ghp_… · AKIA… · the value of HF_TOKEN
 
-A form is one that its maker documents, with the length of what follows: names that begin alike are none.
-Whether a variable's value is one, its name says: that of a password or token always, that of a …_KEY where
-the value looks drawn at random.
+Forms are those that their makers document, with lengths, so that names which begin alike do not match. The
+value of an environment variable is a credential if the variable's name says so: for a password or token
+always, for a …_KEY if the value looks random.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 _KNOWN = re.compile(
-    r"(?<=:/)/?[^\s/:@]*:[^\s/@]+(?=@)"  # of a URL, of whose slashes a path keeps one
+    r"(?<=:/)/?[^\s/:@]*:[^\s/@]+(?=@)"  # of a URL; a path keeps only one of its slashes
     r"|(?<=[?&])(?:api[_-]?key|access[_-]?token|auth[_-]?token|token|password|client[_-]?secret|secret|sig"
     r"|X-Amz-Signature|X-Amz-Security-Token)=[^\s&#]{8,}"  # of a URL's query
     r"|\bBearer\s+(?=\S*\d)[\w.~+/=-]{16,}"  # of an HTTP header
@@ -40,13 +39,13 @@ _IS_SECRET = re.compile(
 )
 _MAY_BE_SECRET = re.compile(r"(?:^|_)KEY$|(?:^|_)(?:SECRET|TOKEN|PASS|PASSWORD)_", re.ASCII | re.IGNORECASE)
 _SHORTEST = 8
-"""Characters of a variable's value, from which on it is taken for a credential and not for a switch."""
+"""Fewest characters of a variable's value that is taken for a credential; a shorter one is a switch."""
 _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])\S{16,}", re.ASCII)
-"""A value that nobody thinks up: long, in one piece, of letters and digits."""
+"""A value that looks random: long, without spaces, of letters and digits."""
 
 
 def hide(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the text with *** where a credential stood."""
+    """Returns the text with *** in place of credentials."""
     text = _KNOWN.sub("***", text)
     for value in _values(environ):
         text = text.replace(value, "***")
@@ -54,14 +53,14 @@ def hide(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def holds_credential(text: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether `hide` would change the text."""
     return hide(text, environ) != text
 
 
 def _values(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yields the values of variables that are credentials; a path to a file of them is none."""
+    """Yields the values of variables that are credentials. The path of a file with a credential is none."""
     for name, value in environ.items():
         is_secret = _IS_SECRET.search(name) and len(value) >= _SHORTEST
-        if (is_secret or (_MAY_BE_SECRET.search(name) and _RANDOM.fullmatch(value))) and not os.path.exists(
-            value
-        ):
+        looks_secret = _MAY_BE_SECRET.search(name) and _RANDOM.fullmatch(value)
+        if (is_secret or looks_secret) and not os.path.exists(value):
             yield value

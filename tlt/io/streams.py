@@ -1,9 +1,8 @@
 """Standard output that cannot be written: its reader has gone (`| head`), its disk is full, or it was closed
-(`>&-`). A command whose product it is ends with one line; a run goes on without printing. Knows not what is
-printed.
+(`>&-`). A command that prints its result ends with one line; a run goes on without printing.
 
-    reporting_stdout()    StdoutError               around a command
-    forgiving_output()    nothing is raised         around a run in it; forgive_output() in ranks and helpers
+    reporting_stdout()    raises StdoutError        around a command
+    forgiving_output()    raises nothing            around a run in it; forgive_output() in ranks and helpers
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class StdoutError(OSError):
 
 
 class Guarded(io.TextIOBase):
-    """Writes to a stream until that fails, and then nowhere. What its encoding has no character for is
-    written as an escape.
+    """A stream that writes to another until that fails, and then nowhere. A character that the encoding lacks
+    is written as an escape.
 
-    stream: None: there is none.
-    lose: called once, with the error, when it has failed.
+    stream: None: the process has no such stream.
+    lose: called once, with the error, when writing fails.
     """
 
     def __init__(self, stream: TextIO | None, lose: Callable[[OSError], None]) -> None:
@@ -61,13 +60,13 @@ class Guarded(io.TextIOBase):
         return "utf-8" if self._stream is None else self._stream.encoding
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else a stream has, such as its buffer, is the stream's own."""
+        """Returns any other attribute, such as the buffer, of the stream itself."""
         return getattr(self.__dict__.get("_stream"), name)
 
 
 def _writable(text: str, encoding: str) -> str:
-    """Returns the text with an escape such as \\xd7 for what the encoding lacks, × in ASCII; so it is for
-    half a character."""
+    """Returns the text with an escape such as \\xd7 for each character that the encoding lacks, such as × in
+    ASCII, and for half a character."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -77,7 +76,7 @@ def guard(stream: TextIO | None, lose: Callable[[OSError], None]) -> TextIO:
 
 @contextlib.contextmanager
 def reporting_stdout() -> Iterator[None]:
-    """Raises StdoutError where something cannot be printed, at its end at the latest."""
+    """Raises StdoutError where something cannot be printed, at the end of the block at the latest."""
     open_standard_streams()
     stdout = sys.stdout
 
@@ -94,13 +93,16 @@ def reporting_stdout() -> Iterator[None]:
 
 
 def forgive(stream: TextIO | None) -> TextIO:
-    """Returns a stream that raises nothing where this one cannot be written; a line on stderr says so."""
+    """Returns a stream that raises nothing where this one cannot be written, which a line on stderr says."""
     return guard(stream, _note)
 
 
 def forgive_output(says_so: bool = True) -> None:
-    """Lets nothing that this process prints end it: ours, a task's, a library's. Once stdout or stderr is
-    lost, its descriptor leads to /dev/null, for processes that are started then, too."""
+    """Keeps this process from failing where it cannot print. Once stdout or stderr fails, its descriptor
+    leads to /dev/null, for processes that are started then, too.
+
+    says_so: a line on stderr says that stdout has failed.
+    """
     stdout, stderr = sys.stdout, sys.stderr
 
     def lose(error: OSError) -> None:
@@ -113,7 +115,7 @@ def forgive_output(says_so: bool = True) -> None:
 
 @contextlib.contextmanager
 def forgiving_output() -> Iterator[None]:
-    """Forgives for a while."""
+    """Forgives, as `forgive_output` does, within the block."""
     before = sys.stdout, sys.stderr
     forgive_output()
     try:
@@ -130,17 +132,17 @@ def _note(error: OSError) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Leads a stream's descriptor to /dev/null: what could not be written would fail once more when the
-    interpreter ends."""
-    with contextlib.suppress(OSError):  # a stream without a descriptor keeps nothing for later
+    """Leads a stream's descriptor to /dev/null: the buffered rest would fail again when the interpreter
+    ends."""
+    with contextlib.suppress(OSError):  # a stream without a descriptor has no rest
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
 def open_standard_streams() -> None:
-    """Opens /dev/null in place of standard streams that are closed: the next file to be opened would get
-    their number, and take what libraries and processes that are started print."""
+    """Opens /dev/null for standard streams that are closed. Otherwise the next file would get such a
+    number, and libraries and processes that are started would print into it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -149,8 +151,8 @@ def open_standard_streams() -> None:
 
 
 def forget_odd_sizes() -> None:
-    """Removes a terminal's size from the environment where it is no number, such as ²: rich, which draws
-    all tables and helps, would fail at it."""
+    """Removes a terminal's size from the environment where it is no number, such as ²: rich, which draws all
+    tables, would fail."""
     for name in ("COLUMNS", "LINES"):
         if not os.environ.get(name, "0").isdecimal():
             del os.environ[name]

@@ -1,4 +1,4 @@
-"""Text of the user's and of others, made fit for a terminal and a log."""
+"""Foreign text made safe for a terminal and a log."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from unicodedata import category
 
 
 def visible(text: str) -> str:
-    """Returns a text for a terminal or a log: what would steer a terminal, or hide there, as an escape
-    such as \\x1b. Tabs and ends of lines stay."""
+    """Returns the text with an escape such as \\x1b for each character that controls a terminal or is
+    invisible. Tabs and line ends stay."""
     if text.isprintable():
         return text
-    kinds = {
+    kinds = (
         "Cc",
         "Cf",
         "Cs",
         "Zl",
         "Zp",
-    }  # control, format, half a character, separators of lines and paragraphs
-    steers = (c not in "\n\t" and category(c) in kinds for c in text)
+    )  # control, format, half a character, separators of lines, paragraphs
     return "".join(
-        c.encode("unicode_escape").decode() if is_one else c for c, is_one in zip(text, steers, strict=True)
+        c.encode("unicode_escape").decode() if c not in "\n\t" and category(c) in kinds else c for c in text
     )
 
 
@@ -30,8 +29,8 @@ def one_line(error: BaseException, limit: int = 10_000) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns an exception's message; empty where the exception, the user's own, cannot say it."""
+    """Returns an exception's message; empty where the __str__ of a user's exception fails."""
     try:
         return str(error)
-    except Exception:  # whatever the user's __str__ raises
+    except Exception:  # a user's __str__ may raise anything
         return ""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.config.algorithm import Advantage, Aggregation, Algorithm, KLEstimator, Ratio
+from tlt.config.algorithm import Advantage, Aggregation, Algorithm, KLEstimator, RatioScope
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation: it bounds the advantage where rewards differ by rounding only."""
@@ -106,7 +106,7 @@ def policy_loss(
 
 
 def importance_ratio(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, lengths: Sequence[int], level: Ratio
+    logprobs_N: Tensor, old_logprobs_N: Tensor, lengths: Sequence[int], level: RatioScope
 ) -> Tensor:
     """Returns ρ = π / π_old for every token:
 

@@ -448,3 +448,14 @@ def test_lists_may_be_given_with_commas_on_the_command_line(folder: Path) -> Non
         ["--rewards.functions", '["task", "mine:brief"]', "--rewards.weights", "[1, 0.2]"],
     )
     assert listed.rewards == config.rewards
+
+
+def test_the_config_json_of_an_older_run_is_read_without_keys_that_are_retired(folder: Path) -> None:
+    config = load_config(folder / "run.toml")
+    older = json.loads(config.to_json())
+    older["drafter"] |= {"gate": None, "refresh_during_rollout": False, "refresh_seconds": 1.0}
+    (folder / "config.json").write_text(json.dumps(older))
+    assert load_config(folder / "config.json") == config == Config.from_json(json.dumps(older))
+    older["drafter"]["gate"] = 0.5
+    (folder / "config.json").write_text(json.dumps(older))
+    assert "drafter.gate is unknown" in mistake(folder / "config.json")

@@ -11,7 +11,7 @@ from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.hf.peft import read_adapter
 from tlt.hf.tokenizer import load_tokenizer
-from tlt.io.recipes import copy_recipe, find_recipe, list_recipes, resolve_config
+from tlt.io.recipes import copy_recipe, find_config, find_recipe, list_recipes
 from tlt.models.decoder import ModelConfig
 from tlt.training.problems import load_problems
 from tlt.types import UserError
@@ -54,27 +54,27 @@ def test_an_unknown_name_is_told_the_known_ones(name: str, remedy: str) -> None:
 
 def test_a_file_wins_over_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert resolve_config(Path("countdown")) == find_recipe("countdown")
-    assert resolve_config(Path("countdown/headline")) == find_recipe("countdown/headline")
-    assert resolve_config(Path("countdwon.toml")) == Path("countdwon.toml")
+    assert find_config(Path("countdown")) == find_recipe("countdown")
+    assert find_config(Path("countdown/headline")) == find_recipe("countdown/headline")
+    assert find_config(Path("countdwon.toml")) == Path("countdwon.toml")
     with pytest.raises(
         UserError, match="countdwon: is neither a file nor a recipe; recipes are countdown, math, p"
     ):
-        resolve_config(Path("countdwon"))
-    assert resolve_config(Path("paper/qwen2.5-7b")) == find_recipe("paper/qwen2.5-7b")
-    assert resolve_config(Path("paper/no.toml")) == Path("paper/no.toml")
+        find_config(Path("countdwon"))
+    assert find_config(Path("paper/qwen2.5-7b")) == find_recipe("paper/qwen2.5-7b")
+    assert find_config(Path("paper/no.toml")) == Path("paper/no.toml")
     for name, remedy in (
         ("paper", "give one of paper/deepseek"),
         ("paper/qwen3.5-7b", "give one of paper/deepseek"),
     ):
         with pytest.raises(UserError, match=remedy):
-            resolve_config(Path(name))
+            find_config(Path(name))
     with pytest.raises(UserError, match=r"countdown\.txt: is neither a file nor a recipe"):
-        resolve_config(Path("countdown.txt"))
+        find_config(Path("countdown.txt"))
     with pytest.raises(UserError, match="is neither a file nor a recipe"):
-        resolve_config(Path(5000 * "a"))
+        find_config(Path(5000 * "a"))
     Path("countdown").write_text("")
-    assert resolve_config(Path("countdown")) == Path("countdown")
+    assert find_config(Path("countdown")) == Path("countdown")
 
 
 def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Path) -> None:
