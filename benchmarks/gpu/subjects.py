@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tlt.assembly.model import Model
-from tlt.bench.geometry import Growth, compare, describe, plan_growth
+from tlt.bench.geometry import Growth, compare, describe_growth, plan_growth
 from tlt.bench.subject import Subject
 from tlt.config.load import load_config
 from tlt.config.schema import Config
@@ -65,7 +65,9 @@ def grown_subject(config: Config, geometry: str, device: torch.device) -> GrownS
     agreement = compare(growth.small, model, config)
     assert growth.drafter is not None
     drafter = grow_drafter(growth.drafter, growth.grown.config, dtype)
-    return GrownSubject(Subject(config, model, drafter), tuple(describe(growth, agreement, config)["lines"]))
+    return GrownSubject(
+        Subject(config, model, drafter), tuple(describe_growth(growth, agreement, config)["lines"])
+    )
 
 
 def grown_model(growth: Growth, dtype: torch.dtype, device: torch.device) -> Model:

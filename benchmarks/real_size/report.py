@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.real_size.competitors import BASE, Competitor
 from benchmarks.real_size.serving import Took
 from tlt.bench.measure import Ratio
-from tlt.bench.report import markdown, number, ratio_text, speed, table
+from tlt.bench.report import markdown, number, ratio_text, speed_text, table
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def _grid(cells: Sequence[Mapping[str, Any]], say: Any) -> str:
 
 def _speeds(cells: Sequence[Mapping[str, Any]]) -> str:
     def say(figures: Mapping[str, Any]) -> str:
-        low, high = map(speed, figures["range"])
-        return f"{speed(figures['tokens_per_second'])} ({low} – {high}) · {ratio_text(figures['over_base'])}"
+        low, high = map(speed_text, figures["range"])
+        return f"{speed_text(figures['tokens_per_second'])} ({low} – {high}) · {ratio_text(figures['over_base'])}"
 
     return _grid(cells, say)
 
@@ -151,7 +151,7 @@ def _verdicts(cells: Sequence[Mapping[str, Any]]) -> str:
 
 def _details(cells: Sequence[Mapping[str, Any]]) -> str:
     def say(figures: Mapping[str, Any]) -> str:
-        decoded, accepted = speed(figures["decoded_per_second"]), number(figures["accept_length"])
+        decoded, accepted = speed_text(figures["decoded_per_second"]), number(figures["accept_length"])
         return f"{decoded} · {figures['first_seconds']:.2f} · {accepted} · {figures['cores']:.1f}"
 
     return _grid(cells, say)

@@ -127,7 +127,7 @@ def vllm_engine(
         vllm=VllmSection(**{"compile": False} | vllm),
         window=400,
     )
-    return load_engine(load_model_for(model, "vllm", torch.float32), settings, drafter)
+    return load_engine(load_model_for(model, "vllm"), settings, drafter)
 
 
 def own_engine(model: Path, batch: int = 16) -> Any:

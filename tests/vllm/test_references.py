@@ -61,7 +61,7 @@ def engine_with(arm: str, references: References, batch: int = 6, **vllm: Any) -
         vllm=VllmSection(**{"compile": False} | section | vllm),
         window=WINDOW,
     )
-    return load_engine(load_model_for(BASE, "vllm", torch.float32), settings, drafter, references=references)
+    return load_engine(load_model_for(BASE, "vllm"), settings, drafter, references=references)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def followed(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def fill(engine: Any, right: dict[tuple[str, int], Rollout], kinds: Sequence[str]) -> None:
     """Gives the engine references of these kinds, in turn."""
-    references, rng = engine.references.references, random.Random(2)
+    references, rng = engine.references.kept, random.Random(2)
     engine.stats = type(engine.stats)()
     for index, request in enumerate(REQUESTS):
         references.drop(request.key)

@@ -1,4 +1,4 @@
-"""A checkpoint folder and its settings → a rollout engine that is vLLM, seen to follow the law."""
+"""A checkpoint folder and its settings → a vLLM rollout engine, checked to sample by the law."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.link import Link
 from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
-from tlt.vllm.strategies import NO_REFERENCES, depths_of, kinds_of
+from tlt.vllm.strategies import NO_REFERENCES, draft_depths, vllm_kinds
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-"""vLLM's own retrieval: from the sequence's own text alone."""
+"""vLLM's n-gram proposer, which searches the sequence's own text."""
 NOTHING: Mapping[str, Any] = {"method": "custom_class", "model": "tlt.vllm.inside.given.NoDrafts"}
-"""A proposer that vLLM needs so as to verify what only references say."""
+"""The proposer with which vLLM verifies drafts from references alone."""
 
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """What an engine is asked to be.
-
-    settings: what vLLM is started with, but for its drafter.  speculation, tuner: as EngineSettings has them.
-    trains: whether the drafter is trained or measured here, which needs a copy of the policy in our layout.
-    prior: sizes of the drafter beside the target.
-    references: what may be drafted from, where the speculation follows references; None: nothing.
-    """
+    """The engine to build, but for its weights."""
 
     settings: VllmSettings
+    """vLLM's settings, without a drafter."""
     speculation: str
+    """As in EngineSettings."""
     tuner: str
+    """As in EngineSettings."""
     trains: bool = False
+    """Whether the drafter is trained or measured here, which needs a copy of the policy in our layout."""
     prior: CostPrior = UNKNOWN
+    """Sizes of the drafter relative to the target."""
     references: References | None = None
+    """References that drafts may come from; None: there are none."""
 
     @property
     def used_references(self) -> References | None:
-        """The references that are drafted from."""
+        """The references, if the speculation uses any."""
         return self.references if may_use_references(self.speculation, self.tuner) else None
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned drafter, and the shape of the model that it drafts for."""
+    """A learned drafter and the shape of its target."""
 
     stored: StoredDrafter
     target: ModelConfig
 
     @property
     def head(self) -> str:
-        """Name of the target's head, or of the embedding where the two are one."""
+        """Name of the target's head, or of its embedding where the two are tied."""
         return EMBEDDING if self.target.tie_embeddings else HEAD
 
 
@@ -83,35 +83,36 @@ def build_vllm(
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> VllmEngine:
-    """Returns the engine, with the policy in it. UserError where vLLM cannot do what is asked, or does not
-    follow the law.
+    """Returns the engine with the policy in it. Raises UserError where vLLM cannot do what the plan asks, or
+    does not sample by the law.
 
-    policy: tensors by Hugging Face names; none: vLLM keeps what it reads from the folder.
-    learned: there is such a drafter.
+    policy: tensors by Hugging Face names; empty: vLLM keeps the folder's weights.
+    learned: None: there is no learned drafter.
     """
-    kinds, references = kinds_of(plan.speculation, learned is not None), plan.used_references
-    depths = depths_of(plan.speculation, kinds, plan.settings.section.max_draft_tokens)
+    kinds, references = vllm_kinds(plan.speculation, learned is not None), plan.used_references
     settings, dtype = plan.settings, plan.settings.dtype
+    depths = draft_depths(plan.speculation, kinds, settings.section.max_draft_tokens)
+    drafts_by = learned if kinds == ("learned",) else None
     with tempfile.TemporaryDirectory(prefix="tlt-drafter-") as folder:
         drafting: Mapping[str, Any] | None = None
-        if kinds == ("learned",):
-            assert learned is not None
-            target = Target(
-                settings.model.name, learned.target.architecture, policy[learned.head].detach().cpu()
-            )
-            drafting = export_for_vllm(learned.stored, target, Path(folder))
+        if drafts_by is not None:
+            head_VE = policy[drafts_by.head].detach().cpu()
+            target = Target(settings.model.name, drafts_by.target.architecture, head_VE)
+            drafting = export_for_vllm(drafts_by.stored, target, Path(folder))
         elif kinds or references is not None:
             drafting = NGRAM if kinds else NOTHING
         link = Link(dataclasses.replace(settings, drafter=drafting, depths=depths))
     if references is not None and link.is_v2:
         link.close()
         raise UserError(NO_REFERENCES)
-    copy, drafter = None, None
-    if learned is not None and kinds == ("learned",):
-        packed = PackedDrafter.from_tensors(learned.stored.config, learned.stored.tensors, dtype, link.device)
-        drafter = VllmDrafter(packed, learned.stored, link.weights.load_drafter, learned.head)
-        copy = PackedTransformer(learned.target, dtype, link.device) if plan.trains else None
-    kinds = kinds if references is None else reference_kinds(kinds)
+    copy, drafter, running = None, None, None
+    if drafts_by is not None:
+        stored = drafts_by.stored
+        packed = PackedDrafter.from_tensors(stored.config, stored.tensors, dtype, link.device)
+        drafter = VllmDrafter(packed, stored, link.weights.load_drafter, drafts_by.head)
+        copy = PackedTransformer(drafts_by.target, dtype, link.device) if plan.trains else None
+    if references is not None:
+        kinds, running = reference_kinds(kinds), RunningReferences(references, vocab_size)
     tuner = make_tuner(
         plan.speculation,
         kinds or ("ngram",),
@@ -122,11 +123,13 @@ def build_vllm(
         has_hindsight=False,
         acceptance=None if learned is None else learned.stored.acceptance,
     )
-    running = None if references is None else RunningReferences(references, vocab_size)
-    speculation = Speculation(tuner, drafter, copy, running)
-    slots, window = settings.max_batch_size, settings.window
     engine = VllmEngine(
-        link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode
+        link,
+        max_batch_size=settings.max_batch_size,
+        window=settings.window,
+        speculation=Speculation(tuner, drafter, copy, running),
+        on_span=on_span,
+        decode=decode,
     )
     if policy:
         engine.load_policy(policy)

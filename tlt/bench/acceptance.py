@@ -1,11 +1,10 @@
-"""Measures how well a drafter guesses: acceptance by position, by the target's entropy and by the drafter's
-own confidence.
+"""Measures a drafter's acceptance by position, by the target's entropy and by the drafter's own confidence.
 
     engine step   propose a chain ─▶ target's forward ─▶ verify ─▶ commit
-                      └ confidence of each guess   └ entropy where it was made, and whether it was accepted
+                      └ confidence of each guess   └ entropy at its node, and whether it was accepted
 
-A guess counts where all guesses before it were accepted: for the others nobody knows what the target would
-have said. Drafter and engine are those of a rollout; they are watched, not replaced.
+A guess counts if all guesses before it were accepted; for the others the target's token is unknown. Drafter
+and engine are those of a rollout.
 """
 
 from __future__ import annotations
@@ -34,66 +33,59 @@ from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, Request, Rollout, UserError, Verdict
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
-"""Nats. Most tokens of reasoning are nearly certain; they get the narrow buckets."""
+"""Bucket edges in nats. Most tokens of reasoning are nearly certain, so low entropies get narrow buckets."""
 
 NUM_CONFIDENCE_BUCKETS = 10
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The guesses whose entropy or confidence lies in [low, high): their number, its mean over them, the
-    share accepted.
-
-    high: None for the last bucket by entropy, which has no upper end.
-    """
+    """The guesses whose entropy or confidence lies in [low, high)."""
 
     low: float
     high: float | None
+    """None: the last entropy bucket has no upper end."""
     num_guesses: int
     mean: float
+    """Mean entropy or confidence of the guesses."""
     accepted: float
+    """Share of the guesses that were accepted."""
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """The share of a drafter's guesses that were accepted, in chains of one length.
-
-    accept_length: tokens committed per verification, the target's own token included.
-    by_position: share of verifications whose first 1, 2, ... guesses were all accepted: unconditional
-    survival, as vLLM has it.
-    by_entropy: buckets of the target's entropy in nats, at the sampling temperature (at 1 where sampling is
-    greedy).
-    by_confidence: buckets of the probability that the drafter itself gave its guess.
-    calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence`, weighted by
-    their guesses.
-    draft_vocab: tokens that could be guessed in the end.
-    """
+class ChainAcceptance:
+    """The acceptance of a drafter's guesses in chains of one length."""
 
     num_verifications: int
     accept_length: float
+    """Tokens committed per verification, the target's own token included."""
     by_position: tuple[float, ...]
+    """Share of verifications whose first 1, 2, ... guesses were all accepted (unconditional, as in vLLM)."""
     by_entropy: tuple[Bucket, ...]
+    """Buckets of the target's entropy in nats, at the sampling temperature (at 1 for greedy sampling)."""
     by_confidence: tuple[Bucket, ...]
+    """Buckets of the probability that the drafter gave its guess."""
     calibration_error: float
+    """|confidence - accepted| of the buckets of `by_confidence`, averaged with their guesses as weights."""
     draft_vocab: int
+    """Tokens that could be guessed at the end."""
 
 
 @dataclass(frozen=True)
 class Chains:
-    """A model, and its drafter that proposes chains of `depth` guesses. draft_vocab: tokens that may be
-    guessed."""
+    """A model, and its drafter that proposes chains of `depth` guesses."""
 
     model: Model
     drafter: StoredDrafter
     depth: int
     max_batch_size: int
     draft_vocab: DraftVocab = "full"
+    """Tokens that may be guessed."""
 
     def engine(
         self, verify: Verify = verify, on_verdicts: OnVerdicts | None = None
     ) -> tuple[RolloutEngine, LearnedDrafter]:
-        """Returns an engine that drafts chains of full length, and its drafter: a threshold would cut some
-        short, and nobody would see how they end."""
+        """Returns an engine and its drafter. A confidence threshold would cut chains short: none is set."""
         drafting = DrafterSection(confidence_threshold=0.0, vocabulary=self.draft_vocab)
         settings = EngineSettings(max_batch_size=self.max_batch_size, drafting=drafting)
         tuner = Fixed(Strategy("learned", self.depth, 1, self.depth))
@@ -103,13 +95,13 @@ class Chains:
         return engine, learned
 
 
-def observe(chains: Chains, requests: Sequence[Request]) -> Acceptance:
-    """Generates the responses, and returns what became of the guesses that count.
+def observe(chains: Chains, requests: Sequence[Request]) -> ChainAcceptance:
+    """Generates the responses and returns the acceptance of the guesses that count.
 
-    Raises UserError where prompts and responses are so short that nothing was guessed.
+    Raises UserError where prompts and responses are too short for any guess.
     """
     confidence, entropy, accepted = list[float](), list[float](), list[bool]()
-    entropy_BN: list[list[float]] = []  # the target's, at every node of the step that has just been verified
+    entropy_BN: list[list[float]] = []  # the target's, at every node of the latest step
 
     def watch(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
         if tree.num_nodes > 1:
@@ -118,7 +110,7 @@ def observe(chains: Chains, requests: Sequence[Request]) -> Acceptance:
         return verify(tree, logits_BNV, noise_BNV, params)
 
     def note(proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
-        assert proposal.logprobs_BD is not None, "a drafter that is watched gives them"
+        assert proposal.logprobs_BD is not None, "a drafter with on_verdicts gives them"
         rows = zip(proposal.logprobs_BD.exp().tolist(), entropy_BN, verdicts, strict=True)
         for confidence_D, entropy_N, verdict in rows:
             num_guesses = min(verdict.num_accepted + 1, len(confidence_D))
@@ -131,19 +123,19 @@ def observe(chains: Chains, requests: Sequence[Request]) -> Acceptance:
         pass
     stats = engine.stats
     if stats.accept_length is None:
-        short = "give prompts of two tokens or more, or let responses be longer"
-        raise UserError(f"drafter eval: not one guess was verified; {short}")
+        remedy = "give prompts of two tokens or more, or let responses be longer"
+        raise UserError(f"drafter eval: not one guess was verified; {remedy}")
     edges = (*(index / NUM_CONFIDENCE_BUCKETS for index in range(NUM_CONFIDENCE_BUCKETS)), 1.0 + 1e-6)
     by_confidence = _buckets(confidence, accepted, edges)
-    return Acceptance(
+    error = sum(abs(b.mean - b.accepted) * b.num_guesses for b in by_confidence) / len(accepted)
+    return ChainAcceptance(
         num_verifications=stats.num_verifications,
         accept_length=stats.accept_length,
         by_position=tuple(stats.accept_by_depth),
         by_entropy=_buckets(entropy, accepted, ENTROPY_EDGES),
         by_confidence=by_confidence,
+        calibration_error=error,
         draft_vocab=learned.model.num_proposed,
-        calibration_error=sum(abs(b.mean - b.accepted) * b.num_guesses for b in by_confidence)
-        / len(accepted),
     )
 
 
@@ -151,21 +143,20 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
     """Returns the buckets between the edges, without the empty ones."""
     buckets = []
     for low, high in pairwise(edges):
-        inside = [index for index, value in enumerate(values) if low <= value < high]
+        inside = [
+            (value, is_kept) for value, is_kept in zip(values, accepted, strict=True) if low <= value < high
+        ]
         if inside:
-            mean = statistics.fmean(values[i] for i in inside)
-            upper = high if math.isfinite(high) else None
-            buckets.append(
-                Bucket(low, upper, len(inside), mean, statistics.fmean(accepted[i] for i in inside))
-            )
+            mean, share = map(statistics.fmean, zip(*inside, strict=True))
+            buckets.append(Bucket(low, high if math.isfinite(high) else None, len(inside), mean, share))
     return tuple(buckets)
 
 
 def speedup(chains: Chains, requests: Sequence[Request], num_rounds: int) -> tuple[Ratio, int]:
     """Generates the same responses in turns without speculation and with the chains.
 
-    Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 a
-    near-tie may).
+    Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 near-ties
+    may differ).
     """
     texts: list[dict[tuple[str, int], tuple[int, ...]]] = []
     model, settings = chains.model, EngineSettings(max_batch_size=chains.max_batch_size)

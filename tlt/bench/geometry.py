@@ -1,8 +1,9 @@
-"""`--geometry`: a configuration whose model and drafter have grown into the sizes of a large one. What is
-measured costs what it costs there; tokens and acceptance stay those of the small model.
+"""`--geometry`: grows a configuration's model and drafter into the sizes of a large model.
 
     config ─ model/, drafter/ ─ grow ─▶ FOLDER/model, FOLDER/drafter ─▶ config that names these
                     └────────── the same greedy tokens? ──────┘
+
+Times and memory are then those of the large model; tokens and acceptance stay those of the small one.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from tlt.training.problems import load_problems
 from tlt.types import Request, SamplingParams, UserError, resolve_dtype
 
 NUM_PROMPTS, NUM_TOKENS = 8, 16
-"""Greedy tokens that are compared: so many of a response to each of so many prompts."""
+"""Prompts, and greedy tokens of each response, that are compared."""
 
 MIN_EQUAL = 0.9
-"""Share of them that has to be equal. All are in float32; bfloat16 rounds the grown weights, and near-ties
-fall otherwise."""
+"""Share of the tokens that must be equal. In float32 all are; bfloat16 rounds the grown weights, so near-ties
+may fall the other way."""
 
 SHARD_BYTES = 2**30
-"""Of the grown model's files; one of them is in memory at a time."""
+"""Size of the grown model's files, of which one is in memory at a time."""
 
 HELD_STILL = {"optimizer.learning_rate": 1e-20, "drafter.learning_rate": 1e-20}
-"""With which an update costs what it costs and changes no weight. A larger one would train the noise, too,
-and after a step the grown model would be nobody's."""
+"""Learning rates at which an update has its full cost but changes no weight. Larger ones would also train the
+noise, and the grown model would no longer behave as the small one."""
 
 
 Text = tuple[tuple[int, ...], tuple[int, ...]]
@@ -60,48 +61,42 @@ Text = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the grown model's logits compare with the small one's, where that one's greedy responses go.
-
-    num_equal: of num_tokens, those that are the grown model's first choice, too.
-    difference: the largest between logits of the same id, over the ids of the small model.
-    """
+    """The grown model's logits compared with the small one's, along the small model's greedy responses."""
 
     num_equal: int
+    """Tokens, of `num_tokens`, that are also the grown model's first choice."""
     num_tokens: int
     difference: float
+    """The largest difference between logits of the same id, over the ids of the small model."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What is to grow into what. drafter: the small model's, None: there is none.  drafter_shape: that of the
-    grown one."""
+    """A small model and the large one that it grows into."""
 
     geometry: Geometry
     small: Model
     drafter: StoredDrafter | None
+    """The small model's drafter; None: there is none."""
     grown: Grown
     drafter_shape: DrafterShape | None
+    """Shape of the grown drafter."""
 
     @property
     def num_parameters(self) -> int:
         return sum(shape.numel() for shape in expected_shapes(self.grown.config).values())
 
     def folder_name(self, dtype: torch.dtype, device: str) -> str:
-        """Returns a name that no other growth has. device: the kind that draws the noise."""
-        origin = [
-            __version__,
-            NOISE,
-            device,
-            config_to_hf(self.grown.config, dtype),
-            content_hash(self.small.tensors),
-        ]
-        origin.append(None if self.drafter is None else content_hash(self.drafter.tensors))
-        return f"{self.geometry.name}-{hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]}"
+        """Returns a name that no other growth has. device: the kind of device that draws the noise."""
+        config, model = config_to_hf(self.grown.config, dtype), content_hash(self.small.tensors)
+        drafter = None if self.drafter is None else content_hash(self.drafter.tensors)
+        origin = json.dumps([__version__, NOISE, device, config, model, drafter])
+        return f"{self.geometry.name}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
 
 
 def plan_growth(config: Config, given: str) -> Growth:
-    """Reads the configuration's model and drafter, which are to grow into the user's --geometry. Raises
-    UserError where they do not."""
+    """Reads the configuration's model and drafter and plans their growth into the user's --geometry. Raises
+    UserError where they cannot grow into it."""
     geometry = find_geometry(given)
     small = load_model(model_folder(config), master_dtype(config), adapter_folder(config))
     grown, drafter = grow_config(small.config, geometry), load_stored_drafter(drafter_folder(config), small)
@@ -110,8 +105,8 @@ def plan_growth(config: Config, given: str) -> Growth:
 
 
 def hold_still(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Returns the overrides of a run that trains a grown model: learning rates are almost 0 unless the user
-    gives them."""
+    """Returns the overrides of a run that trains a grown model: learning rates of almost 0 unless the user
+    gives others."""
     given = {word.split("=")[0] for word in overrides}
     return (*(f"--{key}={value}" for key, value in HELD_STILL.items() if f"--{key}" not in given), *overrides)
 
@@ -120,11 +115,11 @@ def hold_still(overrides: Sequence[str]) -> tuple[str, ...]:
 def grown_config(
     config: Config, growth: Growth | None, keep: Path | None = None
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
-    """Yields the configuration with model and drafter grown, and what a report holds of them. growth: None:
-    neither grows.
+    """Yields the configuration with the grown model and drafter, and the entries of a report.
 
-    keep: the folder in which they stay, and are found again; None: a temporary one.
-    Raises UserError where the disk has no room, or the grown model does not generate as the small one.
+    growth: None: nothing grows.
+    keep: the folder in which they stay and are found again; None: a temporary one.
+    Raises UserError where the disk has no room, or the grown model does not generate the small one's tokens.
     """
     if growth is None:
         yield config, {}
@@ -146,9 +141,10 @@ def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, di
     changed = with_changes(config, {"model": model, "drafter": {"path": drafter}})
     agreement = compare(growth.small, open_model(folder / "model"), changed)
     if agreement.num_equal < MIN_EQUAL * agreement.num_tokens:
-        found = f"only {agreement.num_equal} of {agreement.num_tokens} greedy tokens are the small model's in {config.run.dtype}"
-        raise UserError(f"{OPTION}: {growth.geometry.name}: {found}; set run.dtype to float32")
-    return changed, {"geometry": describe(growth, agreement, config)}
+        found = f"only {agreement.num_equal} of {agreement.num_tokens} greedy tokens are the small model's"
+        where = f"{OPTION}: {growth.geometry.name}"
+        raise UserError(f"{where}: {found} in {config.run.dtype}; set run.dtype to float32")
+    return changed, {"geometry": describe_growth(growth, agreement, config)}
 
 
 def write_grown(folder: Path, growth: Growth, dtype: torch.dtype, device: torch.device) -> None:
@@ -161,7 +157,7 @@ def write_grown(folder: Path, growth: Growth, dtype: torch.dtype, device: torch.
 
 
 def check_disk(folder: Path, geometry: Geometry, num_bytes: int) -> None:
-    """Raises UserError where the disk of a folder, which need not exist yet, has no room."""
+    """Raises UserError where the disk of a folder has no room. The folder need not exist yet."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if (free := shutil.disk_usage(place).free) < num_bytes:
         sizes = f"takes {num_bytes / 1e9:.1f} GB of disk in {place}, where {free / 1e9:.1f} GB are free"
@@ -176,8 +172,8 @@ def check_disk(folder: Path, geometry: Geometry, num_bytes: int) -> None:
 
 @torch.inference_mode()
 def compare(small: Model, grown: Model, config: Config) -> Agreement:
-    """Compares the two along greedy responses of the small model to the configuration's first prompts. Where
-    the grown model would choose every one of these tokens, it generates the same."""
+    """Compares both models along the small one's greedy responses to the configuration's first prompts. If
+    the grown model chooses each of these tokens, it generates the same responses."""
     dtype, device = resolve_dtype(config.run.dtype), torch.device(device_of(config).name)
     prompts = [problem.prompt_ids for problem in load_problems(config, "train")[:NUM_PROMPTS]]
     texts = greedy_responses(small, prompts)
@@ -191,9 +187,8 @@ def compare(small: Model, grown: Model, config: Config) -> Agreement:
 def greedy_responses(model: Model, prompts: Sequence[tuple[int, ...]]) -> list[Text]:
     """Returns (prompt, response), in the order of the prompts."""
     dtype = next(iter(model.tensors.values())).dtype
-    engine = build_engine(
-        model.config, model.tensors, EngineSettings(dtype=dtype, max_batch_size=len(prompts))
-    )
+    settings = EngineSettings(dtype=dtype, max_batch_size=len(prompts))
+    engine = build_engine(model.config, model.tensors, settings)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, stop_ids=model.stop_ids)
     requests = [Request(str(index), 0, prompt, params) for index, prompt in enumerate(prompts)]
     rollouts = sorted(engine.generate(requests), key=lambda rollout: int(rollout.problem_id))
@@ -201,48 +196,37 @@ def greedy_responses(model: Model, prompts: Sequence[tuple[int, ...]]) -> list[T
 
 
 def response_logits(model: Model, texts: Sequence[Text], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns float64 logits [N, V] from which the model draws each token of the responses, given those
-    before it."""
+    """Returns the model's float64 logits [N, V] for each token of the responses, given those before it."""
     packed = PackedTransformer(model.config, dtype, device)
     packed.load(model.tensors, version=0)
     read = [(*prompt, *response[:-1]) for prompt, response in texts]
     attend = PackedCausal(model.config, [len(tokens) for tokens in read])
     token_ids = torch.tensor([token for tokens in read for token in tokens], device=device)
     features_NE = packed.forward(token_ids, attend.positions(device), attend)
-    drawn = [
-        index >= len(prompt) - 1
-        for prompt, response in texts
-        for index in range(len(prompt) + len(response) - 1)
-    ]
-    return packed.logits(features_NE[torch.tensor(drawn, device=device)]).double().cpu()
+    is_drawn = [i >= len(prompt) - 1 for prompt, text in texts for i in range(len(prompt) + len(text) - 1)]
+    return packed.logits(features_NE[torch.tensor(is_drawn, device=device)]).double().cpu()
 
 
-# ── what is said of it ──────────────────────────────────────────────────────────────────────────────────────
+# ── the report's entry ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def describe(growth: Growth, agreement: Agreement, config: Config) -> dict[str, Any]:
-    """Returns the entry of a report; its `lines` are for people."""
-    c, small = growth.grown.config, growth.small
-    shape = f"{c.num_layers} layers, hidden size {c.hidden_size:,}, {c.num_heads} heads, {c.num_kv_heads} of keys and values"
+def describe_growth(growth: Growth, agreement: Agreement, config: Config) -> dict[str, Any]:
+    """Returns the entry of a report; its `lines` are for readers."""
+    c, small, name = growth.grown.config, growth.small, growth.geometry.name
+    heads = f"{c.num_heads} heads, {c.num_kv_heads} of keys and values"
+    tokens = f"{agreement.num_equal} of {agreement.num_tokens} greedy tokens"
+    equal = f"{tokens} equal, logits within {agreement.difference:.1g}"
     number = f"{growth.num_parameters:,} parameters in {config.run.dtype}"
     lines = [
-        f"geometry {growth.geometry.name}: {number}, grown from {small.path.name}",
-        f"shape: {c.architecture}, {shape}",
-        *(f"differs from {growth.geometry.name}: {note}" for note in growth.grown.notes),
-        f"behaviour: the small model's, its tokens and its acceptance; {agreement.num_equal} of "
-        f"{agreement.num_tokens} greedy"
-        f" tokens equal, logits within {agreement.difference:.1g}",
+        f"geometry {name}: {number}, grown from {small.path.name}",
+        f"shape: {c.architecture}, {c.num_layers} layers, hidden size {c.hidden_size:,}, {heads}",
+        *(f"differs from {name}: {note}" for note in growth.grown.notes),
+        f"behaviour: the small model's, its tokens and its acceptance; {equal}",
         f"vocabulary: {c.vocab_size:,} ids, of which {small.config.vocab_size:,} are ever drawn",
     ]
     rates = {"policy": config.optimizer.learning_rate, "drafter": config.drafter.learning_rate}
-    if still := [name for name, rate in rates.items() if rate in HELD_STILL.values()]:
+    if still := " and ".join(name for name, rate in rates.items() if rate in HELD_STILL.values()):
         lines.append(
-            f"training: {' and '.join(still)} with a learning rate of almost 0, so every step is of the "
-            "same model"
+            f"training: {still} with a learning rate of almost 0, so every step is of the same model"
         )
-    return {
-        "name": growth.geometry.name,
-        "num_parameters": growth.num_parameters,
-        **vars(agreement),
-        "lines": lines,
-    }
+    return {"name": name, "num_parameters": growth.num_parameters, **vars(agreement), "lines": lines}

@@ -15,38 +15,19 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _T_975 = (
-    12.71,
-    4.30,
-    3.18,
-    2.78,
-    2.57,
-    2.45,
-    2.36,
-    2.31,
-    2.26,
-    2.23,
-    2.20,
-    2.18,
-    2.16,
-    2.14,
-    2.13,
-    2.12,
-    2.11,
-    2.10,
-    2.09,
-)
+    12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
+    2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09,
+)  # fmt: skip
 """97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; 1.96 + 2.5 / df beyond."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Geometric mean of paired ratios with its 95 % confidence interval (Student's t of the logarithms).
-
-    low, high: None where a single pair tells no interval.
-    """
+    """Geometric mean of paired ratios with its 95 % confidence interval (Student's t of the logarithms)."""
 
     mean: float
     low: float | None
+    """None: a single pair gives no interval."""
     high: float | None
     values: tuple[float, ...]
 
@@ -77,15 +58,13 @@ def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> It
 
 
 def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
-    """Runs every task once in each round, in turns; returns what each returned, round by round."""
-    results: dict[str, list[T]] = {name: [] for name in tasks}
-    for so_far in rounds_in_turns(tasks, num_rounds):
-        results = so_far
+    """Runs every task once in each round, in turns; returns each task's results, round by round."""
+    *_, results = rounds_in_turns(tasks, num_rounds)
     return results
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Returns the seconds of a call."""
+    """Returns the seconds that a call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -1,8 +1,7 @@
-"""Whether engines and runs that are compared side by side have room together. What each takes is tlt.plan's
-to know.
+"""Refuses engines and runs that have no room side by side; plan.memory gives the sizes of one.
 
-engines    process + one copy of the weights + what each has besides: a drafter, caches for one response
-runs       process + what each holds always + the most that one of them takes for a moment
+engines    process + one copy of the weights + for each a drafter and caches for one response
+runs       process + what each always holds + the most that one of them takes at a time
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PROCESS, ENGINE, DRAFTER = "process", "engine", "drafter"
 
 
 def plan_subject(config: Config) -> PlannedRun:
-    """Returns a run of the configuration as a plan of its memory sees it."""
+    """Returns the run that the memory plan of a configuration is about."""
     model, folder = load_model_config(model_folder(config)), drafter_folder(config)
     drafter = None if folder is None else load_shape(folder, model)
     longest_prompt = max(len(problem.prompt_ids) for problem in load_problems(config, "train"))
@@ -30,30 +29,26 @@ def plan_subject(config: Config) -> PlannedRun:
 
 
 def refuse_engines(run: PlannedRun, num_engines: int) -> None:
-    """Raises UserError where so many engines of ours, which share their weights, have no room on the
-    device of one process."""
+    """Raises UserError where `num_engines` of our engines, which share weights, do not fit on one device."""
     needed = engines_bytes(plan_memory(run), num_engines)
     num_sharing = 1 if run.is_gpu else local_ranks(run.config)
     if run.rank_bytes is not None and needed > (available := run.rank_bytes * num_sharing):
-        sizes = f"{num_engines} engines, which share the weights, take {needed / GIB:.1f} GiB of {available / GIB:.1f}"
-        raise UserError(
-            f"memory: {sizes}; set run.dtype to bfloat16, lower sampling.max_tokens, or take a smaller model"
-        )
+        sizes = f"{needed / GIB:.1f} GiB of {available / GIB:.1f}"
+        remedy = "set run.dtype to bfloat16, lower sampling.max_tokens, or take a smaller model"
+        raise UserError(f"memory: {num_engines} engines, which share the weights, take {sizes}; {remedy}")
 
 
 def refuse_runs(run: PlannedRun, num_runs: int) -> None:
-    """Raises UserError where a rank has no room for so many of these runs."""
+    """Raises UserError where `num_runs` of these runs do not fit in a rank."""
     available, needed = run.rank_bytes, runs_bytes(plan_memory(run), num_runs)
     if available is not None and needed > available:
-        sizes = f"{num_runs} runs side by side take {needed / GIB:.1f} GiB of {available / GIB:.1f} that a rank has"
-        raise UserError(
-            f"memory: {sizes}; compare fewer, lower algorithm.tokens_per_micro_batch or run.num_ranks, or "
-            "set lora.rank"
-        )
+        sizes = f"{needed / GIB:.1f} GiB of {available / GIB:.1f} that a rank has"
+        remedy = "lower algorithm.tokens_per_micro_batch or run.num_ranks, or set lora.rank"
+        raise UserError(f"memory: {num_runs} runs side by side take {sizes}; compare fewer, {remedy}")
 
 
 def engines_bytes(plan: MemoryPlan, num_engines: int) -> int:
-    """Returns what the engines of a rollout take together with the least caches, one at work at a time."""
+    """Returns the bytes that the engines take together, with the least caches and one at work at a time."""
     standing = _standing(plan)
     passing = sum(term.num_bytes for term in plan.terms if term.phases == ("rollout",))
     each = standing.get(DRAFTER, 0) + plan.least
@@ -61,11 +56,11 @@ def engines_bytes(plan: MemoryPlan, num_engines: int) -> int:
 
 
 def runs_bytes(plan: MemoryPlan, num_runs: int) -> int:
-    """Returns what the runs take together, of which one is at work at a time."""
+    """Returns the bytes that the runs take together, with one at work at a time."""
     standing = _standing(plan)
     return plan.needed + (num_runs - 1) * (sum(standing.values()) - standing[PROCESS])
 
 
 def _standing(plan: MemoryPlan) -> dict[str, int]:
-    """Returns the bytes of what lies there always, by name."""
+    """Returns the bytes of the permanent terms, by name."""
     return {term.name: term.num_bytes for term in plan.terms if term.phases == ALWAYS}

@@ -1,5 +1,4 @@
-"""Writes a measurement's report, OUT.json and OUT.md: command, commit, machine, configuration and tables.
-Measures nothing."""
+"""Writes a measurement's report, OUT.json and OUT.md: command, commit, machine, configuration and tables."""
 
 from __future__ import annotations
 
@@ -21,26 +20,24 @@ Changes = Mapping[str, Mapping[str, Any]]
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """Returns the configuration with these values, validated again. Raises UserError where they contradict
-    the others."""
+    """Returns the configuration with these values. Raises UserError where they contradict the others."""
     values = config.model_dump()
     for section, keys in changes.items():
-        values[section] = {**values[section], **keys}
+        values[section] |= keys
     changed = ", ".join(f"{section}.{key}" for section, keys in changes.items() for key in keys)
     return validate(Config, values, f"bench: with {changed} changed")
 
 
 def side_by_side(config: Config) -> Config:
-    """Returns the configuration for one of several engines in a process: each vLLM then has a worker process
-    of its own."""
-    return (
-        with_changes(config, {"vllm": {"own_process": True}}) if config.rollout.engine == "vllm" else config
-    )
+    """Returns the configuration for one of several engines in a process: each vLLM gets its own worker
+    process."""
+    is_vllm = config.rollout.engine == "vllm"
+    return with_changes(config, {"vllm": {"own_process": True}}) if is_vllm else config
 
 
 def header(config: Config, command: str) -> dict[str, Any]:
-    """Returns what it takes to repeat a measurement, without host names; of a path it holds the last part
-    only."""
+    """Returns the report's entries that repeat a measurement: command, environment and configuration. Paths
+    are cut to their last part."""
     described = config.model_dump(mode="json")
     for section, key in (("run", "out_dir"), ("model", "path"), ("model", "adapter"), ("drafter", "path")):
         if described[section][key] is not None:
@@ -50,17 +47,14 @@ def header(config: Config, command: str) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Returns machine, commit and versions, without host names or paths."""
-    cpuinfo, cpu = Path("/proc/cpuinfo"), "unknown"
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
-        cpu = f"{names[0]}, {len(names)} cores" if names else cpu
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpus = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    changes = "+changes" if _git("status", "--porcelain", "tlt") else ""
     return {
         "tlt": __version__,
-        "commit": _git("rev-parse", "--short", "HEAD")
-        + ("+changes" if _git("status", "--porcelain", "tlt") else ""),
-        "cpu": cpu,
+        "commit": _git("rev-parse", "--short", "HEAD") + changes,
+        "cpu": f"{cpus[0]}, {len(cpus)} cores" if cpus else "unknown",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -68,7 +62,7 @@ def environment() -> dict[str, Any]:
 
 
 def _git(*words: str) -> str:
-    """Returns what git says: "unknown" without a commit, nothing of the changes outside of a checkout."""
+    """Returns git's output. Outside of a checkout the commit is "unknown", and there are no changes."""
     try:
         done = subprocess.run(["git", *words], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -84,12 +78,12 @@ def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
 
 
 def markdown(title: str, report: Mapping[str, Any], *blocks: str) -> str:
-    """Returns the page: the title, the command and the machine, then the blocks."""
+    """Returns the page: title, command, machine, then the blocks."""
     return "\n\n".join([f"# {title}", *provenance(report), *blocks]) + "\n"
 
 
 def provenance(report: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of a report that name the command, the machine, and what has grown (geometry.py)."""
+    """Returns the lines with the command, the machine and the grown geometry (geometry.py)."""
     machine = ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value)
     return [f"`{report['command']}`", machine, *report.get("geometry", {}).get("lines", [])]
 
@@ -101,16 +95,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def ratio_text(ratio: Mapping[str, Any]) -> str:
-    """Returns a Ratio, given as JSON, for people: its mean and, where there is one, its interval."""
+    """Returns a Ratio (as JSON) as text: its mean and, where there is one, its interval."""
     interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} – {ratio['high']:.2f})"
     return f"{ratio['mean']:.2f}{interval}"
 
 
 def number(value: float | None, form: str = ".2f") -> str:
-    """Returns the number for people, a dash for None."""
+    """Returns the number as text, a dash for None."""
     return "–" if value is None else format(value, form)
 
 
-def speed(tokens_per_second: float) -> str:
-    """Returns tokens per second for people: of a slow engine the tenths count."""
+def speed_text(tokens_per_second: float) -> str:
+    """Returns tokens per second as text, with tenths below 100."""
     return f"{tokens_per_second:,.{1 if tokens_per_second < 100 else 0}f}"

@@ -1,5 +1,4 @@
-"""`tlt bench rollout`: tokens per second of engines that are kept at one batch size, off against the
-variants, in turns."""
+"""`tlt bench rollout`: tokens per second at a constant batch size, of off and of the variants, in turns."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tlt.bench.measure import Ratio, in_turns
-from tlt.bench.report import markdown, number, ratio_text, speed, table
+from tlt.bench.report import markdown, number, ratio_text, speed_text, table
 from tlt.bench.subject import Subject
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
@@ -21,20 +20,20 @@ from tlt.types import Request
 
 @dataclass
 class _Stretch:
-    """Keeps an engine at one batch size by an endless supply of requests."""
+    """Runs an engine at one batch size, from an endless supply of requests."""
 
     engine: RolloutBackend
     supply: Callable[[int], Sequence[Request]]
     batch_size: int
-    helping: int = 0
+    num_taken: int = 0
 
     def run(self, seconds: float) -> float:
-        """Generates for about so many seconds; returns the tokens per second."""
+        """Generates for about `seconds`; returns the tokens per second."""
         tokens, start = self.engine.stats.num_tokens, time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds:
             while self.engine.num_waiting < self.batch_size:
-                self.engine.add(self.supply(self.helping))
-                self.helping += 1
+                self.engine.add(self.supply(self.num_taken))
+                self.num_taken += 1
             self.engine.step()
         return (self.engine.stats.num_tokens - tokens) / elapsed
 
@@ -48,8 +47,9 @@ def constant_batch(
 ) -> dict[str, list[float]]:
     """Returns every engine's tokens per second, one value for each round.
 
-    engines: decode `batch_size` sequences at a time.  supply: gives the i-th helping of requests.
-    seconds: of one engine in one round; before the first round each warms up for three times as long.
+    engines: decode `batch_size` sequences at a time.
+    supply: returns the i-th share of requests.
+    seconds: of one engine in one round. Before the first round each warms up for three times as long.
     """
     stretches = {name: _Stretch(engine, supply, batch_size) for name, engine in engines.items()}
     for stretch in stretches.values():
@@ -61,8 +61,7 @@ def constant_batch(
 def constant(
     subject: Subject, variants: Sequence[str], batch_size: int, num_rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Measures every variant's tokens per second over off's at this batch size, in rounds of so many seconds
-    each."""
+    """Measures every variant's tokens per second over off's at this batch size. seconds: of each turn."""
     engines = {name: subject.engine(name, batch_size) for name in ("off", *variants)}
     num = max(batch_size, 8)
     speeds = constant_batch(engines, lambda i: subject.requests(i, num), batch_size, num_rounds, seconds)
@@ -83,17 +82,17 @@ def constant(
 
 
 def over_off(measured: Mapping[str, Any]) -> str:
-    """Returns on one line how fast every variant was over off."""
+    """Returns a line with every variant's speed over off."""
     words = ", ".join(f"{name} {ratio_text(ratio)} times off" for name, ratio in measured["ratios"].items())
-    return f"{measured['name']}: off {speed(measured['tokens_per_second']['off'])} tokens/s; {words}"
+    return f"{measured['name']}: off {speed_text(measured['tokens_per_second']['off'])} tokens/s; {words}"
 
 
-def to_markdown(report: Mapping[str, Any]) -> str:
-    """Returns the report for people."""
+def rollout_markdown(report: Mapping[str, Any]) -> str:
+    """Returns the report as Markdown."""
     measurements = report["measurements"]
     names = list(measurements[0]["ratios"])
     rows = [
-        [m["batch_size"], speed(m["tokens_per_second"]["off"])]
+        [m["batch_size"], speed_text(m["tokens_per_second"]["off"])]
         + [f"{ratio_text(m['ratios'][n])}; accepts {number(m['accept_length'][n])}" for n in names]
         for m in measurements
     ]

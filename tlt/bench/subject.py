@@ -1,6 +1,7 @@
-"""The subject of a measurement: a configuration's model, drafter and problems, loaded once, and an engine for
-each variant. Our
-own engines read one copy of the weights: a device on which the model just fits is enough."""
+"""The subject of a measurement: a configuration's model, drafter and problems, and engines for its variants.
+
+Our own engines share one copy of the weights: a device on which the model just fits is enough.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ from tlt.types import Request
 
 
 class Subject:
-    """Makes engines that have seen nothing, and work for them. model, drafter: that are in memory already;
-    None: those that the configuration names are read."""
+    """Makes fresh engines and requests for them.
+
+    model, drafter: None: read those that the configuration names.
+    """
 
     def __init__(
         self, config: Config, model: Model | None = None, drafter: StoredDrafter | None = None
@@ -31,9 +34,7 @@ class Subject:
         torch.set_num_threads(config.run.threads_per_rank)
         self.config = config = side_by_side(config)
         settings = EngineSettings.of_run(config, device_of(config).name)
-        untrained = settings.drafting.model_copy(
-            update={"train": False}
-        )  # nothing here trains: remember nothing for it
+        untrained = settings.drafting.model_copy(update={"train": False})  # keeps nothing for training
         self.settings = dataclasses.replace(settings, drafting=untrained)
         self.model = model or open_model(model_folder(config), master_dtype(config), adapter_folder(config))
         self.weights: PackedTransformer | None = None
@@ -42,7 +43,7 @@ class Subject:
         self.params = config.sampling.params(config.run.seed, self.model.stop_ids)
 
     def engine(self, variant: str, max_batch_size: int) -> RolloutBackend:
-        """Returns a fresh engine. variant: off, adaptive (by `rollout.tuner`), or a fixed strategy."""
+        """Returns a fresh engine. variant: off, adaptive (with `rollout.tuner`), or a fixed strategy."""
         settings = dataclasses.replace(self.settings, speculation=variant, max_batch_size=max_batch_size)
         drafter = None if variant == "off" else self.drafter
         if settings.engine == "vllm":
@@ -55,7 +56,4 @@ class Subject:
     def requests(self, helping: int, num: int) -> list[Request]:
         """Returns the `helping`-th share of endless work: one response to each of `num` problems."""
         chosen = problems_of_step(self.problems, helping, min(num, len(self.problems)), seed=1)
-        return [
-            Request(problem.problem_id, 0, problem.prompt_ids, self.params, "rollout", helping)
-            for problem in chosen
-        ]
+        return [Request(p.problem_id, 0, p.prompt_ids, self.params, "rollout", helping) for p in chosen]

@@ -1,14 +1,14 @@
-"""Runs whole RL runs side by side, with TLT and without, step by step in turns: `tlt bench train`.
+"""`tlt bench train`: whole RL runs side by side, with TLT and without, step by step in turns.
 
     step k        tlt: rollout │ update │ publish │ record        off: rollout │ update │ publish │ record
     step k + 1    off: …                                          tlt: …
 
 All runs live in the same ranks, so that noise hits them alike; each has its own policy, optimizer, engine and
-folder. One seed means one run: the same tokens, rewards and weights, exactly in float64. In float32 a
-near-tie may fall the other way. Responses and weights that differ are counted, and the run is given the
-reference's weights and optimizer before the next step, so that every pair of steps does the same work.
+folder. With one seed all runs have the same tokens, rewards and weights, exactly in float64; in float32 a
+near-tie may fall the other way. Responses and weights that differ are counted, and the run then gets the
+reference's weights and optimizer, so that every pair of steps does the same work.
 
-The runs stay in run.out_dir; the same command continues them. What they showed is in train_report.py.
+The runs stay in run.out_dir; the same command continues them. train_report.py reports them.
 """
 
 from __future__ import annotations
@@ -44,29 +44,26 @@ OFF: Changes = {
     "rollout": {"speculation": "off", "ahead": 0, "replay": None},
     "drafter": {"path": None, "train": False},
 }
-"""Turns the configuration into the same system without TLT: nothing drafts, so nothing is kept or generated
-to draft from."""
+"""Changes the configuration into the same system without TLT: no drafts, no references kept or generated."""
 
 VARIANTS: Mapping[str, Changes] = {
     "tlt": {},
     "frozen": {"drafter": {"train": False}},
     "ahead": {"rollout": {"ahead": "adaptive"}},
 }
-"""What can be compared with off, by what it changes of the configuration."""
+"""The runs that can be compared with off, by their changes of the configuration."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs to compare, and for how long.
-
-    runs: what each run, by name, changes of the configuration; the first is the reference.
-    num_steps: steps of every run, those of earlier sessions included.  minutes: no round begins that would
-    not end within them.
-    """
+    """The runs to compare, and for how long."""
 
     runs: Mapping[str, Changes]
+    """Each run's changes of the configuration, by name; the first run is the reference."""
     num_steps: int
+    """Steps of every run, those of earlier sessions included."""
     minutes: float
+    """Time limit: no round begins that would not end within it."""
 
     def configs(self, config: Config) -> dict[str, Config]:
         """Returns every run's configuration. Each run has a folder of its own."""
@@ -80,7 +77,7 @@ class Plan:
 def launch_runs(config: Config, plan: Plan) -> int:
     """Runs the plan on the configuration's ranks and returns the exit code.
 
-    Raises UserError unless the runs can begin, or go on, in run.out_dir.
+    Raises UserError unless the runs can begin or continue in run.out_dir.
     """
     from tlt.assembly.ranks import all_ranks
     from tlt.launch.local import launch
@@ -93,11 +90,11 @@ def launch_runs(config: Config, plan: Plan) -> int:
                 f"run.out_dir: {folder} holds runs of another configuration; give another --run.out_dir"
             )
     argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
-    return launch(argument, all_ranks(config), "tlt.bench.train:main", config.run.threads_per_rank)
+    return launch(argument, all_ranks(config), "tlt.bench.train:run_rank", config.run.threads_per_rank)
 
 
-def main(argument: str, stop: StopRequest) -> None:
-    """Runs on every rank. argument: what launch_runs packed."""
+def run_rank(argument: str, stop: StopRequest) -> None:
+    """Runs the plan on one rank. argument: from launch_runs."""
     given = json.loads(argument)
     config = Config.from_json(given["config"])
     world = join_ranks(config)
@@ -109,8 +106,9 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
     """Takes one step of every run per round until the plan is fulfilled or its time is over; then checkpoints
     all runs.
 
-    When the user stops it, the round under way is dropped, and these runs cannot go on.
-    Raises UserError where the runs in the folder did not end together."""
+    When the user stops it, the current round is dropped, and these runs cannot be continued.
+    Raises UserError where the runs in the folder did not end together.
+    """
     started, longest = time.perf_counter(), 0.0
     path = config.run.out_dir / "turns.jsonl"
     queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
@@ -121,16 +119,10 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
             runs[name] = Run(changed, world, stop, queue, prints=False)
             stack.callback(runs[name].close)
         reference = next(iter(runs.values()))
-        num_done = {
-            number
-            for name, turns in read_turns(path, runs).items()
-            for number in (runs[name].step, len(turns))
-        }
+        num_done = {run.step for run in runs.values()} | set(map(len, read_turns(path, runs).values()))
         if len(num_done) > 1:
-            raise UserError(
-                f"run.out_dir: the runs in {config.run.out_dir} did not end together; give another "
-                "--run.out_dir"
-            )
+            found = f"the runs in {config.run.out_dir} did not end together"
+            raise UserError(f"run.out_dir: {found}; give another --run.out_dir")
         while reference.step < plan.num_steps:
             begun = time.perf_counter()
             if any_rank(world, begun - started + longest > 60 * plan.minutes):
@@ -150,16 +142,17 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
 
 
 def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:
-    """Takes one step of every run, the order turned from round to round. Returns a Turn for each.
+    """Takes one step of every run, in alternating order. Returns a Turn for each.
 
-    In the first round the reference comes last: what a fresh process is slow at is not held against it."""
+    In the first round the reference comes last, so that a fresh process does not count against it.
+    """
     names = list(runs)
     reference = runs[names[0]]
     step = reference.step
     phases: dict[str, PhaseResult] = {}
     seconds: dict[str, float] = {}
     for name in names if step % 2 else reversed(names):
-        gather_objects(world, None)  # together
+        gather_objects(world, None)  # a barrier
         begun = time.perf_counter()
         phases[name] = advance(runs[name])
         gather_objects(world, None)
@@ -186,10 +179,7 @@ def responses(phase: PhaseResult) -> list[tuple[str, int, tuple[int, ...], float
     """Returns all of a phase that the update depends on: (problem, sample, tokens, reward), in canonical
     order."""
     pairs = zip(phase.rollouts, phase.rewards, strict=True)
-    return [
-        (rollout.problem_id, rollout.sample_index, rollout.token_ids, reward.value)
-        for rollout, reward in pairs
-    ]
+    return [(r.problem_id, r.sample_index, r.token_ids, reward.value) for r, reward in pairs]
 
 
 def synchronize(run: Run, reference: Run) -> None:

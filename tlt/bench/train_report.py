@@ -1,5 +1,4 @@
-"""Reports what the turns of `tlt bench train` showed: ratios of step seconds, phases, differences. Reads
-files alone."""
+"""Reports the turns of `tlt bench train`, from their files: ratios of step seconds, phases, differences."""
 
 from __future__ import annotations
 
@@ -24,49 +23,45 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Turn:
-    """One step of one run: a line of turns.jsonl, beside the run's own metrics.
-
-    seconds: from when all ranks began to when all were done, the record written.
-    num_different: responses whose tokens or reward are not the reference's.
-    same_weights: whether the weights after the step are the reference's, bit for bit.
-    digest: hash of all token ids and rewards.
-    """
+    """One step of one run: a line of turns.jsonl, beside the run's own metrics."""
 
     run: str
     step: int
     seconds: float
+    """From the start of all ranks to the end of all, the record written."""
     num_different: int
+    """Responses whose tokens or reward are not the reference's."""
     same_weights: bool
+    """Whether the weights after the step are the reference's, bit for bit."""
     digest: str
+    """Hash of all token ids and rewards."""
 
 
 def ceiling(rollout_share: float, rollout_speedup: float) -> float:
-    """Returns how much faster a step can get when only its rollout gets faster, by Amdahl's law: 1 / (1 - r +
-    r / S).
+    """Returns the highest speedup of a step whose rollout alone gets faster (Amdahl): 1 / (1 - r + r / S).
 
-    rollout_share r: of the reference's step.  rollout_speedup S: of the rollout alone.
+    rollout_share: r, the rollout's share of the reference's step.
+    rollout_speedup: S, of the rollout alone.
     """
     return 1 / (1 - rollout_share + rollout_share / rollout_speedup)
 
 
 def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
-    """Returns the turns by run, none where there is no file. Raises UserError for a run that is not among the
-    names."""
+    """Returns the turns by run; none where there is no file. Raises UserError for a run that is not named."""
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for turn in read_appended(path, lambda line: Turn(**json.loads(line)), "turn"):
         if turn.run not in turns:
-            raise UserError(
-                f"run.out_dir: {path.parent} holds a run {turn.run!r}; include it, or give another "
-                "--run.out_dir"
-            )
+            found = f"{path.parent} holds a run {turn.run!r}"
+            raise UserError(f"run.out_dir: {found}; include it, or give another --run.out_dir")
         turns[turn.run].append(turn)
     return turns
 
 
 def phase_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, float]:
-    """Returns the seconds per step under each span's name, mean over ranks; `other` is what no span covers.
+    """Returns the seconds per step under each span's name, mean over ranks; `other`: covered by no span.
 
-    Spans may overlap: what several cover (training that is preempted) counts under each of their names."""
+    Time that several spans cover (preempted training) counts under each of their names.
+    """
     seconds: dict[str, float] = defaultdict(float)
     num_steps = 0
     for spans in spans_by_rank.values():
@@ -82,9 +77,9 @@ def phase_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, floa
     return {name: value / num_steps for name, value in seconds.items()}
 
 
-def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Summarizes the runs in `folder` over the rounds that all of them finished. The first of the names is
-    the reference.
+def summarize_runs(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Summarizes the runs in `folder` over the rounds that all of them finished. The first name is the
+    reference.
 
     In the result, `ratios` are step seconds of base / run for every run and base; `rollout_speedup` S and the
     ceiling are over the reference. Raises UserError where no round was finished.
@@ -118,14 +113,12 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 def summarize_run(
     records: Sequence[StepRecord], turns: Sequence[Turn], spans: Mapping[int, Sequence[Span]]
 ) -> dict[str, Any]:
-    """Summarizes one run. Seconds are per step, idle seconds summed over ranks; None: there is nothing to
-    divide by."""
+    """Summarizes one run. Seconds are per step, idle seconds summed over ranks; None: nothing to measure."""
     num_steps = len(turns)
     step_seconds = sum(turn.seconds for turn in turns)
     idle_seconds = sum(record.idle.seconds for record in records)
-    lengths = [
-        record.rollout.accept_length for record in records if not math.isnan(record.rollout.accept_length)
-    ]
+    lengths = [r.rollout.accept_length for r in records if not math.isnan(r.rollout.accept_length)]
+    train_seconds = sum(record.drafter.train_seconds for record in records)
     phases = phase_seconds(spans)
     phases["record"] = (step_seconds - sum(record.step_seconds for record in records)) / num_steps
     return {
@@ -138,9 +131,7 @@ def summarize_run(
         "num_tokens": sum(record.rollout.num_tokens for record in records),
         "accept_length": statistics.mean(lengths) if lengths else None,
         "idle_seconds": idle_seconds / num_steps,
-        "harvested_share": (
-            sum(record.drafter.train_seconds for record in records) / idle_seconds if idle_seconds else None
-        ),
+        "harvested_share": train_seconds / idle_seconds if idle_seconds else None,
         "drafter_training_on_critical_path": critical_path_share(spans),
         "num_different": sum(turn.num_different for turn in turns),
         "num_steps_with_same_weights": sum(turn.same_weights for turn in turns),
@@ -151,8 +142,8 @@ def summarize_run(
     }
 
 
-def to_markdown(title: str, report: Mapping[str, Any]) -> str:
-    """Returns the report for people: the runs side by side, the reference first."""
+def train_markdown(title: str, report: Mapping[str, Any]) -> str:
+    """Returns the report as Markdown: the runs side by side, the reference first."""
     runs: dict[str, Any] = report["runs"]
     reference, *others = runs
     off, config = runs[reference], report["config"]
@@ -186,15 +177,13 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
     phases = [
         [name, *(number(run["phase_seconds"].get(name), ".3f") for run in runs.values())] for name in names
     ]
+    num_steps, run = report["num_steps"], config["run"]
     described = (
-        f"{report['num_steps']} steps of {off['num_responses'] // report['num_steps']} responses"
-        f" ({off['num_tokens'] / off['num_responses']:.0f} tokens on average), {config['run']['num_ranks']} "
-        "ranks,"
-        f" {config['run']['dtype']}. The runs took their steps in turns; ratios are geometric means of "
-        "paired steps with"
-        " 95 % intervals, above 1: faster. In float32 a near-tie may fall the other way; the run then got "
-        "the reference's"
-        " weights before the next step."
+        f"{num_steps} steps of {off['num_responses'] // num_steps} responses"
+        f" ({off['num_tokens'] / off['num_responses']:.0f} tokens on average), {run['num_ranks']} ranks,"
+        f" {run['dtype']}. The runs took their steps in turns; ratios are geometric means of paired steps"
+        " with 95 % intervals, above 1: faster. In float32 a near-tie may fall the other way; the run then got"
+        " the reference's weights before the next step."
     )
     blocks = [
         table(["", *runs], rows),

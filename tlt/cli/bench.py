@@ -72,7 +72,7 @@ class BenchTrain(BenchOptions, WithOverrides):
 def rollout(options: BenchRollout) -> Record:
     """Measures rollouts (bench/rollout.py); returns the ratios over off, by measurement."""
     from tlt.bench.report import header, write_report
-    from tlt.bench.rollout import constant, over_off, to_markdown
+    from tlt.bench.rollout import constant, over_off, rollout_markdown
     from tlt.bench.subject import Subject
     from tlt.drafter.drafting.hybrid import drafter_kinds
     from tlt.tuning.tuner import make_tuner
@@ -88,9 +88,8 @@ def rollout(options: BenchRollout) -> Record:
             measured = constant(subject, options.variants, batch_size, options.rounds, options.seconds)
             measurements.append(measured)
             print(over_off(measured), flush=True)
-            write_report(
-                options.out, report, to_markdown(report)
-            )  # after each: a later one may be interrupted
+            # after each: a later one may be interrupted
+            write_report(options.out, report, rollout_markdown(report))
     return {m["name"]: {name: ratio["mean"] for name, ratio in m["ratios"].items()} for m in measurements}
 
 
@@ -100,7 +99,7 @@ def train(options: BenchTrain) -> Record:
     from tlt.bench.geometry import hold_still
     from tlt.bench.report import header, write_report
     from tlt.bench.train import OFF, VARIANTS, Plan, launch_runs
-    from tlt.bench.train_report import summarize, to_markdown
+    from tlt.bench.train_report import summarize_runs, train_markdown
 
     for word in options.variants:
         if word not in VARIANTS:
@@ -117,9 +116,9 @@ def train(options: BenchTrain) -> Record:
         code = launch_runs(config, Plan(runs, options.steps, options.minutes))
     if code not in (0, 130, 143):
         raise SystemExit(code)
-    summary = summarize(config.run.out_dir, tuple(runs))
+    summary = summarize_runs(config.run.out_dir, tuple(runs))
     report = {**header(config, _command("tlt bench train")), **geometry, **summary}
-    write_report(options.out, report, to_markdown("Whole steps with and without TLT", report))
+    write_report(options.out, report, train_markdown("Whole steps with and without TLT", report))
     if code:
         raise SystemExit(code)
     return {name: report["runs"][name]["ratios"]["off"]["mean"] for name in options.variants}

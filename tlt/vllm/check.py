@@ -1,12 +1,10 @@
-"""The self-check of an engine that is vLLM, when it starts: a prompt, answered under the eyes of the law.
+"""The self-check of a vLLM engine at its start: does vLLM still sample by the law?
 
-    every row that vLLM draws from is kept ─▶ drawn again here, from the request's own key and parameters ─▶ the same tokens?
+    vLLM's draws are recorded ─▶ drawn again here, from each request's key and parameters ─▶ the same tokens?
 
-once without drafts, once with as many as vLLM drafts; and where references are followed, once along what was
-said before.
-
-A vLLM that has changed where the law is put into it would otherwise sample by another law, and nobody
-would see it.
+The check runs once without drafts, once with the longest drafts and, where references are used, once along
+what was generated before. A vLLM that has changed where the law is installed would otherwise sample by
+another law unnoticed.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from tlt.drafter.drafting.references import References
 from tlt.engine.stats import EngineStats
@@ -24,6 +21,7 @@ from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, Rollout, SamplingParams, UserError
 from tlt.vllm.engine import VllmEngine
+from tlt.vllm.inside.law import Recorded
 from tlt.vllm.references import RunningReferences
 
 NUM_TOKENS = 12
@@ -31,8 +29,8 @@ NUM_PROMPT = 4
 
 
 def check_law(engine: VllmEngine, vocab_size: int) -> None:
-    """Raises UserError unless the engine draws by the law, without drafts and with them. It leaves nothing
-    behind."""
+    """Raises UserError unless the engine draws by the law, with drafts and without. Leaves the engine as it
+    was."""
     (tuner, engine.tuner), (references, engine.references) = (engine.tuner, None), (engine.references, None)
     requests = probes(vocab_size, min(engine.max_batch_size, 2), engine.window)
     try:
@@ -53,15 +51,8 @@ def check_law(engine: VllmEngine, vocab_size: int) -> None:
         engine.tuner, engine.references, engine.stats = tuner, references, EngineStats()
 
 
-def _check(engine: VllmEngine, requests: Sequence[Request]) -> list[Rollout]:
-    engine.link.record(True)
-    rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.sample_index)
-    _compare_with_the_law(engine.link.record(False), requests, rollouts)
-    return rollouts
-
-
 def probes(vocab_size: int, num: int, window: int) -> list[Request]:
-    """Returns requests that no run makes, at two temperatures, so that a wrong row or parameter is seen."""
+    """Returns requests that no run makes, at two temperatures: so a wrong row or parameter shows."""
     num_prompt = min(NUM_PROMPT, window - 1)
     num_tokens = min(NUM_TOKENS, window - num_prompt)
     params = [
@@ -72,16 +63,23 @@ def probes(vocab_size: int, num: int, window: int) -> list[Request]:
     return [Request("self-check", index, prompt, params[index], "generate") for index in range(num)]
 
 
+def _check(engine: VllmEngine, requests: Sequence[Request]) -> list[Rollout]:
+    engine.link.record(True)
+    rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.sample_index)
+    _compare_with_the_law(engine.link.record(False), requests, rollouts)
+    return rollouts
+
+
 def _compare_with_the_law(
-    drawn: Sequence[tuple[Tensor, Tensor, Tensor]], requests: Sequence[Request], rollouts: Sequence[Rollout]
+    recorded: Sequence[Recorded], requests: Sequence[Request], rollouts: Sequence[Rollout]
 ) -> None:
-    """Draws again what vLLM drew, row by row, with keys and positions as this process knows them."""
+    """Draws every token again, with keys and positions as this process knows them."""
     rows = {}
     for (
         logits_RV,
         positions_R,
         keys_R4,
-    ) in drawn:  # of a position that was drawn behind a rejected draft the later row counts
+    ) in recorded:  # after a rejected draft the later row of a position counts
         for logits_V, position, key in zip(logits_RV, positions_R.tolist(), keys_R4.tolist(), strict=True):
             rows[position, tuple(key)] = logits_V
     for request, rollout in zip(requests, rollouts, strict=True):
@@ -96,7 +94,7 @@ def _compare_with_the_law(
                 raise _drifted(f"position {position} has token {token}, the law's is {int(expected)}")
 
 
-def _drifted(what: str) -> UserError:
+def _drifted(finding: str) -> UserError:
     return UserError(
-        f"engine: vllm does not sample by the law here ({what}); install a release that docs/vllm.md names"
+        f"engine: vllm does not sample by the law here ({finding}); install a release that docs/vllm.md names"
     )

@@ -1,9 +1,7 @@
-"""The learned drafter that vLLM drafts with, beside a copy of it in our own layout, which is measured.
+"""The learned drafter that vLLM drafts with, and a copy of it in our own layout, which is measured.
 
-    trainer ─▶ load ─┬▶ the copy           a policy is published ─▶ its head ─▶ the rows that an EAGLE-3 drafter carries along
-                     └▶ vLLM's drafter
-
-Knows neither training nor when it is due.
+trainer ─▶ load ─┬▶ the copy           new policy ─▶ its head ─▶ the head's rows in an EAGLE-3 drafter
+                 └▶ vLLM's drafter
 """
 
 from __future__ import annotations
@@ -21,20 +19,20 @@ from tlt.speculative.protocol import Drafting
 
 Push = Callable[[Mapping[str, Tensor]], None]
 
-_OF_THE_TARGET = ("d2t", "t2d")
-"""Tensors that never change while a drafter is trained."""
+_NEVER_TRAINED = ("d2t", "t2d")
+"""The maps between draft and target vocabulary."""
 
 
 class VllmDrafter(Drafting):
-    """Takes new weights to vLLM.
-
-    model: the copy in our layout.  push: hands tensors to vLLM's drafter, by the names that vLLM reads.
-    head: name of the target's head, or of the embedding where the two are one.
-    """
+    """Brings new drafter weights to vLLM."""
 
     choice = None
 
     def __init__(self, model: PackedDrafter, stored: StoredDrafter, push: Push, head: str) -> None:
+        """model: the copy in our layout.
+        push: sends tensors to vLLM's drafter, by the names that vLLM reads.
+        head: name of the target's head, or of its embedding where the two are tied.
+        """
         self.model, self.push = model, push
         shape = stored.config
         self._head = head if shape.method == "eagle3" and not shape.owns_head else None
@@ -54,27 +52,26 @@ class VllmDrafter(Drafting):
         return self.model.version
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """New weights, also while requests run."""
+        """Replaces the weights, also while requests run."""
         self.model.load(tensors, version)
-        self.push({name: tensor.detach() for name, tensor in tensors.items() if name not in _OF_THE_TARGET})
+        self.push({name: tensor.detach() for name, tensor in tensors.items() if name not in _NEVER_TRAINED})
 
     def note(self, part: Mapping[str, Tensor]) -> None:
-        """Looks for the head in a part of a new policy, whose rows the drafter uses."""
+        """Keeps the head's rows that the drafter uses, if this part of a new policy has the head."""
         if self._head is not None and self._head in part:
             head_VE = part[self._head].detach()
-            self._rows = (
-                head_VE.clone() if self._token_ids is None else head_VE[self._token_ids.to(head_VE.device)]
-            )
+            token_ids = self._token_ids
+            self._rows = head_VE.clone() if token_ids is None else head_VE[token_ids.to(head_VE.device)]
 
     def follow(self) -> None:
-        """Takes up the head of the policy that has come in whole."""
+        """Pushes the head of the policy that has been loaded."""
         if self._rows is not None:
             self.push({HEAD: self._rows})
             self._rows = None
 
 
-def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> Mapping[str, object]:
-    """Writes the drafter as vLLM loads it; returns that much of vLLM's speculative_config."""
+def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> dict[str, str]:
+    """Writes the drafter as vLLM loads it; returns its part of vLLM's speculative_config."""
     method = stored.config.method
     name = next(name for name, form in FORMATS.items() if form.method == method and form.engine == "vLLM")
     export_drafter(stored, name, target, folder)

@@ -1,11 +1,10 @@
-"""vLLM as a rollout engine: what engine/backend.py promises, kept by an unmodified vLLM with our law inside
-it.
+"""vLLM as a rollout engine: a RolloutBackend over an unmodified vLLM with our law inside.
 
-    add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ tokens and log-probabilities ─▶ Sequence ─▶ Finished
-                        ▲ draft length of every step: the tuner's;  drafts from references: references.py's
+    add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ new tokens ─▶ Sequence ─▶ Finished
+                        ▲ draft lengths from the tuner, drafts from references.py
 
-vLLM has the kernels, the caches and the tensor parallelism. What a response is, where it ends and which
-draft length comes next is decided here. Knows neither drafter training nor ranks.
+vLLM has the kernels, the caches and the tensor parallelism. This engine decides what a response is, where it
+ends and which draft length comes next.
 """
 
 from __future__ import annotations
@@ -35,22 +34,19 @@ from tlt.vllm.references import RunningReferences
 
 @dataclass(frozen=True)
 class Speculation:
-    """How drafts are made and chosen; by default they are not.
-
-    drafter: the learned one; None: there is none.
-    target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody
-        does.
-    references: what may be drafted from beside them; None: nothing.
-    """
+    """How drafts are made and chosen; by default there are none."""
 
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
+    """The learned drafter; None: there is none."""
     target: PackedTransformer | None = None
+    """A copy of the policy in our own layout, to train and measure the drafter; None: this is not done."""
     references: RunningReferences | None = None
+    """References that drafts may come from; None: there are none."""
 
 
 class VllmEngine(RolloutBackend):
-    """Generates responses with vLLM, which `link` holds."""
+    """Generates responses with the vLLM of a Link."""
 
     policy_version = 0
 
@@ -69,23 +65,22 @@ class VllmEngine(RolloutBackend):
         self.drafter: VllmDrafter | None = speculation.drafter
         self.target, self.references = speculation.target, speculation.references
         self._running: dict[str, Sequence] = {}
-        self._internal_id: dict[str, str] = {}
-        self._reading: set[str] = set()  # those whose prompt vLLM has not read to its end
+        self._reading: set[str] = set()
+        """Sequences whose prompt vLLM has not read to its end."""
         self._numbers = itertools.count()
         self._num_admitted = 0
         self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
-        self._otherwise: dict[
-            Strategy, float | None
-        ] = {}  # what was expected without it when it was chosen last
+        self._otherwise: dict[Strategy, float | None] = {}
+        """By strategy: the speed that was expected without it when it was chosen last."""
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
-        """Publishes a policy by Hugging Face names. Never in the middle of a response."""
+        """Publishes a policy, by Hugging Face names. No response may be running."""
         self.load_policy_parts(layer_by_layer(tensors), version)
 
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Publishes a policy part by part, to vLLM and to the copy beside it."""
+        """Publishes a policy part by part, to vLLM and to the copy in our layout."""
         assert self.is_idle, "a policy cannot change under running responses"
         with self.link.weights.loading_policy() as load:
             passing = self._hand_on(parts, load)
@@ -143,10 +138,10 @@ class VllmEngine(RolloutBackend):
         num_tokens = 0
         verified: list[tuple[int, int, bool]] = []  # accepted, drafted, from a reference
         for name, (token_ids, logprobs) in outputs.items():
-            sequence, num_drafted = self._running[name], self.link.num_verified(self._internal_id[name])
+            sequence, num_drafted = self._running[name], self.link.num_verified(name)
             num_kept, num_accepted = self._commit(sequence, token_ids, logprobs), len(token_ids) - 1
             num_tokens += num_kept
-            # where a strategy found nothing to draft for a sequence, that is its outcome, too
+            # a strategy that found nothing to draft for a sequence has that as its outcome
             if num_drafted or not (self._verified_by.is_off or name in self._reading):
                 verified.append((num_accepted, num_drafted, self._note_reference(name, num_accepted)))
                 self.stats.record_verification(num_drafted, num_drafted, num_accepted, num_kept)
@@ -157,7 +152,7 @@ class VllmEngine(RolloutBackend):
         return ended + self._finish(captures)
 
     def _admit(self) -> list[Finished]:
-        """Hands waiting requests to vLLM while there is room; returns those that were over when they came."""
+        """Sends waiting requests to vLLM while there is room; returns those that had already ended."""
         self._num_admitted, ended = 0, []
         while self.waiting and len(self._running) < self.max_batch_size:
             request, name = self.waiting.popleft(), f"tlt-{next(self._numbers)}"
@@ -165,10 +160,8 @@ class VllmEngine(RolloutBackend):
             if sequence.finish_reason is not None:
                 ended.append(Finished(sequence.to_rollout(self.policy_version)))
                 continue
-            stop_ids = list(request.params.stop_ids)
-            self._internal_id[name] = self.link.add(
-                name, sequence.tokens, sequence.num_left, stop_ids, RowLaw.extra_args(request)
-            )
+            stop_ids, law = list(request.params.stop_ids), RowLaw.extra_args(request)
+            self.link.add(name, sequence.tokens, sequence.num_left, stop_ids, law)
             self._running[name] = sequence
             self._reading.add(name)
             if self.references is not None:
@@ -192,9 +185,12 @@ class VllmEngine(RolloutBackend):
         )
 
     def _choose(self, batch: BatchState) -> None:
-        """Chooses the length of the drafts that this step will end with. A choice is kept for two steps at
-        least: only a step that verifies what it drafts itself, too, tells what the choice costs.
-        References count as drafted then, too, though they are looked up no earlier than they are verified."""
+        """Chooses the length of the drafts at the end of this step.
+
+        A choice is kept for at least two steps: only a step that both drafts and verifies by one strategy
+        shows the strategy's cost. Drafts from references follow the same rule, though they are looked up only
+        when they are verified.
+        """
         if self.tuner is None:
             return
         if self._verified_by == self._strategy:
@@ -204,15 +200,13 @@ class VllmEngine(RolloutBackend):
         self.link.draft(min(own.depth, self.link.max_depth))
 
     def _give_drafts(self) -> None:
-        """Gives vLLM what references say next, where this step verifies by a strategy that uses them."""
-        if self.references is not None and (
-            drafts := self.references.drafts(self._running, self._verified_by)
-        ):
-            self.link.give({self._internal_id[name]: draft for name, draft in drafts.items()})
+        """Gives vLLM the references' next tokens, where this step verifies by a strategy that uses them."""
+        if self.references is not None:
+            self.link.give(self.references.drafts(self._running, self._verified_by))
 
     def _note_reference(self, name: str, num_accepted: int) -> bool:
-        """Counts what a sequence kept of its reference; returns whether it had been drafted from."""
-        if self.references is None or not self.link.used_reference(self._internal_id[name]):
+        """Counts the accepted tokens of a sequence's reference; returns whether the draft came from it."""
+        if self.references is None or not self.link.used_reference(name):
             return False
         self.stats.record_reference(self.references.version(name), self.policy_version, num_accepted)
         return True
@@ -225,8 +219,8 @@ class VllmEngine(RolloutBackend):
     def _account(
         self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool
     ) -> None:
-        """Counts the step under the strategy that it verified. The tuner learns from steps alone that also
-        drafted by it, and that read no prompts, which takes longer than all else."""
+        """Counts the step under the strategy that it verified. The tuner learns only from steps that also
+        drafted by this strategy and read no prompts."""
         is_steady = strategy == self._strategy and outcome.num_tokens > 0 and not read_prompts
         predicted = self.tuner.predicted_speed if self.tuner is not None and is_steady else None
         otherwise = self._otherwise.get(strategy)
@@ -241,17 +235,15 @@ class VllmEngine(RolloutBackend):
         for name in ended:
             sequence = self._running[name]
             self.lengths.note_ended(sequence)
-            captured_TF = (
-                self.link.captured(self._internal_id[name], sequence.num_cached) if captures else None
-            )
+            captured_TF = self.link.captured(name, sequence.num_cached) if captures else None
             finished.append(Finished(sequence.to_rollout(self.policy_version), captured_TF))
         self._leave(ended)
         return finished
 
     def _leave(self, names: list[str]) -> None:
-        """Drops sequences; vLLM is told of those that it still runs."""
+        """Drops sequences, here and in vLLM."""
         if names:
-            self.link.abort([self._internal_id.pop(name) for name in names])
+            self.link.abort(names)
         self._reading -= set(names)
         if self.references is not None:
             self.references.leave(names)

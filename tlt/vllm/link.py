@@ -1,8 +1,9 @@
-"""Our end of vLLM: it is started with the law inside, and driven step by step in this process. Knows no
-responses, only requests by name and their new tokens; weights.py brings weights in.
+"""Our end of vLLM: starts it with the law inside, and drives it step by step.
 
     in this process      scheduler and, for one device, the worker
     else                 a worker process for every device
+
+weights.py brings weights in.
 """
 
 from __future__ import annotations
@@ -20,36 +21,38 @@ import torch
 from torch import Tensor
 
 from tlt.io.processes import how_it_ended
+from tlt.vllm.inside.law import Recorded
 from tlt.vllm.inside.release import check_installed
 from tlt.vllm.settings import VllmSettings
 from tlt.vllm.transfer import make_carrier
 from tlt.vllm.weights import Weights
 
 _ENVIRONMENT = {
-    # the scheduler in this process: draft lengths are set before every step
+    # keeps the scheduler in this process: draft lengths are set before every step
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torch.set_num_threads has the say
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torch.set_num_threads decides
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # what a command prints is its result
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for a command's result
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
 
 def needs_own_process() -> bool:
-    """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has
-    loaded numba (as vLLM's n-gram drafter does), whose objects vLLM trips over when it looks for its
-    kernels."""
+    """Returns whether vLLM's worker cannot run in this process: the process already has a process group, or
+    has loaded numba (as vLLM's n-gram drafter does), whose objects break vLLM's search for kernels."""
     return torch.distributed.is_initialized() or "llvmlite" in sys.modules
 
 
 class Link:
-    """Holds a running vLLM."""
+    """A running vLLM. Its methods name requests as `add` does."""
 
     def __init__(self, settings: VllmSettings) -> None:
         check_installed()
         self.settings, self.dtype, self.max_depth = settings, settings.dtype, settings.max_depth
         self._num_threads = torch.get_num_threads()
+        self._internal_ids: dict[str, str] = {}
+        """vLLM's own name of every request."""
         way = settings.way
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -57,7 +60,7 @@ class Link:
         from tlt.vllm.start import start  # imports vllm, which reads the environment
 
         with nullcontext() if settings.is_in_process else workers_deaf_to_interrupts():
-            self._llm, self._sampling_params = start(settings)
+            self._llm, self._request_params = start(settings)
         engine = self._llm.llm_engine
         self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
         self.device = torch.device(engine.vllm_config.device_config.device_type)
@@ -71,10 +74,6 @@ class Link:
     def captures(self) -> bool:
         return self.settings.captures and self.settings.is_in_process and not self.is_v2
 
-    @property
-    def sleeps(self) -> bool:
-        return self.device.type == "cuda"
-
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(
@@ -84,21 +83,18 @@ class Link:
         max_tokens: int,
         stop_ids: Sequence[int],
         extra_args: dict[str, Any],
-    ) -> str:
-        """Sends a request, which goes on from its tokens; returns vLLM's own name for it."""
-        params = self._sampling_params(max_tokens, list(stop_ids), extra_args)
-        internal: str = self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
-        return internal
+    ) -> None:
+        """Sends a request, which continues its tokens."""
+        params = self._request_params(max_tokens, list(stop_ids), extra_args)
+        prompt = {"prompt_token_ids": list(token_ids)}
+        self._internal_ids[name] = self._engine.add_request(name, prompt, params)
 
     def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
-        """Runs one of vLLM's steps; returns the new tokens and their log-probabilities, by the request's
-        name."""
+        """Runs one step of vLLM; returns new tokens and their log-probabilities by request."""
         found = {}
         with self._naming_dead_workers():
             outputs = self._engine.step()
-        if (
-            torch.get_num_threads() != self._num_threads
-        ):  # vLLM's n-gram drafter, which numba compiles, changes PyTorch's, too
+        if torch.get_num_threads() != self._num_threads:  # numba's n-gram drafter changes PyTorch's, too
             torch.set_num_threads(self._num_threads)
         for output in outputs:
             (completion,) = output.outputs
@@ -110,64 +106,60 @@ class Link:
                 found[output.request_id] = token_ids, logprobs
         return found
 
-    def abort(self, internal_ids: list[str]) -> None:
-        """Ends requests; those that have ended already stay as they are."""
-        self._engine.abort_request(internal_ids, internal=True)
+    def abort(self, names: Sequence[str]) -> None:
+        """Ends requests and forgets them, also those that have ended by themselves."""
+        self._engine.abort_request([self._internal_ids.pop(name) for name in names], internal=True)
 
     def draft(self, depth: int) -> None:
         """Sets how many tokens are drafted at the end of the next step."""
         self._scheduler.num_to_draft = depth
 
     def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Gives requests drafts, by vLLM's names, for the next step to verify in place of vLLM's own."""
-        self._scheduler.given = {internal_id: list(tokens) for internal_id, tokens in drafts.items()}
+        """Gives requests drafts that the next step verifies in place of vLLM's own."""
+        self._scheduler.given = {self._internal_ids[name]: list(tokens) for name, tokens in drafts.items()}
 
-    def used_reference(self, internal_id: str) -> bool:
-        """Returns whether what the latest step verified of a request was given."""
-        return internal_id in self._scheduler.followed
+    def used_reference(self, name: str) -> bool:
+        """Returns whether the latest step verified a draft that was given for this request."""
+        return self._internal_ids[name] in self._scheduler.followed
 
-    def num_verified(self, internal_id: str) -> int:
-        """Returns the drafted tokens of a request that the latest step verified."""
-        found: int = self._scheduler.num_verified.get(internal_id, 0)
-        return found
+    def num_verified(self, name: str) -> int:
+        """Returns how many drafted tokens of this request the latest step verified."""
+        return self._scheduler.num_verified.get(self._internal_ids[name], 0)
 
     def take_preemptions(self) -> int:
-        """Returns how many requests vLLM has put back for want of memory since this was asked last."""
-        found: int = self._scheduler.num_preempted
-        self._scheduler.num_preempted = 0
+        """Returns how many requests vLLM has preempted since the last call."""
+        found, self._scheduler.num_preempted = self._scheduler.num_preempted, 0
         return found
 
-    def captured(self, internal_id: str, num_positions: int) -> Tensor | None:
-        """Returns what the target captured of a request whose last tokens came in the latest step."""
+    def captured(self, name: str, num_positions: int) -> Tensor | None:
+        """Returns the features captured of a request whose last tokens came in the latest step; None: not
+        all of them were."""
         if not self.captures:
             return None
-        found: Tensor | None = self.call("tlt_captured", internal_id, num_positions)[0]
-        return found
+        return self.call("tlt_captured", self._internal_ids[name], num_positions)[0]
 
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def release(self) -> None:
-        """Gives memory back until the next policy is loaded: on GPUs vLLM's weights and caches, on a CPU
-        what was captured."""
+        """Frees memory until the next policy is loaded: on GPUs vLLM's weights and caches, on a CPU the
+        captured features."""
         if self.captures:
             self.call("tlt_release")
-        if self.sleeps:
+        if self.device.type == "cuda":
             self.weights.sleep()
 
-    def record(self, records: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Begins or ends keeping what the law draws from; returns what was kept before
-        (LawTable.recorded)."""
+    def record(self, records: bool) -> list[Recorded]:
+        """Starts or stops recording the law's draws; returns what was recorded so far."""
         return self.call("tlt_record", records)[0] or []
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Calls one of our methods (worker.py) on every worker; returns what each returned."""
+        """Calls a method of every worker (worker.py); returns each one's result."""
         with self._naming_dead_workers():
-            found: list[Any] = self._llm.collective_rpc(name, args=arguments)
-        return found
+            return self._llm.collective_rpc(name, args=arguments)
 
     @contextmanager
     def _naming_dead_workers(self) -> Iterator[None]:
-        """Says of a call that failed since a worker process is gone, which one and how it ended."""
+        """Raises RuntimeError that names the worker process which has ended, where a call fails for that."""
         executor = self._engine.engine_core.engine_core.model_executor
         processes = [] if self.settings.is_in_process else [worker.proc for worker in executor.workers]
         try:
@@ -186,21 +178,21 @@ class Link:
         core = self._engine.engine_core
         if self.settings.is_in_process:
             core.shutdown()
-        else:  # and no more: the whole of vLLM's shutdown would end this process's own process group, too
+        else:  # vLLM's whole shutdown would also end this process's own process group
             core.engine_core.model_executor.shutdown()
 
 
 def quieten() -> None:
-    """Lets vLLM say while it is imported what its level of logging allows, and no more: it sets its
-    loggers up later. A warning about a name of PyTorch's that vLLM merely looks at is for vLLM's authors."""
+    """Applies vLLM's logging level already while it is imported: vLLM sets its loggers up later. Hides its
+    FutureWarnings, which are for vLLM's authors."""
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 @contextmanager
 def workers_deaf_to_interrupts() -> Iterator[None]:
-    """Lets processes be born with SIGINT blocked: Ctrl-C reaches all that a terminal runs, and this one
-    decides on it."""
+    """Starts processes with SIGINT blocked: Ctrl-C reaches every process of a terminal, but this one alone
+    handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

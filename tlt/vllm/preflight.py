@@ -1,4 +1,4 @@
-"""What can be refused of an engine that is vLLM before one is started. Starts nothing."""
+"""Refuses vLLM engines that could not work, before one is started."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from tlt.config.vllm import VllmSection
 from tlt.types import UserError
 from tlt.vllm.inside.release import check_installed
-from tlt.vllm.strategies import check_references, check_speculation
+from tlt.vllm.strategies import check_speculation, refuse_references
 from tlt.vllm.transfer import choose_way
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VLLM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_vllm(
@@ -23,16 +23,18 @@ def check_vllm(
     is_in_group: bool = False,
     follows: bool = False,
 ) -> None:
-    """Raises UserError for an engine that could not be had. device: "cpu" or "cuda".
-    num_engines: on this machine.
-    is_in_group: whether the process that drives it has a process group, so that vLLM's worker is one of its
-        own.
-    follows: whether the user asks for drafts from references."""
+    """Raises UserError for a vLLM engine that could not work.
+
+    device: "cpu" or "cuda".
+    num_engines: engines on this machine.
+    is_in_group: whether the driving process has a process group, so that vLLM's worker needs its own process.
+    follows: whether the user asks for drafts from references.
+    """
     check_installed()
     check_speculation(speculation, has_learned)
     if follows:
-        check_references(device)
-    if dtype not in DTYPES:
+        refuse_references(device)
+    if dtype not in VLLM_DTYPES:
         name = str(dtype).removeprefix("torch.")
         raise UserError(
             f"dtype: {name}, which vLLM does not compute in; give float32 or bfloat16, or engine tlt"

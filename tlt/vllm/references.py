@@ -30,23 +30,21 @@ class RunningReferences:
             self._cursors.pop(name, None)
 
     def reference_drafts(self, running: Mapping[str, Sequence]) -> tuple[ReferenceDraft, ...]:
-        """Compares all references with what was committed; returns the drafts that they allow, if any."""
+        """Advances every cursor over the committed tokens; returns the drafts that the references allow."""
         for name, cursor in self._cursors.items():
             self.acceptance.read(cursor, running[name].tokens)
         found = [self.acceptance.possible(cursor) for cursor in self._cursors.values()]
         return tuple(draft for draft in found if draft.length > 0)
 
     def drafts(self, running: Mapping[str, Sequence], strategy: Strategy) -> dict[str, list[int]]:
-        """Returns the drafts from references, if any. `reference_drafts` has read what was committed."""
-        if not strategy.uses_references:
-            return {}
-        asked = [(name, running[name], cursor) for name, cursor in self._cursors.items()]
-        depth, vocab_size = strategy.depth, self.vocab_size
-        drafts = {
-            name: self.acceptance.draft(f, one.tokens, one.request, depth, vocab_size)
-            for name, one, f in asked
-        }
-        return {name: [*draft] for name, draft in drafts.items() if draft}
+        """Returns the drafts by sequence name, if any. Call `reference_drafts` first: it reads what was
+        committed."""
+        found: dict[str, list[int]] = {}
+        for name, cursor in self._cursors.items() if strategy.uses_references else ():
+            tokens, request = running[name].tokens, running[name].request
+            if draft := self.acceptance.draft(cursor, tokens, request, strategy.depth, self.vocab_size):
+                found[name] = [*draft]
+        return found
 
     def version(self, name: str) -> int | str:
         """Returns the version of a sequence's reference."""

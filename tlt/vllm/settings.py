@@ -1,4 +1,4 @@
-"""What a vLLM of ours is started with: values alone, without vLLM."""
+"""The settings that our vLLM is started with. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ from tlt.vllm.inside.law import DEFAULT_TAU
 from tlt.vllm.transfer import Way, choose_way
 
 CPU_KV_GIB = 1.0
-"""GiB for keys and values where nobody says how much, on a CPU."""
+"""Default GiB for keys and values on a CPU."""
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Says what vLLM is started with.
-
-    model: a checkpoint folder.
-    dtype: of weights and activations, as torch names it.
-    max_batch_size: sequences at a time.
-    window: positions of the longest, prompt included.
-    kv_gib: GiB for keys and values; None: vLLM's own share of a GPU, and 1 GiB on a CPU.
-    section: the user's own settings of vLLM.
-    drafter: {"method": …} as vLLM's speculative_config has it, without a length; None: no speculation.
-    depths: numbers of tokens that may be drafted at a time, rising from 0.
-    tau: the drafter's temperature (LawTable).
-    captures: whether features are kept for the drafter's training.
-    own_process: whether the worker is a process of its own even on one device (`needs_own_process`).
-    device_index: of the GPU that is this process's; vLLM takes its share of all, counted from there.
-    """
+    """The settings of one vLLM engine."""
 
     model: Path
+    """A checkpoint folder."""
     dtype: torch.dtype
+    """Type of weights and activations."""
     max_batch_size: int
+    """Sequences that run at a time."""
     window: int
+    """Positions of the longest sequence, prompt included."""
     kv_gib: float | None = None
+    """GiB for keys and values; None: vLLM's own share of a GPU, CPU_KV_GIB on a CPU."""
     section: VllmSection = field(default_factory=VllmSection)
+    """The user's settings of vLLM."""
     drafter: Mapping[str, Any] | None = None
+    """The drafter's part of vLLM's speculative_config, without a length; None: no speculation."""
     depths: tuple[int, ...] = (0,)
+    """Draft lengths that may be chosen, rising from 0."""
     tau: float = DEFAULT_TAU
+    """The drafter's temperature (LawTable)."""
     captures: bool = False
+    """Whether features are captured for the drafter's training."""
     own_process: bool = False
+    """Whether the worker is a process of its own even on one device (`needs_own_process`)."""
     device_index: int = 0
+    """Index of this process's GPU, or of its group of tensor_parallel GPUs."""
 
     @property
     def max_depth(self) -> int:
@@ -58,7 +56,6 @@ class VllmSettings:
 
     @property
     def way(self) -> Way:
-        """How weights reach the workers. UserError where they cannot go as the user asks."""
-        return choose_way(
-            self.section, is_cuda=torch.cuda.is_available(), has_own_worker=not self.is_in_process
-        )
+        """How weights reach the workers. Raises UserError where the user's choice is not possible."""
+        is_cuda = torch.cuda.is_available()
+        return choose_way(self.section, is_cuda=is_cuda, has_own_worker=not self.is_in_process)

@@ -1,4 +1,4 @@
-"""Starts vLLM with the law inside. Imports vLLM: link.py says when."""
+"""Starts vLLM with the law inside. Imports vLLM, so link.py imports it late."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from vllm.sampling_params import RequestOutputKind
 from tlt.engine.memory import GPU_SHARE
 from tlt.io.text import one_line
 from tlt.types import UserError
-from tlt.vllm.inside.plugin import CONFIG, register
+from tlt.vllm.inside.plugin import register
 from tlt.vllm.inside.scheduler import LengthScheduler
+from tlt.vllm.inside.served import CONFIG_KEY
 from tlt.vllm.settings import CPU_KV_GIB, VllmSettings
 
 MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]
 
 
 def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
-    """Returns vLLM, ready, and what makes its sampling parameters: (max_tokens, stop_ids, extra_args)."""
+    """Returns vLLM, ready, and the function that makes its sampling parameters."""
     register()
-    # a reload names every layer without weights of its own as not loaded; link.py sees for itself what has
-    # arrived
+    # a reload warns of every layer without weights of its own; tlt_settle (worker.py) checks for itself
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     with torch.random.fork_rng():  # the caller's random numbers stay as they are
         try:
             llm = vllm.LLM(**arguments(settings))
-        except ValueError as error:  # so vLLM refuses a model, or a cache without room for a whole response
+        except ValueError as error:  # vLLM refuses the model, or a cache without room for a whole response
             remedy = "change [vllm], rollout.kv_gib or the model, or use engine tlt"
             raise UserError(f"engine: vllm does not start ({one_line(error, 400)}); {remedy}") from None
-    return llm, sampling_params
+    return llm, request_params
 
 
 def arguments(settings: VllmSettings) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_sleep_mode": is_cuda,
         "speculative_config": speculative_config(settings),
         "additional_config": {
-            CONFIG: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}
+            CONFIG_KEY: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}
         },
         "weight_transfer_config": {"backend": "ipc"} if settings.way == "ipc" else None,
         "worker_extension_cls": "tlt.vllm.inside.worker.TltWorker",
@@ -69,9 +69,8 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """Returns which GPUs are this engine's, where every process of the machine has one over so many, and
-    its share of what is free there: vLLM's own default is nine tenths of all, and the policy that is
-    trained lies there already."""
+    """Returns this engine's GPUs, `tensor_parallel` for each process, and its share of their memory. vLLM's
+    default share, nine tenths of all, ignores the trained policy, which is there already."""
     size = settings.section.tensor_parallel
     first = settings.device_index * size
     free, total = torch.cuda.mem_get_info(first)
@@ -80,10 +79,12 @@ def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
-    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for
-    it: as the length of some batch size, which is then never used (scheduler.py sets the length for all of
-    them). A drafter that drafts nothing has the least length that vLLM knows; what is given (given.py) may
-    be longer than any."""
+    """Returns vLLM's speculative_config.
+
+    It names every draft length that may be chosen, so that vLLM captures graphs for it. vLLM takes lengths by
+    batch size; scheduler.py overwrites these. The smallest length that vLLM allows is 1, also where nothing
+    drafts; given drafts (given.py) may be longer than all.
+    """
     if settings.drafter is None:
         return None
     return {
@@ -95,9 +96,9 @@ def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
     }
 
 
-def sampling_params(max_tokens: int, stop_ids: list[int], extra_args: dict[str, Any]) -> vllm.SamplingParams:
-    """Returns a request's parameters. The law is in `extra_args`; vLLM itself is asked for the likeliest
-    token, which costs it least, and takes what the law leaves."""
+def request_params(max_tokens: int, stop_ids: list[int], extra_args: dict[str, Any]) -> vllm.SamplingParams:
+    """Returns a request's sampling parameters. The law is in `extra_args`; vLLM itself decodes greedily, at
+    the least cost."""
     return vllm.SamplingParams(
         temperature=0,
         max_tokens=max_tokens,

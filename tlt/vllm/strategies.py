@@ -1,5 +1,4 @@
-"""What vLLM can draft of what was asked for: one drafter an engine, chains alone, and references. Starts
-nothing."""
+"""The strategies that vLLM can carry out: chains of one drafter per engine, and drafts from references."""
 
 from __future__ import annotations
 
@@ -10,15 +9,14 @@ from tlt.tuning.tuner import default_arms
 from tlt.types import UserError
 
 
-def check_references(device: str) -> None:
+def refuse_references(device: str) -> None:
     """Raises UserError where vLLM cannot draft from references. device: "cpu" or "cuda"."""
     if not takes_drafts(device):
         raise UserError(NO_REFERENCES)
 
 
 def takes_drafts(device: str) -> bool:
-    """Returns whether vLLM's runner for a device takes drafts from its scheduler, where references are put
-    in."""
+    """Returns whether the device's model runner takes drafts from the scheduler, as references need."""
     return device == "cpu"
 
 
@@ -30,12 +28,11 @@ NO_REFERENCES = (
 
 def check_speculation(speculation: str, has_learned: bool) -> None:
     """Raises UserError for a speculation that vLLM cannot carry out."""
-    depths_of(speculation, kinds_of(speculation, has_learned), 1)
+    draft_depths(speculation, vllm_kinds(speculation, has_learned), 1)
 
 
-def kinds_of(speculation: str, has_learned: bool) -> tuple[str, ...]:
-    """Returns the drafter that vLLM is started with, one at most: () where nothing is drafted, or from
-    references alone."""
+def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
+    """Returns the kind of drafter that vLLM is started with, one at most; (): vLLM itself drafts nothing."""
     if speculation == "off":
         return ()
     kind = "learned" if has_learned else "ngram"
@@ -54,8 +51,8 @@ def kinds_of(speculation: str, has_learned: bool) -> tuple[str, ...]:
     return (asked,)
 
 
-def depths_of(speculation: str, kinds: Sequence[str], max_draft_tokens: int) -> tuple[int, ...]:
-    """Returns the numbers of tokens that may be drafted at a time, rising from 0. UserError for trees."""
+def draft_depths(speculation: str, kinds: Sequence[str], max_draft_tokens: int) -> tuple[int, ...]:
+    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees."""
     if not kinds:
         return (0,)
     if speculation == "adaptive":

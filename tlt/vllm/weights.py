@@ -1,10 +1,9 @@
-"""An update of vLLM's weights, the policy's or its drafter's: begun, brought part by part, ended, and seen to
-have arrived.
+"""Updates of vLLM's weights, the policy's or its drafter's.
 
-    wake ─▶ begin ─▶ part, part, … ─▶ end ─▶ the head computes with the new weights? ─▶ prefix cache reset        (policy)
-            begin ─▶ part ─────────▶ end                                                                         (drafter)
+    policy     wake ─▶ begin ─▶ part, part, … ─▶ end ─▶ the head computes with the new weights? ─▶ cache reset
+    drafter            begin ─▶ part ─────────▶ end
 
-How a part reaches a worker is its carrier's affair (transfer.py). Knows no requests.
+A carrier brings each part to the workers (transfer.py).
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from tlt.types import UserError
 from tlt.vllm.transfer import Call, Carrier
 
 _HEAD_TOLERANCE = 0.05
-"""Relative difference between the head's product and its own weights from which on an update has not
-arrived: bfloat16 rounds to 0.4 %, and weights of another policy are far apart."""
+"""Highest relative difference between the head's product and its new weights' product. bfloat16 rounds to
+0.4 %; weights of another policy are far apart."""
 
 
 class Weights:
-    """Brings weights into a running vLLM, which sleeps between its rollouts where it can."""
+    """Updates the weights of a running vLLM."""
 
     def __init__(self, llm: Any, call: Call, carrier: Carrier) -> None:
         self._llm, self._call, self._carrier = llm, call, carrier
@@ -32,9 +31,11 @@ class Weights:
 
     @contextmanager
     def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields what takes the parts of a policy, tensors by Hugging Face names. At the end all of it is
-        in use, what was cached of the old one is gone, and vLLM's head has been seen to compute with the
-        new weights, where it still shows them (worker.py, tlt_settle)."""
+        """Yields the function that takes a policy's parts: tensors by Hugging Face names.
+
+        At the end vLLM uses the whole policy and has dropped the old one's caches. Where the head's weights
+        can still be read, the head has been checked to compute with the new ones (worker.py, tlt_settle).
+        """
         self._wake()
         with self._loading(is_drafter=False) as load:
             yield load
@@ -47,7 +48,7 @@ class Weights:
             load(tensors)
 
     def sleep(self) -> None:
-        """Gives the memory of weights and caches back until the next policy is loaded; on GPUs alone."""
+        """Frees the memory of weights and caches until the next policy is loaded. Works on GPUs only."""
         if not self._is_asleep:
             self._llm.sleep(level=1)
             self._is_asleep = True
@@ -60,14 +61,11 @@ class Weights:
         settled = self._call("tlt_settle", is_drafter)
         worst, missing = max(error for error, _ in settled), settled[0][1]
         if missing:
-            raise UserError(
-                f"policy: has nothing for {missing[0]} ({len(missing)} such); give all of the checkpoint's "
-                "tensors"
-            )
+            absent = f"has nothing for {missing[0]} ({len(missing)} such)"
+            raise UserError(f"policy: {absent}; give all of the checkpoint's tensors")
         if worst > _HEAD_TOLERANCE:
-            raise RuntimeError(
-                f"vllm: the head computes with other weights than it was given (off by {worst:.2g})"
-            )
+            found = f"off by {worst:.2g}"
+            raise RuntimeError(f"vllm: the head computes with other weights than it was given ({found})")
 
     def _wake(self) -> None:
         if self._is_asleep:

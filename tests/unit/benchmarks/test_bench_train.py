@@ -14,7 +14,7 @@ import tlt
 from tests.unit.report.test_report import record
 from tlt.bench.report import header, with_changes
 from tlt.bench.train import OFF, VARIANTS, Plan, describe_round
-from tlt.bench.train_report import Turn, ceiling, phase_seconds, summarize, to_markdown
+from tlt.bench.train_report import Turn, ceiling, phase_seconds, summarize_runs, train_markdown
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.report.record import MetricsWriter
@@ -141,7 +141,7 @@ def write_run(
 def test_a_summary_pairs_the_steps_that_all_runs_finished(tmp_path: Path) -> None:
     write_run(tmp_path, "off", [8.0, 18.0], math.nan, [0, 0])
     write_run(tmp_path, "tlt", [3.0, 8.0, 99.0], 3.0, [0, 2])  # the third step is of a round that was stopped
-    report = summarize(tmp_path, ("off", "tlt"))
+    report = summarize_runs(tmp_path, ("off", "tlt"))
     off, tlt = report["runs"]["off"], report["runs"]["tlt"]
     assert report["num_steps"] == 2
     assert tlt["ratios"]["off"]["values"] == (10 / 5, 20 / 10)
@@ -157,7 +157,7 @@ def test_a_summary_pairs_the_steps_that_all_runs_finished(tmp_path: Path) -> Non
     assert (tlt["num_different"], tlt["num_steps_with_same_weights"]) == (2, 1)
 
     config = load_config(RECIPES / "headline.toml")
-    text = to_markdown("Title", {**header(config, "command"), **report})
+    text = train_markdown("Title", {**header(config, "command"), **report})
     assert "| step time, off / run | – | 2.00 (2.00 – 2.00) |" in text
     assert "| responses that differ from off's, of 64 | 0 | 2 |" in text
     assert "| train drafter | 0.100 | 0.100 |" in text
@@ -171,10 +171,10 @@ def test_people_are_told_steps_counted_from_1() -> None:
 
 def test_without_a_finished_round_there_is_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not one round was finished; give it more --minutes"):
-        summarize(tmp_path, ("off", "tlt"))
+        summarize_runs(tmp_path, ("off", "tlt"))
     write_run(tmp_path, "frozen", [1.0], 3.0, [0])
     with pytest.raises(UserError, match="holds a run 'frozen'; include it, or give another"):
-        summarize(tmp_path, ("off", "tlt"))
+        summarize_runs(tmp_path, ("off", "tlt"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy
 from tlt.assembly.model import Model
-from tlt.bench.acceptance import Acceptance, Chains, observe, speedup
+from tlt.bench.acceptance import ChainAcceptance, Chains, observe, speedup
 from tlt.cli import main as cli
 from tlt.drafter.formats.folder import StoredDrafter, save_drafter
 from tlt.drafter.model import DraftModel, Method, align, drafter_shape
@@ -44,7 +44,7 @@ def model_of(policy: Transformer) -> Model:
     return Model(Path(), policy.config, None, (), tensors(policy))
 
 
-def count(acceptance: Acceptance) -> tuple[float, float]:
+def count(acceptance: ChainAcceptance) -> tuple[float, float]:
     """(guesses, accepted ones) in the buckets by entropy."""
     buckets = acceptance.by_entropy
     return sum(b.num_guesses for b in buckets), sum(b.num_guesses * b.accepted for b in buckets)

@@ -50,7 +50,7 @@ class PretendLink:
     """vLLM as its engine sees it (link.py). finds: for how many of three requests a draft is found; wrong:
     the share of drafted tokens that are."""
 
-    device, dtype, is_v2, captures, sleeps = torch.device("cpu"), torch.float32, False, True, False
+    device, dtype, is_v2, captures = torch.device("cpu"), torch.float32, False, True
 
     def __init__(self, max_depth: int = 4, finds: int = 3) -> None:
         self.max_depth, self.finds, self.random = max_depth, finds, random.Random(0)
@@ -71,29 +71,26 @@ class PretendLink:
         max_tokens: int,
         stop_ids: Sequence[int],
         extra_args: dict[str, Any],
-    ) -> str:
-        slot = min(set(range(SLOTS)) - {request.slot for request in self.requests.values()})
-        self.table.put(
-            slot, RowLaw(tuple(extra_args["tlt"]["key"]), SamplingParams(**extra_args["tlt"]["params"]))
-        )
-        self.requests[f"i-{name}"] = Pretended(name, slot, token_ids, max_tokens, stop_ids)
-        return f"i-{name}"
+    ) -> None:
+        slot, law = min(set(range(SLOTS)) - {r.slot for r in self.requests.values()}), extra_args["tlt"]
+        self.table.put(slot, RowLaw(tuple(law["key"]), SamplingParams(**law["params"])))
+        self.requests[name] = Pretended(name, slot, token_ids, max_tokens, stop_ids)
 
-    def abort(self, internal_ids: list[str]) -> None:
-        for internal_id in internal_ids:
-            self.requests.pop(internal_id, None)
+    def abort(self, names: list[str]) -> None:
+        for name in names:
+            self.requests.pop(name, None)
 
     def draft(self, depth: int) -> None:
         self.depth = depth
 
     def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        self.given = {internal_id: list(tokens) for internal_id, tokens in drafts.items()}
+        self.given = {name: list(tokens) for name, tokens in drafts.items()}
 
-    def used_reference(self, internal_id: str) -> bool:
-        return internal_id in self.followed
+    def used_reference(self, name: str) -> bool:
+        return name in self.followed
 
-    def num_verified(self, internal_id: str) -> int:
-        return self.verified.get(internal_id, 0)
+    def num_verified(self, name: str) -> int:
+        return self.verified.get(name, 0)
 
     def take_preemptions(self) -> int:
         found, self.num_preempted = self.num_preempted, 0
@@ -103,22 +100,20 @@ class PretendLink:
         found = {}
         self.table.flush()
         given, self.given = self.given, {}
-        self.followed = frozenset(
-            given.keys() & {name for name, request in self.requests.items() if request.has_read}
-        )
-        for internal_id in self.followed:
-            self.requests[internal_id].drafts = given[internal_id]
-        self.verified = {internal_id: len(request.drafts) for internal_id, request in self.requests.items()}
+        self.followed = frozenset(name for name in given if self.requests[name].has_read)
+        for name in self.followed:
+            self.requests[name].drafts = given[name]
+        self.verified = {name: len(request.drafts) for name, request in self.requests.items()}
         self.draft_depths.append(self.depth)
-        for internal_id, request in list(self.requests.items()):
+        for name, request in list(self.requests.items()):
             tokens, logprobs = self.verify(request)
             request.tokens += tokens
             request.has_read = True
-            found[request.name] = tuple(tokens), tuple(logprobs)
+            found[name] = tuple(tokens), tuple(logprobs)
             is_over = len(request.tokens) >= request.end or tokens[-1] in request.stop_ids
             request.drafts = [] if is_over else self.guess(request)
             if is_over:
-                del self.requests[internal_id]
+                del self.requests[name]
         return found
 
     def verify(self, request: Pretended) -> tuple[list[int], list[float]]:
@@ -149,8 +144,8 @@ class PretendLink:
         self.table.recorded = recorded
         return drafts
 
-    def captured(self, internal_id: str, num_positions: int) -> Tensor | None:
-        return torch.full((num_positions, 1), float(internal_id.removeprefix("i-tlt-")))
+    def captured(self, name: str, num_positions: int) -> Tensor | None:
+        return torch.full((num_positions, 1), float(name.removeprefix("tlt-")))
 
     @property
     def weights(self) -> PretendLink:
@@ -432,9 +427,9 @@ def another_token(link: PretendLink) -> None:
 def another_temperature(link: PretendLink) -> None:
     add = link.add
 
-    def hotter(name: str, ids: Sequence[int], num: int, stop: Sequence[int], extra: dict[str, Any]) -> str:
+    def hotter(name: str, ids: Sequence[int], num: int, stop: Sequence[int], extra: dict[str, Any]) -> None:
         params = extra["tlt"]["params"] | {"temperature": 1.3}
-        return add(name, ids, num, stop, {"tlt": extra["tlt"] | {"params": params}})
+        add(name, ids, num, stop, {"tlt": extra["tlt"] | {"params": params}})
 
     link.add = hotter  # type: ignore[method-assign]  # the fault
 

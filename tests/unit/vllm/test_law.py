@@ -18,7 +18,7 @@ from tlt.speculative.rows import draw
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.types import Request, SamplingParams, UserError
 from tlt.vllm.inside.law import LawTable, RowLaw, Slots
-from tlt.vllm.strategies import check_speculation, depths_of, kinds_of
+from tlt.vllm.strategies import check_speculation, draft_depths, vllm_kinds
 
 VOCAB, NUM_SLOTS = 61, 9
 CPU = torch.device("cpu")
@@ -226,8 +226,8 @@ def test_one_drafter_and_its_depth(
     speculation: str, has_learned: bool, kinds: tuple[str, ...], depth: int
 ) -> None:
     check_speculation(speculation, has_learned)
-    assert kinds_of(speculation, has_learned) == kinds
-    assert depths_of(speculation, kinds, 8)[-1] == depth
+    assert vllm_kinds(speculation, has_learned) == kinds
+    assert draft_depths(speculation, kinds, 8)[-1] == depth
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room
 from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
-from tlt.vllm.strategies import check_references, depths_of, kinds_of
+from tlt.vllm.strategies import draft_depths, refuse_references, vllm_kinds
 
 LONG = [replace(r, params=replace(r.params, stop_ids=(), max_tokens=60)) for r in REQUESTS[:9]]
 AHEAD, BESIDE = Strategy.parse("ahead:64x1x64"), Strategy.parse("ahead+ngram:64x1x64")
@@ -177,7 +177,7 @@ class Believing(PretendLink):
     """A vLLM that commits whatever it is given."""
 
     def verify(self, request: Pretended) -> tuple[list[int], list[float]]:
-        if f"i-{request.name}" not in self.followed:
+        if request.name not in self.followed:
             return super().verify(request)
         return [*request.drafts[:2]], [-1.0] * len(request.drafts[:2])
 
@@ -233,21 +233,21 @@ def test_the_proposer_that_vllm_needs_proposes_nothing() -> None:
 def test_what_vllm_itself_drafts_beside_references(
     speculation: str, has_learned: bool, kinds: tuple[str, ...], depths: tuple[int, ...]
 ) -> None:
-    assert kinds_of(speculation, has_learned) == kinds
-    assert depths_of(speculation, kinds, 15) in (depths, (0,))
-    assert not kinds or depths_of(speculation, kinds, 15) == depths
+    assert vllm_kinds(speculation, has_learned) == kinds
+    assert draft_depths(speculation, kinds, 15) in (depths, (0,))
+    assert not kinds or draft_depths(speculation, kinds, 15) == depths
     assert make_tuner(speculation, reference_kinds(kinds), trees=False) is not None
 
 
 def test_two_drafters_beside_references_are_refused() -> None:
     with pytest.raises(UserError, match="names the drafter hybrid, which engine vllm does not have here"):
-        kinds_of("ahead+hybrid:64x1x64", True)
+        vllm_kinds("ahead+hybrid:64x1x64", True)
 
 
 def test_a_gpu_s_runner_is_refused_references_in_one_line() -> None:
-    check_references("cpu")
+    refuse_references("cpu")
     with pytest.raises(UserError, match="keeps drafts on the GPU") as caught:
-        check_references("cuda")
+        refuse_references("cuda")
     assert "\n" not in str(caught.value)
 
 

@@ -1,10 +1,8 @@
-"""Features for the drafter's training: the target's, at every token, kept by slot and position in vLLM's
-first model runner.
+"""Captures the target's hidden states in vLLM's first model runner, as features for the drafter's training.
 
-    a step's hidden states, rows of all requests ─▶ one scatter into [slot, position] ─▶ read when the response has ended
+    a step's hidden states, rows of all requests ─▶ scattered into [slot, position] ─▶ read at its end
 
-Rows of rejected drafts lie behind the kept tokens, and the next step writes over them. Knows no drafter
-and no training.
+Rows of rejected drafts lie behind the kept tokens; the next step overwrites them.
 """
 
 from __future__ import annotations
@@ -17,25 +15,23 @@ from torch import Tensor
 from tlt.vllm.inside.runner_v1 import Batch
 
 
-class Captured:
-    """Wraps a runner's drafting, which sees all that is wanted."""
+class FeatureCapture:
+    """Wraps a runner's `propose_draft_token_ids`, which receives the hidden states."""
 
     def __init__(self, runner: Any, batch: Batch) -> None:
         self.runner, self.batch = runner, batch
         self.features_SLF: Tensor | None = None
         self.known_S = torch.zeros(len(batch.table.laws), dtype=torch.int64, device=batch.table.device)
-        """Positions from 0 on that are there; -1: some are missing."""
+        """Positions captured from 0 on, by slot; -1: some are missing."""
         batch.slots.on_enter = self.forget
         self._propose = runner.propose_draft_token_ids
         runner.propose_draft_token_ids = self.propose
 
-    def propose(self, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any, hidden_states: Tensor,
-                *args: Any, **kwargs: Any) -> Any:  # fmt: skip
-        aux_hidden_states = kwargs.get("aux_hidden_states", args[1] if len(args) > 1 else None)
+    def propose(self, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any,
+                hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # fmt: skip
+        aux_hidden_states = kwargs.get("aux_hidden_states", args[1] if len(args) > 1 else None) or ()
         num_rows = scheduler_output.total_num_scheduled_tokens
-        self._write(
-            scheduler_output, [part[:num_rows] for part in (*(aux_hidden_states or ()), hidden_states)]
-        )
+        self._write(scheduler_output, [part[:num_rows] for part in (*aux_hidden_states, hidden_states)])
         return self._propose(
             scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args, **kwargs
         )
@@ -43,9 +39,7 @@ class Captured:
     def _write(self, scheduler_output: Any, parts: list[Tensor]) -> None:
         features_NF = torch.cat(parts, dim=-1)
         request_ids, scheduled = self.runner.input_batch.req_ids, scheduler_output.num_scheduled_tokens
-        counts_B = torch.tensor(
-            [scheduled[request_id] for request_id in request_ids], device=features_NF.device
-        )
+        counts_B = torch.tensor([scheduled[name] for name in request_ids], device=features_NF.device)
         slots_B, positions_N = self.batch.slots_B, self.runner.positions[: len(features_NF)].to(torch.int64)
         firsts_B = positions_N[counts_B.cumsum(0) - counts_B]
         kept = self._with_room(int((firsts_B + counts_B).max()), features_NF)
@@ -63,17 +57,17 @@ class Captured:
         return kept
 
     def forget(self, slot: int) -> None:
-        """Drops what a slot holds: another request has entered it."""
+        """Forgets a slot's features: another request has entered it."""
         self.known_S[slot] = 0
 
     def read(self, slot: int, num_positions: int) -> Tensor | None:
-        """Returns [num_positions, F]; None where some never passed through, as those that vLLM's prefix
-        cache holds."""
+        """Returns features [num_positions, F]; None where some were never computed here, such as those in
+        vLLM's prefix cache."""
         if self.features_SLF is None or int(self.known_S[slot]) < num_positions:
             return None
         return self.features_SLF[slot, :num_positions].clone()
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self.features_SLF = None
         self.known_S.fill_(-1)

@@ -1,10 +1,9 @@
-"""Drafts that are given to vLLM's scheduler instead of drafted by its proposer: how long they may be. Knows
-no vLLM.
+"""Room for drafts that are given to vLLM's scheduler in place of its own proposer's, without vLLM.
 
-    a reference's next tokens ─▶ as many as there is room for ─▶ request.spec_token_ids ─▶ verified in this very step
+    a reference's next tokens ─▶ as many as there is room for ─▶ request.spec_token_ids ─▶ verified now
 
-vLLM holds a step's tokens to a budget, puts requests back for want of blocks, and computes the logits of
-all rows at once. A draft is worth none of it, so each request has its share of what is left.
+vLLM limits the tokens of a step, preempts requests when blocks run out, and computes the logits of all rows
+at once. A draft must not cost a preemption, so each request gets its share of what is left.
 """
 
 from __future__ import annotations
@@ -19,35 +18,31 @@ LOGITS_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Room:
-    """What a step has for the drafts of `num_requests`.
-
-    budget: tokens that a step may compute; drafts take half of it at most, and prompts keep the rest.
-    free_blocks: of keys and values that nobody holds, in every group of layers.
-    block_size: positions of a block.
-    lookahead: positions behind the draft that vLLM's own drafter writes to.
-    """
+    """A step's resources for drafts."""
 
     num_requests: int
     budget: int
+    """Tokens that a step may compute. Drafts take at most half; the rest is for prompts."""
     free_blocks: int
+    """Free blocks of the KV cache, in every group of layers."""
     block_size: int
+    """Positions per block."""
     lookahead: int
+    """Positions after the draft that vLLM's own drafter writes to."""
     vocab_size: int
 
     def tokens(self, num_computed: int) -> int:
-        """Returns how many tokens may be drafted for a request of so many computed ones, so that vLLM puts
-        none back for them. The blocks that it holds reach the end of its last one at least."""
+        """Returns how many tokens may be drafted for a request with `num_computed` tokens without causing a
+        preemption. Its blocks reach at least to the end of the last one."""
         rows = LOGITS_BYTES // (4 * self.vocab_size * self.num_requests)
         blocks = -(-num_computed // self.block_size) + self.free_blocks // self.num_requests
-        positions = (
-            blocks * self.block_size - num_computed - 1 - self.lookahead
-        )  # the last token is computed, too
+        positions = blocks * self.block_size - num_computed - 1 - self.lookahead  # 1: the last token
         return max(min(self.budget // (2 * self.num_requests), rows, positions), 0)
 
 
 class NoDrafts:
-    """A proposer that proposes nothing, with which vLLM's first runner verifies what its scheduler is
-    given."""
+    """A proposer that proposes nothing. With it vLLM's first runner verifies the drafts given to its
+    scheduler."""
 
     def __init__(self, vllm_config: Any) -> None: ...
 

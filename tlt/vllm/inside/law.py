@@ -1,10 +1,9 @@
-"""The law at the rows of vLLM's batches: keys and parameters lie in slots, written once per request. Knows no
-vLLM.
+"""The law at the rows of vLLM's batches; imports no vLLM. A request's key and parameters are written once.
 
-    a request enters ─▶ slot: key, parameters        a step ─▶ rows (slot, position) ─▶ the law's tokens, log-probabilities
+    a request enters ─▶ slot: key, parameters    a step ─▶ rows (slot, position) ─▶ the law's tokens, logprobs
 
-vLLM hands logits over row by row, several rows of one sequence where drafts are verified, in an order of
-its own. A row's token depends on its slot's key and its own position alone, so the order does not matter.
+A batch of vLLM has rows of logits in an order of its own, and several rows of a sequence whose draft is
+verified. The order does not matter: a row's token depends only on its slot's key and its own position.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ from tlt.speculative.sampling import keys_tensor
 from tlt.types import Request, SamplingParams
 
 EXTRA = "tlt"
-"""The key of vLLM's `extra_args` under which our engine sends a request's own law."""
+"""The key of vLLM's `extra_args` under which our engine sends a request's law."""
 
 DEFAULT_TAU = 0.7
-"""The drafter's temperature where nobody has found a better one."""
+"""The drafter's default temperature (LawTable)."""
+
+Recorded = tuple[Tensor, Tensor, Tensor]
+"""A draw: logits [R, V], positions [R], keys [R, 4]."""
 
 
-class Sampling(Protocol):
-    """What is read of vLLM's sampling parameters."""
+class VllmSamplingParams(Protocol):
+    """The part of vLLM's SamplingParams that the law reads."""
 
     temperature: float
     top_k: int
@@ -42,15 +44,18 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class RowLaw:
-    """The law of one request: the key of its noise, and its sampling parameters."""
+    """The law of one request: the key of its noise and its sampling parameters."""
 
     key: tuple[int, int, int, int]
     params: SamplingParams
 
     @staticmethod
-    def of(asked: Sampling) -> RowLaw:
-        """Returns the law of a request as vLLM has it. Our engine sends it whole. For anybody else's
-        request the key follows from its seed; what vLLM warms up with has none, and is drawn at random."""
+    def of(asked: VllmSamplingParams) -> RowLaw:
+        """Returns the law of a vLLM request.
+
+        Our engine sends the law whole. The key of any other request follows from its seed, and is random
+        without one, as in vLLM's warm-up.
+        """
         given = (asked.extra_args or {}).get(EXTRA)
         if given is not None:
             return RowLaw(tuple(given["key"]), SamplingParams(**given["params"]))
@@ -63,7 +68,7 @@ class RowLaw:
 
     @staticmethod
     def extra_args(request: Request) -> dict[str, Any]:
-        """Returns what vLLM has to carry along with a request of our engine's."""
+        """Returns the `extra_args` of our engine's request."""
         p = request.params
         params = {"temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p}
         return {EXTRA: {"key": list(request.key), "params": params}}
@@ -75,8 +80,7 @@ _FREE = RowLaw((0, 0, 0, 0), SamplingParams())
 class LawTable:
     """Draws by the law at rows of any slots.
 
-    tau: the temperature of the drafter's distribution where drafts are drawn with the target's noise
-        (`rank`).
+    tau: temperature of the drafter's distribution where drafts are ranked with the target's noise (`rank`).
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, tau: float) -> None:
@@ -87,17 +91,16 @@ class LawTable:
         self.noise_scale_S1 = torch.ones(num_slots, 1, device=device)
         self._params: BatchParams | None = None
         self._unwritten: set[int] = set()
-        self.recorded: list[tuple[Tensor, Tensor, Tensor]] | None = None
-        """(logits [R, V], positions [R], keys [R, 4]) of every draw while somebody checks it; None: nobody
-        does."""
+        self.recorded: list[Recorded] | None = None
+        """Every draw, for the self-check; None: draws are not recorded."""
 
     def put(self, slot: int, law: RowLaw | None) -> None:
-        """Writes a slot; None: its request has left."""
+        """Writes a slot. law: None frees it."""
         self.laws[slot] = law or _FREE
         self._unwritten.add(slot)
 
     def flush(self) -> None:
-        """Brings what was put to the device, before the next step."""
+        """Copies what was put to the device. Call it before a step's first draw."""
         if self._unwritten:
             slots = sorted(self._unwritten)
             laws = [self.laws[slot] for slot in slots]
@@ -117,7 +120,7 @@ class LawTable:
         return self._params
 
     def draw(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the law's tokens, int64[R], and their log-probabilities, [R]; positions: of the tokens
+        """Returns the law's tokens, int64[R], and their log-probabilities, [R]. positions_R: of the tokens
         to draw."""
         logits_RV, keys_R4 = logits_RV[:, : self.vocab_size], self.keys_S4[slots_R]  # some heads are padded
         if self.recorded is not None:
@@ -125,20 +128,21 @@ class LawTable:
         return draw(logits_RV, keys_R4, positions_R, self.params.take(slots_R))
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
-        """Returns the tokens that a drafter guesses: the argmax of log q / tau + the target's own noise, q
-        being the draft distribution at the sequence's temperature (as drafting/learned.py ranks). On a GPU
-        it reads nothing but tensors that stay where they are, for vLLM may capture it in a graph."""
+        """Returns the drafter's tokens: argmax of log q / tau + the target's noise, with q the draft
+        distribution at the sequence's temperature (as in drafting/learned.py).
+
+        On a GPU it reads only tensors that stay where they are: vLLM may capture it in a graph.
+        """
         noise_RV = noise_to_rank_with(self.keys_S4[slots_R], positions_R, self.vocab_size)
-        scaled_RV = logits_RV[:, : self.vocab_size].float() * (
-            self.inverse_temperature_S1[slots_R] / self.tau
-        )
+        inverse_R1 = self.inverse_temperature_S1[slots_R] / self.tau
+        scaled_RV = logits_RV[:, : self.vocab_size].float() * inverse_R1
         return torch.addcmul(scaled_RV, noise_RV, self.noise_scale_S1[slots_R]).argmax(-1)
 
 
 class Slots:
-    """Gives the requests of a running batch slots of the table, and takes those back whose requests are gone.
+    """Assigns the table's slots to the requests of the running batch.
 
-    on_enter: is told of every slot that a request has been given.
+    on_enter: called with every slot that a request is given.
     """
 
     def __init__(self, table: LawTable) -> None:
@@ -147,8 +151,8 @@ class Slots:
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(table.laws)))[::-1]
 
-    def enter(self, request_ids: Sequence[str], asked: Callable[[str], Sampling]) -> None:
-        """Lets the batch be these requests. asked: what vLLM has of a request that is new."""
+    def enter(self, request_ids: Sequence[str], asked: Callable[[str], VllmSamplingParams]) -> None:
+        """Makes these requests the batch. asked: returns the sampling parameters of a new request."""
         for gone in self._slot_of.keys() - set(request_ids):
             self._free.append(slot := self._slot_of.pop(gone))
             self.table.put(slot, None)
@@ -164,6 +168,4 @@ class Slots:
 
     def of(self, request_ids: Sequence[str]) -> Tensor:
         """Returns the slots of these requests, int64[B]."""
-        return torch.tensor(
-            [self._slot_of[request_id] for request_id in request_ids], device=self.table.device
-        )
+        return torch.tensor([self._slot_of[name] for name in request_ids], device=self.table.device)

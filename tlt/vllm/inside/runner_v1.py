@@ -1,10 +1,10 @@
-"""The law in vLLM's first model runner, the one of its CPU builds: samplers of ours stand where vLLM's stood.
+"""The law in vLLM's first model runner, that of its CPU builds: our samplers replace vLLM's.
 
-    logits ─▶ vLLM's own processors (penalties, grammar, …) ─▶ LawSampler: one row a request ────────────────┐
-                                                            └▶ LawRejectionSampler: a row for every draft ───┴▶ tokens
+    logits ─▶ vLLM's processors (penalties, grammar, …) ─▶ LawSampler: a row a request ──────────────┐
+                                                        └▶ LawRejectionSampler: a row for each draft ┴▶ tokens
     hidden states ─▶ drafter ─▶ ranked with the target's noise ─▶ drafts
 
-A draft is kept if it is the token that the target draws itself. Knows no engine of ours.
+A draft is accepted if it is the token that the target draws itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tlt.vllm.inside.law import LawTable, Slots
 
 
 class Batch:
-    """Keeps which slots the runner's rows belong to, and the position that each request's next token has."""
+    """Maps the runner's rows to slots, and keeps the position of each request's next token."""
 
     def __init__(self, runner: Any, table: LawTable) -> None:
         self.runner, self.table, self.slots = runner, table, Slots(table)
         self._request_ids: list[str] = []
         self._slots_B = torch.zeros(0, dtype=torch.int64)
         self.next_B = self._slots_B
-        """Position of the token after those that this step has drawn: the first that is drafted."""
+        """Position after the tokens that this step has drawn: that of the first drafted token."""
 
     @property
     def is_empty(self) -> bool:
@@ -39,14 +39,11 @@ class Batch:
     @property
     def slots_B(self) -> Tensor:
         request_ids = self.runner.input_batch.req_ids
-        # vLLM's own generators serve nobody here, and on a CPU it fails when it sets one back for a prompt
-        # that is unfinished
+        # the law needs no generators of vLLM, and on a CPU vLLM fails to reset one for an unfinished prompt
         self.runner.input_batch.generators.clear()
         if request_ids != self._request_ids:
             self._request_ids = list(request_ids)
-            self.slots.enter(
-                self._request_ids, lambda request_id: self.runner.requests[request_id].sampling_params
-            )
+            self.slots.enter(request_ids, lambda name: self.runner.requests[name].sampling_params)
             self._slots_B = self.slots.of(self._request_ids)
         return self._slots_B
 
@@ -54,13 +51,13 @@ class Batch:
     def starts_B(self) -> Tensor:
         """Position of the token that follows each request's known tokens."""
         batch = self.runner.input_batch
-        return torch.from_numpy(batch.num_tokens_no_spec[: len(batch.req_ids)].copy()).to(
-            self.table.device, torch.int64
-        )
+        starts_B = torch.from_numpy(batch.num_tokens_no_spec[: len(batch.req_ids)].copy())
+        return starts_B.to(self.table.device, torch.int64)
 
 
 class LawSampler(Sampler):
-    """Draws the next token of every request. Rows of no request, which vLLM warms up with, are vLLM's own."""
+    """Draws the next token of every request. vLLM's own sampler handles the warm-up, whose rows have no
+    request."""
 
     def __init__(self, batch: Batch, replaced: Sampler) -> None:
         super().__init__(replaced.logprobs_mode)
@@ -70,11 +67,9 @@ class LawSampler(Sampler):
         self, logits: Tensor, sampling_metadata: SamplingMetadata, predict_bonus_token: bool = False, **_: Any
     ) -> SamplerOutput:
         if self.batch.is_empty:
-            warmed_up: SamplerOutput = self.replaced(logits=logits, sampling_metadata=sampling_metadata)
-            return warmed_up
-        logits = self.apply_logits_processors(
-            logits.to(torch.float32), sampling_metadata, predict_bonus_token
-        )
+            return self.replaced(logits=logits, sampling_metadata=sampling_metadata)
+        logits = logits.to(torch.float32)
+        logits = self.apply_logits_processors(logits, sampling_metadata, predict_bonus_token)
         slots_B, starts_B = self.batch.slots_B, self.batch.starts_B
         tokens_B, logprobs_B = self.batch.table.draw(logits, slots_B, starts_B)
         self.batch.next_B = starts_B + 1
@@ -84,8 +79,8 @@ class LawSampler(Sampler):
     def scores(
         self, logits_RV: Tensor, slots_R: Tensor, tokens_R: Tensor, logprobs_R: Tensor, num: int | None
     ) -> LogprobsTensors | None:
-        """Returns log-probabilities at the requests' temperatures: of the tokens drawn, and of the `num`
-        likeliest besides."""
+        """Returns log-probabilities at the requests' temperatures: of the drawn tokens and of the `num` most
+        likely ones."""
         if num is None:
             return None
         if num:
@@ -96,7 +91,7 @@ class LawSampler(Sampler):
 
 
 class LawRejectionSampler(RejectionSampler):
-    """Draws a token at every drafted position, and keeps the drafts that agree."""
+    """Draws a token at every drafted position and accepts the drafts that agree."""
 
     def __init__(self, batch: Batch, sampler: LawSampler, replaced: RejectionSampler) -> None:
         torch.nn.Module.__init__(self)
@@ -111,8 +106,7 @@ class LawRejectionSampler(RejectionSampler):
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
         if self.batch.is_empty:
-            warmed_up: SamplerOutput = self.replaced(metadata, draft_probs, logits, sampling_metadata)
-            return warmed_up
+            return self.replaced(metadata, draft_probs, logits, sampling_metadata)
         device, width = logits.device, metadata.max_spec_len + 1
         logits = self._processed(metadata, logits.to(torch.float32), sampling_metadata)
         counts_B = torch.tensor(metadata.num_draft_tokens, device=device) + 1  # rows of each request
@@ -133,21 +127,18 @@ class LawRejectionSampler(RejectionSampler):
         kept_BW = torch.where(is_kept_BW, drawn_BW, PLACEHOLDER_TOKEN_ID).to(torch.int32)
         if sampling_metadata.max_num_logprobs is None:
             return SamplerOutput(kept_BW, None)
-        # vLLM drops the rows that are not kept, but expects `width` of them for every request
+        # vLLM drops the rejected rows itself, and expects `width` rows for every request
         flat_N = torch.zeros(num_requests * width, dtype=torch.int64, device=device)
         flat_N[rows_R * width + columns_R] = torch.arange(len(rows_R), device=device)
         found = self.sampler.scores(logits, slots_R, tokens_R, logprobs_R, sampling_metadata.max_num_logprobs)
         assert found is not None
-        scores = LogprobsTensors(
-            found.logprob_token_ids[flat_N], found.logprobs[flat_N], found.selected_token_ranks[flat_N]
-        )
-        return SamplerOutput(kept_BW, scores)
+        columns = found.logprob_token_ids, found.logprobs, found.selected_token_ranks
+        return SamplerOutput(kept_BW, LogprobsTensors(*(column[flat_N] for column in columns)))
 
     def _processed(
         self, metadata: SpecDecodeMetadata, logits: Tensor, sampling_metadata: SamplingMetadata
     ) -> Tensor:
-        """Applies what vLLM applies before it samples, such as penalties: to bonus rows and draft rows in
-        its two ways."""
+        """Applies vLLM's processors, such as penalties, which differ for bonus rows and draft rows."""
         at_bonus, at_draft = metadata.bonus_logits_indices, metadata.target_logits_indices
         processed = torch.empty_like(logits)
         processed[at_bonus] = self.sampler.apply_logits_processors(logits[at_bonus], sampling_metadata, True)
@@ -155,9 +146,8 @@ class LawRejectionSampler(RejectionSampler):
         return processed
 
 
-def install(runner: Any, tau: float) -> Batch:
-    """Puts the law into a runner, and lets its drafter, if it has a learned one, guess with the target's
-    noise."""
+def install_v1(runner: Any, tau: float) -> Batch:
+    """Installs the law in a runner. A learned drafter then ranks its tokens with the target's noise."""
     vocab_size = runner.model_config.get_vocab_size()
     batch = Batch(runner, LawTable(runner.max_num_reqs, vocab_size, runner.device, tau))
     runner.sampler = LawSampler(batch, runner.sampler)
@@ -169,15 +159,13 @@ def install(runner: Any, tau: float) -> Batch:
 
 
 def _couple(drafter: Any, batch: Batch) -> None:
-    """Replaces the drafter's choice of tokens. Draft positions follow `next_B`, one a call within a
-    proposal."""
+    """Replaces the drafter's choice of tokens. A proposal calls it for every position from `next_B` on."""
     propose, depth = drafter.propose, 0
 
     def propose_from_the_root(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal depth
         depth = 0
-        drafted: Tensor = propose(*args, **kwargs)
-        return drafted
+        return propose(*args, **kwargs)
 
     def choose(hidden_states: Tensor, sampling_metadata: SamplingMetadata) -> tuple[Tensor, None]:
         nonlocal depth

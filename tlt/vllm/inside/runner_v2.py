@@ -1,10 +1,10 @@
-"""The law in vLLM's second model runner, the one of GPUs: a logits processor, by vLLM's public interface.
+"""The law in vLLM's second model runner, that of GPUs: a logits processor, by vLLM's public interface.
 
-    logits ─▶ vLLM's own processors ─▶ LawProcessor: only the law's token is left in a row ─▶ vLLM samples, or verifies drafts
+    logits ─▶ vLLM's processors ─▶ LawProcessor masks all but the law's token ─▶ vLLM samples or verifies
 
-Whatever vLLM does with such a row (argmax, sampling at any temperature, accepting a draft), the result is
-that one token. The number that is left is its log-probability, which `logprobs_mode="processed_logits"`
-hands on. Knows no engine of ours.
+Whatever vLLM does with such a row (argmax, sampling at any temperature, accepting a draft), it gets this one
+token. The row's only finite value is the token's log-probability, which `logprobs_mode="processed_logits"`
+returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tlt.vllm.inside.law import DEFAULT_TAU, LawTable, RowLaw
 
 
 class LawProcessor(LogitsProcessor):
-    """Leaves the law's token alone in every row."""
+    """Masks every token of a row but the law's."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self.table = LawTable(
@@ -41,17 +41,10 @@ class LawProcessor(LogitsProcessor):
         return logits.scatter_(1, tokens_R[:, None], logprobs_R[:, None].to(logits.dtype))
 
 
-def processor_of(runner: Any) -> LawProcessor:
-    """Returns the processor that a runner has loaded."""
-    (found,) = (
-        processor for processor in runner.sampler.logits_processors if isinstance(processor, LawProcessor)
-    )
-    return found
-
-
-def install(runner: Any, tau: float) -> LawTable:
-    """Lets the runner's drafter, if it has a learned one, guess with the target's noise."""
-    table = processor_of(runner).table
+def install_v2(runner: Any, tau: float) -> LawTable:
+    """Returns the table of the runner's LawProcessor. A learned drafter then ranks its tokens with the
+    target's noise."""
+    (table,) = (one.table for one in runner.sampler.logits_processors if isinstance(one, LawProcessor))
     table.tau = tau
     speculator = runner.speculator
     if speculator is not None and callable(getattr(speculator, "sample_draft", None)):
@@ -60,17 +53,10 @@ def install(runner: Any, tau: float) -> LawTable:
 
 
 def _couple(speculator: Any, table: LawTable) -> None:
-    """Replaces the speculator's choice of tokens. A draft follows the position whose output it is drawn
-    from."""
+    """Replaces the speculator's choice of tokens. A draft's position is one after its source position."""
 
-    def sample_draft(
-        hidden_states: Tensor,
-        sample_src_positions: Tensor,
-        idx_mapping: Tensor,
-        *_: Any,
-        spec_step_idx: int = 0,
-        **__: Any,
-    ) -> Tensor:
+    def sample_draft(hidden_states: Tensor, sample_src_positions: Tensor, idx_mapping: Tensor, *_: Any,
+                     spec_step_idx: int = 0, **__: Any) -> Tensor:  # fmt: skip
         logits_BV = speculator.compute_draft_logits(hidden_states, spec_step_idx).float()
         return table.rank(logits_BV, idx_mapping.long().clamp_min(0), sample_src_positions.long() + 1)
 

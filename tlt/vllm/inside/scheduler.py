@@ -1,10 +1,8 @@
-"""vLLM's scheduler, with a draft length that can be set before every step, and a note of what was verified in
-it.
+"""vLLM's scheduler, with a draft length set before every step and counts of what a step verified.
 
-K that is chosen for a step is drafted at its end, and verified in the next one (in the one after that
-where vLLM schedules asynchronously). So what a step verified is read of what it was given, and never of
-what was chosen. A draft that the engine gives (given.py) is verified in the step that comes, in place of
-what vLLM has drafted for its request.
+A length chosen for a step is drafted at its end and verified in the next step (one later where vLLM schedules
+asynchronously). So the verified lengths are read from the scheduler's output, never from the choice. A draft
+that the engine gives (given.py) is verified in the coming step, in place of vLLM's own draft for the request.
 """
 
 from __future__ import annotations
@@ -17,48 +15,49 @@ from tlt.vllm.inside.given import Room
 
 
 class LengthScheduler(Scheduler):
-    """Schedules by vLLM's rules. Every request drafts `num_to_draft` tokens at the end of the next step."""
+    """Schedules by vLLM's rules."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_to_draft: int = self.num_spec_tokens
+        """Tokens that every request drafts at the end of the next step."""
         self.num_verified: dict[str, int] = {}
-        """Drafted tokens of each request in the step whose outputs came last."""
+        """Drafted tokens of each request that the last finished step verified."""
         self.given: dict[str, list[int]] = {}
-        """Drafts of requests for the next step."""
+        """Drafts for the next step to verify, by request."""
         self.followed: frozenset[str] = frozenset()
-        """Requests of which the step whose outputs came last verified what was given."""
+        """Requests whose given draft the last finished step verified."""
         self.num_preempted = 0
-        """Requests that were put back for want of memory, until the engine asks for them
-        (Link.take_preemptions)."""
+        """Preemptions since Link.take_preemptions."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         lengths: list[int] | None = self.dynamic_sd_lookup
         if lengths is not None:
             lengths[:] = [self.num_to_draft] * len(lengths)
-        self.followed = self._put_in()
+        self.followed = self._insert_given()
         return super().schedule(*args, **kwargs)
 
-    def _put_in(self) -> frozenset[str]:
-        """Lets requests verify what was given for them, as far as there is room; returns which."""
+    def _insert_given(self) -> frozenset[str]:
+        """Sets the given drafts on their requests, as far as there is room; returns these requests."""
         given, self.given = self.given, {}
         if not given:
             return frozenset()
-        manager, found = self.kv_cache_manager, set()
-        free = manager.block_pool.get_num_free_blocks() // len(self.kv_cache_config.kv_cache_groups)
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
-        limits = self.max_num_scheduled_tokens, free, self.block_size, self.num_lookahead_tokens, vocab_size
-        room = Room(len(self.running), *limits)
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        room = Room(
+            num_requests=len(self.running),
+            budget=self.max_num_scheduled_tokens,
+            free_blocks=free_blocks // len(self.kv_cache_config.kv_cache_groups),
+            block_size=self.block_size,
+            lookahead=self.num_lookahead_tokens,
+            vocab_size=self.vllm_config.model_config.get_vocab_size(),
+        )
+        found = set()
         for request in self.running:
-            is_read = (
-                request.num_computed_tokens == request.num_tokens - 1
-            )  # all but the token that was drawn last
-            draft = (
-                given.get(request.request_id, [])[: room.tokens(request.num_computed_tokens)]
-                if is_read
-                else []
-            )
-            if draft := self.structured_output_manager.validate_tokens(request, draft) if draft else []:
+            num_computed = request.num_computed_tokens
+            if request.request_id not in given or num_computed != request.num_tokens - 1:
+                continue  # it still reads its prompt: all but the last token must have been computed
+            draft = given[request.request_id][: room.tokens(num_computed)]
+            if draft and (draft := self.structured_output_manager.validate_tokens(request, draft)):
                 request.spec_token_ids = draft
                 found.add(request.request_id)
         return frozenset(found)

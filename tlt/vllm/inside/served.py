@@ -1,10 +1,9 @@
-"""What the law cannot serve is refused in one sentence: a server when it starts, a request with HTTP 400.
-Knows vLLM's configuration and a request's parameters, and nothing that runs.
+"""Refuses what the law cannot serve, in one sentence: a server at its start, a request with HTTP 400.
 
-    vllm serve ─▶ check_server ─▶ …               a request ─▶ check_request ─▶ its seed, or one drawn here ─▶ workers
+    vllm serve ─▶ check_server ─▶ …         a request ─▶ check_params ─▶ its seed, or a random one ─▶ workers
 
-Everything else that vLLM offers comes before the law (penalties, bias, grammar, …) or after it (stop
-texts, streaming).
+Everything else that vLLM offers applies before the law (penalties, bias, grammar, …) or after it (stop texts,
+streaming).
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ from tlt.types import UserError
 from tlt.vllm.inside.law import EXTRA, RowLaw
 from tlt.vllm.inside.release import check_installed
 
-CONFIG = "tlt"
-"""The key of vLLM's `additional_config`: {"tau": temperature of the drafter, "captures": whether features
-are kept}."""
+CONFIG_KEY = "tlt"
+"""The law's key in vLLM's `additional_config`.
+
+    {"tau": the drafter's temperature, "captures": whether features are captured}
+"""
 
 SEED_BITS = 62
-"""Bits of a seed that is drawn for a request without one: vLLM counts on from it for `n` > 1, in 64 bits."""
+"""Bits of a seed drawn for a request without one. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
 
 
-def asked(config: Any) -> dict[str, Any] | None:
-    """Returns what a VllmConfig asks of the law; None: nothing, vLLM samples as it always does."""
-    found: dict[str, Any] | None = (config.additional_config or {}).get(CONFIG)
-    return found
+def law_config(config: Any) -> dict[str, Any] | None:
+    """Returns the law's part of a VllmConfig; None: vLLM samples by itself."""
+    return (config.additional_config or {}).get(CONFIG_KEY)
 
 
 def check_server(config: Any) -> None:
-    """Raises UserError where vLLM is to run with something under which its tokens would not be the law's."""
-    given = asked(config)
+    """Raises UserError for a VllmConfig under which tokens would not be the law's."""
+    given = law_config(config)
     if given is None:
         return
     if not isinstance(given, dict) or given.keys() - {"tau", "captures"}:
-        raise UserError(
-            f"additional_config: {CONFIG} is {given!r}; it takes tau and captures, and {{}} for the defaults"
-        )
+        takes = "it takes tau and captures, and {} for the defaults"
+        raise UserError(f"additional_config: {CONFIG_KEY} is {given!r}; {takes}")
     if not isinstance(tau := given.get("tau", 1.0), int | float) or tau <= 0:
-        raise UserError(f"additional_config: {CONFIG}.tau is {tau!r}; it must be above 0")
+        raise UserError(f"additional_config: {CONFIG_KEY}.tau is {tau!r}; it must be above 0")
     check_installed()
     is_v2, model, drafts = config.use_v2_model_runner, config.model_config, config.speculative_config
     has_own_processors = model.logits_processors or len(entry_points(group="vllm.logits_processors"))
@@ -69,7 +68,7 @@ def check_server(config: Any) -> None:
         (model.return_sampling_mask, "--return-sampling-mask: the law keeps one token a row; leave it out"),
         (
             model.is_diffusion,
-            f"model: {model.model} is a diffusion model, which the law does not know; leave {CONFIG} out",
+            f"model: {model.model} is a diffusion model, which the law does not know; leave {CONFIG_KEY} out",
         ),
         (
             config.watermark_config is not None,
@@ -86,9 +85,8 @@ def check_server(config: Any) -> None:
             raise UserError(sentence)
 
 
-def check_request(config: Any, params: Any) -> None:
-    """Raises UserError, which a server answers with HTTP 400, where a request asks for what the law cannot
-    give."""
+def check_params(config: Any, params: Any) -> None:
+    """Raises UserError for SamplingParams that the law cannot serve; a server answers with HTTP 400."""
     if params.logprob_token_ids is not None and not config.use_v2_model_runner:
         raise UserError("logprob_token_ids: is not there under the law; ask for logprobs")
     if EXTRA not in (params.extra_args or {}):
@@ -103,6 +101,6 @@ def check_request(config: Any, params: Any) -> None:
 
 
 def seed_of(params: Any) -> int:
-    """Returns a request's seed; one at random where it has none. It is drawn where requests arrive, for
-    all ranks of a worker must draw by the same one, and a request that was preempted goes on with it."""
+    """Returns a request's seed, a random one where it has none. It is drawn where requests arrive: all ranks
+    need the same seed, and a preempted request keeps it."""
     return secrets.randbits(SEED_BITS) if params.seed is None else params.seed
