@@ -182,8 +182,8 @@ def train_markdown(title: str, report: Mapping[str, Any]) -> str:
         f"{num_steps} steps of {off['num_responses'] // num_steps} responses"
         f" ({off['num_tokens'] / off['num_responses']:.0f} tokens on average), {run['num_ranks']} ranks,"
         f" {run['dtype']}. The runs took their steps in turns; ratios are geometric means of paired steps"
-        " with 95 % intervals, above 1: faster. In float32 a near-tie may fall the other way; the run then got"
-        " the reference's weights before the next step."
+        " with 95 % intervals, above 1: faster. In float32 a near-tie may fall the other way; the run then"
+        " got the reference's weights before the next step."
     )
     blocks = [
         table(["", *runs], rows),
