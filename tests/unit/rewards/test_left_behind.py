@@ -160,7 +160,7 @@ SLOW_START = """
 import os, sys, time
 from pathlib import Path
 
-here = Path(__file__).parents[1]
+here = Path(__file__).parent
 if "-c" in sys.orig_argv:
     (here / f"begun.{os.getpid()}").touch()
     while not (here / "go").exists():

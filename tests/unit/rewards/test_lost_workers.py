@@ -22,10 +22,10 @@ TASK = '''
 import asyncio, os, signal, socket, sys, threading, time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tlt.rl import reward_worker
+from tlt.rewards import worker as reward_worker
 from tlt.types import Reward
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parent
 
 def is_first(name):
     """Whether no process has asked so before."""
