@@ -1,6 +1,5 @@
-"""What ranks give account of: their engine steps and idle time; and the five records of a step, each written
-where it is measured: rollout and idle time by the phase (rollout/result.py), rewards, the update, the
-drafter.
+"""Reports of ranks about engine steps and idle time, and the five records of a step, each written where it is
+measured: rollout and idle time by the phase (rollout/result.py), rewards, the update, the drafter.
 
 A quantity that does not exist, such as the accept length of a step without verification, is NaN.
 """
@@ -18,8 +17,11 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class TimedStep:
-    """An engine step without admissions, on the host's monotonic clock. strategy: its name.
-    num_running: sequences in it."""
+    """An engine step without admissions, on the host's monotonic clock.
+
+    strategy: its name.
+    num_running: sequences in the batch.
+    """
 
     strategy: str
     num_running: int
@@ -27,13 +29,12 @@ class TimedStep:
     end: float
 
     def shifted(self, seconds: float) -> TimedStep:
-        """Returns the same on another clock, which is so much ahead."""
+        """Returns the same step on a clock that is `seconds` ahead."""
         return replace(self, start=self.start + seconds, end=self.end + seconds)
 
 
 class IdleUse(StrEnum):
-    """Names what a rank without work does: it generates later steps' responses, trains the drafter, or
-    rests."""
+    """The uses of idle time: generate later steps' responses, train the drafter, rest."""
 
     AHEAD = "ahead"
     TRAIN = "train"
@@ -51,17 +52,15 @@ class IdleStretch:
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """The account of drafter training: of one micro-step, one session or several.
+    """The report of drafter training in one micro-step, one session or several.
 
     num_tokens: tokens trained on.
-    captured_tokens: those of them whose features the engine had captured.
+    loss: mean over these tokens.
+    max_micro_step_seconds: the longest micro-step, which bounds a preemption.
+    captured_tokens: tokens trained on whose features the engine had captured.
     recomputed_tokens: tokens that went through the target again for their features.
-    loss: mean over the tokens trained on.
-    max_micro_step_seconds: bounds how long a preemption can take.
-    preempted_at: when the latest session returned because it was asked to (the host's monotonic clock); None:
-        it was not.
-    is_limited: a session ended because its data had been gone through drafter.max_passes times; idle time
-        was left.
+    preempted_at: time when the latest session was preempted (the host's monotonic clock); None: it was not.
+    is_limited: whether a session ended after drafter.max_passes over its data, with idle time left.
     """
 
     num_micro_steps: int = 0
@@ -93,14 +92,14 @@ class DrafterReport:
 
 @dataclass(frozen=True)
 class AheadReport:
-    """The account of one session of generating ahead, or of several: engine steps, tokens, and seconds."""
+    """The report of generating ahead in one session or several."""
 
     num_steps: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
 
     def plus(self, later: AheadReport) -> AheadReport:
-        """Returns both as one."""
+        """Returns both reports as one."""
         steps, tokens = self.num_steps + later.num_steps, self.num_tokens + later.num_tokens
         return AheadReport(steps, tokens, self.seconds + later.seconds)
 
@@ -110,8 +109,7 @@ class AheadReport:
 
 @dataclass(frozen=True)
 class LengthStats:
-    """The lengths of a step's responses, in tokens (of 128, say, p95 lies between the 121st and the
-    122nd)."""
+    """Statistics of response lengths in tokens. Percentiles are interpolated linearly."""
 
     mean: float
     p50: float
@@ -128,35 +126,34 @@ class LengthStats:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the linearly interpolated percentile; NaN of nothing."""
+    """Returns the linearly interpolated percentile; NaN without values."""
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent)) if len(values) else NAN
 
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """How a step's responses were generated. `num_responses` and `num_tokens` count the groups that dynamic
-    sampling discarded, too.
+    """The rollout of a step. Groups that dynamic sampling discarded are included.
 
-    truncated_share: of responses that reached their token limit.
-    tokens_per_second: response tokens / seconds.  recalled_tokens: those of responses that an earlier attempt
-        generated; the step found them in the journal, and they are not in `tokens_per_second`.
-    num_migrated: responses that a rank which had run dry took over, each as often as it moved.
+    truncated_share: share of responses that reached their token limit.
+    tokens_per_second: response tokens per second, without recalled ones.
+    recalled_tokens: tokens that an earlier attempt had generated, found in the journal.
+    num_migrated: moves of a running response to an idle rank.
     num_preemptions: sequences that had to wait again for want of memory (rollout.kv_gib).
-    num_reread_tokens: of those, the tokens that were read once more.
-    groups_sampled: problems of the step, each as often as it was sampled.  groups_discarded: of those, not in
-        the update.
+    num_reread_tokens: tokens of preempted sequences that were read again.
+    groups_sampled: problems of the step, each as often as it was sampled.
+    groups_discarded: sampled groups that are not in the update.
     resample_rounds: rounds of dynamic sampling after the first.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
-    accept_by_depth: survival to depth 1, 2, …, of the verifications that drafted so deep.
-    draft_acceptance_rate, draft_mean_acceptance_length, draft_acceptance_rate_pos: as vLLM counts them
-        (engine/stats.py), the last for positions 1, 2, …
+    accept_by_depth: share of verifications that kept depth 1, 2, …, among those that drafted as deep.
+    draft_acceptance_rate, draft_mean_acceptance_length: as vLLM counts them (engine/stats.py).
+    draft_acceptance_rate_pos: as vLLM counts it, for positions 1, 2, …
     strategy_seconds: engine seconds under each strategy, "off" included.
-    strategy_speed: tokens per second of the engine steps under each.  strategy_predicted: what the tuner
-        expected of them.
-    followed_by_age: tokens that were drafted from references and kept, by the updates between the two
-        policies; "replay": from another run's.
-    won_seconds: by that, summed over ranks: what those tokens would have taken without, as the tuner
-        predicts, less what they took.
+    strategy_speed: measured tokens per second of the engine steps under each strategy.
+    strategy_predicted: the tuner's prediction of strategy_speed.
+    followed_by_age: tokens drafted from references and kept, by the number of updates between the two
+        policies; "replay": references of another run.
+    won_seconds: seconds saved by these tokens, summed over ranks: the tuner's prediction without references,
+        less the measured seconds.
     """
 
     seconds: float
@@ -186,15 +183,15 @@ class RolloutRecord:
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """A step's rewards in numbers, as sampled for training: of the groups that dynamic sampling discarded,
-    too. The means are over the responses that were scored, NaN where none was. `num_errors` counts the
-    others; `first_error` says why the first of them was not scored, and is empty where there is none.
+    """The rewards of a step. Groups that dynamic sampling discarded are included. Means are over the scored
+    responses; NaN: none was scored.
 
-    parts: reward function → mean, before its weight, over the responses to which it applied; empty without
+    num_errors: responses that could not be scored.
+    first_error: why the first of them could not; empty: all were scored.
+    parts: reward function → mean before its weight, over the responses to which it applied; empty without
         rewards.functions.
-    metrics: what the functions logged → mean.
-    reward_by_task, solve_rate_by_task: by the problems' column `task`, as a mixture gives it; empty where
-        they have none.
+    metrics: figure that a function logged → mean.
+    reward_by_task, solve_rate_by_task: by the problems' column `task`, as a mixture gives it; empty without.
     """
 
     mean: float
@@ -209,17 +206,18 @@ class RewardSummary:
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """One update in numbers. Means are over the tokens of all ranks' scored responses; `loss`, `grad_norm`
-    (before clipping), `clip_fraction` and `kl` also over the optimizer steps; NaN where there are none.
-    `entropy` and the gaps are those of the policy before the update, estimated without bias where more than
-    `SAMPLED_TOKENS` (rl/update.py) tokens have no advantage.
+    """One update of the policy. Means are over the tokens of all ranks' scored responses.
 
-    kl: NaN when there is no reference policy (its coefficient is 0); before the update where it is in the
-        reward.
+    loss, grad_norm, clip_fraction, kl: means over the optimizer steps, too; NaN without any. grad_norm is
+        taken before clipping.
+    entropy: of the policy before the update. It and the gaps are estimated without bias where more than
+        `SAMPLED_TOKENS` (rl/update.py) tokens have no advantage.
+    kl: NaN without a reference policy (coefficient 0); before the update where it is in the reward.
     zero_variance_groups: problems all of whose responses have advantage 0, or no score.
-    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest computed.
-    num_tokens: of scored responses.  num_skipped: optimizer steps that were not taken, as no token was in
-        their loss.
+    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|, before the update.
+    engine_trainer_logprob_gap_max: the largest computed gap.
+    num_tokens: of scored responses.
+    num_skipped: optimizer steps that were not taken, as no token was in their loss.
     """
 
     loss: float
@@ -238,26 +236,23 @@ class UpdateMetrics:
 
 @dataclass(frozen=True)
 class DrafterCheck:
-    """The learned drafter at the end of a step, and its training in it; with the defaults, of a run that has
-    none.
+    """The learned drafter at the end of a step, and its training; the defaults stand for a run without one.
 
-    version: counts its publications.
-    acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be accepted with;
+    version: number of its publications.
+    acceptance: mean over response tokens of sum_v min(p, q), the highest acceptance rate of a single draft;
         NaN: not measured (drafter.check_every).
-        retrieval: share of the same
-        tokens that retrieval would have drafted.
+    retrieval: share of the same tokens that retrieval would have drafted.
     training: "trained", "trained; max_passes reached" (idle time was left), "no idle time", "off", or
         "undone: …" with the reason.
-    before: the acceptance of the drafter that was in service before this step's training; NaN: not measured.
-    publish_seconds: in which what was trained was averaged over the ranks, given to the engines, and seen to
-        have arrived; of the slowest rank.
-    vocabulary: tokens that it could propose in the step; 0: there is no drafter, or its head is its own.
-        coverage: the part of the step's tokens among them; the others could be sampled, but not drafted.
-    tokens: trained on, by all ranks.
-    loss: their mean.
-    captured_tokens: those of them whose features the engine had captured.
+    before: acceptance of the drafter in service before this step's training; NaN: not measured.
+    publish_seconds: seconds of averaging over the ranks, giving to the engines and checking; slowest rank's.
+    vocabulary: size of the draft vocabulary in the step; 0: there is no drafter, or it has a fixed head.
+    coverage: share of the step's tokens in the draft vocabulary; the others can be sampled, but not drafted.
+    tokens: tokens trained on, by all ranks.
+    loss: mean over these tokens.
+    captured_tokens: tokens trained on whose features the engine had captured.
     recomputed_tokens: tokens that went through the target again for their features.
-    train_seconds: of training within idle time, summed over ranks.
+    train_seconds: seconds of training within idle time, summed over ranks.
     """
 
     version: int = 0
@@ -281,16 +276,16 @@ class DrafterCheck:
 
 @dataclass(frozen=True)
 class IdleRecord:
-    """How ranks without work spent their time; seconds are summed over ranks.
+    """The idle time of a step; seconds are summed over ranks.
 
-    seconds: without work, up to the last token of all.
-    harvested_share: the part of them in which the drafter was trained.
-    seconds_by_use: without work until the phase's end: ahead, train, rest.
-    gain, cost: by use, seconds by which a step becomes shorter, and longer, for every second that a rank
-        spends on it, as measured so far (docs/ahead.md).
-    ahead_seconds, ahead_tokens: in which responses of later steps were generated, and their tokens.
-    preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank
-        that trained then.
+    seconds: idle time up to the last token of all.
+    harvested_share: share of it in which the drafter was trained.
+    preemption_seconds: from the last response's end to the trainer's return, for each rank that trained then.
+    seconds_by_use: idle time until the phase's end, by use: ahead, train, rest.
+    gain, cost: by use, seconds by which a step becomes shorter, or longer, for each second that a rank spends
+        on it, as measured so far (docs/ahead.md).
+    ahead_seconds: seconds of generating later steps' responses.
+    ahead_tokens: tokens generated then.
     """
 
     seconds: float

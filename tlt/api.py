@@ -1,12 +1,10 @@
-"""The Python API: an engine and a training run for a script or a notebook. Knows no arguments of a command
-line.
+"""The Python API: an engine and a training run for a script or a notebook.
 
     Engine.from_pretrained(folder) ── generate(prompts) ──▶ [Response]
     load_config(file, overrides) ──── train(config, task) ──▶ TrainingResult
 
-Both do what `tlt generate` and `tlt train` do, token for token. A mistake of the caller's is a UserError,
-which is a ValueError. How many threads compute is torch's own setting and holds for the whole process:
-torch.set_num_threads.
+Both give the tokens of `tlt generate` and `tlt train`. A mistake of the caller is a UserError, which is a
+ValueError. The number of threads is torch's setting for the process: torch.set_num_threads.
 """
 
 from __future__ import annotations
@@ -47,20 +45,20 @@ from tlt.tasks.base import Task
 from tlt.training.evaluations import Evaluation, read_evaluations
 from tlt.training.loop import describe_run, main
 from tlt.training.start import launch_ranks, prepare, run_started_rank
-from tlt.types import Request, Response, SamplingParams, UserError, checked, resolve_dtype
+from tlt.types import Request, Response, SamplingParams, UserError, checked, key_of, resolve_dtype
 
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids (also as an array of NumPy's or torch's), chat messages, or a record as in a prompts file:
+"""Text, token ids (also as an array of NumPy or torch), chat messages, or a record as in a prompts file:
 {"prompt": …, "problem_id": …}."""
 
 
 class Sampling(TypedDict, total=False):
     """Keyword arguments of `generate`, with the meanings and defaults of SamplingParams.
 
-    stop_ids: else the model's own.
-    max_tokens: refused where the model's window ends before; else 2048, or what it leaves.
+    stop_ids: default: the model's own.
+    max_tokens: default: 2048, or as many as the model's window leaves. A given value must fit the window.
     """
 
     temperature: float
@@ -74,11 +72,11 @@ class Sampling(TypedDict, total=False):
 
 
 class Engine:
-    """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling, and
-    never on how it drafts or what it generated before."""
+    """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling alone, not on
+    how it drafts or what it generated before."""
 
     def __init__(self, model: ModelFolder, rollout_engine: RolloutBackend) -> None:
-        """`from_pretrained` is the usual way to make one."""
+        """Wraps an engine; use `from_pretrained` to load one."""
         self.config, self.tokenizer, self.stop_ids = model.config, model.tokenizer, model.stop_ids
         self._engine, self._decode = rollout_engine, model.decode
 
@@ -96,40 +94,34 @@ class Engine:
         engine: Literal["tlt", "vllm"] = "tlt",
         **drafting: Any,
     ) -> Engine:
-        """Loads a Hugging Face checkpoint folder, or a model of the hub, and where speculation is on, the
-        drafter.
+        """Loads a model, a Hugging Face checkpoint folder or a name on the hub, and its drafter unless
+        speculation is off.
 
         revision: branch, tag or commit of a model of the hub; None: main.
-        drafter: a drafter's folder or its name on the hub; None: what is drafted is retrieved from earlier
-            responses to the same problem.
+        drafter: a drafter's folder or its name on the hub; None: drafts are retrieved from earlier responses
+            to the same problem.
         speculation: "off", "adaptive" (measured while running), or a strategy such as "4x1x4": depth, width,
             budget.
         dtype: of weights and activations: float32, float64 or bfloat16.
         device: "auto" is a GPU where there is one.
         max_batch_size: sequences decoded at a time.
-        engine: what generates, TLT's own engine or an installed vLLM with the same sampling law inside, which
-            also takes models that TLT does not train (docs/vllm.md).
-        drafting: keys of the section [drafter] of a run's configuration, such as vocabulary=4096, the
-            number of tokens that the drafter may propose.
+        engine: TLT's own engine, or an installed vLLM with the same sampling law inside, which also takes
+            models that TLT does not train (docs/vllm.md).
+        drafting: keys of a run's configuration section [drafter], such as vocabulary=4096, the number of
+            tokens that the drafter may propose.
         """
         checked("max_batch_size", max_batch_size, BatchSize)
-        for name, value in (("path", path), ("drafter", drafter)):
-            if not (
-                (isinstance(value, str | Path) and str(value).strip())
-                or (value is None and name == "drafter")
-            ):
-                raise UserError(
-                    f"{name}: is {shorten(value)}; give a folder, or a name on the Hugging Face hub"
-                )
+        for name, value in {"path": path, **({} if drafter is None else {"drafter": drafter})}.items():
+            if not (isinstance(value, str | Path) and str(value).strip()):
+                hub = "give a folder, or a name on the Hugging Face hub"
+                raise UserError(f"{name}: is {shorten(value)}; {hub}")
         checked("revision", revision, str | None)
         section = validate(DrafterSection, drafting, "drafter")
         if engine not in ("tlt", "vllm"):
             raise UserError(f"engine: is {shorten(engine)}; give tlt or vllm")
         if drafter is not None and not Path(drafter).is_dir() and Repository.parse(drafter) is None:
-            raise UserError(
-                f"drafter: {drafter} does not exist; give a drafter's folder, or its name on the Hugging "
-                "Face hub"
-            )
+            hub = "give a drafter's folder, or its name on the Hugging Face hub"
+            raise UserError(f"drafter: {drafter} does not exist; {hub}")
         if engine == "vllm":
             check_served(section.vocabulary, "vocabulary")
         settings = EngineSettings(
@@ -149,8 +141,8 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """Tokens, steps, strategies and accept_length (tokens per verification) of the latest call of
-        generate or stream."""
+        """Tokens, steps, strategies and accept_length (tokens per verification) of the latest generate or
+        stream."""
         return self._engine.stats
 
     def generate(
@@ -158,16 +150,13 @@ class Engine:
     ) -> list[Response]:
         """Returns `samples` responses to every prompt, in the order of the prompts."""
         requests = self._requests(prompts, samples, sampling)
-        order = {(request.problem_id, request.sample_index): index for index, request in enumerate(requests)}
-        return sorted(
-            self._run(requests), key=lambda response: order[response.problem_id, response.sample_index]
-        )
+        order = {key_of(request): place for place, request in enumerate(requests)}
+        return sorted(self._run(requests), key=lambda response: order[key_of(response)])
 
     def stream(
         self, prompts: Iterable[Prompt], samples: int = 1, **sampling: Unpack[Sampling]
     ) -> Iterator[Response]:
-        """Yields the same responses as they finish. One stream at a time; closing it forgets what has not
-        finished."""
+        """Yields the same responses as they finish. One stream at a time; closing it drops unfinished ones."""
         return self._run(self._requests(prompts, samples, sampling))
 
     def _requests(self, prompts: Iterable[Prompt], samples: int, sampling: Sampling) -> list[Request]:
@@ -175,17 +164,12 @@ class Engine:
             raise UserError(f"prompts: is {shorten(prompts)}; give a list of prompts")
         samples = checked("samples", samples, Samples)
         if unknown := next(iter(sampling.keys() - Sampling.__annotations__.keys()), None):
-            known = (
-                find_nearest(unknown, Sampling.__annotations__)
-                or f"one of {', '.join(Sampling.__annotations__)}"
-            )
+            names = Sampling.__annotations__
+            known = find_nearest(unknown, names) or f"one of {', '.join(names)}"
             raise UserError(f"{unknown}: is no argument of generate and stream; give {known}")
         given: Sampling = {"stop_ids": self.stop_ids, **sampling}
         params = SamplingParams(**given)
-        records = [
-            (f"prompts:{number}", _to_record(number, prompt))
-            for number, prompt in enumerate(prompts, start=1)
-        ]
+        records = [(f"prompts:{n}", _to_record(n, prompt)) for n, prompt in enumerate(prompts, start=1)]
         vocab_size, window = self.config.vocab_size, self.config.max_positions
         encoded = encode_prompts(records, self.tokenizer, vocab_size=vocab_size, window=window)
         if "max_tokens" in sampling:
@@ -200,11 +184,11 @@ class Engine:
             for rollout in self._engine.generate(requests):
                 yield Response.of(rollout, self._decode)
         finally:
-            self._engine.abort()  # nothing is left to, unless the caller broke off
+            self._engine.abort()  # unfinished responses, if the caller broke off
 
 
 def _to_record(number: int, prompt: Any) -> Record:
-    """Returns the prompt as a line of a prompts file would give it."""
+    """Returns the prompt as a record of a prompts file."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Mapping):
@@ -223,12 +207,11 @@ def _to_record(number: int, prompt: Any) -> Record:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Says what a run has left.
+    """The results of a run.
 
     folder: holds policy/ (and best/, drafter/) as checkpoint folders, metrics.jsonl and evaluations.jsonl.
-    evaluations: the file's lines (`tlt.training.evaluations.Evaluation`); each has `step` (updates done),
-        `solve_rate`, `reward`, `num_unscored`, `seconds`, `by_problem` and `reward_by_problem`.
-    is_finished: False where Ctrl-C or SIGTERM ended it; `tlt train --resume FOLDER` goes on.
+    evaluations: the lines of evaluations.jsonl (`tlt.training.evaluations.Evaluation`).
+    is_finished: False: Ctrl-C or SIGTERM ended it; `tlt train --resume FOLDER` goes on.
     """
 
     folder: Path
@@ -239,15 +222,13 @@ class TrainingResult:
 def train(config: Config | str | Path | Mapping[str, Any], task: Task | None = None) -> TrainingResult:
     """Trains a policy, as `tlt train` does, and returns when the run has ended.
 
-    config: a Config, or what `load_config` makes one of: a file, the name of a recipe, the sections as a
-        dict.
-    task: an object in place of the one that config.task.name names. Ranks and reward workers are processes
-        that import the task by its name. An object that is a module's own (`from mytask import TASK`) has
-        one; any other serves only a run in this process: run.num_ranks = 1 and rewards.num_workers = 0.
+    config: a Config, a configuration file, the name of a recipe, or the sections as a dict.
+    task: replaces the task that config.task.name names. Ranks and reward workers are processes that import
+        the task by name, so it must be an attribute of a module (`from mytask import TASK`), unless the run
+        stays in this process: run.num_ranks = 1 and rewards.num_workers = 0.
 
-    With several ranks a script has to start under `if __name__ == "__main__":`, as for everything that
-    multiprocessing spawns. Where torchrun or srun has started this process, it is a rank of the run, and
-    goes on with what it began before a restart.
+    With several ranks a script must start under `if __name__ == "__main__":`, as multiprocessing requires.
+    A process started by torchrun or srun is a rank of the run, and resumes it after a restart.
     """
     config = config if isinstance(config, Config) else load_config(config)
     with _named(task, config) if task is not None else nullcontext(config.task.name) as name:
@@ -255,9 +236,8 @@ def train(config: Config | str | Path | Mapping[str, Any], task: Task | None = N
         folder, began = config.run.out_dir, Moment.now()
         begin = partial(_begin, config)
         if (place := find_place()) is not None:
-            is_finished = _is_finished(
-                run_started_rank(place, begin, began, config.run.timeout_seconds), folder
-            )
+            code = run_started_rank(place, begin, began, config.run.timeout_seconds)
+            is_finished = _is_finished(code, folder)
         elif all_ranks(config) == 1 and config.run.launcher == "local":
             is_finished = _run_here(begin(), began)
         else:
@@ -266,8 +246,10 @@ def train(config: Config | str | Path | Mapping[str, Any], task: Task | None = N
 
 
 def _begin(config: Config, goes_on: bool = False) -> Config:
-    """Checks what can be checked before a run begins. goes_on: whether ranks that somebody else has
-    started were here before: what they have begun goes on, then."""
+    """Refuses mistakes before a run begins, and returns its configuration with pinned names.
+
+    goes_on: whether a launcher has restarted these ranks: then the run in the folder is resumed.
+    """
     folder = config.run.out_dir
     if not (goes_on and can_go_on(folder)):
         refuse_begun(folder)
@@ -278,7 +260,7 @@ def _begin(config: Config, goes_on: bool = False) -> Config:
 
 
 def _run_here(config: Config, began: Moment) -> bool:
-    """Runs this process's rank. Errors are the caller's, and torch's threads are again as they were."""
+    """Runs the only rank in this process. Errors propagate, and torch's threads are restored."""
     stop, threads = StopRequest(), torch.get_num_threads()
     hears_signals = threading.current_thread() is threading.main_thread()
     try:
@@ -290,8 +272,7 @@ def _run_here(config: Config, began: Moment) -> bool:
 
 
 def _is_finished(code: int, folder: Path) -> bool:
-    """Returns whether ranks with this exit code have come to the run's end, and raises where they have
-    failed."""
+    """Returns whether ranks with this exit code have finished the run; raises if they failed."""
     if code == EXIT_USER_ERROR:
         raise UserError(f"{folder}: a rank has stopped; the line on stderr says what to correct")
     if 0 < code < 128:
@@ -301,8 +282,7 @@ def _is_finished(code: int, folder: Path) -> bool:
 
 @contextmanager
 def _named(task: Task, config: Config) -> Iterator[str]:
-    """Yields a name under which `get_task` finds the object: its own, or one for this process and this run
-    alone."""
+    """Yields a name under which `get_task` finds the object: its own, or a temporary one in this process."""
     if isinstance(task, type) or not isinstance(task, Task):
         remedy = (
             "give an object with problems() and score(), or a task's name as the configuration's task.name"
@@ -313,9 +293,8 @@ def _named(task: Task, config: Config) -> Iterator[str]:
         return
     if not is_rank(all_ranks(config)) or config.rewards.num_workers > 0:
         raise UserError(
-            f"task: a {type(task).__name__} that no module holds cannot reach other processes; set "
-            "run.num_ranks = 1 and"
-            " rewards.num_workers = 0, or put it into a module and give its name, module:object"
+            f"task: a {type(task).__name__} that no module holds cannot reach other processes; set run.num_ranks "
+            "= 1 and rewards.num_workers = 0, or put it into a module and give its name, module:object"
         )
     module = ModuleType("in_this_process")
     vars(module)[type(task).__name__] = task
@@ -327,8 +306,7 @@ def _named(task: Task, config: Config) -> Iterator[str]:
 
 
 def _importable_name(task: Task) -> str | None:
-    """Returns "module:object" where the module of the object's class holds the object itself; None
-    otherwise."""
+    """Returns "module:object" if the object is an attribute of its class's module; None otherwise."""
     name = type(task).__module__
     attributes = vars(sys.modules[name]) if name != "__main__" and name in sys.modules else {}
     return next((f"{name}:{attribute}" for attribute, value in attributes.items() if value is task), None)

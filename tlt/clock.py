@@ -1,4 +1,4 @@
-"""A moment that other processes can count from, by a clock that nobody sets. Knows not what is timed."""
+"""A moment that other processes can count seconds from, by the monotonic clock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BOOT_ID, _TIME_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self
 
 @dataclass(frozen=True)
 class Moment:
-    """When something began. The seconds since do not change with the time of day, which may be set meanwhile.
+    """The moment when something began. Setting the time of day does not change the seconds since.
 
     machine: whose clock was read (`machine_name`).
     reading: of the monotonic clock, which all processes of a machine share.
-    told_after: seconds that had passed when it was told to others.
+    told_after: seconds that had passed when the moment was sent to others.
     """
 
     machine: str
@@ -34,18 +34,17 @@ class Moment:
         return time.monotonic() - self.reading
 
     def told(self) -> Moment:
-        """Returns it for others to be told now."""
+        """Returns the moment as it is sent to others now."""
         return replace(self, told_after=self.seconds)
 
     def here(self) -> Moment:
-        """Returns it on this machine's clock. Told by another machine, it counts from now on what had
-        passed by then: what it took to come here is lost."""
+        """Returns the moment on this machine's clock. From another machine it counts on from `told_after`, and
+        loses the seconds on its way."""
         return self if self.machine == _machine() else Moment(_machine(), time.monotonic() - self.told_after)
 
 
 def machine_name() -> str:
-    """Names what the monotonic clock belongs to: a start of a machine, and in it a namespace; empty where
-    it is unknown."""
+    """Returns the name of the monotonic clock: a machine's boot and time namespace; empty: unknown."""
     if not _BOOT_ID.exists():
         return ""
     namespace = os.readlink(_TIME_NAMESPACE) if os.path.lexists(_TIME_NAMESPACE) else ""

@@ -1,4 +1,4 @@
-"""Spans: what a rank's time was spent on. Knows neither who measures them nor who draws them."""
+"""Spans: stretches of a rank's time, by what it was spent on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from enum import StrEnum
 
 
 class SpanName(StrEnum):
-    """Names what a rank's time is recorded under, in the order in which a table shows it. Steps and
-    evaluations hold others; `preempt` says how late drafter training ended, which lies within it."""
+    """The names of spans, in a table's order. Steps and evaluations contain other spans; `preempt` lies
+    within `train drafter`, and tells how late that ended."""
 
     STEP = "step"
     PREFILL = "prefill"

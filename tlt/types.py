@@ -1,7 +1,6 @@
-"""The nouns that cross a boundary: frozen values, no behaviour beyond what follows from their fields.
+"""The nouns that cross a boundary: frozen values, without behaviour beyond what follows from their fields.
 
-This file knows neither models nor engines; torch appears only as the type of a tensor, and is not imported
-for it.
+torch appears as the type of a tensor alone; importing this file does not import it.
 
 Axes used throughout the package:
     N tokens of a flat batch · B sequences · T tokens per sequence · V vocabulary · E hidden size
@@ -47,9 +46,12 @@ def checked(place: str, value: object, kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling of one sequence. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off;
-    `max_tokens` are fewer where the model's window ends; `stop` are texts that end a response at the first
-    token after which it holds one of them."""
+    """The sampling of one sequence.
+
+    top_k, top_p, min_p: 0, 1 and 0 switch the truncation off.
+    max_tokens: fewer where the model's window ends.
+    stop: texts; a response ends at the first token after which it contains one of them.
+    """
 
     temperature: Temperature = 1.0
     top_k: TopK = 0
@@ -72,10 +74,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """Asks for one response: sample `sample_index` of a problem, with everything its tokens depend on.
+    """A request for one response: sample `sample_index` of a problem, with everything its tokens depend on.
 
-    token_ids, logprobs: the response so far, where another engine with the same policy has begun it. It
-        goes on as it would have there: its tokens depend on nothing but the other fields.
+    token_ids, logprobs: the response so far, where another engine with the same policy has begun it. It goes
+        on as it would have there, for its tokens depend on the other fields alone.
     """
 
     problem_id: str
@@ -90,8 +92,8 @@ class Request:
     @property
     def key(self) -> NoiseKey:
         """The noise key: 128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem
-        id, sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does.
-        Numbers and strings of other types (NumPy's) count as the Python ones that they equal."""
+        id, sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. NumPy's
+        numbers and strings count as the Python ones that they equal."""
         numbers = (int(self.params.seed), int(self.policy_step), int(self.sample_index))
         fields = (LAW_VERSION, numbers[0], str(self.purpose), numbers[1], str(self.problem_id), numbers[2])
         digest = hashlib.blake2b(repr(fields).encode(), digest_size=16).digest()
@@ -101,8 +103,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response. `logprobs` are log-softmax(logits / temperature) before truncation, one per
-    token; at temperature 0 they are those of temperature 1."""
+    """One finished response.
+
+    logprobs: log-softmax(logits / temperature) before truncation, one per token; at temperature 0 those of
+        temperature 1.
+    """
 
     problem_id: str
     sample_index: int
@@ -113,7 +118,7 @@ class Rollout:
     policy_version: int
 
 
-def key_of(response: Request | Rollout) -> Key:
+def key_of(response: Request | Rollout | Response) -> Key:
     return response.problem_id, response.sample_index
 
 
@@ -125,7 +130,7 @@ class Response:
     text: without special tokens; None for a model without a tokenizer.
     logprobs: natural, one per token: log-softmax(logits / temperature) before truncation; at temperature 0
         those of temperature 1.
-    finish_reason: "stop" (a stop token or the end of a stop text, which is the last of token_ids) or "length".
+    finish_reason: "stop" (token_ids ends with a stop token or with the end of a stop text) or "length".
     """
 
     problem_id: str
@@ -152,8 +157,11 @@ class Response:
 
 @dataclass(frozen=True)
 class Finished:
-    """A response that an engine step ended. captured_TF: what the target was asked to capture, at all of
-    its tokens but the last; None where nobody asked for it, or where the engine no longer holds it."""
+    """A response that an engine step ended.
+
+    captured_TF: the captured features of the target at all tokens but the last; None: none were asked for, or
+        the engine no longer holds them.
+    """
 
     rollout: Rollout
     captured_TF: Tensor | None = None
@@ -168,8 +176,8 @@ class DraftTree:
         -1. A node that is padding (a sequence with fewer nodes than others) has parent -1 and is never
         visited. Siblings carry distinct tokens.
     is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
-    lengths: of chains that end in different columns: the nodes of each, the root included. None: all are
-        as long.
+    lengths: nodes of each chain, the root included, where chains end in different columns; None: all have
+        the same length.
     """
 
     tokens_BN: Tensor
@@ -191,10 +199,10 @@ class DraftTree:
 class Verdict:
     """The result of verifying one sequence's draft.
 
-    tokens:       the committed tokens: the accepted drafts, then the target's own next token.
+    tokens: the committed tokens: the accepted drafts, then the target's own next token.
     num_accepted: drafted tokens among them, len(tokens) - 1.
-    path:         columns of the visited nodes, the root first; their cache entries are kept.
-    logprobs:     one per committed token.
+    path: columns of the visited nodes, the root first; their cache entries are kept.
+    logprobs: one per committed token.
     """
 
     tokens: tuple[int, ...]
@@ -205,7 +213,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt with what its scorer needs. `data` is the task's own record, opaque to everything between."""
+    """A prompt with the data that its scorer needs.
+
+    data: the task's own record, opaque to everything between.
+    """
 
     problem_id: str
     prompt_ids: tuple[int, ...]
@@ -214,12 +225,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reward:
-    """The judgement of one response. `error` is empty, or says why no score could be had (time-out,
-    exception): then `value` means nothing.
+    """The score of one response.
 
-    parts: what each reward function said, before its weight, of those that apply; empty where the task alone
-        scores.
-    metrics: what reward functions logged.
+    error: why there is no score (time-out, exception); then `value` means nothing. Empty: there is one.
+    parts: the value of each reward function that applies, before its weight; empty: the task alone scores.
+    metrics: figures that reward functions logged.
     task: the problem's column `task`, by which means are taken; empty: none.
     """
 

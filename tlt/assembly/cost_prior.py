@@ -1,5 +1,4 @@
-"""Sizes of a drafter beside its target, from their shapes: what a tuner assumes of costs before anything
-is measured."""
+"""The tuner's cost prior, before anything is measured: sizes of a drafter relative to its target."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from tlt.tuning.step_costs import CostPrior
 def cost_prior(
     target: ModelConfig, drafter: DrafterShape | None, vocabulary: DraftVocab = "full"
 ) -> CostPrior:
-    """Returns the prior for this target.
+    """Returns the cost prior for this target.
 
-    drafter: the shape of the learned one; None: there is none.
-    vocabulary: that it may choose, of which the largest size serves first.
+    drafter: the shape of the learned drafter; None: there is none.
+    vocabulary: the draft vocabulary; of several sizes the largest serves first.
     """
     head = target.vocab_size * target.hidden_size
     weights = target.num_layers * _layer(target) + head
@@ -31,12 +30,12 @@ def cost_prior(
 
 
 def _num_ranked(target: ModelConfig, drafter: DrafterShape, vocabulary: DraftVocab) -> int:
-    """Returns how many tokens the drafter ranks at first."""
+    """Returns the size of the drafter's first draft vocabulary."""
     sizes = sizes_of(DraftCosts.of(target, drafter), vocabulary) if drafter.can_choose else []
     return sizes[-1] if sizes else drafter.draft_vocab_size
 
 
 def _layer(config: ModelConfig) -> int:
-    """Returns the numbers in the matrices of one decoder layer."""
+    """Returns the number of matrix elements of one decoder layer."""
     attention = config.hidden_size * config.head_dim * (config.num_qkv + config.num_heads)
     return attention + 3 * config.hidden_size * config.intermediate_size

@@ -27,7 +27,7 @@ from tlt.spans import Span
 
 
 def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:
-    """Returns the copy of a drafter that is trained."""
+    """Builds the copy of a drafter that is trained."""
     model = DraftModel(drafter.config).to(device)
     model.load_state_dict(drafter.tensors)
     return model
@@ -60,7 +60,7 @@ def build_spot_trainer(
 
 
 def preset_changes(settings: DrafterSection) -> dict[str, Any]:
-    """Returns the constants of a preset that the configuration sets."""
+    """Returns the preset's constants that the configuration sets."""
     names = ("unrolled_steps", "step_decay", "feature_weight", "distribution_weight")
     return {name: getattr(settings, name) for name in names}
 
@@ -84,7 +84,7 @@ def watch_drafter(
     drafter, target = engine.drafter, engine.target
     if stored is None or drafter is None or drafter.learned is None:
         return DrafterSide()
-    assert target is not None, "whoever has a learned drafter keeps the policy for it"
+    assert target is not None, "an engine with a learned drafter keeps the policy for it"
     model = build_draft_model(stored, world.device)
     spot = None
     if settings.train:

@@ -1,9 +1,8 @@
-"""A model and its settings → an engine with a drafter. The only place that puts one together, for the command
-line, the training run, the benchmarks and the Python API alike.
+"""Builds an engine from a model, a drafter and settings, for commands, runs, benchmarks and the Python API.
 
-    Model ───────────────────────────┐
-    drafter/ ── load_stored_drafter ─────────┼── build_backend ──▶ our engine, or vLLM, with policy, tuner and drafter
-    EngineSettings ──────────────────┘
+Model ────────────────────────────────┐
+drafter/ ── load_stored_drafter ──────┼── build_backend ──▶ our engine or vLLM, with policy, tuner, drafter
+EngineSettings ───────────────────────┘
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ from tlt.vllm.inside.law import DEFAULT_TAU
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The settings that an engine is built with, beside its weights.
+    """The settings of an engine.
 
     speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
-    tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
+    tuner: chooses the strategy of adaptive speculation: "cost-model" or "beg-mab".
     drafting: how drafters rank, when they stop and what they remember.
-    borrows: what the engine can use as the policy has it is read there, not copied (PackedTransformer).
-    kv_gib: GiB of all caches; None: as many as `automatic_bytes` says, where `num_ranks` share the machine's
-        memory.
-    engine: "tlt" or "vllm"; `vllm` has the second one's own settings.
-    window: positions of the longest sequence that will be asked for; None: as many as the model has.
+    borrows: the engine shares the policy's tensors where its layout allows, and copies the others.
+    kv_gib: GiB of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine's memory.
+    engine: "tlt" or "vllm".
+    vllm: vLLM's own settings.
+    window: positions of the longest sequence that will be generated; None: the model's.
     """
 
     speculation: str = "off"
@@ -72,13 +71,13 @@ class EngineSettings:
     window: int | None = None
 
     def cache_bytes(self) -> int:
-        """Returns the memory that the engine's caches may take from now on."""
+        """Returns the bytes that the engine's caches may take."""
         device = torch.device(self.device)
         return automatic_bytes(device, self.num_ranks) if self.kv_gib is None else int(self.kv_gib * 2**30)
 
     @staticmethod
     def of_run(config: Config, device: torch.device | str) -> EngineSettings:
-        """Returns the settings that a run's configuration asks for."""
+        """Returns the settings in a run's configuration."""
         rollout, dtype = config.rollout, resolve_dtype(config.run.dtype)
         return EngineSettings(
             rollout.speculation,
@@ -105,16 +104,15 @@ def build_engine(
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> RolloutEngine:
-    """Returns an engine that holds the policy and, unless speculation is off, something to draft with:
-    retrieval, and beside it the learned `drafter` where one is given.
+    """Builds our engine with the policy and, unless speculation is off, drafting by retrieval and by the
+    learned `drafter`, if there is one. Raises UserError for a speculation that needs an absent drafter.
 
-    policy: tensors by their Hugging Face names, or the copy of them in another engine of these settings; then
-        both read it, and neither loads another.
-    tuner: chooses in place of the one that the settings name.
-    verify: an audit puts a faulty one here.
-    on_span: receives what the engine spent its time on.
-    decode: the text of a response's tokens, in which stop texts are sought. Raises UserError for a
-        speculation that needs a drafter which is not there.
+    policy: tensors by their Hugging Face names, or the packed copy in another engine with the same settings,
+        which both then share, and neither may load anew.
+    tuner: replaces the one that the settings name.
+    verify: an audit may pass a faulty one.
+    on_span: receives the engine's spans.
+    decode: token ids → text, in which stop texts are sought.
     """
     tuner = tuner or _make_tuner(config, settings, drafter, drafter_kinds(drafter is not None))
     engine = RolloutEngine(
@@ -128,18 +126,15 @@ def build_engine(
     )
     if tuner is not None:
         learned = None if drafter is None else build_learned(engine, drafter, settings)
-        drafting, slots = settings.drafting, settings.max_batch_size
-        engine.load_drafter(
-            make_drafter(learned, slots, drafting.ngram_tokens, drafting.confidence_threshold)
-        )
+        ngram_tokens, threshold = settings.drafting.ngram_tokens, settings.drafting.confidence_threshold
+        engine.load_drafter(make_drafter(learned, settings.max_batch_size, ngram_tokens, threshold))
     return engine
 
 
 def _make_tuner(
     config: ModelConfig, settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
 ) -> StrategyTuner | None:
-    """Returns the tuner that the settings name, with what is known of the drafter beforehand: its size and
-    its acceptance."""
+    """Returns the tuner that the settings name, with priors from the drafter's size and acceptance."""
     prior = cost_prior(config, None if drafter is None else drafter.config, settings.drafting.vocabulary)
     acceptance = None if drafter is None else drafter.acceptance
     return make_tuner(settings.speculation, kinds, settings.tuner, prior=prior, acceptance=acceptance)
@@ -160,20 +155,20 @@ def build_backend(
     verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
-    """Returns the engine that the settings name, with the model as its policy. Raises UserError where it
-    cannot be had.
+    """Builds the engine that the settings name, with the model as its policy. Raises UserError where that is
+    impossible.
 
-    references: what may be drafted from, unless speculation is off; vLLM on a GPU leaves them.
+    references: earlier responses to draft from, unless speculation is off; vLLM on a GPU ignores them.
     """
     if settings.engine == "tlt":
-        assert isinstance(model, Model), "others were refused when they were read (load_model_for)"
-        kinds, tuner = drafter_kinds(drafter is not None), None
+        assert isinstance(model, Model), "load_model_for refuses others"
+        config, tuner = model.config, None
         if references is not None:
-            tuner = _make_tuner(model.config, settings, drafter, reference_kinds(kinds))
-        config, tensors = model.config, model.tensors
+            kinds = reference_kinds(drafter_kinds(drafter is not None))
+            tuner = _make_tuner(config, settings, drafter, kinds)
         engine = build_engine(
             config,
-            tensors,
+            model.tensors,
             settings,
             drafter,
             tuner=tuner,
@@ -233,14 +228,14 @@ def load_engine(
     verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
-    """Returns an engine that holds the model, and the drafter of that folder unless speculation is off."""
+    """Builds an engine with the model, and with the drafter in the folder unless speculation is off."""
     stored = load_stored_drafter(None if settings.speculation == "off" else drafter, model)
     return build_backend(model, settings, stored, verify=verify, references=references)
 
 
 def load_stored_drafter(drafter: Path | None, model: ModelFolder) -> StoredDrafter | None:
-    """Reads the drafter folder of a model; None: there is none to read. UserError where it does not fit,
-    as for every model that our decoder does not compute."""
+    """Reads a drafter's folder; None: there is none. Raises UserError where it does not fit the model, or our
+    decoder does not compute the model."""
     if drafter is None:
         return None
     if not isinstance(model, Model):
@@ -258,8 +253,7 @@ def build_learned(
     settings: EngineSettings,
     on_verdicts: OnVerdicts | None = None,
 ) -> LearnedDrafter:
-    """Returns the drafter at work beside the engine's target. It remembers what training matches only
-    where it is trained."""
+    """Builds an engine's learned drafter. It keeps the target features of responses only if it is trained."""
     drafting = settings.drafting
     packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
     check_wanted(drafting.vocabulary, drafter.config)

@@ -1,4 +1,4 @@
-"""What the user names → what is read: a folder or a name of the hub becomes a model.."""
+"""Reads the model that the user names: a local folder, or one of the hub."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A checkpoint folder, as far as it is read for an engine that loads the weights itself.
+    """A checkpoint folder without its weights, for an engine that loads them itself.
 
     config: bounds of token ids and positions.
-    tokenizer: None where the folder has none; then prompts have to be token ids.
+    tokenizer: None: the folder has none, and prompts must be token ids.
     """
 
     path: Path
@@ -38,16 +38,15 @@ class ModelFolder:
 
     @property
     def decode(self) -> Decode | None:
-        """Returns the text of a response's tokens; None without a tokenizer."""
+        """Converts a response's tokens to text; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode
 
 
 @dataclass(frozen=True)
 class Model(ModelFolder):
-    """A checkpoint of a family that our decoder computes, with its weights: trained, drafted for, or
-    generated with.
+    """A checkpoint of a family that our decoder computes, with its weights.
 
-    adapter: beside the weights, for who trains it on; None: there is none, or it is merged into them.
+    adapter: an adapter that is trained further; None: there is none, or it is merged into the weights.
     """
 
     config: ModelConfig
@@ -71,10 +70,9 @@ def drafter_folder(config: Config) -> Path | None:
 
 
 def load_model_for(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> ModelFolder:
-    """Reads what `engine` is to generate with: a Model, or where vLLM is to compute it, a model of whatever
-    family.
+    """Reads the model that `engine` generates with. vLLM takes families that our decoder does not compute.
 
-    adapter: see `open_model`.
+    adapter: see `load_model`.
     """
     if adapter is not None and engine == "vllm":
         raise UserError(
@@ -90,26 +88,28 @@ def load_model_for(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | N
 
 
 def load_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
-    """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored.
-    adapter: a folder of PEFT's that is merged into them. Raises UserError where it cannot be used."""
+    """Reads a checkpoint folder.
+
+    dtype: of the tensors; None: as stored.
+    adapter: a PEFT folder that is merged into them; UserError where it does not fit.
+    """
     model = open_model(path, dtype, adapter)
     return replace(model, tensors=dict(model.tensors))
 
 
 def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
-    """Does the same, but for the tensors: each is read, and its values are checked, when it is asked for."""
+    """Does the same lazily: each tensor is read, and its values checked, when it is looked up."""
     config = load_model_config(path)
+    tokens = _tokens(path)
     if adapter is None:
-        return Model(path, config, *_tokens(path), StoredTensors(path, config, dtype))
-    return Model(
-        path, config, *_tokens(path), AdaptedTensors(path, config, dtype, read_adapter(adapter, config))
-    )
+        return Model(path, config, *tokens, StoredTensors(path, config, dtype))
+    adapted = AdaptedTensors(path, config, dtype, read_adapter(adapter, config))
+    return Model(path, config, *tokens, adapted)
 
 
 def open_start(config: Config, dtype: torch.dtype) -> Model:
-    """Opens the model that a run's policy starts from. Its adapter is merged into the weights, but where the
-    run trains
-    adapters: then it lies beside them, and is trained on. Raises UserError where `lora` describes another."""
+    """Opens the model that a run's policy starts from. Its adapter is trained further if the run trains
+    adapters, else merged into the weights. Raises UserError where `lora` describes another adapter."""
     folder, adapter = model_folder(config), adapter_folder(config)
     if adapter is None or not config.lora.rank:
         return open_model(folder, dtype, adapter)
@@ -118,8 +118,8 @@ def open_start(config: Config, dtype: torch.dtype) -> Model:
 
 
 def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
-    """Reads the adapter that a run's policy starts from, if there is one. Raises UserError where the run
-    trains adapters, and `lora` describes others."""
+    """Reads the adapter that a run's policy starts from; None: there is none. Raises UserError where the run
+    trains adapters and `lora` describes another."""
     if (folder := adapter_folder(config)) is None:
         return None
     adapter = read_adapter(folder, shape)
@@ -139,15 +139,14 @@ def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
 
 
 def _tokens(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    """Returns a folder's tokenizer, if it has one, and the ids that end a response."""
+    """Returns a folder's tokenizer, None without one, and the ids that end a response."""
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     return tokenizer, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
 
 
 def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:
-    """Returns the device that an engine computes on: for "auto" a GPU where there is one. UserError, which
-    begins with `place`, for a device that is unknown or not there. (What `run.device` means for several
-    ranks, ranks/world.py says.)"""
+    """Returns the device that a single engine computes on: for "auto" a GPU if there is one. Raises
+    UserError, which begins with `place`, for a device that is unknown or absent."""
     has_cuda = torch.cuda.is_available()
     device = None
     with suppress(RuntimeError, TypeError):

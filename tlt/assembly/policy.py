@@ -1,4 +1,4 @@
-"""A configuration → who trains the policy, what responses are drawn by, and what they are scored by."""
+"""A run's configuration → the policy, its trainer, and the specification of its rewards."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from tlt.types import resolve_dtype
 def build_policy_trainer(
     config: Config, model: Model, world: World, is_sharded: bool = False
 ) -> PolicyTrainer:
-    """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the
-    loss has a KL term, unless the copy itself is frozen beside adapters that begin at zero."""
+    """Builds the policy's trainer, with a trained copy of the model's tensors. A KL term also needs a frozen
+    reference: a second copy, or the base itself beside LoRA adapters that begin at zero."""
 
     def build() -> Transformer:
         policy, seed = plan_policy(config, model.config), config.run.seed
         if not is_sharded:
             return build_policy(policy, model, world.device, seed)
         wanted = config.parallel.param_dtype
-        return build_sharded_policy(
-            policy, model, world, None if wanted is None else resolve_dtype(wanted), seed
-        )
+        param_dtype = None if wanted is None else resolve_dtype(wanted)
+        return build_sharded_policy(policy, model, world, param_dtype, seed)
 
     policy, reference = build(), None
     if config.algorithm.kl_coefficient > 0:
@@ -49,7 +48,7 @@ def build_policy_trainer(
 
 
 def reward_spec(config: Config) -> RewardSpec:
-    """Returns what a run's responses are scored by."""
+    """Returns the specification of a run's rewards, for reward workers."""
     rewards = config.rewards
     return RewardSpec(
         config.task.name, rewards.functions, rewards.weights, rewards.solved_at, config.task.options
@@ -57,18 +56,18 @@ def reward_spec(config: Config) -> RewardSpec:
 
 
 def master_dtype(config: Config) -> torch.dtype:
-    """Returns the type of the weights that are trained: float32, unless the engine computes in float64."""
+    """Returns the dtype of trained weights: float32, unless the engine computes in float64."""
     return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
 
 
 def base_dtype(config: Config) -> torch.dtype:
-    """Returns the type of all other weights: another one only where adapters alone are trained."""
+    """Returns the dtype of frozen weights: lora.base_dtype, by default the master dtype."""
     wanted = config.lora.base_dtype
     return master_dtype(config) if wanted is None else resolve_dtype(wanted)
 
 
 def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
-    """Returns the policy as the configuration wants it trained, without memory: on the meta device."""
+    """Returns the policy's module on the meta device, without memory."""
     with torch.device("meta"):
         policy = Transformer(shape, config.parallel.checkpoint_activations).to(base_dtype(config))
     if config.lora.rank:
@@ -77,7 +76,7 @@ def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
 
 
 def build_policy(policy: Transformer, model: Model, device: torch.device, seed: int = 0) -> Transformer:
-    """Gives a planned policy tensors of its own: the model's, and those that adapters begin with. Returns it.
+    """Fills a planned policy with copies of the model's tensors and the adapters' initial values. Returns it.
 
     seed: of the adapters.
     """
@@ -93,8 +92,8 @@ def build_policy(policy: Transformer, model: Model, device: torch.device, seed: 
 def build_sharded_policy(
     policy: Transformer, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
 ) -> Transformer:
-    """Gives a planned policy this rank's slices of them. Every rank calls it, and reads no more than its
-    slices.
+    """Fills a planned policy with this rank's slices of the same tensors. Every rank calls it, and reads its
+    own slices alone.
 
     param_dtype: see `shard`.
     """
@@ -104,12 +103,9 @@ def build_sharded_policy(
     assert isinstance(stored, StoredTensors)
 
     def start(name: str, rows: slice) -> Tensor:
-        is_adapter = is_of_adapter(name)
-        return (
-            _start_of_adapter(model, name, shapes[name], seed)[rows]
-            if is_adapter
-            else stored.rows(name, rows)
-        )
+        if is_of_adapter(name):
+            return _start_of_adapter(model, name, shapes[name], seed)[rows]
+        return stored.rows(name, rows)
 
     fill(policy, start)
     return policy

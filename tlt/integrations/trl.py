@@ -1,11 +1,11 @@
 """TRL's GRPOTrainer generates with our engine: `GRPOTrainer(..., rollout_func=TLTRollout(drafter=...))`.
 
-    GRPOTrainer ── prompts of this process, each as often as it has completions ──▶ TLTRollout ──▶ LiveRollouts (all processes)
-        ▲                                                                              │
-        └── prompt_ids, completion_ids, logprobs, in the order of the prompts ─────────┘
+    GRPOTrainer ── prompts of this process, one per completion ──▶ TLTRollout ──▶ LiveRollouts (all processes)
+        ▲                                                             │
+        └── prompt_ids, completion_ids, logprobs, in their order ─────┘
 
-TRL's own model is the target. TRL calls rollout_func experimental, so its version is pinned, and tests
-hold what is relied on. This file knows TRL; nothing else here does.
+TRL's own model is the target. TRL calls rollout_func experimental, so its version is pinned, and tests check
+what is relied on.
 """
 
 from __future__ import annotations
@@ -26,23 +26,12 @@ from tlt.types import Purpose, SamplingParams, UserError
 
 TRL_VERSION = "1.16"
 
-SAMPLING = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "max_new_tokens": 0,
-    "do_sample": True,
-}
-"""The settings of transformers' generation that are ours too, with the value that None stands for."""
+LAW = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+SAMPLING = {**LAW, "max_new_tokens": 0, "do_sample": True}
+"""Settings of transformers' generation that TLT has, too, with the value that None stands for."""
 
-NEUTRAL: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "length_penalty": 1.0,
-}
-"""Settings that change the law of sampling, with the value at which they do not."""
+NEUTRAL = {"repetition_penalty": 1.0, "num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0}
+"""Settings that would change the law of sampling, with the value at which they do not."""
 
 HARMLESS = ("use_cache", "cache_implementation", "disable_compile", "pad_token_id", "bos_token_id")
 
@@ -53,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class _Attached:
-    """The trainer that has called, and the engine beside it."""
+    """The trainer of the latest call, and the engine beside it."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -73,8 +62,8 @@ class TLTRollout(LiveSettings):
     """A rollout function for TRL's GRPOTrainer. Its settings are those of LiveSettings; temperature, lengths
     and the like are the trainer's own (GRPOConfig).
 
-    Tokens are drawn by keys of (args.seed, training or evaluation, global step, prompt, how often the
-    prompt has come in the step), so a resumed run draws what an uninterrupted one would, with any drafter.
+    The key of a response is (args.seed, training or evaluation, global step, prompt, earlier occurrences of the
+    prompt in the step), so a resumed run draws the tokens of an uninterrupted one, with any drafter.
     """
 
     _attached: _Attached = field(default_factory=_Attached, init=False, repr=False, compare=False)
@@ -84,8 +73,7 @@ class TLTRollout(LiveSettings):
         check_version()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Returns a completion to every prompt. TRL calls it on every process, with that process's
-        prompts."""
+        """Returns a completion of each of this process's prompts. TRL calls it on every process."""
         rollouts = self._attached.rollouts_of(trainer, self)
         prompt_ids = encode(prompts, trainer)
         purpose: Purpose = "rollout" if trainer.model.training else "evaluation"
@@ -107,8 +95,7 @@ class TLTRollout(LiveSettings):
 
 
 class Keeper(TrainerCallback):
-    """Keeps the drafter in TRL's checkpoints, and lets an evaluation that is repeated draw the same
-    responses."""
+    """Saves the drafter in TRL's checkpoints, and makes a repeated evaluation draw the same responses."""
 
     def __init__(self, rollouts: LiveRollouts) -> None:
         self.rollouts = rollouts
@@ -126,8 +113,7 @@ def checkpoint_folder(args: Any, state: Any) -> Path:
 
 
 def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
-    """Returns the settings with the drafter of the checkpoint that the trainer goes on from, where that
-    has one."""
+    """Returns the settings with the drafter of the checkpoint that the trainer resumes from, if it has one."""
     folder = checkpoint_folder(trainer.args, trainer.state) / DRAFTER_FOLDER
     if settings.drafter is None or trainer.state.global_step == 0 or not folder.is_dir():
         return settings
@@ -139,20 +125,18 @@ def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
 
 
 def check_version() -> None:
-    """Raises UserError where TRL is missing, or is another than the one that this file was written for."""
+    """Raises UserError where TRL is missing, or has another version than this file was written for."""
     try:
         found = version("trl")
     except PackageNotFoundError:
         raise UserError(f"trl: is not installed; {how_to_install('trl')}") from None
     if found.split(".")[:2] != TRL_VERSION.split("."):
-        raise UserError(
-            f"trl: {found} is installed, but rollout_func may differ from {TRL_VERSION}'s; "
-            f"{how_to_install('trl')}"
-        )
+        differs = f"{found} is installed, but rollout_func may differ from {TRL_VERSION}'s"
+        raise UserError(f"trl: {differs}; {how_to_install('trl')}")
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises UserError for what a rollout function of ours cannot do."""
+    """Raises UserError for trainers that our rollout function does not support."""
     if trainer.use_vllm:
         raise UserError("use_vllm: is True, but completions come from TLT's engine; set it to False")
     if trainer.tools or trainer.environment_factories is not None:
@@ -160,28 +144,22 @@ def check_trainer(trainer: Any) -> None:
             "tools: responses over several turns are not supported; remove tools and environment_factory"
         )
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
-        name = type(trainer.processing_class).__name__
-        raise UserError(
-            f"processing_class: a {name} reads more than text, which is not supported; use a text model"
-        )
+        reads = f"a {type(trainer.processing_class).__name__} reads more than text"
+        raise UserError(f"processing_class: {reads}, which is not supported; use a text model")
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
-    """Returns the law of the trainer's arguments, with generation_kwargs on top, as TRL reads them. Raises
-    UserError for settings under which transformers would sample by another law than ours."""
+    """Returns the sampling of the trainer's arguments, overridden by generation_kwargs, as in TRL. Raises
+    UserError for settings under which transformers would sample by another law."""
     args = trainer.args
-    given = {
-        name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    }
+    given = {name: getattr(args, name) for name in (*LAW, "repetition_penalty")}
     given |= {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}
     for name, value in given.items():
         if name in SAMPLING or name in HARMLESS or value is None or value == NEUTRAL.get(name):
             continue
         remedy = f"set it to {NEUTRAL[name]}" if name in NEUTRAL else "remove it"
         raise UserError(f"{name}: is {value!r}, which is not supported in rollouts of TLT; {remedy}")
-    law: dict[str, Any] = {
-        name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()
-    }
+    law = {name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()}
     return SamplingParams(
         temperature=law["temperature"] if law["do_sample"] else 0.0,
         top_k=law["top_k"],
@@ -194,7 +172,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
 
 
 def encode(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Returns the prompts as token ids, as TRL's own generation would: text as it is, messages by the chat
+    """Returns the prompts as the token ids of TRL's own generation: text as it is, messages by the chat
     template."""
     from trl import is_conversational
 
@@ -218,11 +196,12 @@ def encode(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
 
 
 def metrics(rollouts: LiveRollouts) -> Mapping[str, float]:
-    """Returns the numbers of the latest rollout by the names that they are logged under, behind "tlt/".
+    """Returns figures of the latest rollout by the names under which they are logged, behind "tlt/".
 
-    draft_…: EngineStats.draft_metrics.  rollout_seconds, tokens_per_second: of all processes together.
-    idle_seconds: without work, up to the last token of all, summed over processes.
-    drafter_seconds: spent training the drafter; TRL logs the mean over processes.
+    draft_…: EngineStats.draft_metrics.
+    rollout_seconds, tokens_per_second: of all processes together.
+    idle_seconds: idle time up to the last token of all, summed over processes.
+    drafter_seconds: of training the drafter; TRL logs the mean over processes.
     drafter_acceptance: sum_v min(p, q) per token, after training.
     """
     result = rollouts.latest

@@ -1,8 +1,7 @@
-"""The console of a run: a header, a table that grows by one line per step, and a summary at the end. Computes
-nothing.
+"""The console of a run: a header, a table that grows by one line per step, and a summary at the end.
 
-On a terminal: colours, and a live line below the table that says what is going on now. Into a file or
-pipe, on a dumb terminal or under NO_COLOR: the same table as plain lines, nothing else.
+On a terminal it has colours and a live status line below the table. In a file or pipe, on a dumb terminal or
+under NO_COLOR it is the same table in plain lines.
 """
 
 from __future__ import annotations
@@ -42,8 +41,12 @@ REFRESHES_PER_SECOND = 2
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity: its two-line heading, its width, and how a record's value is written. is_spare: a
-    narrow terminal goes without it."""
+    """A column of the table.
+
+    title, unit: its two-line heading.
+    write: formats its value of a record.
+    is_spare: whether a narrow terminal omits it.
+    """
 
     title: str
     unit: str
@@ -66,7 +69,7 @@ def _lengths(record: StepRecord) -> str:
 
 
 def _used(seconds: Mapping[str, float]) -> str:
-    """Returns the share of idle time in which a rank did not rest."""
+    """Formats the share of idle time in which ranks did not rest."""
     total = sum(seconds.values())
     return _share(1 - seconds.get(IdleUse.REST, 0.0) / total if total else math.nan)
 
@@ -86,13 +89,9 @@ COLUMNS = (
 
 
 def _columns_within(width: int) -> tuple[Column, ...]:
-    """Returns all columns, or, where a row of them would be wider than the terminal, those that are not
-    spare."""
-    return (
-        COLUMNS
-        if _row_width(COLUMNS) <= width
-        else tuple(column for column in COLUMNS if not column.is_spare)
-    )
+    """Returns all columns, without the spare ones if a row would be wider than the terminal."""
+    fits = _row_width(COLUMNS) <= width
+    return tuple(column for column in COLUMNS if fits or not column.is_spare)
 
 
 def _row_width(columns: Sequence[Column]) -> int:
@@ -100,9 +99,9 @@ def _row_width(columns: Sequence[Column]) -> int:
 
 
 class Console:
-    """Prints a run, on the rank where it is `enabled`; elsewhere every method does nothing. `close` it (or
-    use `with`).
+    """Prints a run. `close` it, or use `with`.
 
+    enabled: False: every method does nothing, as on ranks other than the leader.
     num_steps: of the whole run, for the progress bar; None: no bar.
     """
 
@@ -117,13 +116,13 @@ class Console:
         stream = forgive(sys.stdout if stream is None else stream)
         is_terminal = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self.is_live = enabled and is_terminal
-        # A fixed width where nobody looks: a log must not depend on the terminal that wrote it.
+        # Off a terminal the width is fixed: a log must not depend on where it was written.
         self._rich = rich.console.Console(
             file=stream,
             width=None if self.is_live else WIDTH,
             no_color=not self.is_live,
             force_terminal=self.is_live,
-            force_jupyter=False,  # rich would make every line a display of its own, whatever the stream
+            force_jupyter=False,  # else rich ignores the stream and displays each line separately
             quiet=not enabled,
             highlight=False,
             emoji=False,
@@ -154,15 +153,15 @@ class Console:
         self.close()
 
     def close(self) -> None:
-        """Takes the live line away and gives the terminal back. Printing goes on to work."""
+        """Removes the live line and gives the terminal back. Printing still works."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     @contextmanager
     def status(self, what: str) -> Iterator[None]:
-        """Says what goes on within, such as "evaluating on 256 held-out problems": in the live line, or in
-        its own."""
+        """Shows what the body does, such as "evaluating on 256 held-out problems", in the live line or as a
+        note."""
         if not self.is_live:
             self.note(f"{what} …")
         outer, self._what = self._what, what
@@ -172,7 +171,7 @@ class Console:
             self._what = outer
 
     def header(self, rows: Mapping[str, str]) -> None:
-        """Prints what is about to be trained, name and text in columns."""
+        """Prints rows of name and text: the run that is about to begin."""
         width = max(map(len, rows))
         for name, value in rows.items():
             if not self.is_live:
@@ -184,11 +183,11 @@ class Console:
         self._rich.print()
 
     def note(self, text: str) -> None:
-        """Prints a line of its own between the rows."""
+        """Prints a line between the table's rows."""
         self._print(Text(f"  {visible(text)}", style="italic"))
 
     def step(self, record: StepRecord) -> None:
-        """Prints the step's row, and a line about rewards that could not be had."""
+        """Prints the step's row, and notes about recalled responses and missing rewards."""
         if self._num_rows % ROWS_PER_HEADER == 0:
             self._header()
         self._num_rows += 1
@@ -201,8 +200,7 @@ class Console:
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:
-        """Says that responses of the step could not be scored, and why the first could not; nothing where
-        all could."""
+        """Prints how many of the step's responses could not be scored, and why the first could not."""
         if num_errors := record.rewards.num_errors:
             counts = f"{num_errors} of {record.rollout.num_responses} responses could not be scored"
             self.note(f"step {record.step + 1}: {counts}; the first: {record.rewards.first_error}")
@@ -215,9 +213,11 @@ class Console:
         reward: float | None = None,
         is_best: bool = False,
     ) -> None:
-        """Prints an evaluation after `step` updates, in a form unlike that of a step. None: there is no such
-        figure to show.
-        is_best: it is better than all before it."""
+        """Prints an evaluation after `step` updates.
+
+        solve_rate, reward: None: omitted.
+        is_best: whether it is better than all before it.
+        """
         figures = [] if reward is None else [f"reward {reward:.3f}"]
         figures += [] if solve_rate is None else [f"{solve_rate:.1%} solved"]
         line = Text("      ◆ ", style="yellow")
@@ -242,35 +242,27 @@ class Console:
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(width=2, justify="right")
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        step = (
-            ""
-            if self._step is None
-            else f"after step {self._step}" + (f" of {self._num_steps}" if self._num_steps else "")
-        )
+        of_all = f" of {self._num_steps}" if self._num_steps else ""
+        step = "" if self._step is None else f"after step {self._step}{of_all}"
         text = "  ".join(part for part in (step, self._what) if part) or "first step"
         cells: list[RenderableType] = [self._spinner, Text(text)]
         if self._num_steps and self._step is not None and self._recent:
             seconds_left = (self._num_steps - self._step) * sum(self._recent) / len(self._recent)
-            is_stepping = (
-                seconds_left > 0 and not self._what
-            )  # how long anything else takes is not known here
+            is_stepping = seconds_left > 0 and not self._what  # the time of anything else is unknown
             line.add_column(width=16)
             line.add_column(justify="right", no_wrap=True)
-            cells.append(
-                ProgressBar(self._num_steps, self._step, complete_style="cyan", finished_style="cyan")
-            )
-            cells.append(Text(f"{duration(seconds_left)} left" if is_stepping else "", style="dim"))
+            bar = ProgressBar(self._num_steps, self._step, complete_style="cyan", finished_style="cyan")
+            left = Text(f"{duration(seconds_left)} left" if is_stepping else "", style="dim")
+            cells += [bar, left]
         line.add_row(*cells)
         return Padding(line, (1, 0, 0, 0))
 
     def summary(
         self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str], title: str = "training complete"
     ) -> None:
-        """Prints what the run achieved and where it lies: a panel, or plain "name value" lines where there is
-        no terminal.
+        """Prints the run's results as rows of name and value: a panel, or plain lines off a terminal.
 
-        rows: names and values.
-        next_commands: what one may try with it; lines of their own, so that they can be copied.
+        next_commands: commands to try, one a line, so that they can be copied.
         """
         self.close()
         self._rich.print()
@@ -305,18 +297,18 @@ def _row(columns: Sequence[Column], cells: Sequence[tuple[str, str]]) -> Text:
 
 
 def when(step: int) -> str:
-    """Returns how one says that so many updates are done."""
+    """Returns the moment after `step` updates, in words."""
     return f"after {step} updates" if step else "before training"
 
 
 def near(path: Path) -> str:
-    """Returns the path as one would type it in the working directory."""
+    """Returns the path relative to the working directory if it lies there, else the absolute path."""
     absolute = path.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
 def duration(seconds: float) -> str:
-    """Returns the duration for people: 41 s · 9 min 21 s · 3 h 07 min."""
+    """Formats a duration: 41 s · 9 min 21 s · 3 h 07 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

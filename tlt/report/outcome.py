@@ -1,5 +1,4 @@
-"""What a run has come to, as the rows of its summary: its gain on held-out problems, its time, and where
-its products lie. Computes nothing."""
+"""The rows of a run's summary: its gain on held-out problems, its time, and the paths of its products."""
 
 from __future__ import annotations
 
@@ -15,12 +14,11 @@ from tlt.report.console import duration, near
 
 @dataclass(frozen=True)
 class Gain:
-    """Compares two evaluations of the same held-out problems: pairs of the first one's figure and the last
-    one's.
+    """The first and the last evaluation of the same held-out problems, as pairs (first, last).
 
     steps: updates done.
-    rewards: mean rewards; None: the solve rate alone is what counts.
-    p_value: of the paired difference of what counts.
+    rewards: mean rewards; None: evaluations are judged by their solve rate.
+    p_value: of the paired difference in rewards, or in solve rates.
     """
 
     steps: tuple[int, int]
@@ -31,15 +29,15 @@ class Gain:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Says what a run has come to.
+    """The results of a run.
 
     gain: None: there are no two evaluations to compare.
-    left_out: why the first or the last evaluation is not in it.
+    left_out: why the first or the last evaluation is not in the gain.
     num_steps: updates done.
     seconds: since the user's command began.
-    recorded_seconds: of all steps and evaluations together; None: this command has done all of them.
-    drafted: tokens that the drafter could propose in the last step, and the part of its tokens among them;
-        None: all could be.
+    recorded_seconds: of all steps and evaluations; None: this command has done all of them.
+    drafted: size of the last step's draft vocabulary, and the share of tokens in it; None: the whole
+        vocabulary.
     """
 
     gain: Gain | None
@@ -51,7 +49,7 @@ class Outcome:
 
 
 def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
-    """Yields names and values. products: name → path."""
+    """Yields the summary's names and values. products: name → path."""
     if outcome.gain is not None:
         yield from _gain_rows(outcome.gain)
     for reason in outcome.left_out:
@@ -64,19 +62,21 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
     if outcome.drafted is not None:
         size, coverage = outcome.drafted
         yield "drafts", Text(f"from the {size:,} most frequent tokens, {coverage:.1%} of the last step's")
-    for name, path in products.items():
-        yield name, Text(near(path), style="cyan")
+    yield from _product_rows(products)
 
 
 def evaluation_rows(
     solved: Mapping[str, float], seconds: float, products: Mapping[str, Path]
 ) -> Iterator[tuple[str, Text]]:
-    """Yields names and values of an evaluation alone. solved: by problem, the share of its responses that
-    were right."""
+    """Yields the summary's names and values for an evaluation alone. solved: solve rate by problem."""
     rate = sum(solved.values()) / len(solved)
     error = math.sqrt(sum((share - rate) ** 2 for share in solved.values())) / len(solved)
     yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
     yield "time", Text(duration(seconds))
+    yield from _product_rows(products)
+
+
+def _product_rows(products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
     for name, path in products.items():
         yield name, Text(near(path), style="cyan")
 
@@ -87,19 +87,16 @@ def _gain_rows(gain: Gain) -> Iterator[tuple[str, Text]]:
     if gain.rewards is not None:
         yield "reward", _rise(*gain.rewards, ".3f").append(f" on held-out problems, {between}", style="dim")
     else:
-        yield (
-            "solved",
-            _rise(*gain.solve_rates, ".1%").append(f" of held-out problems, {between}", style="dim"),
-        )
+        solved = _rise(*gain.solve_rates, ".1%")
+        yield "solved", solved.append(f" of held-out problems, {between}", style="dim")
     yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(gain.p_value)}", style="dim")
     if gain.rewards is not None:
         yield "solved", _rise(*gain.solve_rates, ".1%")
 
 
 def _rise(before: float, after: float, form: str) -> Text:
-    return Text(f"{before:{form}} → ").append(
-        f"{after:{form}}", style="bold green" if after > before else "bold"
-    )
+    style = "bold green" if after > before else "bold"
+    return Text(f"{before:{form}} → ").append(f"{after:{form}}", style=style)
 
 
 def _p_value(value: float) -> str:

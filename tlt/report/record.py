@@ -1,5 +1,4 @@
-"""The record of a step, one JSON line each, and the statistics that say whether training helped. Knows files
-and numbers only.
+"""The record of a step, a JSON line of metrics.jsonl, and the paired test that says whether training helped.
 
 JSON has no NaN: a quantity that does not exist (the accept length of a step without verification) is null in
 the file and NaN in the record.
@@ -28,7 +27,9 @@ from tlt.types import UserError
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise.
 
-    algorithm: by name.  cpu_seconds: processor time of all ranks.  finished_at: Unix time.
+    cpu_seconds: processor time of all ranks.
+    finished_at: Unix time.
+    algorithm: its name.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -50,22 +51,19 @@ class StepRecord:
 
     @staticmethod
     def from_json(line: str) -> StepRecord:
-        """Raises ValueError, naming the fields, where they are not those of a StepRecord, or of an older
-        TLT's."""
+        """Reads a line, also an older TLT's. Raises ValueError that names the wrong fields."""
         values = _nan_for_null(json.loads(line))
         if isinstance(values, dict) and "rollout" not in values:
             values = _nested(values)
         try:
             return _STEP_RECORD.validate_python(values)
         except ValidationError as error:
-            wrong = (
-                f"{'.'.join(map(str, fault['loc'])) or 'line'}: {fault['msg']}" for fault in error.errors()
-            )
-            raise ValueError("; ".join(wrong)) from None
+            wrong = [(".".join(map(str, one["loc"])) or "line", one["msg"]) for one in error.errors()]
+            raise ValueError("; ".join(f"{place}: {message}" for place, message in wrong)) from None
 
     def figures(self) -> dict[str, float]:
-        """Returns the numbers by their place in the line: rollout/accept_length, rollout/response_tokens/p95.
-        A list's are counted from 1: rollout/accept_by_depth_1. What does not exist is left out."""
+        """Returns the finite numbers by their path in the line: rollout/accept_length,
+        rollout/response_tokens/p95. A list's items are counted from 1: rollout/accept_by_depth_1."""
         line = dataclasses.asdict(self)
         del line["step"], line["finished_at"]
         return dict(_numbers("", line))
@@ -104,23 +102,20 @@ _RETIRED = ("drafter_refreshes", "drafter_set_aside")
 
 
 def _nested(old: dict[str, Any]) -> dict[str, Any]:
-    """Returns a line whose fields all stood side by side as the records of today. A field had its name of
-    today, before it at most that of its record (`update_seconds`); only those in `_RENAMED` had another."""
+    """Converts a flat line to today's records. A field had today's name, or that behind its record's
+    (`update_seconds`), except those in `_RENAMED`."""
     line = {_RENAMED.get(name, name): value for name, value in old.items() if name not in _RETIRED}
     for part, record in get_type_hints(StepRecord).items():
         if dataclasses.is_dataclass(record):
             names = [f.name for f in dataclasses.fields(record)]
-            then = {
-                **{name: name for name in names},
-                **{f"{part.rstrip('s')}_{name}": name for name in names},
-            }
+            then = {name: name for name in names} | {f"{part.rstrip('s')}_{name}": name for name in names}
             line[part] = {then[name]: line.pop(name) for name in then.keys() & line.keys()}
     return line
 
 
 class MetricsWriter:
-    """Appends one line per step and flushes it. Opening it at `first_step` drops what an earlier attempt
-    wrote for that step and later ones, and a line that a kill tore: no step ever stands twice in the file."""
+    """Appends and flushes one line per step. Opening drops an earlier attempt's lines from `first_step` on,
+    and a line torn by a kill, so that no step stands twice in the file."""
 
     def __init__(self, path: str | Path, first_step: int) -> None:
         self.path = Path(path)
@@ -148,7 +143,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """Returns all whole records of a metrics.jsonl, also of one that is being written."""
+    """Returns the complete records of a metrics.jsonl, also while it is being written."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
@@ -169,19 +164,17 @@ def paired_sign_flip_test(
     num_permutations: int = 100_000,
     seed: int = 0,
 ) -> float:
-    """Returns the p value of the hypothesis that training changed nothing, from one pair of scores per
+    """Returns the p value of the null hypothesis that training changed nothing, from one pair of scores per
     problem.
 
-    Under it each difference after - before is as likely to have either sign. p = the share of sign patterns
-    whose mean difference is at least the observed one (one-sided: training helped). Exact, over all 2^n
-    patterns of the n differences other than 0, where these are at most `num_permutations`; otherwise from
+    Under the null, each difference after - before is as likely to have either sign. p = the share of sign
+    patterns whose mean difference is at least the observed one (one-sided: training helped). Exact, over all
+    2^n patterns of the n differences other than 0, where these are at most `num_permutations`; otherwise from
     that many random patterns, the observed one counted among them (p is never 0; Phipson & Smyth 2010).
     """
     if len(before) != len(after):
-        raise ValueError(
-            f"paired test: {len(before)} scores before and {len(after)} after; they must be of the same "
-            "problems"
-        )
+        counts = f"{len(before)} scores before and {len(after)} after"
+        raise ValueError(f"paired test: {counts}; they must be of the same problems")
     change_P = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     if not np.isfinite(change_P).all():
         raise ValueError("paired test: a score is not finite")
@@ -195,11 +188,9 @@ def paired_sign_flip_test(
 
     chunk = 4096
     if num_pairs < 60 and 2**num_pairs <= num_permutations:
-        num_patterns = int(2**num_pairs)
-        bits_P = np.arange(num_pairs)
-        patterns = (
-            np.arange(start, min(start + chunk, num_patterns)) for start in range(0, num_patterns, chunk)
-        )
+        num_patterns, bits_P = 2**num_pairs, np.arange(num_pairs)
+        starts = range(0, num_patterns, chunk)
+        patterns = (np.arange(start, min(start + chunk, num_patterns)) for start in starts)
         return sum(count_extreme(pattern_M[:, None] >> bits_P & 1) for pattern_M in patterns) / num_patterns
     generator = np.random.default_rng(seed)
     num_extreme = 0

@@ -1,14 +1,12 @@
-"""The time of each rank as spans, and their picture (a Chrome trace: chrome://tracing, ui.perfetto.dev).
-Knows no work.
+"""The timeline: each rank's time as spans, drawn as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
     rank 0   | step ......................................................... |
              | prefill | decode | speculate                | update           |
     rank 1   | prefill | decode | train drafter ........... | update           |
 
-Recording appends to a list; `flush` appends to `timeline.rank<R>.jsonl`; `merge_timelines` makes one
-timeline.json of all. Times in these files are Unix seconds of rank 0's clock, so that ranks and resumed
-runs share one axis. It is a picture: what of it cannot be read or written is said and left out, and ends
-no run.
+Recording appends to a list, `flush` to `timeline.rank<R>.jsonl`; `merge_timelines` writes timeline.json from
+all ranks' files. Times in files are Unix seconds of rank 0's clock, so that ranks and resumed runs share one
+axis. No fault in reading or writing ends the run: what is missing is said.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +34,24 @@ from tlt.types import UserError
 
 GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
 DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
-"""Training itself, and what ends it: averaging, publishing and measuring."""
+"""Training itself, and the averaging, publishing and measuring at its end."""
 MERGE_GAP_SECONDS = 0.001
-"""Adjacent spans of one name are one where at most this lies between them (an engine step follows
-another)."""
+"""Successive spans of one name with at most this gap are merged, such as engine steps."""
 
 _EPOCH_ROUNDS = 7
-"""Exchanges by which ranks on different machines compare their clocks."""
+"""Exchanges in which ranks on different machines compare their clocks."""
 _NAME = re.compile(r"timeline\.rank(\d+)\.jsonl", re.ASCII)
 _LONGEST_LINE = 1 << 16
-"""Bytes."""
+"""Bytes of the longest line that is read."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Says how a rank's monotonic clock, which counts from its machine's start, becomes comparable with that
-    of others.
+    """The offsets of a rank's monotonic clock, which counts from its machine's start.
 
     to_rank_0: seconds to add to get rank 0's monotonic clock; exactly 0 on the same machine.
     to_unix: seconds to add to get rank 0's Unix time.
-    machine: names what the clock belongs to.
+    machine: name of the clock's machine.
     """
 
     to_rank_0: float = 0.0
@@ -65,10 +62,10 @@ class Epoch:
 class Timeline:
     """Records the spans of one rank.
 
+    path: file that `flush` appends to, behind the spans of earlier attempts; None: nothing is written.
     epoch: from `shared_epoch`; by default the clock itself is the axis.
-    path: file that `flush` appends to; None: nothing is ever written. An earlier attempt's spans in it stay.
-    clock: seconds that only grow; whoever records spans of its own reads this one.
-    say: is told, once, that the file cannot be written; nothing more is then.
+    clock: monotonic seconds, by which all spans are measured.
+    say: receives one line if the file cannot be written; then nothing more is.
     """
 
     def __init__(
@@ -91,15 +88,13 @@ class Timeline:
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[Path]:
-        """Gives the file up where it cannot be written."""
+        """Gives the file up if it cannot be written."""
         try:
             yield path
         except OSError as error:
             self._is_lost = True
-            self._say(
-                f"{path}: cannot be written ({error.strerror}); timeline.json will lack what this rank does "
-                "now"
-            )
+            lacks = "timeline.json will lack what this rank does now"
+            self._say(f"{path}: cannot be written ({error.strerror}); {lacks}")
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -131,8 +126,8 @@ class Timeline:
         return [Span(name, start, end) for name, start, end, _, _ in self._spans]
 
     def flush(self) -> None:
-        """Moves what was recorded to the end of the file. Call it once a step; without a file all stays
-        here, until `clear`."""
+        """Moves the recorded spans to the end of the file, once a step. Without a file they stay here until
+        `clear`."""
         if self._path is None or not self._spans:
             return
         epoch = self.epoch.to_unix
@@ -146,22 +141,21 @@ class Timeline:
                 file.write("".join(line + "\n" for line in lines))
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Drops the recorded spans."""
         self._spans = []
 
 
 def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
     """Compares this rank's clock with rank 0's. Every rank calls it.
 
-    gather: returns every rank's value in the order of ranks, when all have called it (a barrier). On one
-        machine the monotonic clock is shared and the answer exact; between machines it is the median over
-        rounds, as exact as the ranks leave `gather` together.
+    On one machine the ranks share the monotonic clock, and the answer is exact. Between machines it is the
+    median over rounds, as exact as the ranks leave `gather` together.
+
+    gather: a barrier that returns all ranks' values, in the order of ranks.
     """
     machine = machine_name() or f"rank {rank}"
-    rounds = []
     gather(None)
-    for _ in range(_EPOCH_ROUNDS):
-        rounds.append(gather((machine, time.perf_counter(), time.time())))
+    rounds = [gather((machine, time.perf_counter(), time.time())) for _ in range(_EPOCH_ROUNDS)]
     machine_0, clock_0, wall_0 = rounds[0][0]
     to_rank_0 = 0.0
     if rounds[0][rank][0] != machine_0:
@@ -178,17 +172,17 @@ def rank_path(directory: str | Path, rank: int) -> Path:
 
 
 def read_spans(directory: str | Path) -> dict[int, list[Span]]:
-    """Returns the flushed spans of every rank of a run, in Unix seconds of rank 0. UserError for a file
-    that is damaged."""
-    rows = {rank: read_appended(path, _read_row, "span") for rank, path in _paths_in(Path(directory)).items()}
+    """Returns the flushed spans of a run by rank, in Unix seconds of rank 0. Raises UserError for a damaged
+    file."""
     return {
-        rank: [Span(name, start, end) for name, start, end, _, _ in of_rank] for rank, of_rank in rows.items()
+        rank: [Span(name, start, end) for name, start, end, _, _ in read_appended(path, _read_row, "span")]
+        for rank, path in _paths_in(Path(directory)).items()
     }
 
 
 def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
-    """Writes one Chrome trace of all ranks' files, a row per rank, starting at 0. Returns a line about
-    each thing that is not in it, because it could not be read or written."""
+    """Writes a Chrome trace of all ranks' files, a row per rank, starting at 0. Returns one line about each
+    part that could not be read or written."""
     paths, rows, missing = _paths_in(Path(directory)), dict[int, _Rows](), []
     for rank, path in paths.items():
         try:
@@ -213,7 +207,7 @@ def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
 
 
 def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
-    """Yields what a trace has of one rank."""
+    """Yields the trace's events of one rank."""
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
     for name, start, end, busy, count in rows:
@@ -224,17 +218,18 @@ def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
 
 def _paths_in(directory: Path) -> dict[int, Path]:
     """Returns the ranks' files."""
-    matches = ((_NAME.fullmatch(path.name), path) for path in directory.glob("timeline.rank*.jsonl"))
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+    found = ((_NAME.fullmatch(path.name), path) for path in directory.glob("timeline.rank*.jsonl"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a file, which stay there: what is kept of each is where it begins.
+    """The rows of a file, read from it when they are iterated over.
 
-    offsets: by start, and of those that start together the longest first, as nested spans are drawn.
+    offsets: bytes where rows begin, by start time; of rows that start together the longest first, as nested
+        spans are drawn.
     first: the earliest start.
-    num_bad: lines that are none.
+    num_bad: lines that are no rows.
     """
 
     path: Path
@@ -250,7 +245,7 @@ class _Rows:
 
 
 def _find_rows(path: Path) -> _Rows:
-    """Reads a file line by line. A last line that a kill tore is left out."""
+    """Finds a file's rows line by line. A last line torn by a kill is left out."""
     check_is_file(path)
     offsets, starts, ends, offset, num_bad = array("q"), array("d"), array("d"), 0, 0
     with path.open("rb") as file:
@@ -258,9 +253,7 @@ def _find_rows(path: Path) -> _Rows:
             try:
                 _, start, end, _, _ = _read_row(line)
             except (ValueError, TypeError, OverflowError, RecursionError):
-                num_bad += line.endswith(
-                    b"\n"
-                )  # what is longer than any of ours is one line, however many pieces it has
+                num_bad += line.endswith(b"\n")  # a line read in several pieces counts once
             else:
                 if line.endswith(b"\n"):
                     offsets.append(offset)
@@ -281,8 +274,8 @@ def _read_row(line: str | bytes) -> list[Any]:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Drops a last line that a kill tore, so that appending starts on a line of its own. Something longer
-    than any line of ours is ended in its place."""
+    """Drops a last line torn by a kill, so that appending starts on a new line. One longer than _LONGEST_LINE
+    is ended instead."""
     if not path.exists():
         return
     check_is_file(path)
@@ -306,27 +299,19 @@ def _microseconds(seconds: float) -> float:
 def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
     """Returns the share of the steps' seconds that drafter training adds to the critical path.
 
-    In each step (spans of that name, on any one rank): from the end of the last response of all ranks, the
-    seconds that some rank still spends in `DRAFTER_TRAINING`; the rank that spends most counts. Before
-    that end the work runs beside the generation and adds nothing (a response handed over to a rank that
-    trains waits for its micro-step, which this does not show). Generation inside an "evaluate" span
-    belongs to no rollout.
+    In each step ("step" spans of any one rank) it adds the seconds of `DRAFTER_TRAINING` after the end of the
+    last response, on the rank that spends most. Earlier training runs beside generation and adds nothing. (A
+    response handed over to a training rank waits for a micro-step; this is not counted.) Generation within an
+    "evaluate" span belongs to no step.
     """
+    all_spans = list(chain(*spans_by_rank.values()))
     all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
     steps = next((steps for steps in all_steps if steps), [])
-    evaluations = [
-        span for spans in spans_by_rank.values() for span in spans if span.name == SpanName.EVALUATE
-    ]
+    evaluations = [span for span in all_spans if span.name == SpanName.EVALUATE]
+    generation = [s for s in all_spans if s.name in GENERATION and not _lies_in(s, evaluations)]
     added = 0.0
     for step in steps:
-        ends = [
-            span.end
-            for spans in spans_by_rank.values()
-            for span in spans
-            if span.name in GENERATION
-            and step.start <= span.start < step.end
-            and not _lies_in(span, evaluations)
-        ]
+        ends = [span.end for span in generation if step.start <= span.start < step.end]
         if ends:
             added += max(
                 covered_seconds(spans, DRAFTER_TRAINING, max(ends), step.end)
@@ -341,8 +326,8 @@ def _lies_in(span: Span, others: Sequence[Span]) -> bool:
 
 
 def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
-    """Returns the seconds of [start, end] that lie within the union of the spans of these names (nested
-    ones count once)."""
+    """Returns the seconds of [start, end] within the union of the spans of these names: nested ones count
+    once."""
     pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
     covered, reached = 0.0, start
     for piece_start, piece_end in pieces:

@@ -1,7 +1,6 @@
-"""Trackers: those of `accelerate.tracking` by their names, or the user's own, in a process of its own.
+"""Trackers: those of `accelerate.tracking` by name, or the user's own; and the process that each runs in.
 
-Knows figures with names, and neither steps nor models. The process imports this module, so it imports
-nothing heavy; a library is imported when its tracker begins.
+That process imports this module, so nothing heavy is imported here: a library is when its tracker begins.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run before its first figures.
+    """The facts of a run that a tracker receives before its first figures.
 
-    run_id: the same in all attempts at this run, and no other run's.
+    run_id: the same in all attempts at this run, and in no other run.
     folder: the run's.
-    config: all settings, section → key → value.  step: updates done by earlier attempts; figures of later steps follow.
+    config: all settings, section → key → value.
+    step: updates done by earlier attempts.
     """
 
     name: str
@@ -39,32 +39,26 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the figures of one run. Whatever it raises, and however long it takes, the run goes on."""
+    """Receives the figures of one run. The run goes on whatever it raises and however long it takes."""
 
     def begin(self, run: TrackedRun) -> str:
-        """Starts or continues the run; returns where its figures can be seen, in one line."""
+        """Starts or continues the run. Returns one line: where its figures can be seen."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds figures, name → finite number, of the policy after `step` updates. A step may come more
-        than once."""
+        """Adds figures (name → finite number) of the policy after `step` updates. A step may be repeated."""
         ...
 
     def finish(self) -> None:
-        """Delivers what has not been delivered."""
+        """Delivers all that is still queued."""
         ...
 
 
-NAMES = {
-    **{
-        name: name
-        for name in ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
-    },
-    "tensorboard": "tensorboardX",
-}
+_SAME = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
+NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "tensorboard": "tensorboardX"}
 """The trackers of accelerate, and the package that each needs."""
 EXTRAS = ("wandb", "tensorboard", "trackio")
-"""Those that an extra of the same name installs, with accelerate."""
+"""Trackers that an extra of the same name installs, with accelerate."""
 RANK_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -76,7 +70,7 @@ class Accelerated:
         self.name = name
 
     def begin(self, run: TrackedRun) -> str:
-        for variable in RANK_VARIABLES:  # a rank's, by which accelerate would join its process group
+        for variable in RANK_VARIABLES:  # inherited from a rank: accelerate would join its process group
             os.environ.pop(variable, None)
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -113,33 +107,22 @@ class Accelerated:
 
 
 def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
-    """Returns what a tracker of accelerate is made with: the project, and options that its library takes.
+    """Returns the project and the library's options for a tracker of accelerate.
 
-    W&B goes on in the run of the same id, Trackio in that of the same name, so the id is part of it;
-    TensorBoard hides what an earlier attempt wrote of later steps. The others begin a run for each
-    attempt, with the id in its name.
+    W&B continues the run of the same id, Trackio that of the same name, so its name contains the id.
+    TensorBoard hides later steps of earlier attempts. The others begin a run for each attempt, with the id in
+    its name.
     """
-    unique = f"{run.name}-{run.run_id}"
+    unique, resumed = f"{run.name}-{run.run_id}", {"resume": "allow", "config": dict(run.config)}
     match name:
         case "wandb":
             settings = {"console": "off", "silent": True}
             where = {"dir": os.environ.get("WANDB_DIR", str(run.folder)), "settings": settings}
-            return run.project, {
-                "name": run.name,
-                "id": run.run_id,
-                "resume": "allow",
-                "config": dict(run.config),
-                **where,
-            }
+            return run.project, {"name": run.name, "id": run.run_id, **resumed, **where}
         case "tensorboard":
             return "tensorboard", {"logging_dir": str(run.folder), "purge_step": run.step + 1}
         case "trackio":
-            return run.project, {
-                "name": unique,
-                "resume": "allow",
-                "config": dict(run.config),
-                "embed": False,
-            }
+            return run.project, {"name": unique, **resumed, "embed": False}
         case "mlflow":
             return run.project, {"run_name": unique}
         case "swanlab":
@@ -154,14 +137,14 @@ def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """Returns settings as section.key → value; what is no number is text."""
+    """Returns settings as section.key → number, or text."""
     keys = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
     return {key: value if isinstance(value, int | float) else str(value) for key, value in keys.items()}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UserError for a tracker that is unknown, or whose package is not installed; imports the
-    user's own alone."""
+    """Raises UserError for an unknown tracker, and for one whose package is not installed. Imports the user's
+    own trackers only."""
     for name in names:
         if name in NAMES:
             if missing := [package for package in (NAMES[name], "accelerate") if not _is_installed(package)]:
@@ -179,34 +162,32 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def _is_installed(package: str) -> bool:
     spec = importlib.util.find_spec(package)
-    return (
-        spec is not None and spec.origin is not None
-    )  # None: a folder ./wandb, as W&B itself leaves it, is no package
+    return spec is not None and spec.origin is not None  # W&B's folder ./wandb, no package, has no origin
 
 
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Point(NamedTuple):
-    """Figures of one step, name → number."""
+    """The figures of one step, name → number."""
 
     step: int
     values: Mapping[str, float]
 
 
 Message = TrackedRun | Point | None
-"""The run, first; then its figures; None: that was all."""
+"""First the run, then its figures; None: the end."""
 
 
 class Answer(NamedTuple):
-    """What became of a message. text: where the figures can be seen, or in one line why they cannot be."""
+    """The answer to a message. text: where the figures can be seen, or why the message failed."""
 
     is_done: bool
     text: str = ""
 
 
 def work(pipe: Connection[Answer, Message], name: str) -> None:
-    """Runs in the tracker's process: does and answers what the pipe says until it ends."""
+    """Runs in the tracker's process: obeys and answers the pipe's messages until it ends."""
     tracker: Tracker | None = None
     with contextlib.suppress(EOFError):
         while True:

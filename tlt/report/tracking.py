@@ -1,12 +1,11 @@
-"""Tracking: hands a run's figures to its trackers, and never waits for one. Knows records and processes, and
-no library.
+"""Tracking: hands a run's figures to its trackers, and never waits for one.
 
     run   log ─▶ queue, one per tracker ─▶ its thread ─▶ pipe ─▶ its process: begin · log · log · … · finish
                                                ▲                        │
                                                └── done, or why not ────┘
 
-A tracker that cannot begin, hangs or dies is dropped, one whose `log` fails misses that step: either is
-said in one line, once, and the run goes on. metrics.jsonl holds all figures in any case.
+A tracker that cannot begin, hangs or dies is dropped; one whose `log` fails misses that step. Either is said
+once, in one line, and the run goes on. metrics.jsonl has all figures in any case.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from tlt.types import UserError
 
 
 def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda text: None) -> str:
-    """Returns the id by which trackers know the run in this folder: made once, kept in its tracking.json.
+    """Returns the run's id for trackers: made once, kept in the folder's tracking.json. Raises UserError if
+    tracking.json and `known` differ: two runs are mixed.
 
-    known: the id by the run's checkpoint or journal; empty: there is none. UserError where tracking.json has
-        another: two runs are mixed.
-    say: is told where tracking.json cannot be read; it is moved aside then.
+    known: the id in the run's checkpoint or journal; empty: there is none.
+    say: receives one line if tracking.json cannot be read; it is moved aside then.
     """
     path = folder / "tracking.json"
     found = read_run_id(folder)
@@ -51,15 +50,14 @@ def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda te
         write_json(path, {"run_id": found})
     if known and found != known:
         raise UserError(
-            f"{folder}: is run {found} by its tracking.json, but its checkpoint is of run {known}; bring "
-            "back the one that"
-            " belongs here, or remove tracking.json to go on as the checkpoint's"
+            f"{folder}: is run {found} by its tracking.json, but its checkpoint is of run {known}; "
+            "bring back the one that belongs here, or remove tracking.json to go on as the checkpoint's"
         )
     return found
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Returns the id in a folder's tracking.json; None: there is none that could be read."""
+    """Returns the id in a folder's tracking.json; None: it cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         found = loads(read_file(folder / "tracking.json"))["run_id"]
         return found if isinstance(found, str) and found else None
@@ -67,11 +65,9 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def _move_aside(path: Path) -> Path:
-    """Gives a file another name, which is returned, so that nothing of it is lost."""
-    names = (
-        path.with_name(f"{path.name}.unreadable{suffix}")
-        for suffix in ("", *(f"-{n}" for n in range(2, 1000)))
-    )
+    """Renames a file to a free name, and returns that."""
+    suffixes = ("", *(f"-{n}" for n in range(2, 1000)))
+    names = (path.with_name(f"{path.name}.unreadable{suffix}") for suffix in suffixes)
     return path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
@@ -80,10 +76,12 @@ def _move_aside(path: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Seconds until a tracker is given up. answer: to begin, or to take a step's figures; the run does not
-    wait meanwhile.
-    finish: for all trackers together, at the run's end; here it waits.
-    exit: for a process to end once all is delivered."""
+    """Seconds until a tracker is given up.
+
+    answer: to begin, or to take a step's figures; the run does not wait meanwhile.
+    finish: for all trackers together to finish, at the run's end; the run waits.
+    exit: for a process to end once all is delivered.
+    """
 
     answer: float = 120.0
     finish: float = 60.0
@@ -91,7 +89,7 @@ class Patience:
 
 
 class Tracking:
-    """Hands figures to trackers (`track` makes it); without any, every method does nothing. Use it from
+    """Hands figures to trackers; `track` makes one. Without trackers every method does nothing. Use it from
     one thread."""
 
     def __init__(self, feeds: Sequence[_Feed] = (), finish_seconds: float = 0.0) -> None:
@@ -103,8 +101,7 @@ class Tracking:
             feed.put(Point(step, values))
 
     def finish(self) -> None:
-        """Waits until all is delivered or patience is over, and ends the processes. Once more does
-        nothing."""
+        """Waits until all is delivered or patience ends, then ends the processes. Repeating it is harmless."""
         deadline = time.monotonic() + self._finish_seconds
         feeds, self._feeds = self._feeds, ()
         for feed in feeds:
@@ -122,7 +119,7 @@ NO_TRACKING: Final = Tracking()
 def track(
     names: Sequence[str], run: TrackedRun, say: Callable[[str], None], patience: Patience = Patience()
 ) -> Tracking:
-    """Starts the trackers called `names`. say: takes one line for the user, from any thread."""
+    """Starts the trackers called `names`. say: receives one line for the user, from any thread."""
     feeds = [_Feed(name, run, say, patience) for name in names]
     for feed in feeds:
         feed.start()
@@ -130,13 +127,13 @@ def track(
 
 
 class _Lost(Exception):
-    """The tracker is of no more use; the text says why."""
+    """The tracker is given up; the text says why."""
 
 
 class _Feed(threading.Thread):
-    """One tracker, as the run sees it: a queue, and the process that it goes to.
+    """The run's side of one tracker: a queue, and the process that its messages go to.
 
-    What its library prints goes to tracking.log in the run's folder.
+    The output of the tracker's library goes to tracking.log in the run's folder.
     """
 
     def __init__(self, name: str, run: TrackedRun, say: Callable[[str], None], patience: Patience) -> None:
@@ -168,7 +165,7 @@ class _Feed(threading.Thread):
                 self._deliver(pipe, message)
             if not (answer := self._ask(pipe, None)).is_done:
                 raise _Lost(f"could not finish: {answer.text}")
-        except Exception as error:  # whatever it is, it is this tracker's loss alone
+        except Exception as error:  # any failure concerns this tracker alone
             self._is_lost = True
             why = self._given_up or (str(error) if isinstance(error, _Lost) else self._how_it_ended(error))
             self._say(
@@ -178,10 +175,8 @@ class _Feed(threading.Thread):
             self._helper.pipe.close()  # the process sees its end
             self._helper.end(self._patience.exit)
         if self._num_missed:
-            self._say(
-                f"tracking: {self._tracker}: {self._num_missed} steps are missing there; metrics.jsonl has "
-                "them"
-            )
+            missed = f"{self._num_missed} steps are missing there; metrics.jsonl has them"
+            self._say(f"tracking: {self._tracker}: {missed}")
 
     def _begin(self, pipe: Connection[Message, Answer]) -> None:
         answer = self._ask(pipe, self._run)
@@ -190,8 +185,7 @@ class _Feed(threading.Thread):
         self._say(f"tracking: {self._tracker}: {answer.text}".removesuffix(": "))
 
     def _deliver(self, pipe: Connection[Message, Answer], point: Message) -> None:
-        """Hands over a step's figures. A failure may pass, so the next step is tried again; it is said
-        once."""
+        """Hands over a step's figures. A failure is said once, and the next step is tried."""
         if (answer := self._ask(pipe, point)).is_done:
             return
         if not self._num_missed:

@@ -1,7 +1,6 @@
-"""Evaluates the policy on held-out problems: with the same noise every time, so that any two can be compared
-in pairs.
+"""Evaluates the policy on held-out problems, with the same noise every time, so that evaluations are paired.
 
-best/    the policy of the best evaluation; which one that is stands in its config.json, under tlt_evaluation
+best/    the policy of the best evaluation, which its config.json names under tlt_evaluation
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,15 +28,15 @@ MARK = "tlt_evaluation"
 
 
 def keep_best(run: Run, evaluation: Evaluation) -> None:
-    """Writes best/, with a mark that says which evaluation it is of."""
+    """Writes best/, with a mark that names its evaluation."""
     mark = {"step": evaluation.step, "solve_rate": evaluation.solve_rate, "reward": evaluation.reward}
     run.save_policy(run.out_dir / "best", {MARK: mark})
 
 
 def settle_best(run: Run) -> None:
-    """Sees to it that best/ is of the best evaluation that the run has. What lies there may be of one that
-    the run has gone back behind; then the best policy is written again, if it is the one at hand, or
-    nothing stays."""
+    """Makes best/ agree with the run's evaluations. A run that resumed from an older checkpoint may have lost
+    the evaluation of best/; then its best policy is written again, if it is the current one, or best/ is
+    removed."""
     folder, best = run.out_dir / "best", run.evaluations.best
     held = broadcast_json(run.world, read_mark(folder) if run.world.is_leader else None)
     if held is None or (best is not None and best.step == held):
@@ -50,15 +48,14 @@ def settle_best(run: Run) -> None:
         return
     if run.world.is_leader:
         shutil.rmtree(folder.resolve())
-    lost = (
-        "" if best is None else f", and the best policy left, that {when(best.step)}, had been replaced by it"
-    )
+    lost = ""
+    if best is not None:
+        lost = f", and the best policy left, that {when(best.step)}, had been replaced by it"
     run.console.note(f"{gone}{lost}; it is removed until an evaluation is better")
 
 
 def read_mark(folder: Path) -> int | None:
-    """Returns after how many updates best/ was evaluated; None: there is none, or none that says so, such
-    as an older TLT's."""
+    """Returns the updates after which best/ was evaluated; None: there is no best/, or it has no mark."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(read_file(folder / "config.json"))[MARK]["step"])
     return None
@@ -68,8 +65,7 @@ def read_mark(folder: Path) -> int | None:
 
 
 def evaluate(run: Run) -> None:
-    """Solves the held-out problems with the policy as it is, unless that has been done; keeps the policy
-    if it is the best."""
+    """Evaluates the policy, unless that has been done, and keeps it if it is the best."""
     settings = run.config.evaluation
     if not run.held_out or run.evaluations.is_done(run.step):
         return
@@ -85,13 +81,13 @@ def evaluate(run: Run) -> None:
     for rollout in phase.rollouts:  # the next evaluation draws with the same noise
         request = Request(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, params, "evaluation")
         run.references.keep(request.key, rollout.token_ids, rollout.policy_version)
-    if run.step == 0:  # nothing is lost yet; later the run is worth more than an evaluation
+    if run.step == 0:  # later, a failed evaluation must not end the run
         check_scorable(phase.rewards, run.config.task.name, "the evaluation before training")
     report(run, Evaluation.of(run.step, phase), summarize(phase.rewards))
 
 
 def report(run: Run, evaluation: Evaluation, rewards: RewardSummary) -> None:
-    """Writes down and prints what an evaluation has found, and keeps the policy if it is the best."""
+    """Writes and prints an evaluation, and keeps the policy if it is the best."""
     if rewards.num_errors:
         counts = f"evaluation {when(run.step)}: {rewards.num_errors} responses could not be scored"
         run.console.note(f"{counts}, so it is not compared with others; the first: {rewards.first_error}")
@@ -100,13 +96,8 @@ def report(run: Run, evaluation: Evaluation, rewards: RewardSummary) -> None:
     if is_best and run.config.evaluation.keep_best and run.config.run.num_steps:
         keep_best(run, evaluation)
     run.evaluations.add(evaluation)
-    figures: Mapping[str, float | None] = {
-        name: getattr(evaluation, name) for name in ("solve_rate", "reward", "seconds")
-    }
-    run.tracking.log(
-        run.step, {f"eval/{name}": value for name, value in figures.items() if value is not None}
-    )
+    figures = {f"eval/{name}": getattr(evaluation, name) for name in ("solve_rate", "reward", "seconds")}
+    run.tracking.log(run.step, {name: value for name, value in figures.items() if value is not None})
     reward = evaluation.reward if run.evaluations.by_reward else None
-    run.console.evaluation(
-        run.step, evaluation.solve_rate, evaluation.seconds, reward, is_best and best is not None
-    )
+    is_better = is_best and best is not None
+    run.console.evaluation(run.step, evaluation.solve_rate, evaluation.seconds, reward, is_better)

@@ -1,11 +1,8 @@
-"""A run's evaluations, as they are written down, judged and compared.
+"""A run's evaluations: lines of evaluations.jsonl, the best one, and the gain from the first to the last.
 
-evaluations.jsonl   {"step": updates done, "solve_rate", "seconds", "by_problem": {problem id: share of samples solved},
-                     "by_task": {task: share of samples solved}, "reward", "reward_by_problem", "num_unscored"}
-
-An evaluation is judged by its score: the solve rate, or the mean reward where reward functions alone
-score. One in which responses have no score is incomplete: it is written down, is not judged, and is done
-again by a resumed run that begins there.
+An evaluation is judged by its score: the solve rate, or the mean reward where reward functions alone score.
+If a response has no score, the evaluation is incomplete: it is written but not judged, and a resumed run that
+begins there repeats it.
 """
 
 from __future__ import annotations
@@ -30,12 +27,14 @@ from tlt.types import Reward
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A line of evaluations.jsonl. step: updates done.
-    solve_rate, reward: means over the problems; None: nothing was scored, or the line is an older TLT's,
-        which wrote no rewards.
-    by_problem, reward_by_problem: the share of a problem's scored samples that were solved, and their mean
-        reward; a problem of which none could be scored is left out.
-    by_task: the share of scored samples that were solved, by the problems' column `task`; empty without.
+    """A line of evaluations.jsonl.
+
+    step: updates done.
+    solve_rate, reward: means over the problems; None: nothing was scored, or an older TLT wrote the line,
+        without rewards.
+    by_problem: solved share of each problem's scored samples; problems without any are left out.
+    reward_by_problem: mean reward of the same samples.
+    by_task: solved share of the scored samples, by the problems' column `task`; empty without it.
     num_unscored: responses without a score.
     """
 
@@ -50,14 +49,12 @@ class Evaluation:
 
     @staticmethod
     def of(step: int, phase: PhaseResult) -> Evaluation:
-        """Returns the evaluation that a phase on the held-out problems amounts to."""
+        """Returns the evaluation of a phase on the held-out problems."""
         scored: dict[str, list[Reward]] = {}
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
             if reward.is_scored:
                 scored.setdefault(rollout.problem_id, []).append(reward)
-        solved = {
-            problem: _mean([float(one.is_solved) for one in rewards]) for problem, rewards in scored.items()
-        }
+        solved = {problem: _mean([one.is_solved for one in rewards]) for problem, rewards in scored.items()}
         rewards = {problem: _mean([one.value for one in rewards]) for problem, rewards in scored.items()}
         summary = summarize(phase.rewards)
         return Evaluation(
@@ -72,7 +69,7 @@ class Evaluation:
         )
 
     def score(self, by_reward: bool) -> float | None:
-        """Returns what it is judged by; None: it is not judged."""
+        """Returns the figure that it is judged by; None: it is incomplete."""
         return None if self.num_unscored else self.reward if by_reward else self.solve_rate
 
 
@@ -85,18 +82,17 @@ _EVALUATION = TypeAdapter(Evaluation)
 
 
 def is_judged_by_reward(functions: Sequence[str]) -> bool:
-    """Returns whether the mean reward is the score: where the task's own score is not among the reward
-    functions, nothing but rewards.solved_at says what is solved, and no response may ever come so far."""
+    """Returns whether the mean reward is the score. Without the task's own score among the reward functions,
+    rewards.solved_at alone says what is solved, and no response may ever reach it."""
     return bool(functions) and OWN_SCORE not in functions
 
 
 class Evaluations:
-    """A run's evaluations so far, the same on every rank; the leader (`writes`) keeps them in a file, and
-    tells the others what it has read there (`tell` returns the leader's value on all of them; None: there are
-    no others).
+    """A run's evaluations so far, the same on every rank. The leader keeps them in a file.
 
-    Opening at `first_step` leaves out what an attempt did that the run has gone back behind, and a line that
-    a kill tore.
+    first_step: evaluations after this step are dropped: the run has resumed from before them.
+    writes: whether this rank is the leader.
+    tell: broadcasts the leader's value to all ranks; None: there is one rank.
     by_reward: see `is_judged_by_reward`.
     """
 
@@ -117,7 +113,7 @@ class Evaluations:
             self._rewrite()
 
     def add(self, evaluation: Evaluation) -> None:
-        """Appends it, or puts it in the place of one of the same step."""
+        """Appends it, or replaces the one of the same step."""
         is_again = evaluation.step in (one.step for one in self.all)
         self.all = [*(one for one in self.all if one.step != evaluation.step), evaluation]
         if self.writes and is_again:
@@ -130,12 +126,12 @@ class Evaluations:
         write_jsonl(self.path, map(dataclasses.asdict, self.all))
 
     def score(self, evaluation: Evaluation) -> float | None:
-        """Returns what the evaluation is judged by; None: it is not judged."""
+        """Returns the figure that the evaluation is judged by; None: it is incomplete."""
         return evaluation.score(self.by_reward)
 
     @property
     def complete(self) -> list[Evaluation]:
-        """Returns those that are judged."""
+        """Returns the evaluations that are judged."""
         return [evaluation for evaluation in self.all if self.score(evaluation) is not None]
 
     def is_done(self, step: int) -> bool:
@@ -148,7 +144,7 @@ class Evaluations:
 
     @property
     def best(self) -> Evaluation | None:
-        """Returns the first one with the highest score; None: there is none."""
+        """Returns the first evaluation with the highest score; None: there is none."""
         return next((one for one in self.complete if self.score(one) == self.best_score), None)
 
     @property
@@ -157,8 +153,8 @@ class Evaluations:
         return self.all[-1].seconds if self.all else 0.0
 
     def progress(self) -> Gain | None:
-        """Compares the last complete evaluation with the first one of the same problems; None: there are
-        no two."""
+        """Returns the gain from the first to the last complete evaluation of the same problems; None: there
+        are no two."""
         if not self.complete:
             return None
         last = self.complete[-1]
@@ -175,7 +171,7 @@ class Evaluations:
         )
 
     def left_out(self) -> list[str]:
-        """Says of the first and of the last evaluation why `progress` leaves it out, where it does."""
+        """Returns why `progress` leaves the first or the last evaluation out, one line each."""
         ends = {one.step: one for one in (*self.all[:1], *self.all[-1:]) if self.score(one) is None}
         return [f"the evaluation {when(step)} is left out: {_why_not(one)}" for step, one in ends.items()]
 
@@ -193,5 +189,5 @@ def _why_not(evaluation: Evaluation) -> str:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Returns all whole lines of the file; none where there is no file."""
+    """Returns the file's complete lines; none where there is no file."""
     return read_appended(path, _EVALUATION.validate_json, "evaluation")

@@ -1,12 +1,10 @@
-"""Rollouts of a policy that somebody else trains: engine, drafter and work queue beside a loop of the user's
-own.
+"""Live rollouts: engine, drafter and work queue beside a training loop of the user's own (TRL's:
+integrations/trl.py).
 
-    the caller's module ── weights, at every call ──▶ engine ──▶ one response per prompt, on the rank that gave the prompt
+    the caller's module ── weights, at every call ──▶ engine ──▶ a response per prompt, on the prompt's rank
           ▲                                           ▲    │
-          └──────── the caller's own update           │    └─▶ drafter, trained where a rank falls idle
+          └──────── the caller's own update           │    └─▶ drafter, trained on idle ranks
                                                       └── queue: all ranks share the work of all
-
-Knows neither losses nor rewards nor whose loop it is (TRL's: integrations/trl.py).
 """
 
 from __future__ import annotations
@@ -57,18 +55,16 @@ from tlt.types import (
 
 @dataclass(frozen=True)
 class LiveSettings:
-    """The settings of TLT's own engine beside somebody else's trainer; vLLM is not offered there. Raises
-    UserError for what cannot be.
+    """The settings of TLT's own engine beside another trainer; vLLM is not available there. Raises UserError
+    for invalid ones.
 
     drafter: a drafter's folder; None: drafts are retrieved from earlier responses to the same prompt.
     speculation: "adaptive" (chosen at every engine step by measured costs), "off", or a strategy such as
         "4x1x4".
     dtype: of the engine, "float32", "float64" or "bfloat16"; None: the model's.
     max_batch_size: sequences that a rank decodes at a time.
-    drafting: keys of the section [drafter] of a run's configuration, such as {"learning_rate": 1e-4} or
-        {"train": False}.
-    idle_share: a single rank never falls idle; it trains the drafter for this share of a rollout's
-        seconds.
+    drafting: keys of a run's configuration section [drafter], such as {"learning_rate": 1e-4}.
+    idle_share: share of a rollout's seconds in which a single rank, which is never idle, trains the drafter.
     """
 
     drafter: str | Path | None = None
@@ -79,9 +75,8 @@ class LiveSettings:
     idle_share: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.drafter is not None and not (
-            isinstance(self.drafter, str | Path) and Path(self.drafter).is_dir()
-        ):
+        is_folder = isinstance(self.drafter, str | Path) and Path(self.drafter).is_dir()
+        if self.drafter is not None and not is_folder:
             raise UserError(f"drafter: {self.drafter} does not exist; give a drafter's folder")
         if checked("speculation", self.speculation, str) != "adaptive":
             Strategy.parse(self.speculation)
@@ -100,7 +95,7 @@ class LiveSettings:
         return validate(DrafterSection, {"train": self.drafter is not None, **self.drafting}, "drafting")
 
     def of_engine(self, policy: Tensor) -> EngineSettings:
-        """Returns the engine's settings beside a policy with tensors such as this one."""
+        """Returns the engine's settings. policy: one of the policy's tensors, for dtype and device."""
         return EngineSettings(
             self.speculation,
             dtype=resolve_dtype(self.dtype or str(policy.dtype).removeprefix("torch.")),
@@ -114,14 +109,12 @@ class LiveSettings:
 class LiveRollouts:
     """Generates with the weights that a module has at the moment of the call.
 
-    model: a Llama, Qwen2 or Qwen3 of transformers, which the caller trains; not sharded, and without
-        adapters. The engine reads what it can where it lies (PackedTransformer) and copies the rest, in a
-        layout of its own.
-
     Where a default process group exists, every rank makes one of these and takes part in every call.
 
+    model: a Llama, Qwen2 or Qwen3 of transformers that the caller trains; not sharded, without adapters. The
+        engine shares the module's tensors where its own layout allows, and copies the others.
     latest: the latest call, with all ranks' responses and times.
-    seconds: this rank's in it, by what it did (spans.py).
+    seconds: this rank's seconds in it, by span (spans.py).
     """
 
     def __init__(self, model: nn.Module, settings: LiveSettings | None = None) -> None:
@@ -155,7 +148,7 @@ class LiveRollouts:
 
     @property
     def stats(self) -> EngineStats:
-        """Counts of the latest call, over all ranks."""
+        """The latest call's counts, over all ranks."""
         return EngineStats() if self.latest is None else self.latest.stats
 
     def generate(
@@ -165,14 +158,12 @@ class LiveRollouts:
         step: int,
         purpose: Purpose = "rollout",
     ) -> list[Rollout]:
-        """Returns a response to each of this rank's prompts (token ids), in their order. Every rank calls it,
-        with prompts of its own; all of them share the work, and those that run dry train the drafter (not in
-        an evaluation).
+        """Returns a response to each of this rank's prompts (token ids), in their order. Every rank calls it
+        with prompts of its own. All ranks share the work; idle ones train the drafter, not in an evaluation.
 
-        A prompt that is given several times gets as many different responses: the key of a response is
-        (params.seed, purpose, step, the prompt's hash, how often the prompt has come before in this step and
-        purpose, on all ranks). So the same calls with the same weights give the same tokens, in a resumed
-        loop too.
+        A repeated prompt gets a different response each time. The key of a response is (params.seed, purpose,
+        step, hash of the prompt, its earlier occurrences in this step and purpose, on all ranks), so the same calls
+        with the same weights give the same tokens, in a resumed loop too.
 
         step: updates of the policy so far.
         Raises UserError, on all ranks, for a prompt that the model cannot read.
@@ -194,7 +185,7 @@ class LiveRollouts:
             self.latest = self._phase.answer(problems, list(groups.values()), label, trained, idle)
             if purpose == "rollout":
                 self._idle.observe(facts_of(self.latest), self.latest.slowdown)
-        except BaseException:  # Ctrl-C in a notebook, say: the next call begins anew
+        except BaseException:  # such as Ctrl-C in a notebook: the next call begins anew
             self.engine.abort()
             self._phase.queue.abandon()
             trained.abandon()
@@ -207,17 +198,16 @@ class LiveRollouts:
         return [rollouts[key] for key, _ in keys[self.world.rank]]
 
     def restart(self, purpose: Purpose) -> None:
-        """Lets prompts of this purpose count from the beginning again: an evaluation that is repeated in
-        the same step is then the same one. Every rank calls it."""
+        """Counts the prompts of this purpose from zero again: an evaluation that is repeated in the same step
+        is then the same one. Every rank calls it."""
         self._occurrences[purpose] = PromptCounts()
 
     def save_drafter(self, folder: str | Path) -> None:
-        """Writes the drafter as it is now, for this class, `tlt train` or another engine to load. One rank
-        calls it."""
+        """Writes the drafter, for this class, `tlt train` or another engine to load. One rank calls it."""
         self.drafter.save(Path(folder), {})
 
     def close(self) -> None:
-        """Leaves the group that the ranks have for this; every rank calls it, when all is done."""
+        """Leaves the ranks' process group. Every rank calls it, at the end."""
         world = self.world
         del self._phase, self.drafter, self.engine
         shutdown(world)
@@ -228,10 +218,7 @@ class LiveRollouts:
         """Returns (key, prompt) of every prompt of every rank."""
         counts = self._occurrences[purpose]
         read = [
-            [
-                self._read(prompt, f"prompt {number} of rank {rank}")
-                for number, prompt in enumerate(given, start=1)
-            ]
+            [self._read(prompt, f"prompt {n} of rank {rank}") for n, prompt in enumerate(given, start=1)]
             for rank, given in enumerate(prompts)
         ]
         return [[(counts.next(step, prompt_name(prompt)), prompt) for prompt in given] for given in read]
@@ -243,14 +230,14 @@ class LiveRollouts:
 
 
 class PromptCounts:
-    """Counts how often each prompt has come within a step."""
+    """Counts the occurrences of each prompt within a step."""
 
     def __init__(self) -> None:
         self._step = -1
         self._seen: Counter[str] = Counter()
 
     def next(self, step: int, name: str) -> Key:
-        """Returns the prompt's name, and how often it has come before in this step."""
+        """Returns the prompt's name and its earlier occurrences in this step, and counts this one."""
         if step != self._step:
             self._step = step
             self._seen.clear()
@@ -259,14 +246,13 @@ class PromptCounts:
 
 
 def prompt_name(prompt_ids: Sequence[int]) -> str:
-    """Returns a name by which the same prompt is known again, on all ranks and in all runs: 64 bits of its
-    hash."""
+    """Returns a name of the prompt that is the same on all ranks and in all runs: 64 bits of its hash."""
     text = ",".join(map(str, prompt_ids))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class Unscored:
-    """Scores nothing: rewards are the caller's."""
+    """A reward pool that scores nothing: rewards are the caller's."""
 
     def __init__(self) -> None:
         self._keys: list[Key] = []

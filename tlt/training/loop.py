@@ -57,9 +57,10 @@ def train(run: Run) -> None:
             if is_due(run, config.run.checkpoint_every):
                 run.checkpoint()
         if run.step < config.run.num_steps:
+            done = f"after {run.step} of {config.run.num_steps} steps"
             run.console.note(
-                f"run.time_limit_minutes, {config.run.time_limit_minutes:g}, ends the run after {run.step} of "
-                f"{config.run.num_steps} steps; go on with: tlt train --resume {run.out_dir}"
+                f"run.time_limit_minutes, {config.run.time_limit_minutes:g}, ends the run {done}; "
+                f"go on with: tlt train --resume {run.out_dir}"
             )
         evaluate(run)
         (finish if config.run.num_steps else finish_evaluation)(run)
@@ -193,7 +194,7 @@ def describe_run(config: Config, began: Moment) -> str:
 
 
 def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> None:
-    """Runs on every rank; the launcher calls it. met: the ranks' rendezvous, if it has taken place already."""
+    """Runs on every rank; the launcher calls it. met: the ranks' rendezvous, if it has taken place."""
     described = json.loads(description)
     config = Config.from_json(described["config"])
     world = join_ranks(config, met)

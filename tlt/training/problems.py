@@ -1,4 +1,4 @@
-"""A run's problems: made by its task or read from data, as tokens; and which of them each step takes."""
+"""A run's problems, made by its task or read from data, as tokens; and those that each step takes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tlt.types import Problem, UserError
 
 
 def load_problems(config: Config, split: str) -> list[Problem]:
-    """Returns the task's problems of a split, "train" or "test". Raises UserError for one that the model
-    cannot read, and where there are fewer than a step takes."""
+    """Returns the problems of a split, "train" or "test". Raises UserError for a prompt that the model cannot
+    read, and for fewer problems than a step takes."""
     folder = model_folder(config)
     tokenizer, window = load_tokenizer(folder), load_model_config(folder).max_positions
     chat = ChatFormat(config.task.chat, config.task.system_prompt, config.model.chat_template_kwargs)
@@ -40,36 +40,33 @@ def load_problems(config: Config, split: str) -> list[Problem]:
 
 
 def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> str | None:
-    """Returns one line about held-out problems whose prompts are trained on, too; None: there are none. It
-    is no error, for large data sets repeat some of their rows; but what they measure is not what was
-    learned for others."""
+    """Returns one line about held-out problems whose prompts are trained on, too; None: there are none. It is
+    no error, since large data sets repeat rows, but such problems measure no generalization."""
     trained = {problem.prompt_ids: problem.problem_id for problem in train}
     shared = [problem for problem in held_out if problem.prompt_ids in trained]
     if not shared:
         return None
     example, number = shared[0], f"{len(shared):,} of {len(held_out):,} held-out problems"
     pair = f"{example.problem_id!r} is training problem {trained[example.prompt_ids]!r}"
-    return f"evaluation: {number} are trained on, too ({pair}): leave them out of task.data, or evaluate on others"
+    remedy = "leave them out of task.data, or evaluate on others"
+    return f"evaluation: {number} are trained on, too ({pair}): {remedy}"
 
 
 def check_same_problems(world: World, *splits: Sequence[Problem]) -> None:
-    """Raises UserError on all ranks where one has read other problems than the leader: machines may hold
-    different files under the same name."""
+    """Raises UserError on all ranks if one has read other problems than the leader: machines may hold
+    different files under one name."""
     digests = [digest_of_problems(problems) for problems in splits]
     mistake = "task.data: these are other problems than on rank 0; give all machines the same files"
     refuse_together(world, None if broadcast_json(world, digests) == digests else mistake)
 
 
 def data_source(config: Config, split: str) -> DataSource | None:
-    """Returns the data that the problems of a split, "train" or "test", are read from; None: the task
-    makes them."""
+    """Returns the data source of a split, "train" or "test"; None: the task makes the problems."""
     task, held_out = config.task, config.evaluation
     if split == "train":
-        return (
-            None
-            if task.data is None
-            else DataSource(task.data, "task.data", task.subset, task.split, task.columns)
-        )
+        if task.data is None:
+            return None
+        return DataSource(task.data, "task.data", task.subset, task.split, task.columns)
     columns = task.columns if held_out.columns is None else held_out.columns
     if held_out.data is not None:
         return DataSource(
@@ -86,16 +83,14 @@ def _records(config: Config, split: str) -> Records:
     num = task.num_problems if split == "train" else config.evaluation.num_problems
     if source is not None:
         return prepare_records(task.name, read_data(source), task.options)[:num]
-    assert num is not None, "there is a number where there is no data"
+    assert num is not None, "the schema wants a number where there is no data"
     problems = make_problems(task.name, num, config.run.seed, {"split": split, **task.options})
-    return [
-        (f"task {task.name}, problem {number}", problem) for number, problem in enumerate(problems, start=1)
-    ]
+    return [(f"task {task.name}, problem {n}", problem) for n, problem in enumerate(problems, start=1)]
 
 
 def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
-    """Returns step `step`'s share of an endless sequence of epochs, each shuffled by (seed, epoch). What
-    does not fill a step at the end of an epoch waits for the next."""
+    """Returns the `num` problems of a step, from an endless sequence of epochs, each shuffled by (seed,
+    epoch). Problems at an epoch's end that do not fill a step are skipped."""
     steps_per_epoch = len(problems) // num
     epoch, position = divmod(step, steps_per_epoch)
     return [problems[i] for i in _order(len(problems), seed, epoch)[position * num : (position + 1) * num]]
@@ -103,15 +98,15 @@ def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int
 
 @functools.lru_cache(maxsize=2)
 def _order(num: int, seed: int, epoch: int) -> list[int]:
-    """Returns the numbers below `num` as an epoch takes them; callers do not change it."""
+    """Returns the shuffled numbers below `num`. The list is cached; callers must not change it."""
     order = list(range(num))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
 def spare_problems(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
-    """Returns the problems that step `step` does not begin with, shuffled by (seed, step): what it may
-    take in their place."""
+    """Returns the problems that a step does not begin with, shuffled by (seed, step): replacements for
+    dynamic sampling."""
     taken = {problem.problem_id for problem in problems_of_step(problems, step, num, seed)}
     spare = [problem for problem in problems if problem.problem_id not in taken]
     random.Random(f"{seed}/spare/{step}").shuffle(spare)

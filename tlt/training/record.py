@@ -1,5 +1,4 @@
-"""Records a step: a line of metrics.jsonl, a row of the table, and the spans of its time. Measures nothing
-but seconds."""
+"""Records a step: a line of metrics.jsonl, figures for trackers, a row of the console's table, its spans."""
 
 from __future__ import annotations
 
@@ -18,8 +17,11 @@ if TYPE_CHECKING:
 
 
 def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, cpu_started: float) -> None:
-    """Writes and prints the step that began at `started` on the wall's clock and at `cpu_started` on this
-    process's."""
+    """Writes and prints the step that has just ended.
+
+    started: its begin, by time.perf_counter.
+    cpu_started: the same, by time.process_time.
+    """
     ended = time.perf_counter()
     run.timeline.record(SpanName.STEP, started, ended)
     cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))

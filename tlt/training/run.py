@@ -334,7 +334,7 @@ class Run:
         self._leave()
 
     def _leave(self) -> None:
-        """Gives terminal and folder back at once: a notebook may keep this object with an error's traceback."""
+        """Gives terminal and folder back; a notebook may keep this object with an error's traceback."""
         self.console.close()
         if self.lock is not None:
             self.lock.release()

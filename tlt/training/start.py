@@ -1,5 +1,4 @@
-"""Starts a run from the user's own process: everything that can be refused is refused in one line, a
-header says what will be trained, and then the ranks begin."""
+"""Starts a run from the user's process: refuses mistakes in one line, prints a header, starts the ranks."""
 
 from __future__ import annotations
 
@@ -55,16 +54,20 @@ from tlt.types import UserError, resolve_dtype
 from tlt.vllm.preflight import check_vllm
 
 WAIT_SECONDS = 0.1
-"""How often a rank asks whether the leader has read the configuration."""
-
-
-SLOW_SAMPLING = "by PyTorch, as attention is: Numba is not installed; with it (pip install numba) drawing takes a thirtieth"
+"""Between two questions of a rank whether the leader has read the configuration."""
+SLOW_SAMPLING = (
+    "by PyTorch, as attention is: Numba is not installed; "
+    "with it (pip install numba) drawing takes a thirtieth"
+)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Holds what `preflight` read; the header shows it. num_adapted: parameters of LoRA's adapters; None:
-    it is off.  overlap: one line about problems that are held out and trained on; None: there are none."""
+    """The facts that `preflight` read, for the header.
+
+    num_adapted: parameters of LoRA's adapters; None: it is off.
+    overlap: one line about held-out problems that are trained on; None: there are none.
+    """
 
     model: ModelConfig
     num_problems: int
@@ -74,43 +77,33 @@ class Findings:
 
 
 def launch_ranks(config: Config, began: Moment) -> int:
-    """Trains on ranks of their own; returns the exit code. began: the user's command."""
-    run, num_ranks = config.run, all_ranks(config)
+    """Trains on ranks in processes of their own. Returns the exit code. began: the user's command."""
+    run, num_ranks, program = config.run, all_ranks(config), "tlt.training.loop:main"
     restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
     on_ray = run.launcher == "ray" and find_place() is None
     if on_ray or not is_rank(num_ranks):
         with Console() as console:
-            console.note(
-                f"starting {num_ranks} ranks …"
-            )  # which import torch, and are silent until they have
+            console.note(f"starting {num_ranks} ranks …")  # they import torch before they can print
     if on_ray:
         needs = RankNeeds(run.threads_per_rank, num_gpus=int(device_of(config).name == "cuda"))
         describe = partial(describe_run, config, began)
-        return launch_on_ray(
-            describe, num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts
-        )
-    return launch(
-        describe_run(config, began),
-        num_ranks,
-        "tlt.training.loop:main",
-        run.threads_per_rank,
-        restarts=restarts,
-    )
+        return launch_on_ray(describe, num_ranks, program, needs, run.timeout_seconds, restarts)
+    return launch(describe_run(config, began), num_ranks, program, run.threads_per_rank, restarts=restarts)
 
 
 def describe_saved(folder: Path) -> str:
-    """Says where the run in a folder would go on."""
+    """Returns where the run in a folder would go on, in words."""
     latest = latest_checkpoint(folder / "checkpoints")
     journal = " and the journal" if any(folder.glob("journal/step-*/*")) else ""
     return ("from the beginning" if latest is None else f"from {near(latest)}") + journal
 
 
 def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Moment, patience: float) -> int:
-    """Runs one of the ranks that torchrun, srun or Kubernetes has started, with the configuration that the
-    leader resolves, for it has the files; returns the exit code.
+    """Runs a rank that torchrun, srun or Kubernetes has started, with the configuration that the leader reads
+    from its files. Returns the exit code.
 
     resolve: checks and returns the configuration, given whether these ranks have been started before.
-    patience: seconds for which this rank waits for the others to come; they agree on nothing before.
+    patience: seconds for which this rank waits for the others.
     """
     met = meet_ranks(place, patience)
     try:
@@ -118,19 +111,17 @@ def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Mom
     except LeaderRefused:
         return EXIT_USER_ERROR
     if not place.is_leader:
-        pin(
-            Config.from_json(json.loads(description)["config"])
-        )  # brings what this machine lacks into its cache
+        pin(Config.from_json(json.loads(description)["config"]))  # downloads to this machine's cache
     return run_here(description, partial(main, met=met))
 
 
 class LeaderRefused(Exception):
-    """Rank 0 has found a user's mistake, and says it."""
+    """Rank 0 has found a user's mistake, and prints it."""
 
 
 def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
-    """Returns the leader's description of the run on every rank, however long it takes to come about:
-    reading models and data, downloading them. Raises LeaderRefused where there is none."""
+    """Returns the leader's description of the run on every rank, however long the leader reads and downloads.
+    Raises LeaderRefused on the others if the leader finds a mistake."""
     if met.place.is_leader:
         try:
             description = describe()
@@ -149,16 +140,15 @@ def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
 
 
 def _wait_until_heard(met: Rendezvous) -> None:
-    """Keeps the leader, whose store it may be, until the others know that they are to end. One that has
-    died cannot."""
+    """Keeps the leader, which may hold the store, until the other ranks know that they must end. The wait is
+    bounded, for a dead rank never answers."""
     deadline = time.monotonic() + 100 * WAIT_SECONDS
     while met.store.add("heard", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
         time.sleep(WAIT_SECONDS)
 
 
 def go_back(checkpoint: Path) -> None:
-    """Lets the run go on from this checkpoint of it, which is checked first; newer ones stay, under
-    another name."""
+    """Makes a run go on from this checkpoint, which is checked first. Newer ones are renamed, not removed."""
     lock = FolderLock(checkpoint.parents[1])
     try:
         aside = go_back_to(checkpoint)
@@ -170,8 +160,10 @@ def go_back(checkpoint: Path) -> None:
 
 
 def prepare(config: Config, begun: Begun | None = None) -> Config:
-    """Refuses what can be refused now, and prints the header. Returns the configuration with its names
-    pinned. begun: the run that is gone on with; None: a new one begins, or nothing is known of it."""
+    """Refuses mistakes, prints the header, and returns the configuration with its names pinned.
+
+    begun: the run that is resumed; None: a new run, or nothing is known of the old one.
+    """
     config = pin(config)
     place = find_place()
     is_first = place is None or place.is_leader
@@ -180,7 +172,7 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
             findings = preflight(config, begun, trains=config.run.num_steps > 0)
         if is_first:
             FolderLock(config.run.out_dir).release()
-        console.header(describe(config, findings))
+        console.header(header_rows(config, findings))
         if place is None and (num_idle := device_of(config).num_idle):
             num = all_ranks(config)
             console.note(
@@ -193,9 +185,8 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
 
 
 def pin(config: Config) -> Config:
-    """Returns the configuration with what it leaves to this moment: the number of ranks, and the commit of
-    whatever it names on the hub, downloaded where it is not in the cache: ranks and a resumed run take the
-    same, without a network."""
+    """Returns the configuration with its number of ranks and the commits of its names on the hub filled in.
+    Downloads what is not cached, so that ranks and a resumed run take the same without a network."""
     values = config.model_dump()
     values["run"]["num_ranks"] = all_ranks(config)
     if (model := pin_model(config.model.path, config.model.revision)) is not None:
@@ -213,8 +204,11 @@ def pin(config: Config) -> Config:
 
 
 def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -> Findings:
-    """Raises UserError for everything that can be refused before a process is started. begun: see
-    `prepare`. trains: the policy will be, which takes several times the memory of an engine."""
+    """Raises UserError for every mistake that can be found before a process is started.
+
+    begun: see `prepare`.
+    trains: whether the policy is trained, which takes several times the memory of an engine.
+    """
     layout = layout_of(config)
     if config.rollout.engine == "vllm":
         check_served(config.drafter.vocabulary, "drafter.vocabulary")
@@ -241,12 +235,8 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
     if begun is not None:
-        inputs = Inputs.of(
-            config,
-            {"train": problems, "test": held_out},
-            model_folder(config),
-            adapter=adapter_folder(config),
-        )
+        by_split, adapter = {"train": problems, "test": held_out}, adapter_folder(config)
+        inputs = Inputs.of(config, by_split, model_folder(config), adapter=adapter)
         inputs.refuse_other(begun.inputs, config, begun.when)
     return Findings(model, len(problems), len(held_out), num_adapted, describe_overlap(problems, held_out))
 
@@ -254,22 +244,17 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
 def plan_run(
     config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int
 ) -> PlannedRun:
-    """Returns the run as a plan of its memory sees it, on the devices of this machine."""
+    """Returns the run on this machine's devices, for a plan of its memory."""
     is_gpu, num_local = device_of(config).name == "cuda", local_ranks(config)
     device_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else machine_bytes()
     rank_bytes = device_bytes if is_gpu else device_bytes // num_local
     return PlannedRun(config, model, drafter, all_ranks(config), is_gpu, rank_bytes, longest_prompt)
 
 
-def describe(config: Config, findings: Findings) -> dict[str, str]:
+def header_rows(config: Config, findings: Findings) -> dict[str, str]:
     """Returns the header's lines, name → text."""
-    model, run, rollout, drafter, device = (
-        findings.model,
-        config.run,
-        config.rollout,
-        config.drafter,
-        device_of(config),
-    )
+    model, device = findings.model, device_of(config)
+    run, rollout, drafter = config.run, config.rollout, config.drafter
     num_parameters = sum(shape.numel() for shape in expected_shapes(model).values())
     speculation = rollout.speculation
     if speculation != "off":
@@ -278,10 +263,10 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
     held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"
     name = _named(config.model.path, config.model.revision)
     start = f", with adapter {_named(config.model.adapter)}" if config.model.adapter else ""
-    responses = (
-        f"{rollout.problems_per_step} × {rollout.samples_per_problem} responses a step, {run.num_steps} steps"
-    )
-    responses = responses if run.num_steps else "evaluated alone, for run.num_steps is 0"
+    responses = "evaluated alone, for run.num_steps is 0"
+    if run.num_steps:
+        per_step = f"{rollout.problems_per_step} × {rollout.samples_per_problem}"
+        responses = f"{per_step} responses a step, {run.num_steps} steps"
     return {
         "model": f"{name}: {model.architecture}, {_short(num_parameters)} parameters" + start,
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
@@ -297,7 +282,7 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
 
 
 def describe_update(config: Config) -> str:
-    """Returns how the policy's training state lies on the ranks, why, and what its update does besides."""
+    """Returns how the policy's training state lies on the ranks, and why."""
     layout, parallel = layout_of(config), config.parallel
     parts = [f"policy {'sharded (FSDP2)' if layout.is_sharded else 'replicated'} ({layout.reason})"]
     if layout.is_sharded and parallel.param_dtype is not None:
@@ -308,7 +293,7 @@ def describe_update(config: Config) -> str:
 
 
 def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) -> str:
-    """Returns what LoRA trains, behind a comma; nothing where it is off."""
+    """Returns the parameters that LoRA trains, after a comma; empty where it is off."""
     if num_adapted is None:
         return ""
     share = f"{_short(num_adapted)} parameters beside {_short(num_parameters)} frozen ones"
@@ -316,8 +301,7 @@ def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) 
 
 
 def describe_algorithm(config: Config) -> str:
-    """Returns the algorithm's name and its choices, those of the preset and those of the configuration
-    alike."""
+    """Returns the algorithm's name and its choices, from the preset and the configuration."""
     settings, chosen = config.algorithm, config.algorithm.resolve(config.sampling.max_tokens)
     clip = f"{chosen.loss} at [{1 - chosen.clip_low:g}, {1 + chosen.clip_high:g}]"
     parts = [f"advantage {chosen.advantage}", f"{chosen.ratio} ratio {clip}", f"{chosen.aggregation} mean"]
@@ -333,7 +317,7 @@ def describe_algorithm(config: Config) -> str:
 
 
 def _named(path: Path, revision: str | None = None) -> str:
-    """Returns a path as one would type it, or a repository of the hub with the first digits of its commit."""
+    """Returns a path relative to the working directory, or a repository with the start of its commit."""
     repository = None if path.exists() else Repository.parse(path, revision)
     return near(path) if repository is None else f"{repository.name}@{(repository.revision or 'main')[:8]}"
 
