@@ -72,8 +72,8 @@ class Sampling(TypedDict, total=False):
 
 
 class Engine:
-    """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling alone, not on
-    how it drafts or what it generated before."""
+    """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling alone, not
+    on how it drafts or what it generated before."""
 
     def __init__(self, model: ModelFolder, rollout_engine: RolloutBackend) -> None:
         """Wraps an engine; use `from_pretrained` to load one."""
@@ -156,7 +156,7 @@ class Engine:
     def stream(
         self, prompts: Iterable[Prompt], samples: int = 1, **sampling: Unpack[Sampling]
     ) -> Iterator[Response]:
-        """Yields the same responses as they finish. One stream at a time; closing it drops unfinished ones."""
+        """Yields the same responses as they finish. One stream at a time; closing it drops the rest."""
         return self._run(self._requests(prompts, samples, sampling))
 
     def _requests(self, prompts: Iterable[Prompt], samples: int, sampling: Sampling) -> list[Request]:
@@ -293,8 +293,9 @@ def _named(task: Task, config: Config) -> Iterator[str]:
         return
     if not is_rank(all_ranks(config)) or config.rewards.num_workers > 0:
         raise UserError(
-            f"task: a {type(task).__name__} that no module holds cannot reach other processes; set run.num_ranks "
-            "= 1 and rewards.num_workers = 0, or put it into a module and give its name, module:object"
+            f"task: a {type(task).__name__} that no module holds cannot reach other processes; set "
+            "run.num_ranks = 1 and rewards.num_workers = 0, or put it into a module and give its name, "
+            "module:object"
         )
     module = ModuleType("in_this_process")
     vars(module)[type(task).__name__] = task

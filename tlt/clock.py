@@ -38,8 +38,8 @@ class Moment:
         return replace(self, told_after=self.seconds)
 
     def here(self) -> Moment:
-        """Returns the moment on this machine's clock. From another machine it counts on from `told_after`, and
-        loses the seconds on its way."""
+        """Returns the moment on this machine's clock. From another machine it counts on from `told_after`;
+        the seconds on its way are lost."""
         return self if self.machine == _machine() else Moment(_machine(), time.monotonic() - self.told_after)
 
 

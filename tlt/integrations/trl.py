@@ -62,8 +62,8 @@ class TLTRollout(LiveSettings):
     """A rollout function for TRL's GRPOTrainer. Its settings are those of LiveSettings; temperature, lengths
     and the like are the trainer's own (GRPOConfig).
 
-    The key of a response is (args.seed, training or evaluation, global step, prompt, earlier occurrences of the
-    prompt in the step), so a resumed run draws the tokens of an uninterrupted one, with any drafter.
+    The key of a response is (args.seed, training or evaluation, global step, prompt, its earlier occurrences
+    in the step), so a resumed run draws the tokens of an uninterrupted one, with any drafter.
     """
 
     _attached: _Attached = field(default_factory=_Attached, init=False, repr=False, compare=False)
@@ -113,7 +113,7 @@ def checkpoint_folder(args: Any, state: Any) -> Path:
 
 
 def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
-    """Returns the settings with the drafter of the checkpoint that the trainer resumes from, if it has one."""
+    """Returns the settings with the drafter of the checkpoint that the trainer resumes from, if any."""
     folder = checkpoint_folder(trainer.args, trainer.state) / DRAFTER_FOLDER
     if settings.drafter is None or trainer.state.global_step == 0 or not folder.is_dir():
         return settings
@@ -159,7 +159,9 @@ def sampling_params(trainer: Any) -> SamplingParams:
             continue
         remedy = f"set it to {NEUTRAL[name]}" if name in NEUTRAL else "remove it"
         raise UserError(f"{name}: is {value!r}, which is not supported in rollouts of TLT; {remedy}")
-    law = {name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()}
+    law: dict[str, Any] = {
+        name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()
+    }
     return SamplingParams(
         temperature=law["temperature"] if law["do_sample"] else 0.0,
         top_k=law["top_k"],

@@ -188,7 +188,7 @@ def paired_sign_flip_test(
 
     chunk = 4096
     if num_pairs < 60 and 2**num_pairs <= num_permutations:
-        num_patterns, bits_P = 2**num_pairs, np.arange(num_pairs)
+        num_patterns, bits_P = int(2**num_pairs), np.arange(num_pairs)
         starts = range(0, num_patterns, chunk)
         patterns = (np.arange(start, min(start + chunk, num_patterns)) for start in starts)
         return sum(count_extreme(pattern_M[:, None] >> bits_P & 1) for pattern_M in patterns) / num_patterns

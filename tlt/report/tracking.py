@@ -101,7 +101,7 @@ class Tracking:
             feed.put(Point(step, values))
 
     def finish(self) -> None:
-        """Waits until all is delivered or patience ends, then ends the processes. Repeating it is harmless."""
+        """Waits until all is delivered or patience ends; ends the processes. A second call is harmless."""
         deadline = time.monotonic() + self._finish_seconds
         feeds, self._feeds = self._feeds, ()
         for feed in feeds:

@@ -162,8 +162,8 @@ class LiveRollouts:
         with prompts of its own. All ranks share the work; idle ones train the drafter, not in an evaluation.
 
         A repeated prompt gets a different response each time. The key of a response is (params.seed, purpose,
-        step, hash of the prompt, its earlier occurrences in this step and purpose, on all ranks), so the same calls
-        with the same weights give the same tokens, in a resumed loop too.
+        step, hash of the prompt, its earlier occurrences in this step and purpose on all ranks). So the same
+        calls with the same weights give the same tokens, in a resumed loop too.
 
         step: updates of the policy so far.
         Raises UserError, on all ranks, for a prompt that the model cannot read.
