@@ -269,12 +269,7 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 
 def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sample) -> Tensor:
     """Returns the logits [R, draft vocabulary] of the engine's copy, float64."""
-    pairs = align(sample.lengths, target.device)
-    embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M])
-    hidden_ME = drafter.fuse(sample.captured_NF[pairs.feature_index_M])
-    attend = PackedCausal(drafter.config.layer, pairs.lengths)
-    hidden_ME = drafter.forward(embeddings_ME, hidden_ME, pairs.positions_M, attend)
-    return drafter.logits(hidden_ME[sample.is_response_M], target).double()
+    return drafter.logits(_predict(drafter, target, sample, drafter.dtype), target).double()
 
 
 def trainer_logits(
@@ -284,11 +279,18 @@ def trainer_logits(
 
     token_ids: what the engine's copy proposes; None: all, or the drafter's own vocabulary.
     """
-    pairs, dtype = align(sample.lengths, target.device), next(model.parameters()).dtype
-    embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
-    hidden_ME = model.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))
-    attend = PackedCausal(model.config.layer, pairs.lengths)
-    hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M, attend)
+    dtype = next(model.parameters()).dtype
     rows_VE = model.restrict(target.head_VE) if token_ids is None else target.head_VE[token_ids]
     head_VE = model.lm_head.weight if model.config.owns_head else rows_VE.to(dtype)
-    return model.logits(hidden_ME[sample.is_response_M], head_VE).double()
+    return model.logits(_predict(model, target, sample, dtype), head_VE).double()
+
+
+def _predict(
+    drafter: DraftModel | PackedDrafter, target: PackedTransformer, sample: Sample, dtype: torch.dtype
+) -> Tensor:
+    """Returns the hidden states [R, E] of the pairs that predict a response token."""
+    pairs = align(sample.lengths, target.device)
+    embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
+    hidden_ME = drafter.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))
+    attend = PackedCausal(drafter.config.layer, pairs.lengths)
+    return drafter.forward(embeddings_ME, hidden_ME, pairs.positions_M, attend)[sample.is_response_M]

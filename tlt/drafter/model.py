@@ -17,6 +17,7 @@ head, and never changes them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -83,19 +84,11 @@ class Alignment:
 def align(lengths: Sequence[int], device: torch.device | str = "cpu") -> Alignment:
     """Returns the pairs of packed sequences of these lengths, as indices on the device. A sequence of n
     tokens has n - 1 pairs."""
-    features, positions, start = [], [], 0
-    for length in lengths:
-        pairs = torch.arange(length - TOKEN_AHEAD, device=device)
-        positions.append(pairs)
-        features.append(pairs + start)
-        start += length
-    feature_index = torch.cat(features)
-    return Alignment(
-        tuple(n - TOKEN_AHEAD for n in lengths),
-        feature_index,
-        feature_index + TOKEN_AHEAD,
-        torch.cat(positions),
-    )
+    num_pairs = tuple(length - TOKEN_AHEAD for length in lengths)
+    positions = [torch.arange(num, device=device) for num in num_pairs]
+    starts = itertools.accumulate(lengths, initial=0)
+    feature_index_M = torch.cat([pairs + start for pairs, start in zip(positions, starts, strict=False)])
+    return Alignment(num_pairs, feature_index_M, feature_index_M + TOKEN_AHEAD, torch.cat(positions))
 
 
 @dataclass(frozen=True)

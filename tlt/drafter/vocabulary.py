@@ -1,15 +1,15 @@
-"""The draft vocabulary: the tokens that a drafter proposes, chosen from what is sampled and from the prompts
-that are answered.
+"""The draft vocabulary: the tokens that a drafter proposes, chosen by frequency in responses and prompts.
 
-    responses ─▶ counts, older ones fading ─┐
-    prompts to be answered ─▶ counts ───────┴▶ the N most frequent tokens ─▶ N rows of the target's current head
-                                              N: the fewest seconds a token, by what is read and what N tokens covered
+    responses ─▶ counts, decaying by step ─┐
+    prompts of the next step ─▶ counts ────┴▶ the N most frequent tokens ─▶ N rows of the target's head
 
-A drafted token reads the head and one decoder layer, a forward all layers and the head: at a vocabulary of
-150,000 and half a billion parameters, four drafted tokens read more than a forward does. A drafter that
-borrows the target's head is the same drafter with fewer of its rows, so the choice needs no training and
-changes no weights. The law decides whatever is drafted: a token outside can be sampled as before, only not
-drafted. Knows no ranks and no engine.
+    N: the size with the fewest seconds per token, estimated from the weights read and the tokens covered
+
+A drafted token reads the head and one decoder layer; a forward of the target reads all layers and the
+head. With a vocabulary of 150,000 and half a billion parameters, four drafted tokens read more than a
+forward. A drafter that borrows the target's head can use a subset of its rows, without training and
+without changing weights. Only speed depends on the choice: a token outside the draft vocabulary is still
+sampled, but never drafted.
 """
 
 from __future__ import annotations
@@ -27,36 +27,39 @@ from tlt.models.decoder import ModelConfig
 from tlt.types import Rollout, UserError
 
 HEAD_SHARE = 0.1
-"""Part of a forward's numbers from which on `auto` reduces the head."""
+"""Share of the target's weights in its head from which on `auto` reduces the vocabulary."""
 
 SMALLEST, LARGEST_SHARE = 1024, 4
-"""`auto` chooses powers of two from the first on, up to a quarter of the vocabulary: few sizes, so that
-kernels are kept."""
+"""`auto` chooses among the powers of two from SMALLEST to a quarter of the vocabulary: few sizes, so that
+compiled kernels are reused."""
 
 ACCEPTANCE, DEPTH = 0.7, 4
-"""The draft that sizes are compared for: a chain of four, each token accepted in 7 of 10 cases if the
+"""The draft for which sizes are compared: a chain of four, each token accepted with probability 0.7 if the
 vocabulary holds it."""
 
 PROMPTS = 0.3
-"""Weight of the prompts' tokens, all together, beside that of all responses' (measured:
-benchmarks/log.md)."""
+"""Total weight of the prompts' tokens, relative to the responses' (measured: benchmarks/log.md)."""
 
 KEEP = 0.9
-"""Weight that a step's tokens have left one step later. Ten steps' worth of tokens count, therefore."""
+"""Factor by which a step's counts decay per step, so that ten steps' worth of tokens count."""
 _FORGOTTEN = 0.05
-"""Weight below which a token counts as not seen."""
+"""Count below which a token counts as not seen."""
 _LATEST = 0.5
-"""Weight of the latest step in what sizes have covered so far."""
+"""Weight of the latest step in the running mean of each size's coverage."""
 
 RESIZE_ABOVE = 0.03
-"""Part of the seconds a token that another size must save: it takes new kernels."""
+"""Share of the seconds per token that a change of size must save, because it needs new kernels."""
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Says how many numbers are read: `forward` by a step of the target, `layer` by a drafted token
-    besides the head, `row` by each token that the head ranks. Where memory is what takes time, their
-    quotients are those of seconds."""
+    """The weights read by a forward and by a drafted token. Where memory bandwidth limits both, their ratio
+    is that of the seconds.
+
+    forward: numbers that a forward of the target reads.
+    layer: numbers that a drafted token reads besides the head.
+    row: numbers per token that the head ranks.
+    """
 
     forward: int
     layer: int
@@ -66,69 +69,67 @@ class DraftCosts:
     @staticmethod
     def of(target: ModelConfig, shape: DrafterShape) -> DraftCosts:
         row = target.hidden_size
-        forward = target.num_layers * _layer_numbers(target) + target.vocab_size * row
-        fuse = (
-            shape.fc_size * row * (shape.method == "eagle")
-        )  # eagle3 fuses once a step, not once a drafted token
-        return DraftCosts(
-            forward, _layer_numbers(shape.layer, len(shape.layer_norms)) + fuse, row, target.vocab_size
-        )
+        forward = target.num_layers * layer_numbers(target) + target.vocab_size * row
+        layer = layer_numbers(shape.layer, 1 if shape.method == "eagle" else 2)
+        if shape.method == "eagle":  # eagle3 reads fc once per step, not per drafted token
+            layer += shape.fc_size * row
+        return DraftCosts(forward, layer, row, target.vocab_size)
 
     @property
     def head_share(self) -> float:
-        """The head's part of a forward."""
+        """Share of the head in a forward."""
         return self.row * self.vocab_size / self.forward
 
     def of_draft(self, size: int) -> float:
-        """Returns what a drafted token costs with `size` tokens to rank, as a part of a forward."""
+        """Returns the cost of a drafted token, in forwards, with `size` tokens to rank."""
         return (self.layer + size * self.row) / self.forward
 
     def of_token(self, size: int, coverage: float) -> float:
-        """Returns what a token costs, in forwards, when chains are drafted of `size` tokens that hold this
-        part of all that is sampled."""
+        """Returns the cost of a committed token, in forwards, with a vocabulary of `size` tokens that
+        holds this share of the sampled tokens."""
         accepted = ACCEPTANCE * coverage
         return (1 + DEPTH * self.of_draft(size)) / sum(accepted**depth for depth in range(DEPTH + 1))
 
 
-def _layer_numbers(c: ModelConfig, num_read: int = 1) -> int:
-    attention = (
-        c.num_qkv * c.head_dim * c.hidden_size * max(num_read, 1) + c.num_heads * c.head_dim * c.hidden_size
-    )
+def layer_numbers(c: ModelConfig, num_inputs: int = 1) -> int:
+    """Returns the numbers in the matrices of a decoder layer whose attention reads `num_inputs` hidden
+    states."""
+    attention = (num_inputs * c.num_qkv + c.num_heads) * c.head_dim * c.hidden_size
     return attention + 3 * c.hidden_size * c.intermediate_size
 
 
 def count_tokens(token_ids: Iterable[int], vocab_size: int) -> Tensor:
-    """Returns how often each token is there, float32[V]."""
+    """Returns how often each token occurs, float32[V]."""
     return torch.bincount(torch.tensor([*token_ids], dtype=torch.int64), minlength=vocab_size).float()
 
 
 def ranked(counts_V: Tensor) -> Tensor:
-    """Returns all token ids, the most frequent first; among equals the lower id, which tokenizers mostly
-    gave to the more frequent token."""
+    """Returns all token ids by descending count. Of equal counts the lower id comes first: tokenizers
+    mostly give it to the more frequent token."""
     return counts_V.sort(descending=True, stable=True).indices
 
 
 def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:
-    """Returns the sizes to choose from, less than the whole; none where `full` is wanted or the head is
-    small."""
+    """Returns the sizes to choose from, all less than the vocabulary; none if `full` is wanted or the head
+    is small."""
     if isinstance(wanted, int):
         return [wanted]
     if wanted == "full" or costs.head_share < HEAD_SHARE:
         return []
-    sizes = [SMALLEST]
-    while 2 * sizes[-1] <= costs.vocab_size // LARGEST_SHARE:
-        sizes.append(2 * sizes[-1])
-    return sizes if sizes[0] <= costs.vocab_size // LARGEST_SHARE else []
+    powers = (SMALLEST << index for index in range(32))
+    return [size for size in powers if size <= costs.vocab_size // LARGEST_SHARE]
 
 
 class DraftVocabulary:
-    """Counts tokens, and chooses by the counts.
+    """Counts tokens, and chooses the draft vocabulary by the counts.
 
-    wanted: what the user asks for.
-    counts_V: of what was sampled before, as a drafter's folder has them; None: nothing was.
-    sizes: those to choose from.
-    covered: what each held of later tokens, so far; the largest serves until that is known.
-    token_ids: the choice, rising; None: the whole vocabulary.
+    wanted: the user's choice of size.
+    counts_V: counts of earlier tokens, from the drafter's folder; None: there are none.
+    sizes: the sizes to choose from.
+    covered: the share of later tokens that each size held, a running mean; while it is empty, the largest
+        size serves.
+    token_ids: the draft vocabulary, ascending; None: the whole vocabulary.
+    num_renewals: how often it changed.
     """
 
     def __init__(
@@ -150,20 +151,25 @@ class DraftVocabulary:
     def count(self, token_ids: Iterable[int]) -> Tensor:
         return count_tokens(token_ids, self.costs.vocab_size)
 
+    def count_responses(self, rollouts: Iterable[Rollout]) -> Tensor:
+        return self.count(token for rollout in rollouts for token in rollout.token_ids)
+
     def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Notes the prompts that are answered next: what they name, their answers name too."""
+        """Counts the tokens of the next prompts, which often recur in their responses."""
         self.prompts_V = self.count(token for prompt in prompts for token in prompt)
 
     def observe(self, counts_V: Tensor, keep: float = 1.0) -> None:
-        """Counts what was sampled since the last renewal. keep: weight left of what was counted before,
-        which weighs no more than all steps like this one would together."""
+        """Adds the counts of the tokens sampled since the last renewal.
+
+        keep: factor by which earlier counts decay. They are also bounded by the total that steps of this
+            size would have reached.
+        """
         total, known = float(counts_V.sum()), float(self.counts_V.sum())
         if total == 0:
             return
         if self._ranked_V is not None and self.sizes:
-            held = (counts_V[self._ranked_V].double().cumsum(0) / total)[
-                torch.tensor(self.sizes) - 1
-            ].tolist()
+            shares_V = counts_V[self._ranked_V].double().cumsum(0) / total
+            held = shares_V[torch.tensor(self.sizes) - 1].tolist()
             pairs = zip(self.covered or held, held, strict=True)
             self.covered = [before + _LATEST * (now - before) for before, now in pairs]
         if keep < 1 and known:
@@ -172,7 +178,7 @@ class DraftVocabulary:
         self.counts_V += counts_V
 
     def renew(self) -> bool:
-        """Chooses again, and returns whether the choice is another one."""
+        """Chooses again, and returns whether the choice changed."""
         shares_V = _shares(self.counts_V) + PROMPTS * _shares(self.prompts_V)
         before, chosen = self.token_ids, None
         if self.sizes and float(shares_V.sum()):
@@ -185,8 +191,8 @@ class DraftVocabulary:
         return True
 
     def _best_size(self) -> int:
-        """Returns the size with the fewest seconds a token, the whole vocabulary among them; the one now
-        unless another saves RESIZE_ABOVE."""
+        """Returns the size with the fewest seconds per token, possibly the whole vocabulary; the present
+        size unless that saves more than RESIZE_ABOVE."""
         if len(self.sizes) == 1 or not self.covered:
             return self.sizes[-1]
         costs = {
@@ -198,21 +204,21 @@ class DraftVocabulary:
         return self.size if stays else best
 
     def coverage(self, rollouts: Sequence[Rollout]) -> float:
-        """Returns the part of the responses' tokens that can be drafted."""
+        """Returns the share of the responses' tokens that can be drafted."""
         if self.token_ids is None:
             return 1.0
-        counts_V = self.count(token for rollout in rollouts for token in rollout.token_ids)
+        counts_V = self.count_responses(rollouts)
         return float(counts_V[self.token_ids].sum() / counts_V.sum())
 
     def counters(self) -> dict[str, Any]:
-        """Returns counts and choice as JSON; the prompts are foreseen again."""
+        """Returns counts and choice as JSON, without the prompts, which are foreseen again."""
         chosen = None if self.token_ids is None else self.token_ids.tolist()
         known = {"counts": to_pairs(self.counts_V), "covered": self.covered, "sizes": self.sizes}
         return {**known, "token_ids": chosen, "renewals": self.num_renewals}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; another size that is wanted now is had from the next renewal
-        on."""
+        """Restores the state of `counters`. If other sizes are wanted now, they apply from the next
+        renewal on."""
         self.counts_V = from_pairs(counters["counts"], self.costs.vocab_size)
         self.covered = list(counters["covered"]) if counters["sizes"] == self.sizes else []
         chosen = counters["token_ids"]
@@ -221,11 +227,12 @@ class DraftVocabulary:
 
 
 def choose_by(rollouts: Sequence[Rollout], vocabulary: DraftVocabulary) -> None:
-    """Chooses by responses that are all there: the first half says which tokens, the second how many."""
+    """Chooses by a fixed set of responses: the first half ranks the tokens, the second determines the
+    size."""
     middle = len(rollouts) // 2
     vocabulary.foresee(rollout.prompt_ids for rollout in rollouts)
     for half in (rollouts[:middle], rollouts[middle:]):
-        vocabulary.observe(vocabulary.count(token for rollout in half for token in rollout.token_ids))
+        vocabulary.observe(vocabulary.count_responses(half))
         vocabulary.renew()
 
 
@@ -234,32 +241,29 @@ def _shares(counts_V: Tensor) -> Tensor:
 
 
 def check_wanted(wanted: DraftVocab, shape: DrafterShape) -> None:
-    """Raises UserError for a size that the model's vocabulary does not have, or that the drafter leaves no
-    choice of."""
+    """Raises UserError for a size that is not below the model's vocabulary, or that the drafter does not
+    let one choose."""
     if not isinstance(wanted, int):
         return
     if wanted >= shape.layer.vocab_size:
         remedy = f"must be less than the model's vocabulary, {shape.layer.vocab_size}; give fewer, or full"
         raise UserError(f"draft vocabulary: {wanted} {remedy}")
     if not shape.can_choose:
-        own = (
-            "a head of its own"
-            if shape.owns_head
-            else f"a vocabulary of its own, of {shape.draft_vocab_size} tokens"
-        )
+        reduced = f"a vocabulary of its own, of {shape.draft_vocab_size} tokens"
+        own = "a head of its own" if shape.owns_head else reduced
         raise UserError(
             f"draft vocabulary: {wanted} tokens cannot be chosen, for the drafter has {own}; leave it out"
         )
 
 
 def to_pairs(counts_V: Tensor) -> list[list[float]]:
-    """Returns [ids, counts] of the tokens that were seen."""
+    """Returns [ids, counts] of the tokens with a count."""
     ids = counts_V.nonzero()[:, 0]
     return [ids.tolist(), counts_V[ids].tolist()]
 
 
 def from_pairs(pairs: Sequence[Sequence[float]], vocab_size: int) -> Tensor:
-    """Returns the counts that `to_pairs` took apart, float32[V]."""
+    """Returns the counts, float32[V], from what `to_pairs` returned."""
     counts_V = torch.zeros(vocab_size)
     counts_V[torch.tensor(pairs[0], dtype=torch.int64)] = torch.tensor(pairs[1])
     return counts_V

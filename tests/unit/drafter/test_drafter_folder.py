@@ -124,7 +124,7 @@ def test_a_drafter_folder_is_replaced_only_when_the_new_one_is_complete(
 ) -> None:
     path, model = tmp_path / "drafter", DraftModel(drafter_shape(CONFIG)).initialize(1)
     save_drafter(path, model, torch.float32)
-    monkeypatch.setattr("tlt.drafter.formats.folder.describe", kill)
+    monkeypatch.setattr("tlt.drafter.formats.folder.drafter_to_hf", kill)
     with pytest.raises(KeyboardInterrupt):
         save_drafter(path, DraftModel(drafter_shape(CONFIG)).initialize(2), torch.float32)
     assert content_hash(load_drafter(path, CONFIG).tensors) == content_hash(dict(model.state_dict()))

@@ -76,8 +76,7 @@ class VocabularyChoice:
     def end(self, rollouts: Sequence[Rollout]) -> None:
         """Counts a step's responses."""
         self.is_led = True
-        tokens = chain.from_iterable(rollout.token_ids for rollout in rollouts)
-        self.vocabulary.observe(self.vocabulary.count(tokens), KEEP)
+        self.vocabulary.observe(self.vocabulary.count_responses(rollouts), KEEP)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Continues from what the vocabulary's `counters` returned."""

@@ -1,12 +1,13 @@
-"""Drafters for other engines: the same tensors in the layout that each of them loads, and a README that says
-how to serve it.
+"""Writes drafters for other engines: the same tensors in the layout that each engine loads, and a README with
+the command that serves them.
 
-    vllm-eagle                    EagleLlamaForCausalLM: fc, layers.0; embedding and head are the target's
-    vllm-eagle3, sglang-eagle3    LlamaForCausalLMEagle3: fc, midlayer, norm, lm_head, and d2t/t2d of a smaller vocabulary
-    speculators                   the same tensors under layers.0, the layer's geometry nested; names its target
+    vllm-eagle       EagleLlamaForCausalLM: fc, layers.0; embedding and head are the target's
+    vllm-eagle3,     LlamaForCausalLMEagle3: fc, midlayer, norm, lm_head,
+    sglang-eagle3    and d2t/t2d of a reduced vocabulary
+    speculators      the same tensors under layers.0, the layer's geometry nested; names its target
 
-An engine that lacks a key, or reads another meaning into it, mostly says nothing and accepts less:
-docs/drafter.md lists what each of them does. Knows no engine's code, only what it reads.
+An engine that lacks a key, or reads it differently, usually reports nothing and accepts fewer drafts.
+docs/drafter.md lists what each engine does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt import __version__
-from tlt.drafter.formats.folder import StoredDrafter, describe, write_files
+from tlt.drafter.formats.folder import StoredDrafter, drafter_to_hf, write_files
 from tlt.drafter.model import DraftModel, Method, draft_token_ids
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
 from tlt.io.files import replace_folder
@@ -28,14 +29,18 @@ from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
 NUM_DRAFT_TOKENS = 3
-"""Draft tokens in the launch commands, the number in the engines' own examples; `tlt drafter eval` says
-how many pay."""
+"""Draft tokens in the launch commands, as in the engines' own examples. `tlt drafter eval` measures the best
+number."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A layout of files: the form of drafter it is for, the engine that reads it, and the command that
-    starts this engine."""
+    """A layout of files.
+
+    method: the form of drafter that it holds.
+    engine: the engine that reads it.
+    launch: the command that starts this engine.
+    """
 
     method: Method
     engine: str
@@ -63,9 +68,10 @@ FORMATS: Mapping[str, Format] = {
 class Target:
     """The model to draft for.
 
-    name: as users call it.  architecture: as its config.json has it.
-    head_VE: its head, whose rows EAGLE-3 drafters carry along.
-    policy_hash: content hash of its tensors; None: not known.
+    name: the name that users load it by.
+    architecture: the architecture in its config.json.
+    head_VE: its head, whose rows are exported with EAGLE-3 drafters.
+    policy_hash: content hash of its tensors; None: unknown.
     """
 
     name: str
@@ -75,20 +81,16 @@ class Target:
 
 
 def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path) -> None:
-    """Writes the folder `out`, whole or not at all. UserError where the format is for another form of
-    drafter, or has no place for a part of this one."""
+    """Writes the folder `out`, whole or not at all. UserError if the format cannot hold the drafter."""
     check_format(drafter, name)
     dtype = drafter.tensors["fc.weight"].dtype
-    tensors, described = dict(drafter.tensors), describe(drafter.config, dtype, drafter.about)
+    tensors, described = dict(drafter.tensors), drafter_to_hf(drafter.config, dtype, drafter.about)
     if drafter.config.method == "eagle3":
         if not drafter.config.owns_head:
-            rows = (
-                target.head_VE[draft_token_ids(tensors["d2t"])]
-                if drafter.config.is_reduced
-                else target.head_VE
-            )
-            tensors["lm_head.weight"] = rows.to(dtype)
-        # vLLM reads the ids at the top, of layers whose input is captured; SGLang reads these, and adds one
+            head_VE = target.head_VE
+            rows_VE = head_VE[draft_token_ids(tensors["d2t"])] if drafter.config.is_reduced else head_VE
+            tensors["lm_head.weight"] = rows_VE.to(dtype)
+        # vLLM reads the ids at the top level, which count layer inputs; SGLang reads these, and adds one
         layer_ids = [index - 1 for index in drafter.config.capture]
         described["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": layer_ids,
@@ -103,25 +105,23 @@ def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path)
 
 
 def with_vocabulary(drafter: StoredDrafter, wanted: DraftVocab, target: ModelConfig) -> StoredDrafter:
-    """Returns an eagle3 drafter with the draft vocabulary that is wanted, chosen by the counts that its
-    folder records; the drafter itself where it stays whole. Raises UserError for a size that cannot be
-    had."""
+    """Returns an eagle3 drafter with the wanted draft vocabulary, chosen by the counts in its folder, or
+    the drafter itself if the vocabulary stays whole. UserError for a size that the format or the counts do
+    not allow."""
     check_wanted(wanted, drafter.config)
-    if drafter.config.method == "eagle":
-        if isinstance(wanted, int):
+    is_eagle = drafter.config.method == "eagle"
+    if isinstance(wanted, int):
+        if is_eagle:
             raise UserError(
                 f"--draft-vocab: {wanted} has no place in vllm-eagle, whose head is the target's; leave it "
                 "out"
             )
-        return drafter
-    if not drafter.config.can_choose:
-        return drafter
-    if drafter.counts_V is None and isinstance(wanted, int):
-        raise UserError(
-            f"--draft-vocab: {wanted} needs counts of tokens, which the drafter's folder lacks; give "
-            "--responses"
-        )
-    if drafter.counts_V is None:
+        if drafter.counts_V is None:
+            raise UserError(
+                f"--draft-vocab: {wanted} needs counts of tokens, which the drafter's folder lacks; give "
+                "--responses"
+            )
+    if is_eagle or not drafter.config.can_choose or drafter.counts_V is None:
         return drafter
     chosen = DraftVocabulary(DraftCosts.of(target, drafter.config), wanted, drafter.counts_V).token_ids
     if chosen is None:
@@ -134,32 +134,33 @@ def with_vocabulary(drafter: StoredDrafter, wanted: DraftVocab, target: ModelCon
 
 
 def lacks_counts(drafter: StoredDrafter, wanted: DraftVocab, target: ModelConfig) -> str | None:
-    """Returns one line of warning where an eagle3 drafter keeps the whole vocabulary for want of counts;
-    None: it does not."""
-    is_known = (
-        drafter.counts_V is not None or drafter.config.method == "eagle" or not drafter.config.can_choose
-    )
-    if is_known or not sizes_of(DraftCosts.of(target, drafter.config), wanted):
+    """Returns a warning if an eagle3 drafter keeps the whole vocabulary because its folder has no counts,
+    else None."""
+    can_reduce = drafter.config.method == "eagle3" and drafter.config.can_choose
+    sizes = sizes_of(DraftCosts.of(target, drafter.config), wanted)
+    if drafter.counts_V is not None or not can_reduce or not sizes:
         return None
-    return "the draft vocabulary stays whole, for the drafter's folder records no counts of tokens; give --responses"
+    return (
+        "the draft vocabulary stays whole, for the drafter's folder records no counts of tokens; give "
+        "--responses"
+    )
 
 
 def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
-    """Returns one line of warning where the drafter was trained for other weights than the target's; None:
-    it was not, or it is not known."""
+    """Returns a warning if the drafter was trained for other weights than the target's; None if it was
+    not, or if that is unknown."""
     trained_for, found = drafter.policy_hash, target.policy_hash
     if trained_for is None or found is None or trained_for == found:
         return None
     return (
         f"drafter was trained for policy {trained_for[:12]}, this target is {found[:12]}; responses stay "
-        "right, but fewer "
-        "guesses are accepted: give the policy it was trained for, or train it on"
+        "right, but "
+        "fewer guesses are accepted: give the policy it was trained for, or train it on"
     )
 
 
 def check_format(drafter: StoredDrafter, name: str) -> None:
-    """Raises UserError where the format is for another form of drafter, or has no place for a part of this
-    one."""
+    """Raises UserError if the format holds another form of drafter, or has no place for a bias of fc."""
     form = FORMATS[name]
     if form.method != drafter.config.method:
         fitting = ", ".join(key for key, value in FORMATS.items() if value.method == drafter.config.method)
@@ -175,7 +176,7 @@ def check_format(drafter: StoredDrafter, name: str) -> None:
 
 
 def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Returns config.json in speculators' form: the drafter's own keys at the top, those of its layer
+    """Returns config.json in speculators' form: the drafter's own keys at the top level, its layer's keys
     nested."""
     own = (
         "draft_vocab_size",
@@ -185,6 +186,7 @@ def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[st
         "tlt",
     )
     layer = {key: value for key, value in described.items() if key not in (*own, "eagle_config")}
+    layer |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -194,8 +196,7 @@ def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[st
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target.name, "architectures": [target.architecture]},
         },
-        "transformer_layer_config": layer
-        | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+        "transformer_layer_config": layer,
         "norm_before_residual": False,
         "norm_before_fc": False,
         **{key: described[key] for key in own},
@@ -226,7 +227,8 @@ def _readme(drafter: StoredDrafter, name: str, target: Target, out: Path) -> str
         f"# A drafter of form {form.method} for {target.name}",
         "",
         "One decoder layer that guesses the target's next tokens for speculative decoding. Serve it from "
-        "the folder above:",
+        "the folder "
+        "above:",
         "",
         f"    {launch}",
         "",

@@ -1,6 +1,5 @@
-"""Drafter folders: config.json and model.safetensors in the layout that vLLM's EAGLE loaders read. Knows
-our own layout; foreign.py brings those of other trainers into it, formats.py writes those of other
-engines."""
+"""Drafter folders: config.json and model.safetensors in the layout that vLLM's EAGLE loaders read.
+foreign.py reads those of other trainers into this layout; export.py writes those of other engines."""
 
 from __future__ import annotations
 
@@ -25,18 +24,21 @@ from tlt.io.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
-ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForCausalLMEagle3": "eagle3"}
+ARCHITECTURE: Mapping[Method, str] = {"eagle": "EagleLlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
+"""The architecture in config.json by the drafter's form."""
 
 COUNTS = "token_counts.json"
-"""The file in a drafter's folder that says how often each token was sampled."""
+"""The file in a drafter's folder with the counts of sampled tokens."""
 
 
 @dataclass(frozen=True)
 class StoredDrafter:
     """A drafter as a folder holds it.
 
-    about: what its writer noted of its origin.
-    counts_V: how often each token was sampled lately (vocabulary.py); None: not recorded.
+    config: its shape.
+    tensors: its weights by name.
+    about: facts about its origin, such as the policy's content hash and the preset.
+    counts_V: decayed counts of the tokens sampled (vocabulary.py); None: not recorded.
     """
 
     config: DrafterShape
@@ -46,15 +48,14 @@ class StoredDrafter:
 
     @property
     def policy_hash(self) -> str | None:
-        """Content hash of the policy it was trained for (the last of a run, or the target of `tlt drafter
-        train`); None: not recorded."""
+        """Content hash of the policy it was trained for: the last of a run, or the target of `tlt drafter
+        train`; None: not recorded."""
         known: str | None = self.about.get("policy_hash", self.about.get("target"))
         return known
 
     @property
     def acceptance(self) -> float | None:
-        """The mean acceptance of its guesses that was measured after training (measure.py); None: not
-        recorded."""
+        """The acceptance measured after training (measure.py); None: not recorded."""
         known = self.about.get("acceptance")
         return float(known) if isinstance(known, int | float) and 0 < known < 1 else None
 
@@ -66,11 +67,10 @@ def save_drafter(
     about: Mapping[str, Any] | None = None,
     counts_V: Tensor | None = None,
 ) -> None:
-    """Writes the drafter, whole or not at all, in place of a folder that may be there.
+    """Writes the drafter, whole or not at all; replaces an existing folder.
 
-    counts_V: how often each token was sampled, for whoever chooses a draft vocabulary; None: nobody counted.
-    about: what it was trained for and on, among it the policy's content hash. It goes under the key "tlt"
-        of config.json, which engines ignore.
+    about: see `StoredDrafter`; written under the key "tlt" of config.json, which engines ignore.
+    counts_V: counts of the tokens sampled, for the choice of a draft vocabulary; None: not counted.
     """
     save_stored(path, StoredDrafter(model.config, model.state_dict(), about or {}, counts_V), dtype)
 
@@ -79,31 +79,25 @@ def save_stored(path: Path, drafter: StoredDrafter, dtype: torch.dtype) -> None:
     """Writes a drafter that is there as tensors; otherwise as `save_drafter`."""
     tensors = {name: _stored(tensor, dtype) for name, tensor in drafter.tensors.items()}
     with replace_folder(path) as folder:
-        write_files(folder, tensors, describe(drafter.config, dtype, drafter.about))
+        write_files(folder, tensors, drafter_to_hf(drafter.config, dtype, drafter.about))
         if drafter.counts_V is not None:
             write_counts(folder / COUNTS, drafter.counts_V)
 
 
 def write_files(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
-    """Writes a drafter's model.safetensors and config.json into an existing folder."""
+    """Writes model.safetensors and config.json into an existing folder."""
     save_tensors(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
-def describe(
-    config: DrafterShape, dtype: torch.dtype, about: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def drafter_to_hf(config: DrafterShape, dtype: torch.dtype, about: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json of a drafter."""
-    described = config_to_hf(config.layer, dtype, {"tlt": dict(about or {})})
-    described |= {
-        "architectures": [name for name, method in ARCHITECTURES.items() if method == config.method]
-    }
+    described = config_to_hf(config.layer, dtype, {"tlt": dict(about)})
+    described["architectures"] = [ARCHITECTURE[config.method]]
     described |= {"model_type": "llama", "tie_word_embeddings": False}
     if config.method == "eagle3":
-        described |= {
-            "draft_vocab_size": config.draft_vocab_size,
-            "eagle_aux_hidden_state_layer_ids": list(config.capture),
-        }
+        described["draft_vocab_size"] = config.draft_vocab_size
+        described["eagle_aux_hidden_state_layer_ids"] = list(config.capture)
     return described
 
 
@@ -115,10 +109,11 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def load_drafter(
     path: Path | str, target: ModelConfig, target_tensors: Mapping[str, Tensor] | None = None
 ) -> StoredDrafter:
-    """Loads a drafter for a target. UserError, one line, where it cannot be read or does not fit the target.
+    """Loads a drafter, ours or another trainer's (foreign.py). UserError, one line, if it cannot be read or
+    does not fit the target.
 
-    Folders of other trainers are read as well (foreign.py). Where they repeat the target's embedding or
-    head, the target's own is used; with `target_tensors` the two are compared first.
+    target_tensors: if given, copies of the target's embedding or head in the folder are compared with the
+        target's.
     """
     path = Path(path)
     described, tensors = read_folder(path)
@@ -137,16 +132,14 @@ def load_drafter(
 
 
 def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
-    """Returns what the config.json of a drafter says of its shape, without its tensors, which might add a
-    head or a bias."""
+    """Returns a drafter's shape from config.json alone, without a head or bias that the tensors might add."""
     described = read_json(path / "config.json")
-    known = ", ".join(ARCHITECTURES)
-    method = ARCHITECTURES.get(next(iter(described.get("architectures") or []), ""))
-    if method is None:
-        raise UserError(
-            f"{path / 'config.json'}: architectures is {described.get('architectures')}; known are {known}"
-        )
-    shape = drafter_shape(target, method, described.get("draft_vocab_size"))
+    found = described.get("architectures")
+    methods = [method for method, name in ARCHITECTURE.items() if found and found[0] == name]
+    if not methods:
+        known = ", ".join(ARCHITECTURE.values())
+        raise UserError(f"{path / 'config.json'}: architectures is {found}; known are {known}")
+    shape = drafter_shape(target, methods[0], described.get("draft_vocab_size"))
     return dataclasses.replace(
         shape, capture=tuple(described.get("eagle_aux_hidden_state_layer_ids") or shape.capture)
     )
@@ -155,16 +148,15 @@ def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
 def choose_preset(
     name: str | None, drafter: StoredDrafter, changes: Mapping[str, Any] | None = None
 ) -> Preset:
-    """Returns the preset asked for, or else the one that the drafter was trained with, with `changes` to
-    its constants. UserError where it is for another form of drafter."""
+    """Returns the named preset, or the one that the drafter was trained with, after `changes` to its
+    constants. UserError if it trains another form of drafter."""
     method = drafter.config.method
     preset = PRESETS[name or drafter.about.get("preset") or DEFAULT_PRESET[method]]
     if preset.method != method:
         fitting = " or ".join(key for key, value in PRESETS.items() if value.method == method)
         raise UserError(f"drafter.preset: {name} does not train a drafter of form {method}; give {fitting}")
-    preset = dataclasses.replace(
-        preset, **{key: value for key, value in (changes or {}).items() if value is not None}
-    )
+    set_by_user = {key: value for key, value in (changes or {}).items() if value is not None}
+    preset = dataclasses.replace(preset, **set_by_user)
     if preset.feature_weight and method == "eagle3":
         raise UserError(
             f"drafter.feature_weight: {preset.feature_weight} has no meaning for eagle3; leave it out"
@@ -175,8 +167,8 @@ def choose_preset(
 def read_config(
     path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> DrafterShape:
-    """Returns the drafter's shape, from its config.json and from the tensors it brought. UserError where
-    it disagrees with the target."""
+    """Returns the drafter's shape from its config.json and tensors. UserError if it does not fit the
+    target."""
     layer = parse_config(described, f"drafter {path}")
     theirs = {"hidden_size": layer.hidden_size, "vocab_size": layer.vocab_size}
     if described.get("target_hidden_size") is not None:
@@ -194,11 +186,10 @@ def read_config(
             f"it must name layers from 0 to {target.num_layers}, rising, so give the model it was trained for"
         )
         raise UserError(f"drafter {path}: eagle_aux_hidden_state_layer_ids is {list(capture)}; {remedy}")
+    layer = dataclasses.replace(layer, num_layers=1, tie_embeddings=True, max_positions=target.max_positions)
     return dataclasses.replace(
         config,
-        layer=dataclasses.replace(
-            layer, num_layers=1, tie_embeddings=True, max_positions=target.max_positions
-        ),
+        layer=layer,
         capture=capture,
         owns_head="lm_head.weight" in tensors,
         has_bias="fc.bias" in tensors,
@@ -206,14 +197,14 @@ def read_config(
 
 
 def write_counts(path: Path, counts_V: Tensor) -> None:
-    """Writes what was counted beside a drafter's weights."""
+    """Writes the counts of tokens as JSON."""
     ids, counts = to_pairs(counts_V.cpu())
     path.write_text(json.dumps({"token_ids": ids, "counts": [round(count, 2) for count in counts]}) + "\n")
 
 
 def read_counts(path: Path, vocab_size: int) -> Tensor | None:
-    """Returns what `write_counts` wrote; None where no file is. UserError where it is none of these, or
-    another model's."""
+    """Returns the counts that `write_counts` wrote; None if there is no file. UserError if it is
+    malformed, or another model's."""
     if not path.is_file():
         return None
     described = read_json(path)

@@ -1,9 +1,10 @@
-"""Drafter folders of other trainers, brought into our layout: config.json as we would have written it,
-tensors under our names. A drafter that we would compute differently is refused, and no tensor is dropped in
-silence. Knows no target's shape.
+"""Reads drafter folders of other trainers into our layout: config.json as we write it, tensors under our
+names. A drafter that we would compute differently is refused, and no tensor is dropped in silence.
 
-    SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer., often with a copy of the embedding and a bias of fc
-    SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer., layer ids under eagle_config, one less than vLLM's
+    SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer.,
+                        often with a copy of the embedding and a bias of fc
+    SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer.,
+                        layer ids under eagle_config, one less than vLLM's
     speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config
 """
 
@@ -22,7 +23,7 @@ from tlt.hf.files import read_json
 from tlt.hf.weights import INDEX, WEIGHTS, load_stored
 from tlt.types import UserError
 
-ARCHITECTURES: Mapping[str, Method | None] = {
+METHOD_BY_ARCHITECTURE: Mapping[str, Method | None] = {
     "EagleLlamaForCausalLM": "eagle",
     "LlamaForCausalLMEagle": "eagle",
     "LlamaForCausalLMEagle3": "eagle3",
@@ -31,15 +32,16 @@ ARCHITECTURES: Mapping[str, Method | None] = {
     "Eagle3DraftModel": "eagle3",
     "LlamaForCausalLM": None,
 }
-"""Form of the drafter by the architecture in its config.json; None: the names of its tensors tell."""
+"""The form of a drafter by the architecture in its config.json; None: the names of its tensors determine
+it."""
 
 OTHER_COMPUTATIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
-"""Keys of config.json that, when true, make a drafter another function than ours."""
+"""Keys of config.json that, if true, change what a drafter computes."""
 
 
 def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns (config.json, tensors) of a drafter of ours or another's, in our layout, with its form under
-    the key "method". UserError, one line, where it cannot be read."""
+    """Returns (config.json, tensors) of any drafter in our layout, with its form under the key "method".
+    UserError, one line, if it cannot be read."""
     weights = INDEX if (path / INDEX).is_file() else WEIGHTS
     for name in ("config.json", weights):
         if not (path / name).is_file():
@@ -56,32 +58,31 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _remedy(path: Path) -> str:
-    """Returns what to do about a file that is missing."""
+    """Returns the remedy for a missing file."""
     if not (path / "pytorch_model.bin").is_file():
         return "give a folder that tlt drafter train wrote, or another's with config.json and safetensors"
     return (
-        'convert pytorch_model.bin once: python -c "import torch, safetensors.torch as s; d = '
-        "torch.load('pytorch_model.bin', "
-        "weights_only=True); s.save_file({k: v.contiguous() for k, v in d.items()}, 'model.safetensors')\""
+        'convert pytorch_model.bin once: python -c "import torch, safetensors.torch as s; '
+        "d = torch.load('pytorch_model.bin', weights_only=True); "
+        "s.save_file({k: v.contiguous() for k, v in d.items()}, 'model.safetensors')\""
     )
 
 
 def _method(path: Path, described: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Method:
-    """Returns the form of the drafter; UserError where its architecture is unknown."""
+    """Returns the form of the drafter. UserError if its architecture is unknown."""
     found = described.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else None
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise UserError(
-            f"drafter {path}: architectures is {found}; only {', '.join(ARCHITECTURES)} can be loaded"
-        )
-    told: Method = "eagle3" if any(key.endswith("hidden_norm.weight") for key in stored) else "eagle"
-    return ARCHITECTURES[name] or told
+    if not isinstance(name, str) or name not in METHOD_BY_ARCHITECTURE:
+        known = ", ".join(METHOD_BY_ARCHITECTURE)
+        raise UserError(f"drafter {path}: architectures is {found}; only {known} can be loaded")
+    is_eagle3 = any(key.endswith("hidden_norm.weight") for key in stored)
+    return METHOD_BY_ARCHITECTURE[name] or ("eagle3" if is_eagle3 else "eagle")
 
 
 def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """Returns config.json with the layer's geometry at the top, and with the captured layers counted as
-    vLLM does: by their inputs. SGLang's ids, under eagle_config, count outputs. UserError where the
-    drafter is another function than ours."""
+    """Returns config.json with the layer's geometry at the top level, and the captured layers by vLLM's
+    ids, which count layer inputs; SGLang's, under eagle_config, count outputs. UserError for a drafter
+    that we would compute differently."""
     nested = described.get("eagle_config") or {}
     flat: dict[str, Any] = {**(described.get("transformer_layer_config") or {}), **described}
     flat |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "method": method}
@@ -99,16 +100,15 @@ def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[s
         raise UserError(
             f"drafter {path}: num_hidden_layers is {num_layers}; only drafters of one layer can be loaded"
         )
-    if not flat.get("eagle_aux_hidden_state_layer_ids") and nested.get("eagle_aux_hidden_state_layer_ids"):
-        flat["eagle_aux_hidden_state_layer_ids"] = [
-            index + 1 for index in nested["eagle_aux_hidden_state_layer_ids"]
-        ]
+    ids = "eagle_aux_hidden_state_layer_ids"
+    if not flat.get(ids) and nested.get(ids):
+        flat[ids] = [index + 1 for index in nested[ids]]
     return flat
 
 
 def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[str, Tensor]:
-    """Returns the tensors under our names, without stored rotary frequencies; UserError where two would
-    have the same name."""
+    """Returns the tensors under our names, without rotary frequencies. UserError if two would have the
+    same name."""
     layer = "layers.0." if method == "eagle" else "midlayer."
     tensors: dict[str, Tensor] = {}
     for given, tensor in stored.items():
@@ -130,40 +130,37 @@ def drop_repeated(
     vocab_size: int,
     target: Mapping[str, Tensor] | None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors without those that say nothing new: the target's embedding, for EAGLE its head too,
-    a bias of zeros, and a draft vocabulary that leaves no token out.
+    """Returns the tensors without redundant ones: the target's embedding and head, a bias of zeros, and a
+    draft vocabulary of all tokens.
 
-    target: the target's tensors. UserError where the drafter's embedding, or an EAGLE drafter's head, is
-        another; an EAGLE-3 head is left out if it is the target's. None: nothing is compared, and EAGLE-3
+    target: the target's tensors. UserError if the drafter's embedding, or an EAGLE drafter's head, differs
+        from the target's; an EAGLE-3 head that differs is kept. None: nothing is compared, and EAGLE-3
         keeps its head.
     """
     tensors = dict(tensors)
     if "fc.bias" in tensors and not tensors["fc.bias"].any():
         del tensors["fc.bias"]
     if len(tensors.get("d2t", ())) == vocab_size and not tensors["d2t"].any():
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    embedding_VE = tensors.pop("embed_tokens.weight", None)
-    if target is None:
-        head_VE = None
-    else:
-        head_VE = target.get("lm_head.weight", target["model.embed_tokens.weight"])
-        if "d2t" in tensors:
-            head_VE = head_VE[draft_token_ids(tensors["d2t"])]
-        if embedding_VE is not None and not _is_copy(embedding_VE, target["model.embed_tokens.weight"]):
-            raise UserError(
-                f"drafter {path}: embed_tokens.weight is not the target's; give the model it was trained for"
-            )
-    own_VE = tensors.get("lm_head.weight")
-    if own_VE is None or (method == "eagle3" and (head_VE is None or not _is_copy(own_VE, head_VE))):
-        return tensors
-    if head_VE is not None and not _is_copy(own_VE, head_VE):
-        raise UserError(
-            f"drafter {path}: lm_head.weight is not the target's; give the model it was trained for"
-        )
-    return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+        for name in ("d2t", "t2d"):
+            tensors.pop(name, None)
+    embedding_VE, own_VE = tensors.pop("embed_tokens.weight", None), tensors.get("lm_head.weight")
+    is_redundant, other = method == "eagle", "is not the target's; give the model it was trained for"
+    if target is not None:
+        target_VE = target["model.embed_tokens.weight"]
+        if embedding_VE is not None and not _is_copy(embedding_VE, target_VE):
+            raise UserError(f"drafter {path}: embed_tokens.weight {other}")
+        head_VE = target.get("lm_head.weight", target_VE)
+        if own_VE is not None:
+            rows_VE = head_VE[draft_token_ids(tensors["d2t"])] if "d2t" in tensors else head_VE
+            is_redundant = _is_copy(own_VE, rows_VE)
+            if method == "eagle" and not is_redundant:
+                raise UserError(f"drafter {path}: lm_head.weight {other}")
+    if own_VE is not None and is_redundant:
+        del tensors["lm_head.weight"]
+    return tensors
 
 
 def _is_copy(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors are equal up to rounding: one may have been stored in float16, the other
-    in bfloat16."""
+    """Returns whether two tensors are equal up to rounding: one may be stored in float16, the other in
+    bfloat16."""
     return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-4)
