@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from tests.unit.algorithm_parts import MAX_TOKENS, Case, make_case, update_by_table, with_rewards
-from tlt.config.algorithm import PRESETS, AlgorithmSection, Name
+from tlt.config.algorithm import ALGORITHMS, AlgorithmSection, Name
 from tlt.config.load import load_config
 from tlt.rl.algorithms import STD_FLOOR
 from tlt.rl.batch import make_responses
@@ -144,7 +144,7 @@ def check(formula: Callable[[Array, Array], float], case: Case, **algorithm: Any
 
 
 def test_every_name_has_a_preset_and_a_formula_here() -> None:
-    assert set(get_args(Name)) == set(PRESETS) == set(FORMULAS)
+    assert set(get_args(Name)) == set(ALGORITHMS) == set(FORMULAS)
 
 
 @pytest.mark.parametrize("name", FORMULAS)

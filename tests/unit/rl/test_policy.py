@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.forked import fork_ranks, run_ranks
-from tlt.config.algorithm import PRESETS
+from tlt.config.algorithm import ALGORITHMS
 from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.rl import logprobs as logprobs_module
@@ -361,7 +361,7 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.3])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_with_responses_that_could_not_be_scored_is_the_one_without_them(
     name: str, kl: float
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch.distributed import HashStore
 
 from tests.lossless.helpers import VOCAB, make_engine, make_policy
 from tlt.accounts import AheadReport
-from tlt.cli.generate import Generate, check_references
+from tlt.cli.generate import Generate
+from tlt.cli.generate import run as generate
 from tlt.config.load import load_config
 from tlt.drafter.drafting.references import REPLAY, References
 from tlt.rollout.ahead import AheadOfPolicy
@@ -196,7 +198,8 @@ def test_what_follows_references_may_be_generated_ahead_for() -> None:
 
 
 @pytest.mark.parametrize("speculation", ["off", "4x1x4"])
-def test_references_that_nothing_drafts_from_are_refused(speculation: str) -> None:
-    asked = {"model": "m", "prompts": "p", "out": "o", "references": "r", "speculation": speculation}
+def test_references_that_nothing_drafts_from_are_refused(speculation: str, tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    asked = {"model": "m", "prompts": "p", "out": out, "references": "r", "speculation": speculation}
     with pytest.raises(UserError, match="nothing is drafted from them"):
-        check_references(Generate.model_validate(asked))
+        generate(Generate.model_validate(asked))
