@@ -1,13 +1,12 @@
-"""Kinds of values that users give, each declared once with its bounds: a configuration, a command and a
-Python call check by the same declaration and say the same of a wrong one. Knows no place where a value
-stands.
+"""Kinds of users' values, each declared once with its bounds. Configuration, commands and the Python API check
+by the same declaration and give the same error.
 
     MaxTokens ─┬─ pydantic ──▶ [sampling] of a file: sampling.max_tokens is 2.5; it must be a valid integer
                ├─ pydantic ──▶ tlt generate:          --max-tokens: is 2.5; it must be a valid integer
                └─ convert ───▶ engine.generate:       max_tokens: is 2.5; it must be a valid integer
 
-Every number has an upper bound: beyond all sense, but below what torch, the system or the memory plan
-would break at.
+Every number has an upper bound: above any sensible value, below those that break torch, the system or the
+memory plan.
 """
 
 from __future__ import annotations
@@ -37,29 +36,28 @@ PositiveShare = Annotated[float, Gt(0), Le(1)]
 ProperShare = Annotated[float, Ge(0), Lt(1)]
 
 Gib = Annotated[float, Gt(0), Le(2**20)]
-"""Memory of a device or of a part of it: up to a pebibyte, whose bytes are a float's whole numbers."""
+"""Memory: up to a pebibyte, whose number of bytes is exact in a float."""
 Tokens = Annotated[float, Ge(1), Le(1e9)]
-"""A mean or a quantile of numbers of tokens."""
+"""A mean or quantile of token counts."""
 Mib = Annotated[int, Ge(1), Le(2**30)]
 Seconds = Annotated[float, Gt(0), Le(1e6)]
-"""A time limit: up to eleven days. `poll` and sockets take 2^31 milliseconds at most, twice as many."""
+"""A time limit: up to eleven days, half the 2^31 milliseconds that `poll` and sockets accept."""
 Problems = Annotated[int, Ge(1), Le(2**24)]
 Processes = Annotated[int, Ge(1), Le(2**16)]
 Workers = Annotated[int, Ge(0), Le(1024)]
 Threads = Annotated[int, Ge(1), Le(1024)]
 BatchSize = Annotated[int, Ge(1), Le(2**16)]
 Rank = Annotated[int, Ge(0), Le(2**16)]
-"""Of an adapter, as LoRA has it."""
+"""The rank of a LoRA adapter."""
 LearningRate = Annotated[float, Gt(0), Le(1e3)]
 WeightDecay = Annotated[float, Ge(0), Le(1e3)]
 Epsilon = Annotated[float, Ge(1e-20), Le(1)]
-"""What Adam adds to a divisor; below it, in float32, a gradient that is all but 0 divided by it would be
-infinite."""
+"""Adam's epsilon. In float32, smaller values turn tiny gradients into infinite updates."""
 CouplingTemperature = Annotated[float, Ge(1e-6), Le(1e6)]
-"""Of a draft's ranking: its inverse is a factor of logits in float32."""
+"""The temperature of a draft's ranking; its inverse multiplies logits in float32."""
 MOST_DRAFTED = 2**31 - 1
 DraftVocab = Literal["auto", "full"] | Annotated[int, Ge(2), Le(MOST_DRAFTED)]
-"""Tokens that a drafter proposes: a number of them, all, or as many as pay (drafter/vocabulary.py)."""
+"""Size of a draft vocabulary: a number of tokens, all, or as many as pay (drafter/vocabulary.py)."""
 
 # ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -78,19 +76,16 @@ StopIds = tuple[NonNegativeInt, ...]
 
 
 def convert(value: object, kind: Any) -> Any:
-    """Returns the value as one of a kind, made of Python's own numbers, texts and tuples (`plain`). Raises
-    ValueError, "is VALUE; REMEDY", for what is none: True is no number, and neither is "1"."""
-    from pydantic_core import (
-        ValidationError,
-    )  # here alone: reward workers, which import the nouns, start without it
+    """Returns the value as one of this kind, made of Python's numbers, texts and tuples (`plain`). Raises
+    ValueError, "is VALUE; REMEDY", for other values: neither True nor "1" is a number."""
+    from pydantic_core import ValidationError  # here, so that reward workers start without it
 
     try:
         return _adapter(kind).validate_python(plain(value))
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
-        raise ValueError(
-            f"is {shorten(detail['input'] if detail['loc'] else value)}; {remedy(detail)}"
-        ) from None
+        found = shorten(detail["input"] if detail["loc"] else value)
+        raise ValueError(f"is {found}; {remedy(detail)}") from None
 
 
 @cache
@@ -108,29 +103,32 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def plain(value: Any) -> Any:
     """Returns NumPy's and torch's numbers and arrays as Python's, and collections as tuples; anything else
-    as it is."""
+    unchanged."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         return value
     value = value.tolist() if hasattr(value, "tolist") else value
-    return (
-        tuple(plain(item) for item in value)
-        if isinstance(value, Collection) and not isinstance(value, str)
-        else value
-    )
+    is_collection = isinstance(value, Collection) and not isinstance(value, str)
+    return tuple(plain(item) for item in value) if is_collection else value
+
+
+_REMEDIES = {
+    "Input should be": "it must be",
+    "Value should": "it must",
+    "String should": "it must",
+    "Input is not a valid path for <class 'pathlib.Path'>": "it must be a path",
+    "a valid dictionary": "a table such as '{key = 1}'",
+    "a valid tuple": "a list",
+}
 
 
 def remedy(detail: ErrorDetails) -> str:
-    """Returns what pydantic asks for, as the end of our line."""
+    """Returns pydantic's demand as the end of our line."""
     message = detail["msg"]
     if detail["type"] == "mistake":
         return message
-    message = message.replace("Input should be", "it must be", 1).replace("Value should", "it must", 1)
-    message = message.replace("String should", "it must", 1)
-    message = message.replace("Input is not a valid path for <class 'pathlib.Path'>", "it must be a path")
-    message = message.partition(", unable to parse")[0].replace(
-        "a valid dictionary", "a table such as '{key = 1}'"
-    )
-    message = message.replace("a valid tuple", "a list")
+    message = message.partition(", unable to parse")[0]
+    for theirs, ours in _REMEDIES.items():
+        message = message.replace(theirs, ours, 1)
     return message[:1].lower() + message[1:]
 
 
@@ -138,8 +136,6 @@ def shorten(value: Any, limit: int = LONGEST_SHOWN) -> str:
     """Returns the value on one line of bounded length."""
     try:
         text = " ".join(repr(value).split())
-    except (
-        Exception
-    ):  # whole numbers of thousands of digits have no text, and an object's own may fail in any way
+    except Exception:  # integers of thousands of digits have no repr, and an object's own may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,8 +1,8 @@
-"""What loops that Numba compiles have in common: they run on the threads that PyTorch computes with.
+"""Runs loops that Numba compiles, on PyTorch's own threads.
 
-A second pool of threads would contend for the cores with PyTorch's own, which go on spinning for a while
-after every operation. So a loop is handed to the OpenMP library that PyTorch has loaded (GCC's, on Linux);
-where there is none, Python's threads run it.
+A second pool of threads would contend for the cores with PyTorch's, which spin for a while after every
+operation. So a loop runs in the OpenMP library that PyTorch has loaded (GCC's, on Linux). Where there is
+none, Python's threads run it.
 
 A loop is a C function of the address of a record. The record begins with `HEAD`: the next item, from which
 every thread takes items until none is left, and the number of items. This file imports Numba.
@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,15 +25,15 @@ from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is
 from numba.extending import intrinsic
 
 HEAD = [("next_item", "i8"), ("num_items", "i8")]
-"""The first fields of every loop's record, as numpy's dtypes have them."""
+"""The first fields of every loop's record, in numpy's notation."""
 
 
 class Loop:
     """A loop with its record, which may change between runs.
 
-    address: where the compiled function is.
+    address: of the compiled function.
     record_1: an array of one record.
-    max_threads: threads that are worth their waking.
+    max_threads: largest useful number of threads.
     """
 
     def __init__(self, address: int, record_1: Any, max_threads: int) -> None:
@@ -41,7 +41,7 @@ class Loop:
         self.num_threads = min(torch.get_num_threads(), int(record_1["num_items"][0]), max_threads)
 
     def run(self) -> None:
-        """Returns when no item is left."""
+        """Runs the loop, and returns when no item is left."""
         self.record_1["next_item"] = 0
         if self.num_threads > 1 and (parallel := _gomp_parallel()) is not None:
             parallel(self.address, self.record_at, self.num_threads, 0)
@@ -60,19 +60,16 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """Returns GOMP_parallel (function, its argument, threads, flags) of the library that is loaded; None:
-    there is none."""
+    """Returns GOMP_parallel (function, its argument, threads, flags) of the loaded library; None: none is
+    loaded."""
     try:
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except (OSError, AttributeError):  # other systems have no such library, or no such flag
         return None
     parallel: Any = library.GOMP_parallel
-    parallel.argtypes, parallel.restype = (
-        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint],
-        None,
-    )
-    found: Callable[[int, int, int, int], None] = parallel
-    return found
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return cast("Callable[[int, int, int, int], None]", parallel)
 
 
 @cache
@@ -99,14 +96,14 @@ def _take(typing_context, record):  # type: ignore
 
 
 take: Any = intrinsic(_take)
-"""Returns the next item that no thread has taken, of the record at this address."""
+"""Takes the next item of the record at this address, and returns its index."""
 
 _as_pointer: Any = intrinsic(_pointer)
 
 
 @njit(inline="always")
 def float32_at(address):  # type: ignore
-    """Returns the numbers from this address on, as an array whose length nobody checks."""
+    """Returns the numbers from this address on, as an array without bounds checks."""
     return carray(_as_pointer(address), 1, np.float32)
 
 
@@ -121,16 +118,15 @@ def uint16_at(address):  # type: ignore
 
 
 REORDERED = {"nsz", "reassoc", "contract", "arcp"}
-"""What LLVM may do with floating-point numbers in a loop: its sums are split among the lanes of the
-processor's vectors."""
+"""Floating-point liberties that LLVM may take: enough to split sums among the lanes of a vector."""
 
 _LN2, _LOG2E = np.float32(math.log(2)), np.float32(1 / math.log(2))
 
 
 @njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def exp_of(x):  # type: ignore
-    """Returns exp(x) of a float32 that is at most 0, within 2⁻²⁴; 2⁻¹²⁶ below that. It is a power of two,
-    and Taylor's seventh degree of the rest."""
+    """Returns exp(x) of a float32 x ≤ 0, within 2⁻²⁴, and at least 2⁻¹²⁶: a power of two times a Taylor
+    polynomial of degree seven."""
     power = x * _LOG2E
     power = np.float32(-126) if power < np.float32(-126) else power
     whole = np.int32(power - np.float32(0.5))

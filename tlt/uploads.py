@@ -1,5 +1,5 @@
-"""Numbers of the host on their way to a device. The host does not wait for a GPU: an ordinary copy would
-first let everything finish that the GPU was given before, and then the GPU would wait for the host."""
+"""Copies numbers to a device asynchronously. An ordinary copy would wait for all earlier work of a GPU, and
+then the GPU would wait for the host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def upload(values: Sequence[Any], device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the values as a tensor on the device. For a GPU they lie in page-locked memory until they
-    are sent; PyTorch looks after that."""
+    """Returns the values as a tensor on the device. For a GPU, PyTorch keeps the page-locked host memory until
+    the copy is done."""
     if torch.device(device).type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -176,7 +176,7 @@ def build_backend(
             verify=verify,
             decode=model.decode,
         )
-        if references is not None and engine.drafter is not None:
+        if references is not None and engine.drafter.kinds:
             engine.load_drafter(ReferenceDrafter(engine.drafter, references, settings.max_batch_size))
         return engine
     assert verify is verify_by_the_law, "vLLM verifies for itself"

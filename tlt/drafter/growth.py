@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DrafterShape, drafter_shape
-from tlt.hf.geometry import OPTION, Geometry, check_room
+from tlt.hf.geometry import OPTION, Geometry, check_geometry
 from tlt.hf.growth import NOISE, Axis, Form, Noise, Widening, rms
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
@@ -37,7 +37,7 @@ def grow_shape(shape: DrafterShape, target: ModelConfig) -> DrafterShape:
             f"{OPTION}: {kind} does not grow; give one of form eagle that TLT trained, or --drafter.path none"
         )
     grown = drafter_shape(target, "eagle", shape.draft_vocab_size if shape.is_reduced else None)
-    check_room(shape.layer, Geometry("the geometry", grown.layer))
+    check_geometry(shape.layer, Geometry("the geometry", grown.layer))
     eps = shape.layer.rms_norm_eps * shape.layer.hidden_size / target.hidden_size
     rope_theta, rope_scaling = shape.layer.rope_theta, shape.layer.rope_scaling
     layer = replace(grown.layer, rms_norm_eps=eps, rope_theta=rope_theta, rope_scaling=rope_scaling)

@@ -1,8 +1,8 @@
-"""The base of rollout engines: what waits, what runs, what has been counted.
+"""The base of rollout engines: the queue of requests, the running responses and the statistics.
 
     load_policy ─▶ add ─▶ step, step, ... until is_idle ─▶ release ─▶ (policy update) ─▶ load_policy ─▶ ...
 
-Every engine samples by the law (speculative/sampling.py) or says in its own place that it does not.
+Every engine samples by the law (speculative/sampling.py).
 """
 
 from __future__ import annotations
@@ -27,44 +27,46 @@ from tlt.types import Finished, Request, Rollout
 
 
 class Unfinished(Protocol):
-    """A response in the making, as those see it who may hand it over or keep it."""
+    """An unfinished response: what can be handed over or journalled."""
 
     @property
     def request(self) -> Request: ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has so far, without the prompt."""
+        """Number of tokens so far, without the prompt."""
         ...
 
     @property
     def num_cached(self) -> int:
-        """Tokens that another engine would have to read again."""
+        """Number of tokens that another engine would have to prefill."""
         ...
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still come."""
+        """Largest number of tokens that can still follow."""
         ...
 
     def to_request(self) -> Request:
-        """Returns the request with the tokens that it has so far: another engine goes on from there."""
+        """Returns the request with its tokens so far, from which another engine continues."""
         ...
 
 
 class RolloutBackend(ABC):
     """Generates responses for requests.
 
-    max_batch_size: sequences that run at a time.  window: positions of the longest one.
-    tuner: chooses how to draft; None: nothing drafts.  on_span: receives what time was spent on.
-    decode: gives the text in which stop texts are sought; None: a request with any is refused.
+    max_batch_size: largest number of running sequences.
+    window: largest number of tokens of prompt and response together.
+    tuner: chooses the draft strategy of each step; None: no step drafts.
+    on_span: receives the spans that time was spent on.
+    decode: returns the text in which stop texts are sought; None: requests with stop texts are refused.
     """
 
     device: torch.device
     drafter: Drafting | None = None
-    """What drafts here; None: nothing does."""
+    """The drafter; None: this engine has none."""
     target: PackedTransformer | None = None
-    """The policy in our own layout, for those who train and measure the drafter; None: there is none."""
+    """The policy in our own layout, for training and measuring the drafter; None: no copy is kept."""
 
     def __init__(
         self,
@@ -85,18 +87,18 @@ class RolloutBackend(ABC):
     @property
     @abstractmethod
     def policy_version(self) -> int:
-        """Updates behind the policy that it has."""
+        """Number of updates of the loaded policy."""
 
     def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
-        """Publishes a policy by Hugging Face names. Never in the middle of a response."""
+        """Loads a policy by Hugging Face names. The engine must be idle."""
         self.load_policy_parts([tensors], version)
 
     @abstractmethod
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Publishes a policy part by part, for policies that are nowhere whole.
+        """Loads a policy part by part: a sharded policy is never whole on one rank.
 
-        parts: each has the tensors of whole layers. All ranks gather a part together when it is asked for, so
-        an engine asks for every part, and drops it before it asks for the next.
+        parts: each has the tensors of whole layers. All ranks gather a part together when it is requested,
+        so an engine iterates to the end, and drops each part before the next.
         """
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,11 +106,11 @@ class RolloutBackend(ABC):
     @property
     @abstractmethod
     def running(self) -> Sequence[Unfinished]:
-        """The responses in the making, by slot; `withdraw` takes the slots."""
+        """The unfinished responses, by slot; `withdraw` takes the slots."""
 
     @property
     def room(self) -> int:
-        """The number of requests that could start at once."""
+        """Number of further requests that could start now."""
         return max(self.max_batch_size - len(self.running) - len(self.waiting), 0)
 
     @property
@@ -120,8 +122,8 @@ class RolloutBackend(ABC):
         return not self.running and not self.waiting
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests, also those that `withdraw` took out of another engine with the same policy. Raises
-        UserError where a prompt cannot be answered."""
+        """Queues requests, new ones or those withdrawn from another engine with the same policy. Raises
+        UserError for a request that cannot be answered."""
         requests = list(requests)
         for request in requests:
             self.check(request)
@@ -132,24 +134,24 @@ class RolloutBackend(ABC):
         check_request(request, self.window, self.decode is not None)
 
     def withdraw(self, slots: Iterable[int]) -> list[Request]:
-        """Takes running responses out between two steps; each goes on in whatever engine it is added to."""
+        """Removes running responses between two steps; any engine with the same policy can continue them."""
         slots = sorted(slots, reverse=True)
         requests = [self.running[slot].to_request() for slot in slots]
         self._drop(slots)
         return requests
 
     def withdraw_waiting(self, num: int) -> list[Request]:
-        """Takes the last `num` out that have not started."""
+        """Removes the last `num` requests of the queue."""
         return [self.waiting.pop() for _ in range(num)]
 
     def abort(self) -> None:
-        """Forgets everything that runs or waits. Because of the law, asking again gives the same tokens."""
+        """Drops everything that runs or waits. By the law, the same requests give the same tokens later."""
         self.waiting.clear()
         self._drop([*reversed(range(len(self.running)))])
 
     @abstractmethod
     def _drop(self, slots: Sequence[int]) -> None:
-        """Forgets the running responses of these slots, the highest first."""
+        """Drops the running responses in these slots, the highest first."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Yields each response as it finishes, in no particular order."""
@@ -161,10 +163,10 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def step(self, captures: bool = False) -> list[Finished]:
-        """Admits what fits, and advances every running response whose prompt has been read by a token
-        at least. Returns those that ended.
+        """Admits what fits, and advances every prefilled response by at least one token. Returns the
+        finished ones.
 
-        captures: whether what the target captured at their tokens is wanted, for drafter training.
+        captures: whether finished responses carry what was captured of the target, for drafter training.
         """
 
     def _count_step(
@@ -177,7 +179,7 @@ class RolloutBackend(ABC):
         predicted: float | None,
         otherwise: float | None,
     ) -> None:
-        """Counts a step, and tells what its time was spent on. predicted, otherwise: see `record_step`."""
+        """Records a step in the statistics and reports its span. predicted, otherwise: see `record_step`."""
         self.stats.record_step(str(strategy), outcome, predicted, otherwise)
         end = start + outcome.seconds
         is_steady = outcome.num_tokens > 0 and not batch.num_admitted
@@ -190,7 +192,7 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Gives the caches' memory back where the engine can; only when idle."""
+        """Frees the caches where the engine can. The engine must be idle."""
 
-    def close(self) -> None:  # noqa: B027  # not every engine has started any
-        """Ends the processes that it has started, if any; nothing can be asked of it afterwards."""
+    def close(self) -> None:  # noqa: B027  # not every engine has processes
+        """Ends the engine's own processes, if any; the engine cannot be used afterwards."""

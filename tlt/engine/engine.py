@@ -6,8 +6,8 @@
              ▼
     step:  choose a strategy ─▶ propose a tree ─▶ one target forward ─▶ verify ─▶ commit ─▶ release what ended
 
-A step without speculation is the same step with a tree that is only its root. The engine knows neither
-rewards nor ranks nor training; time is measured here and nowhere below.
+A step without speculation is the same step with a tree that is only its root. Time is measured here and
+nowhere below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Slots
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,9 +45,11 @@ from tlt.uploads import upload
 class RolloutEngine(RolloutBackend):
     """Generates responses with PyTorch. All state lives in this object; nothing in it is random.
 
-    verify: an argument, so that an audit can put a faulty one in its place.
-    cache_bytes: returns the memory that all caches may take from now on; it is asked when they start anew.
+    verify: an argument, so that an audit can pass a faulty one.
+    cache_bytes: returns the bytes that all caches may take; called whenever the caches start empty.
     """
+
+    drafter: Drafter[Any]
 
     def __init__(
         self,
@@ -65,10 +66,10 @@ class RolloutEngine(RolloutBackend):
         super().__init__(max_batch_size, window, tuner=tuner, on_span=on_span, decode=decode)
         self.model = self.target = model
         self.config, self.device = model.config, model.device
-        self.drafter: Drafter[Any] | None = None
         self.scheduler = Scheduler(self.waiting, max_batch_size, window, decode)
         self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
         self.memory = CacheMemory(self.cache, window, cache_bytes)
+        self.drafter = self.memory.drafter
         self.verify = verify
         self._law: BatchLaw | None = None
         prepare_kernels(self.device, model.dtype)
@@ -88,7 +89,7 @@ class RolloutEngine(RolloutBackend):
         self.model.load_parts(parts, version)
 
     def load_drafter(self, drafter: Drafter[Any]) -> None:
-        """Attaches a drafter. Without a tuner nothing would ever use it."""
+        """Attaches a drafter. Raises UserError without a tuner, because no step would use it."""
         assert self.is_idle, "a drafter is attached between responses"
         if self.tuner is None:
             raise UserError(
@@ -115,8 +116,7 @@ class RolloutEngine(RolloutBackend):
     @torch.inference_mode()
     def _drop(self, slots: Slots[int]) -> None:
         for slot in slots:
-            if self.drafter is not None:
-                self.drafter.withdraw(slot)
+            self.drafter.withdraw(slot)
             self._vacate(slot)
 
     def release(self) -> None:
@@ -127,11 +127,11 @@ class RolloutEngine(RolloutBackend):
 
     @torch.inference_mode()
     def step(self, captures: bool = False) -> list[Finished]:
-        """Preempts what no longer fits, admits what does, and advances all that run by a token at least."""
+        """Preempts what no longer fits, admits what does, and advances all that run by at least one token."""
         self._preempt()
         admissions = self.scheduler.admit(self.memory.fits_longer)
         reading = self._prefill(admissions) if admissions else None
-        ended = self._release_finished(captures)  # those that were over when they came
+        ended = self._release_finished(captures)  # continued ones may already hold their last token
         if not self.running:
             return ended
         start = time.perf_counter()
@@ -142,7 +142,7 @@ class RolloutEngine(RolloutBackend):
         prefixes = [sequence.num_cached for sequence in self.running]
         nodes = layout(tree, prefixes, self.model.dtype)
         self.memory.reserve(batch.num_running, nodes.length)
-        captured_BNF, target = read(self.model, self.cache, tree, nodes, self._capture)
+        captured_BNF, target = read(self.model, self.cache, tree, nodes, self.drafter.capture)
         verdicts = target.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
         if not tree.is_chain:
             self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
@@ -156,10 +156,9 @@ class RolloutEngine(RolloutBackend):
                 self.stats.record_reference(version, self.model.version, verdict.num_accepted)
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
-        if self.drafter is not None:
-            self._remember(self.drafter, tree, captured_BNF, prefixes, verdicts)
-            if not strategy.is_off:
-                self.drafter.observe(proposal, verdicts)
+        self._remember(tree, captured_BNF, prefixes, verdicts)
+        if not strategy.is_off:
+            self.drafter.observe(proposal, verdicts)
         end = time.perf_counter()
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
         followed = tuple(version is not None for version in proposal.references)
@@ -171,35 +170,32 @@ class RolloutEngine(RolloutBackend):
         return ended + self._release_finished(captures)
 
     def _prefill(self, admissions: list[Admission]) -> Reading | None:
-        """Reads what has been admitted, every distinct text once. Returns what that took; None where
-        nothing was read, or the device is not waited for."""
+        """Prefills what was admitted, every distinct text once. Returns its time; None where nothing was
+        read, or the device runs asynchronously."""
         start = time.perf_counter()
         for admission in admissions:
             for slot in admission.slots:
-                if self.drafter is not None:
-                    self.drafter.admit(slot, self.running[slot].request)
+                self.drafter.admit(slot, self.running[slot].request)
         self._law = None
         if sum(len(a.slots) for a in admissions) == len(self.running):
-            # nothing lives in it: many new sequences need not each have room for the last long one
+            # the cache is empty: it starts anew, without the room that an earlier long sequence needed
             self.cache.release()
         self.memory.reserve(len(self.running), self.scheduler.longest + 1)
-        num_tokens, num_forwards = prefill(self.model, self.cache, admissions, self._capture, self._on_read)
+        num_tokens, num_forwards = prefill(
+            self.model, self.cache, admissions, self.drafter.capture, self._on_read
+        )
         end = time.perf_counter()
         if self.on_span is not None:
             self.on_span(Span(SpanName.PREFILL, start, end))
-        return (
-            Reading(num_tokens, num_forwards, end - start)
-            if num_tokens and self.device.type == "cpu"
-            else None
-        )
+        is_timed = num_tokens > 0 and self.device.type == "cpu"
+        return Reading(num_tokens, num_forwards, end - start) if is_timed else None
 
     def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
-        if self.drafter is not None:
-            self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
+        self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
 
     def _preempt(self) -> None:
-        """Sends the sequences that are cheapest to read again back to the queue, until the others have
-        room for a token more. By the law they go on later as they would have now."""
+        """Returns the sequences that are cheapest to prefill again to the queue, until the others have room
+        for another token. By the law, preemption changes no token."""
         running = self.running
         while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
             (request,) = self.withdraw([self.scheduler.cheapest()])
@@ -209,34 +205,30 @@ class RolloutEngine(RolloutBackend):
 
     def _batch_state(self, num_admitted: int, reading: Reading | None) -> BatchState:
         running, drafter = self.running, self.drafter
-        mean_length = sum(len(s.tokens) for s in running) / len(running)
-        batch = BatchState(len(running), mean_length, self.model.version, 0, num_admitted, reading=reading)
-        if drafter is None:
-            return batch
-        tokens, num_left = [s.tokens for s in running], self.lengths.left(running, self.waiting)
-        return replace(
-            batch,
-            drafter_version=drafter.version,
+        tokens = [s.tokens for s in running]
+        return BatchState(
+            len(running),
+            sum(map(len, tokens)) / len(running),
+            self.model.version,
+            drafter.version,
+            num_admitted,
             reference_drafts=drafter.reference_drafts(tokens),
             hindsight=drafter.hindsight(tokens),
-            num_left=num_left,
+            num_left=None if self.tuner is None else self.lengths.left(running, self.waiting),
+            reading=reading,
         )
 
     def _choose(self, batch: BatchState) -> Strategy:
         self._predicted_speed = self._speed_otherwise = None
-        if self.tuner is None or self.drafter is None:
+        if self.tuner is None or not self.drafter.kinds:
             return Strategy.OFF
         if any(len(sequence.tokens) < 2 for sequence in self.running):
-            return Strategy.OFF  # no feature exists yet to draft from
+            return Strategy.OFF  # no feature to draft from exists yet
         strategy = self.tuner.choose(batch)
         if not self.memory.has_room(batch.num_running, self.scheduler.longest + strategy.budget):
             return Strategy.OFF  # a draft is not worth a preemption
         self._predicted_speed, self._speed_otherwise = self.tuner.predicted_speed, self.tuner.speed_otherwise
         return strategy
-
-    @property
-    def _capture(self) -> tuple[int, ...]:
-        return self.drafter.capture if self.drafter is not None else ()
 
     def _batch_law(self) -> BatchLaw:
         if self._law is None:
@@ -247,37 +239,24 @@ class RolloutEngine(RolloutBackend):
         running = self.running
         if strategy.is_off:
             return Proposal(chain(upload([[s.tokens[-1]] for s in running], self.device)))
-        assert self.drafter is not None
         law, vocab_size, tokens = self._batch_law(), self.config.vocab_size, [s.tokens for s in running]
         context = DraftContext(tokens, law.requests, law.params, vocab_size, self.device)
-        proposal: Proposal = self.drafter.propose(
-            context, strategy, StepNoise(law, [*map(len, tokens)], vocab_size)
-        )
+        noise = StepNoise(law, [*map(len, tokens)], vocab_size)
+        proposal: Proposal = self.drafter.propose(context, strategy, noise)
         return proposal
 
     def _remember(
-        self,
-        drafter: Drafter[Any],
-        tree: DraftTree,
-        captured_BNF: Tensor,
-        prefixes: list[int],
-        verdicts: list[Verdict],
+        self, tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
     ) -> None:
-        """Hands the drafter what was captured at the visited nodes, at the positions their tokens now
-        have: the root stays at its prefix, the path follows it. What lies beyond a piece of a chain is
-        handed over for those that kept it alone."""
+        """Hands the drafter what was captured at the visited nodes, at the positions that their tokens now
+        have: the root stays at its prefix, the path follows it. Beyond the first piece of a chain, only the
+        kept nodes are handed over."""
         if not tree.is_chain:
             captured_BNF = along_paths(captured_BNF, verdicts)
-        drafter.remember(
-            range(len(verdicts)),
-            prefixes,
-            captured_BNF if tree.num_nodes <= PIECE else captured_BNF[:, :PIECE],
-        )
+        self.drafter.remember(range(len(verdicts)), prefixes, captured_BNF[:, :PIECE])
         for slot, verdict in enumerate(verdicts):
-            if len(verdict.path) > PIECE:
-                drafter.remember(
-                    [slot], [prefixes[slot] + PIECE], captured_BNF[slot : slot + 1, PIECE : len(verdict.path)]
-                )
+            if (end := len(verdict.path)) > PIECE:
+                self.drafter.remember([slot], [prefixes[slot] + PIECE], captured_BNF[slot, PIECE:end][None])
 
     def _release_finished(self, captures: bool) -> list[Finished]:
         finished = []
@@ -286,19 +265,17 @@ class RolloutEngine(RolloutBackend):
             if sequence.finish_reason is None:
                 continue
             self.lengths.note_ended(sequence)
-            rollout, captured_TF = sequence.to_rollout(self.model.version), None
-            if self.drafter is not None:
-                captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
-                self.drafter.finish(slot, rollout)
+            rollout = sequence.to_rollout(self.model.version)
+            captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
+            self.drafter.finish(slot, rollout)
             finished.append(Finished(rollout, captured_TF))
             self._vacate(slot)
         return finished
 
     def _vacate(self, slot: int) -> None:
-        """The sequence in this slot is gone; the last one takes its place."""
+        """Frees a slot; the last sequence moves there."""
         moved_from = self.scheduler.remove(slot)
         self._law = None
         if moved_from is not None:
             self.cache.move(moved_from, slot, self.running[slot].num_cached)
-            if self.drafter is not None:
-                self.drafter.move(moved_from, slot)
+            self.drafter.move(moved_from, slot)

@@ -1,5 +1,5 @@
-"""How long responses may be expected to become, by those that have ended. A tuner asks what a trial has
-left to pay for."""
+"""The expected length of unfinished responses, from those that have ended. A tuner weighs the cost of a
+trial against the tokens left."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from tlt.engine.sequence import Sequence
 from tlt.types import Request
 
 _LATEST = 32
-"""Responses that tell how long others will be."""
+"""Responses that the moving average reaches back to."""
 
 
 class Lengths:
-    """An average of the latest responses."""
+    """A moving average of the lengths of the latest responses."""
 
     def __init__(self) -> None:
         self._typical: float | None = None
-        """Tokens of a response; None: none has ended."""
+        """Average tokens of a response; None: none has ended."""
 
     def note_ended(self, sequence: Sequence) -> None:
-        """Remembers how long a response has become."""
+        """Includes the length of a finished response."""
         before = sequence.num_tokens if self._typical is None else self._typical
         self._typical = before + (sequence.num_tokens - before) / _LATEST
 
     def left(self, running: Collection[Sequence], waiting: Iterable[Request]) -> float:
-        """Returns the tokens that may be expected for each running sequence, those of waiting requests
-        included. One that is longer than others were is expected to become as long again."""
+        """Returns the expected tokens left per running sequence, including those of waiting requests. A
+        sequence that is longer than the average is expected to double."""
         typical = math.inf if self._typical is None else self._typical
         left = sum(min(s.num_left, max(typical - s.num_tokens, s.num_tokens)) for s in running)
         return (left + sum(min(request.params.max_tokens, typical) for request in waiting)) / len(running)

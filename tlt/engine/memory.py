@@ -1,5 +1,5 @@
-"""The memory of an engine's caches: how much they may take, and what has room in it. Decides; the engine
-preempts and admits.
+"""The memory of an engine's caches: how much they may take, and what fits. The engine preempts and admits
+by it.
 
 cache_bytes() ─▶ budget = max_bytes over [ keys and values │ the drafter's caches ] of every running sequence
                     ├─ has_room:     can the running sequences grow to this length?        no: preempt
@@ -17,20 +17,20 @@ import torch
 
 from tlt.models.kv_budget import BLOCK, Budget
 from tlt.models.kv_cache import Cache
-from tlt.speculative.protocol import Drafter
+from tlt.speculative.protocol import Drafter, NoDrafter
 from tlt.types import Request, UserError
 
 GPU_SHARE = 0.8
-"""Share of what is free on a GPU; the rest is for activations, logits, noise and the drafter's training."""
+"""Share of a GPU's free memory; the rest is for activations, logits, noise and the drafter's training."""
 
 CPU_SHARE = 0.5
-"""Share of a machine's memory for the caches of all its ranks."""
+"""Share of a machine's memory for the caches of all its ranks together."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def machine_bytes() -> int:
-    """Returns the memory of this machine, or of the container that this process may use."""
+    """Returns the memory of this machine, or the limit of this process's container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP_LIMITS:
         if path.is_file() and (text := path.read_text().strip()).isdigit():
@@ -39,9 +39,9 @@ def machine_bytes() -> int:
 
 
 def automatic_bytes(device: torch.device, num_ranks: int) -> int:
-    """Returns the bytes that the caches of an engine may take now: four fifths of what is free on its GPU,
-    what PyTorch keeps for later counted as free; on a CPU half of the machine's memory divided by its
-    ranks."""
+    """Returns the bytes that the caches of an engine may take now. On a GPU: four fifths of what is free,
+    including what PyTorch has reserved and does not use. On a CPU: half of the machine's memory, divided by
+    its ranks."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
@@ -49,16 +49,16 @@ def automatic_bytes(device: torch.device, num_ranks: int) -> int:
 
 
 class CacheMemory:
-    """The cache of an engine beside that of its drafter, within one budget.
+    """The caches of an engine and its drafter, within one budget.
 
-    cache_bytes: returns what all caches may take from now on, None: without a bound; asked when they start
-        anew.
-    window: positions that the model has.
+    cache_bytes: returns the bytes that all caches may take, None: unbounded; called whenever they start
+        empty.
+    window: positions of the model.
     """
 
     def __init__(self, cache: Cache, window: int, cache_bytes: Callable[[], int | None]) -> None:
         self.cache, self.window = cache, window
-        self.drafter: Drafter[Any] | None = None
+        self.drafter: Drafter[Any] = NoDrafter()
         self._cache_bytes = cache_bytes
         self._budget: Budget | None = None
 
@@ -69,40 +69,36 @@ class CacheMemory:
         return self._budget
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes of a sequence with room for so many tokens, in all caches."""
-        return self.cache.slot_bytes(length) + (
-            self.drafter.slot_bytes(length) if self.drafter is not None else 0
-        )
+        """Returns the bytes of a sequence with room for `length` tokens, in all caches."""
+        return self.cache.slot_bytes(length) + self.drafter.slot_bytes(length)
 
     def has_room(self, num_slots: int, length: int) -> bool:
-        """Returns whether so many sequences have room for so many tokens each, or can get it."""
+        """Returns whether `num_slots` sequences have, or can get, room for `length` tokens each."""
         return self.cache.holds(num_slots, length) or self.budget.fits(num_slots, length)
 
     def fits_longer(self, num_slots: int, length: int) -> bool:
-        """Returns whether so many sequences, the longest of `length` tokens, could go on for a while.
-        Otherwise what has just been read would soon have to leave again."""
+        """Returns whether `num_slots` sequences, the longest of `length` tokens, fit with room to grow.
+        Without that room, a new sequence would soon be preempted."""
         return self.budget.fits(num_slots, self._longer(length))
 
     def max_slots(self, length: int) -> int:
-        """Returns how many sequences could go on for a while, the longest of which has `length` tokens."""
+        """Returns how many sequences fit with room to grow, the longest of `length` tokens."""
         return self.budget.max_slots(self._longer(length))
 
     def _longer(self, length: int) -> int:
-        """Returns an eighth more, a block at least."""
+        """Returns the length plus an eighth, at least a block, within the window."""
         return min(length + max(length // 8, BLOCK), self.window)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Makes room in the cache, and lets the drafter's grow as far."""
+        """Makes room in the cache, and lets the drafter's caches grow as far."""
         if not self.cache.holds(num_slots, length):
             self.cache.reserve(num_slots, length, self.budget)
-            if self.drafter is not None:
-                self.drafter.reserve(self.cache.num_slots, self.cache.capacity)
+            self.drafter.reserve(self.cache.num_slots, self.cache.capacity)
 
     def release(self) -> None:
-        """Gives all of it back; only when nothing runs."""
+        """Frees all caches. Nothing may be running."""
         self.cache.release()
-        if self.drafter is not None:
-            self.drafter.release()
+        self.drafter.release()
         self._budget = None
 
     def check(self, request: Request) -> None:
@@ -113,7 +109,6 @@ class CacheMemory:
         has, needs = budget.max_bytes / 2**30, self.slot_bytes(length) / 2**30
         raise UserError(
             f"kv_gib: {has:.3g} GiB hold {budget.max_length(1)} tokens of one sequence, but problem "
-            f"{request.problem_id!r} with"
-            f" its response may have {length}; give rollout.kv_gib at least {needs + 5e-4:.3f}, or lower "
-            "sampling.max_tokens"
+            f"{request.problem_id!r} with its response may have {length}; give rollout.kv_gib at least "
+            f"{needs + 5e-4:.3f}, or lower sampling.max_tokens"
         )

@@ -1,5 +1,5 @@
-"""The law's noise for the running batch, named and not made: whoever draws or drafts makes what it reads,
-where it reads it."""
+"""The law's noise of the running batch, as keys and positions. Sampling and drafting compute the values
+that they read."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tlt.uploads import upload
 
 @dataclass(frozen=True)
 class BatchLaw:
-    """What the law takes of the sequences that run, in the order of their slots: made once per change of
-    the batch."""
+    """Sampling parameters and noise keys of the running sequences, by slot. Built anew when the batch
+    changes."""
 
     requests: tuple[Request, ...]
     params: BatchParams
@@ -36,7 +36,7 @@ class BatchLaw:
         return BatchLaw(tuple(requests), params, keys, keys_tensor(keys, device))
 
     def of_nodes(self, nodes: TreeLayout, rows: Sequence[int], first: int, end: int) -> NoiseAt:
-        """Names the noise of the position that follows each node, in columns first .. end - 1 of these
+        """Returns the noise of the positions that follow the nodes in columns first .. end - 1 of these
         rows."""
         if len(rows) == len(self.keys):
             return NoiseAt(self.keys_B4, nodes.positions_BN[:, first:end] + 1)
@@ -45,11 +45,11 @@ class BatchLaw:
 
 @dataclass(frozen=True)
 class StepNoise:
-    """The noise that one step's drafts are ranked with (`DraftNoise`). starts: by row, the position that
-    depth 0 drafts for."""
+    """The noise that one step's drafts are ranked with (`DraftNoise`)."""
 
     law: BatchLaw
     starts: Sequence[int]
+    """By row: the position that depth 0 drafts for."""
     vocab_size: int
 
     def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
@@ -64,8 +64,7 @@ class StepNoise:
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
         keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])
         positions_K = torch.tensor([self.starts[row] + depth for row, depth, _ in places])
-        noise = noise_of_tokens(
-            keys_K4, positions_K, torch.tensor([token for _, _, token in places])
-        ).tolist()
+        noise_K = noise_of_tokens(keys_K4, positions_K, torch.tensor([token for _, _, token in places]))
         is_greedy = [request.params.temperature == 0 for request in self.law.requests]
-        return [0.0 if is_greedy[row] else value for (row, _, _), value in zip(places, noise, strict=True)]
+        noise = zip(places, noise_K.tolist(), strict=True)
+        return [0.0 if is_greedy[row] else value for (row, _, _), value in noise]

@@ -1,11 +1,9 @@
-"""Reading what a sequence starts from: its prompt, or prompt and response so far, all but the last token.
-Every distinct text is read once, in forwards of bounded size, and copied to the other slots that start from
-it. What several texts begin with, such as a chat template, is read once for all of them.
+"""Prefill: the target reads what a sequence starts from (its prompt, or prompt and response so far), all
+but the last token. Every distinct text is read once, in forwards of bounded size, and copied to the other
+slots that start from it. A common beginning, such as a chat template, is read once for several texts.
 
     short texts   [ beginning rest rest rest ] [ text text ]      packed, up to PREFILL_TOKENS in a forward
     a long one    [ first part      ] [part] [part] …             each later part attends to the cache
-
-Knows neither requests nor what is captured for.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from tlt.speculative.tree import chain_mask
 from tlt.uploads import upload
 
 _PART_TOKENS = 512
-"""Tokens of a later part of a long text. Its mask has a row for each of them and for each query head that
-shares a key: at 7B and 32k tokens 235 MiB in bf16."""
+"""Tokens of a later part of a long text. The mask has a row per token and per query head that shares a
+key: 235 MiB in bf16 at 7B and 32k tokens."""
 
 MIN_SHARED = 8
-"""Tokens that a text must save to be read behind what others begin with."""
+"""Smallest number of common tokens for which texts are read as one family."""
 
 OnRead = Callable[[tuple[int, ...], int, Tensor], None]
-"""Receives (slots, first position, captured_TF) of tokens that these slots have read."""
+"""Receives (slots, first position, captured_TF) of tokens that were read for these slots."""
 
 
 @torch.inference_mode()
@@ -43,15 +41,17 @@ def prefill(
     capture: tuple[int, ...],
     on_read: OnRead,
 ) -> tuple[int, int]:
-    """Reads the admitted texts into their slots, for which the cache has room; returns (tokens read, forwards
-    that this took).
-    capture: see `forward_capturing`."""
-    limit, num_tokens, num_forwards = kv_cache.PREFILL_TOKENS, 0, 0
+    """Reads the admitted texts into their slots, for which the cache has room. Returns (tokens read, number
+    of forwards).
+
+    capture: see `forward_capturing`.
+    """
+    num_tokens = num_forwards = 0
     for group in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
-        for admission, captured_TF, num_read in _read_first(model, cache, group, capture, limit):
+        for admission, captured_TF, num_read in _read_first(model, cache, group, capture):
             num_tokens += num_read
             on_read(admission.slots, 0, captured_TF)
-            for start, later_TF in _read_on(model, cache, admission, capture, limit):
+            for start, later_TF in _read_on(model, cache, admission, capture):
                 on_read(admission.slots, start, later_TF)
                 num_tokens, num_forwards = num_tokens + later_TF.shape[0], num_forwards + 1
             cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
@@ -60,11 +60,11 @@ def prefill(
 
 
 def _read_first(
-    model: PackedTransformer, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...], limit: int
+    model: PackedTransformer, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
 ) -> Iterator[tuple[Admission, Tensor, int]]:
-    """Reads up to `limit` tokens of each text, all in one forward. Yields each text, what was captured of
-    it, and how many of its tokens were not read with a text before."""
-    texts = [a.tokens[: min(len(a.tokens) - 1, limit)] for a in group]
+    """Reads up to PREFILL_TOKENS of each text, all in one forward. Yields each text, what was captured of
+    it, and how many of its tokens were not shared with an earlier one."""
+    texts = [a.tokens[:-1][: kv_cache.PREFILL_TOKENS] for a in group]
     shared = shared_beginnings(texts)
     families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
     slots = [group[i].slots[0] for _, members in shared for i in members]
@@ -86,17 +86,16 @@ def _read_first(
 
 
 def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
-    """Returns families of texts as (length of what they all begin with, indices of the texts), each text
-    in one of them; a text alone begins with itself. Of all families of texts that are neighbours in the
-    order of their tokens, these save most."""
+    """Returns families of texts as (length of their common beginning, indices of the texts). Each text is
+    in one family; a text alone begins with itself. Dynamic programming over the sorted texts finds the
+    families of neighbours that save most tokens."""
     order = sorted(range(len(texts)), key=texts.__getitem__)
     with_next = [_num_common(texts[i], texts[j]) for i, j in pairwise(order)]
-    saved, chosen = (
-        [0],
-        [(0, 0)],
-    )  # by the number of texts in order: tokens saved, and (start, length) of the last family
+    # by the number of texts in order: tokens saved, and (start, length) of the last family
+    saved, chosen = [0], [(0, 0)]
     for end in range(1, len(order) + 1):
-        best, family, length = saved[-1], (end - 1, len(texts[order[end - 1]])), len(texts[order[end - 1]])
+        best, length = saved[-1], len(texts[order[end - 1]])
+        family = (end - 1, length)
         for start in range(end - 2, -1, -1):
             length = min(length, with_next[start])
             if length < MIN_SHARED:
@@ -115,21 +114,19 @@ def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[
 
 
 def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Returns the number of tokens that both begin with."""
+    """Returns the length of the common beginning."""
     pairs = zip(text, other, strict=False)
-    return next(
-        (i for i, (token, of_other) in enumerate(pairs) if token != of_other), min(len(text), len(other))
-    )
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
 
 
 def _read_on(
-    model: PackedTransformer, cache: Cache, admission: Admission, capture: tuple[int, ...], start: int
+    model: PackedTransformer, cache: Cache, admission: Admission, capture: tuple[int, ...]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Reads a text from position `start` on, part by part; yields each part's position and what was
+    """Reads what `_read_first` has left of a text, part by part. Yields each part's position and what was
     captured."""
     slot, num_read = admission.slots[0], len(admission.tokens) - 1
     layers = [layer[slot : slot + 1] for layer in cache.layers]
-    for first in range(start, num_read, _PART_TOKENS):
+    for first in range(kv_cache.PREFILL_TOKENS, num_read, _PART_TOKENS):
         end = min(first + _PART_TOKENS, num_read)
         columns_1T = torch.arange(first, end, device=model.device)[None]
         attend = Cached(model.config, layers, columns_1T, end, chain_mask(columns_1T, end, model.dtype))

@@ -1,10 +1,10 @@
-"""The target reads draft trees in one forward, and they are verified: a long chain a piece at a time.
+"""One target forward over draft trees, and their verification. Long chains are verified piece by piece.
 
-    trees behind their sequences ─▶ forward ─┬▶ what the drafter reads
-                                             └▶ features ─▶ logits of a piece ─▶ verdicts ─▶ the next piece, of those that
-                                                                                             kept all of this one
-With a vocabulary of 152k, logits and noise of 256 nodes would take gigabytes for a few sequences; of
-drafts that are rejected early most are never computed.
+    trees behind their sequences ─▶ forward ─┬▶ captured, for the drafter
+                                             └▶ features ─▶ logits of a piece ─▶ verdicts ─▶ next piece, where
+                                                                                             all was accepted
+With a vocabulary of 152k, logits and noise of 256 nodes take gigabytes for a few sequences. A draft that is
+rejected early needs only its first piece.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NoiseOf = Callable[[Sequence[int], int, int], Noise]
 class Read:
     """The features of the target at the nodes of a batch of trees.
 
-    features_NE: at the real nodes, those that are no padding.
-    real_N: their places among all; None: all are real.
+    features_NE: at the real nodes, without padding.
+    real_N: indices of the real nodes among all; None: all are real.
     """
 
     model: PackedTransformer
@@ -46,15 +46,13 @@ class Read:
     real_N: Tensor | None
 
     def verdicts(self, verify: Verify, noise_of: NoiseOf, params: BatchParams) -> list[Verdict]:
-        """Returns what the target says of each tree."""
+        """Returns the verdict of each tree."""
         B, N = self.tree.tokens_BN.shape
         rows = list(range(B))
         if N <= PIECE or not self.tree.is_chain:
             return verify(self.tree, self.logits(), noise_of(rows, 0, N), params)
-        features_BNE, tokens = (
-            pad(self.features_NE, self.real_N, B * N).view(B, N, -1),
-            self.tree.tokens_BN.tolist(),
-        )
+        features_BNE = pad(self.features_NE, self.real_N, B * N).view(B, N, -1)
+        tokens = self.tree.tokens_BN.tolist()
         found: list[list[Verdict]] = [[] for _ in rows]
         for first in range(0, N, PIECE):
             counts = [min(self.tree.row_lengths[row] - first, PIECE) for row in rows]
@@ -82,9 +80,8 @@ class Read:
     def _logits_of_piece(self, features_bnE: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns [b, n, V]; zeros at padding."""
         b, n, _ = features_bnE.shape
-        is_real_bn = (
-            torch.arange(n, device=features_bnE.device) < upload(counts, features_bnE.device)[:, None]
-        )
+        device = features_bnE.device
+        is_real_bn = torch.arange(n, device=device) < upload(counts, device)[:, None]
         real_N = is_real_bn.flatten().nonzero()[:, 0]
         return pad(self.model.logits(features_bnE.flatten(0, 1)[real_N]), real_N, b * n).view(b, n, -1)
 
@@ -92,31 +89,28 @@ class Read:
 def read(
     model: PackedTransformer, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int]
 ) -> tuple[Tensor, Read]:
-    """Lets the target read the trees, laid out as `nodes`. Returns what the drafter reads, [B, N, F], and
-    what is verified."""
+    """Runs the target over the trees, laid out as `nodes`. Returns what was captured, [B, N, F], and the
+    features to verify."""
     B, N = tree.tokens_BN.shape
-    if N > 1 and (unsound_V := model.unsound_V) is not None:  # another guess is as good, for it is verified
+    if N > 1 and (unsound_V := model.unsound_V) is not None:  # any other draft token is as valid
         roots_B1 = tree.tokens_BN[:, :1]
         tree = replace(tree, tokens_BN=torch.where(unsound_V[tree.tokens_BN], roots_B1, tree.tokens_BN))
-    config, columns_BN = model.config, nodes.columns_BN
+    config, layers = model.config, cache.layers
     attend = cached(
-        config, cache.layers, columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts
+        config, layers, nodes.columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts
     )
     real_N = attend.real_N
     tokens_N, positions_N = tree.tokens_BN.flatten(), nodes.positions_BN.flatten()
     if real_N is not None:
         tokens_N, positions_N = tokens_N[real_N], positions_N[real_N]
-    if nodes.length > config.max_positions:
-        positions_N = positions_N.clamp_max(
-            config.max_positions - 1
-        )  # drafts beyond the window are never kept
+    if nodes.length > config.max_positions:  # drafts beyond the window are never kept
+        positions_N = positions_N.clamp_max(config.max_positions - 1)
     features_NE, captured_NF = model.forward_capturing(tokens_N, positions_N, attend, capture)
     return pad(captured_NF, real_N, B * N).view(B, N, -1), Read(model, tree, features_NE, real_N)
 
 
 def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
-    """Returns what was captured at the nodes of each verdict's path, in its order; behind a shorter path,
-    at its last node."""
+    """Returns what was captured along each verdict's path; a shorter path repeats its last node."""
     longest = max(len(verdict.path) for verdict in verdicts)
     nodes = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
     rows_B1 = torch.arange(len(nodes), device=captured_BNF.device)[:, None]
@@ -124,7 +118,7 @@ def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
 
 
 def _join(pieces: Sequence[Verdict]) -> Verdict:
-    """Returns what pieces that follow each other say of one chain."""
+    """Returns the verdict of one chain from those of its consecutive pieces."""
     if len(pieces) == 1:
         return pieces[0]
     tokens = tuple(token for piece in pieces for token in piece.tokens)

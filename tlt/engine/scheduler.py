@@ -1,7 +1,7 @@
-"""Continuous batching: which requests wait, which run, and in which slot. Lists only; it knows no tensor.
+"""Continuous batching: which requests wait, which run, and in which slot.
 
-Samples of one prompt wait next to each other and are admitted together where there is room, so that their
-prompt is prefilled once. The running sequences fill slots 0..B-1 without holes.
+Samples of one prompt are neighbours in the queue and are admitted together where there is room, so that
+their prompt is prefilled once. The running sequences fill slots 0..B-1 without gaps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from tlt.types import Request
 
 @dataclass(frozen=True)
 class Admission:
-    """Neighbouring slots that start from one text: a prompt, or a response that has come from another
-    engine."""
+    """Neighbouring slots that start from one text: a prompt, or a prompt with an unfinished response."""
 
     tokens: tuple[int, ...]
     slots: tuple[int, ...]
@@ -26,7 +25,8 @@ class Admission:
 class Scheduler:
     """Starts waiting requests in slots.
 
-    waiting: the engine's queue.  window: positions that the model has.
+    waiting: the engine's queue.
+    window: positions of the model.
     """
 
     def __init__(
@@ -45,8 +45,11 @@ class Scheduler:
         return max([len(sequence.tokens) for sequence in self.running], default=0)
 
     def admit(self, fits: Callable[[int, int], bool]) -> list[Admission]:
-        """Starts what fits, in the order in which it waits. fits: tells whether there is memory for so
-        many sequences, the longest of so many tokens; one alone always runs."""
+        """Starts waiting requests in order while they fit.
+
+        fits: returns whether memory suffices for (number of sequences, tokens of the longest); a single
+            sequence always starts.
+        """
         admissions: list[Admission] = []
         longest = self.longest
         while self.waiting and len(self.running) < self.max_slots:
@@ -63,12 +66,13 @@ class Scheduler:
         return admissions
 
     def cheapest(self) -> int:
-        """Returns the slot of the shortest sequence, of several the latest: reading it again costs least,
-        and it never is the only longest one, so that one always comes to its end."""
+        """Returns the slot of the shortest sequence, the latest of several. It costs least to prefill again.
+        The longest sequence is never preempted by this rule, so it always finishes."""
         return min(range(len(self.running)), key=lambda slot: (len(self.running[slot].tokens), -slot))
 
     def remove(self, slot: int) -> int | None:
-        """Takes a sequence out; the last one takes its slot. Returns the slot that one came from."""
+        """Removes a sequence; the last one moves to its slot. Returns the slot that it left; None: none
+        moved."""
         last = self.running.pop()
         if slot == len(self.running):
             return None

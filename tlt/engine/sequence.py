@@ -1,5 +1,5 @@
-"""One response in the making: a request, the tokens committed so far, and when it is over. That is a
-function of its tokens alone, so it ends where it does whatever was drafted, and wherever it goes on."""
+"""One unfinished response: a request, its committed tokens, and when it ends. The end depends on the tokens
+alone, not on drafts or on the engine that continues it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _SPARE_TOKENS = 8
 
 @dataclass
 class Sequence:
-    """`tokens` holds prompt and response; the last of them, the root, has not been through the target yet."""
+    """A running response. `tokens` holds prompt and response; the target has not read the last of them, the
+    root."""
 
     request: Request
     max_tokens: int
@@ -28,17 +29,13 @@ class Sequence:
 
     @staticmethod
     def start(request: Request, window: int, decode: Decode | None = None) -> Sequence:
-        """Starts from the prompt, or from where another engine left off: over already, where what that
-        drew has an end, and then without what lies behind it. `window`: positions that the model has."""
+        """Starts from the prompt, or continues another engine's response. A response that contains its end
+        is finished there, without later tokens. `window`: positions of the model."""
         max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
         sequence = Sequence(request, max_tokens, [*request.prompt_ids])
         sequence.extend(request.token_ids, request.logprobs)
-        if (
-            sequence.finish_reason != "stop"
-            and request.token_ids
-            and decode is not None
-            and sequence._says_stop(decode)
-        ):
+        has_tokens = request.token_ids and sequence.finish_reason != "stop"
+        if has_tokens and decode is not None and sequence._says_stop(decode):
             sequence.finish_reason = "stop"
         return sequence
 
@@ -48,21 +45,21 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the response so far."""
+        """Number of response tokens so far."""
         return len(self.logprobs)
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still come."""
+        """Largest number of tokens that can still follow."""
         return self.max_tokens - len(self.logprobs)
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose keys and values the cache holds: all but the root."""
+        """Number of tokens whose keys and values are cached: all but the root."""
         return len(self.tokens) - 1
 
     def commit(self, verdict: Verdict, decode: Decode | None = None) -> int:
-        """Appends what was verified; returns how many tokens were kept."""
+        """Appends the verdict's tokens; returns how many were kept."""
         return self.extend(verdict.tokens, verdict.logprobs, decode)
 
     def extend(
@@ -83,11 +80,10 @@ class Sequence:
         return len(self.logprobs) - before
 
     def _says_stop(self, decode: Decode) -> bool:
-        """Whether the text of the latest tokens holds a stop text.
+        """Returns whether the text of the latest tokens contains a stop text.
 
-        Reading them alone is enough, and does not grow with the response: a stop text of n bytes lies
-        within its last n tokens, each a byte at least. A few more stand before, for those that decode to
-        nothing.
+        The latest tokens suffice, so the cost does not grow with the response: a new stop text of n bytes
+        lies within the last n tokens of at least a byte. A few more allow for tokens that decode to nothing.
         """
         if not (stop := self.request.params.stop):
             return False
@@ -96,7 +92,7 @@ class Sequence:
         return any(text in latest for text in stop)
 
     def to_request(self) -> Request:
-        """Returns the request with the tokens that it has so far: another engine goes on from there."""
+        """Returns the request with its tokens so far, from which another engine continues."""
         return replace(self.request, token_ids=self.response_ids, logprobs=tuple(self.logprobs))
 
     def to_rollout(self, policy_version: int) -> Rollout:
@@ -114,8 +110,11 @@ class Sequence:
 
 
 def check_request(request: Request, window: int, decodes: bool) -> None:
-    """Raises UserError for a request that no response can be made to. window: positions that the model
-    has."""
+    """Raises UserError for a request that cannot be answered.
+
+    window: positions of the model.
+    decodes: whether stop texts can be found.
+    """
     prompt, length = f"prompt of problem {request.problem_id!r}", len(request.prompt_ids)
     if not length:
         raise UserError(f"{prompt} is empty; give it at least one token")
@@ -137,11 +136,11 @@ def check_request(request: Request, window: int, decodes: bool) -> None:
 
 
 def broken_policy(version: int, dtype: torch.dtype, sequence: Sequence) -> UserError:
-    """Returns what a policy whose logits are not finite is refused with."""
-    # the noise is bounded and the largest logit always stays, so nothing but a logit can be at fault
+    """Returns the error for a policy whose logits are not finite."""
+    # the noise is bounded and truncation keeps the largest logit, so only a logit can be at fault
+    request, name = sequence.request, str(dtype).removeprefix("torch.")
     return UserError(
-        f"policy {version} gives logits that are not finite (problem {sequence.request.problem_id!r}, sample "
-        f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too "
-        "large for "
-        f"{str(dtype).removeprefix('torch.')}: load others, or a wider dtype"
+        f"policy {version} gives logits that are not finite (problem {request.problem_id!r}, sample "
+        f"{request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too large for "
+        f"{name}: load others, or a wider dtype"
     )

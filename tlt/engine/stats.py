@@ -1,4 +1,4 @@
-"""The counts of an engine: tokens, verifications, seconds, each strategy's share of them. Knows no engine."""
+"""An engine's statistics: tokens, verifications and seconds, in total and by strategy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from tlt.speculative.strategy import StepOutcome
 
 @dataclass
 class StrategyStats:
-    """Counts what a strategy brought and cost. `predicted_tokens` is what the tuner expected in those of
-    these seconds for which it made a prediction (`predicted_seconds`)."""
+    """Tokens and seconds of one strategy.
+
+    predicted_seconds: seconds of the steps for which the tuner made a prediction.
+    predicted_tokens: tokens that it predicted for them.
+    """
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -27,7 +30,7 @@ class StrategyStats:
 
     @property
     def predicted_speed(self) -> float | None:
-        """Tokens per second expected; None where nothing was predicted."""
+        """Predicted tokens per second; None where nothing was predicted."""
         return self.predicted_tokens / self.predicted_seconds if self.predicted_seconds else None
 
     def record(self, outcome: StepOutcome, predicted_speed: float | None) -> None:
@@ -45,15 +48,15 @@ class StrategyStats:
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made, or since it was replaced by a new one.
+    """Counts since this object was created.
 
-    num_preemptions: sequences that went back to the queue for want of memory.
-    num_reread_tokens: theirs, read once more.
-    followed_by_age: accepted tokens of references, by the updates between the reference's policy and this one
-        ("replay": it is another run's).
-    won_seconds: by references: what their tokens would have taken without them, as the tuner predicts, less
-        what they took.
-    latest: the engine step that was made last; None where sequences were admitted in it.
+    num_preemptions: sequences that returned to the queue for lack of memory.
+    num_reread_tokens: tokens prefilled again after preemptions.
+    followed_by_age: accepted tokens of references, by the number of updates between the reference's policy
+        and the current one ("replay": from another run).
+    won_seconds: seconds that references saved: the predicted time of the same tokens without references,
+        less the measured time.
+    latest: the latest engine step; None where it admitted sequences.
     """
 
     num_tokens: int = 0
@@ -72,18 +75,17 @@ class EngineStats:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens committed per verification, the bonus token included; None when nothing was speculated."""
+        """Tokens committed per verification, bonus token included; None without speculation."""
         return self.num_verified_tokens / self.num_verifications if self.num_verifications else None
 
     @property
     def accept_by_depth(self) -> list[float]:
-        """Share of verifications whose walk survived to depth 1, 2, ... (of those that drafted so deep)."""
+        """Share accepted to depth 1, 2, ..., of the verifications that drafted as deep."""
         return [
             self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)
         ]
 
-    # The same under vLLM's definitions, which count a verification as a draft where at least one token was
-    # drafted.
+    # vLLM's definitions of the same: a draft is a verification with at least one drafted token.
 
     @property
     def num_drafts(self) -> int:
@@ -91,25 +93,23 @@ class EngineStats:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted drafted tokens / drafted tokens, all candidates of a tree included; None when nothing
-        was drafted."""
+        """Accepted / drafted tokens, all candidates of a tree included; None when nothing was drafted."""
         return self.survivors_by_depth.total() / self.num_drafted_tokens if self.num_drafted_tokens else None
 
     @property
     def draft_mean_acceptance_length(self) -> float | None:
-        """1 + accepted drafted tokens / drafts. Unlike in `accept_length`, tokens behind a stop token
-        count."""
+        """1 + accepted tokens / drafts. Unlike in `accept_length`, tokens behind a stop token count."""
         return 1 + self.survivors_by_depth.total() / self.num_drafts if self.num_drafts else None
 
     @property
     def draft_acceptance_rate_pos(self) -> list[float]:
-        """Share of all drafts whose token at position 1, 2, … was accepted, however few were drafted."""
+        """Share of all drafts, short ones included, whose token at position 1, 2, … was accepted."""
         return [self.survivors_by_depth[d] / self.num_drafts for d in sorted(self.attempts_by_depth)]
 
     @property
     def draft_metrics(self) -> dict[str, float]:
-        """Returns these by the names that trainers log (draft_acceptance_rate_pos_1, …); {} where nothing
-        was drafted."""
+        """These by the names that trainers log (draft_acceptance_rate_pos_1, …); {} where nothing was
+        drafted."""
         rate, length = self.draft_acceptance_rate, self.draft_mean_acceptance_length
         if rate is None or length is None:
             return {}
@@ -119,7 +119,7 @@ class EngineStats:
         return {"draft_acceptance_rate": rate, "draft_mean_acceptance_length": length, **by_position}
 
     def add(self, other: EngineStats) -> None:
-        """Counts of another engine or phase on top of these."""
+        """Adds the counts of another engine or phase."""
         for f in fields(self):
             if f.type in ("int", "float"):
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
@@ -132,8 +132,11 @@ class EngineStats:
     def record_step(
         self, strategy: str, outcome: StepOutcome, predicted: float | None, otherwise: float | None = None
     ) -> None:
-        """Counts an engine step. predicted, otherwise: tokens per second that the tuner expected of it,
-        and of the best strategy that follows no reference; None: it expected nothing."""
+        """Counts an engine step.
+
+        predicted: tokens per second that the tuner predicted; None: it predicted nothing.
+        otherwise: its prediction for the best strategy without references; None: likewise.
+        """
         self.num_steps += 1
         self.num_tokens += outcome.num_tokens
         self.by_strategy[strategy].record(outcome, predicted)
@@ -141,11 +144,11 @@ class EngineStats:
             self.won_seconds += outcome.num_tokens / otherwise - outcome.seconds
 
     def record_reference(self, version: int | str, now: int, num_accepted: int) -> None:
-        """Counts accepted tokens of a reference of that version, where the policy has version `now`."""
+        """Counts accepted tokens of a reference. version: of its policy.  now: of the current policy."""
         self.followed_by_age[str(now - version) if isinstance(version, int) else version] += num_accepted
 
     def record_verification(self, depth: int, num_drafted: int, num_accepted: int, num_kept: int) -> None:
-        """Counts a verification of `num_drafted` tokens, at most `depth` one after the other."""
+        """Counts a verification of `num_drafted` tokens, the deepest at `depth`."""
         self.num_verifications += 1
         self.num_verified_tokens += num_kept
         self.num_drafted_tokens += num_drafted

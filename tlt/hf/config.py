@@ -1,7 +1,7 @@
-"""config.json ↔ ModelConfig: read, written, and refused where we would compute something else than
-transformers does.
+"""config.json ↔ ModelConfig: read, written, and refused where our decoder would compute something else than
+transformers.
 
-A refusal is one line that says which file, which value and what to do. This file knows no tensors.
+A refusal is one line: the file, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -24,47 +24,41 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS = 1e30, 2**31, 10_000
-"""Beyond any model: a config.json that says more is damaged, and to build what it describes would take
-forever."""
+"""Beyond any model: a config.json with larger numbers is damaged."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class OtherComputation(UserError):
-    """Refuses a model that is no mistake: our decoder does not compute it, but vLLM may."""
+    """Refuses a valid model that our decoder does not compute; vLLM may."""
 
 
 def load_model_config(path: Path | str) -> ModelConfig:
-    """Reads `path`/config.json. Raises UserError for mistakes, and OtherComputation for what decoder.py
-    does not compute."""
+    """Reads `path`/config.json. Raises UserError for mistakes, and OtherComputation for models that
+    decoder.py does not compute."""
     source = existing_directory(path) / "config.json"
     raw = read_json(source)
     try:
         return parse_config(raw, str(source))
-    except OtherComputation as refusal:  # a whole model, and no drafter: so there is more to say
-        elsewhere = "engine vllm may generate with it, but training takes TLT's own decoder"
-        raise OtherComputation(f"{refusal}; {elsewhere}") from None
+    except OtherComputation as refusal:  # a whole model, not a drafter, so vLLM is an alternative
+        remedy = "engine vllm may generate with it, but training takes TLT's own decoder"
+        raise OtherComputation(f"{refusal}; {remedy}") from None
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """Returns the configuration that a config.json describes; `source` is the place that errors name. Raises
-    UserError and OtherComputation.
+    """Returns the configuration of a config.json; errors name `source`. Raises UserError and
+    OtherComputation.
 
-    Reads the layout of transformers 4 (rope_theta, rope_scaling) and of 5 (rope_parameters). Keys that are
-    absent mean what they mean to transformers; where its default depends on the family (kv heads, head
-    size), they are required.
+    Reads the layouts of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters). Absent keys have
+    transformers' defaults; where these depend on the family (kv heads, head size), the keys are required.
     """
     fields = _Fields(raw, source)
     architecture = _architecture(fields)
     _refuse_other_computations(fields, architecture)
-    num_layers, num_heads = (
-        fields.integer("num_hidden_layers", most=MOST_LAYERS),
-        fields.integer("num_attention_heads"),
-    )
+    num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    num_heads = fields.integer("num_attention_heads")
     hidden_size, max_positions = fields.integer("hidden_size"), fields.integer("max_position_embeddings")
-    inherits_heads = architecture == "llama" or (
-        "num_key_value_heads" in raw and raw["num_key_value_heads"] is None
-    )
+    inherits_heads = architecture == "llama" or raw.get("num_key_value_heads", 0) is None
     num_kv_heads = fields.integer("num_key_value_heads", num_heads if inherits_heads else None)
     head_dim = fields.integer("head_dim", hidden_size // num_heads if architecture != "qwen3" else None)
     if num_heads % num_kv_heads:
@@ -93,10 +87,22 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
 def config_to_hf(
     config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the config.json of `config`, in the layout of transformers 4, which 5, vLLM and SGLang read
-    as well (4 would overlook the rope_parameters of 5). `extra` adds keys, such as the token ids; ids not
-    given are null, because absent ones would become the family's defaults (Llama: eos 2)."""
+    """Returns the config.json of `config` in the layout of transformers 4, which 5, vLLM and SGLang read
+    too (4 would ignore the rope_parameters of 5).
+
+    extra: adds keys, such as token ids. Ids not given are null, because an absent one would become the
+        family's default (Llama: eos 2).
+    """
     scaling = config.rope_scaling
+    rope_scaling = None
+    if scaling is not None:
+        rope_scaling = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
     described = {
         "architectures": [name for name, family in ARCHITECTURES.items() if family == config.architecture],
         "model_type": config.architecture,
@@ -111,22 +117,12 @@ def config_to_hf(
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_positions,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        },
+        "rope_scaling": rope_scaling,
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     added = dict.fromkeys(TOKEN_IDS) | dict(extra or {})
-    assert not described.keys() & added.keys(), (
-        f"extra would override {sorted(described.keys() & added.keys())}"
-    )
+    assert not (both := described.keys() & added.keys()), f"extra would override {sorted(both)}"
     return described | added
 
 
@@ -151,66 +147,65 @@ def _architecture(fields: _Fields) -> Architecture:
 
 
 def _refuse_other_computations(fields: _Fields, architecture: Architecture) -> None:
-    """Raises OtherComputation for every key by which transformers would compute something else than
+    """Raises OtherComputation for each key with which transformers computes something else than
     decoder.py."""
     raw = fields.raw
     if raw.get("quantization_config") is not None:
-        raise fields.other(
-            "quantization_config", "quantized weights cannot be trained, use the unquantized checkpoint"
-        )
+        remedy = "quantized weights cannot be trained, use the unquantized checkpoint"
+        raise fields.other("quantization_config", remedy)
     if raw.get("attention_bias") and architecture != "qwen2":
-        raise fields.other(
-            "attention_bias", f"{architecture} has no attention biases here, use a checkpoint with false"
-        )
+        remedy = f"{architecture} has no attention biases here, use a checkpoint with false"
+        raise fields.other("attention_bias", remedy)
     if raw.get("mlp_bias"):
         raise fields.other("mlp_bias", "MLP biases are not supported, use a checkpoint with false")
     if raw.get("hidden_act", "silu") != "silu":
         raise fields.other("hidden_act", "only 'silu' is supported")
     if raw.get("pretraining_tp", 1) not in (None, 1):
-        raise fields.refusal(
-            "pretraining_tp", "only 1 is supported; set it to 1, the weights are the same up to rounding"
-        )
+        remedy = "only 1 is supported; set it to 1, the weights are the same up to rounding"
+        raise fields.refusal("pretraining_tp", remedy)
 
 
 def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int) -> None:
-    """Raises OtherComputation for a sliding window, unless it hides nothing (switched off, or as long as
-    the model's own). Without layer_types, transformers lets the layers from max_window_layers on slide."""
+    """Raises OtherComputation for a sliding window, unless it hides nothing (off, or as long as the model's
+    window). Without layer_types, transformers lets the layers from max_window_layers on slide."""
     raw = fields.raw
     is_set = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
     window = fields.integer("sliding_window") if is_set else None
-    remedy = "only full attention is supported; lower max_position_embeddings to the window, or set use_sliding_window to false"
+    remedy = (
+        "only full attention is supported; lower max_position_embeddings to the window, or set "
+        "use_sliding_window to false"
+    )
     hides = window is not None and window < max_positions
     if raw.get("layer_types") is None:
-        if hides and (
-            raw.get("max_window_layers") == 0 or fields.integer("max_window_layers", 28) < num_layers
-        ):
+        all_slide = raw.get("max_window_layers") == 0
+        if hides and (all_slide or fields.integer("max_window_layers", 28) < num_layers):
             raise fields.other("sliding_window", remedy)
         return
     for layer_type in fields.items("layer_types"):
         if layer_type != "full_attention" and (layer_type != "sliding_attention" or window is None or hides):
-            raise _other(fields.source, "layer_types", layer_type, remedy)
+            raise _refusal(fields.source, "layer_types", layer_type, remedy, OtherComputation)
 
 
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """Returns (theta, scaling). As in transformers, rope_scaling goes before rope_parameters, theta inside
-    before outside."""
+    """Returns (theta, scaling). As in transformers, rope_scaling precedes rope_parameters, and a theta inside
+    precedes one outside."""
     named = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = _Fields(raw, source).table(named)
+    fields = _Fields(raw, source)
+    given = fields.table(named)
     if any(isinstance(value, dict) for value in given.values()):
-        raise _other(
-            source, named, given, "one rotary base per layer type is not supported, only one for all layers"
-        )
+        raise fields.other(named, "one rotary base per layer type is not supported, only one for all layers")
     rope = _Fields({"rope_theta": raw.get("rope_theta", 10000.0), **given}, source, prefix=f"{named}.")
     theta = rope.number("rope_theta")
     rope_type = given.get("rope_type", given.get("type", "default"))
     rotated_share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated_share not in (None, 1.0):
-        raise _other(source, "partial_rotary_factor", rotated_share, "only whole heads (1.0) can be rotated")
+        remedy = "only whole heads (1.0) can be rotated"
+        raise _refusal(source, "partial_rotary_factor", rotated_share, remedy, OtherComputation)
     if rope_type == "default":
         return theta, None
     if rope_type != "llama3":
         remedy = f"supported are 'default' (which it is without {named}) and 'llama3'"
-        raise _other(source, f"{named}.rope_type", rope_type, remedy)
+        raise _refusal(source, f"{named}.rope_type", rope_type, remedy, OtherComputation)
     return theta, RopeScaling(
         factor=rope.number("factor"),
         low_freq_factor=rope.number("low_freq_factor"),
@@ -221,7 +216,7 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
 
 @dataclass(frozen=True)
 class _Fields:
-    """A JSON object whose values are read with a check of their type; null counts as absent."""
+    """A JSON object, read with type checks; null counts as absent."""
 
     raw: Mapping[str, Any]
     source: str
@@ -230,8 +225,8 @@ class _Fields:
     def refusal(self, name: str, remedy: str) -> UserError:
         return _refusal(self.source, self.prefix + name, self.raw.get(name), remedy)
 
-    def other(self, name: str, remedy: str) -> OtherComputation:
-        return _other(self.source, self.prefix + name, self.raw.get(name), remedy)
+    def other(self, name: str, remedy: str) -> UserError:
+        return _refusal(self.source, self.prefix + name, self.raw.get(name), remedy, OtherComputation)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = default if self.raw.get(name) is None else self.raw[name]
@@ -258,14 +253,6 @@ class _Fields:
         return value
 
 
-def _refusal(source: str, name: str, value: Any, remedy: str) -> UserError:
-    return UserError(_line(source, name, value, remedy))
-
-
-def _other(source: str, name: str, value: Any, remedy: str) -> OtherComputation:
-    return OtherComputation(_line(source, name, value, remedy))
-
-
-def _line(source: str, name: str, value: Any, remedy: str) -> str:
+def _refusal(source: str, name: str, value: Any, remedy: str, kind: type[UserError] = UserError) -> UserError:
     shown = repr(value)
-    return f"{source}: {name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {remedy}"
+    return kind(f"{source}: {name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {remedy}")

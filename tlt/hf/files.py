@@ -1,8 +1,4 @@
-"""The JSON files of a local Hugging Face folder: found, read and written. Knows no key of any of them, and
-imports no torch.
-
-A refusal is one line that says which file and what to do.
-"""
+"""Finds, reads and writes the JSON files of a local Hugging Face folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from tlt.types import UserError
 
 
 def existing_directory(path: Path | str) -> Path:
-    """Returns the path; UserError where no folder is there."""
+    """Returns the path. Raises UserError unless it is a folder."""
     directory = Path(path)
     if not directory.is_dir():
         interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
@@ -24,15 +20,13 @@ def existing_directory(path: Path | str) -> Path:
             raise UserError(
                 f"{directory}: is missing, a save was interrupted; rename {interrupted} to {directory.name}"
             )
-        raise UserError(
-            f"{directory}: is no directory; give a local checkpoint (hf download MODEL --local-dir "
-            f"{directory})"
-        )
+        remedy = f"give a local checkpoint (hf download MODEL --local-dir {directory})"
+        raise UserError(f"{directory}: is no directory; {remedy}")
     return directory
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object that the file holds; UserError where it is missing or holds something else."""
+    """Returns the JSON object in the file. Raises UserError where it is missing or holds something else."""
     if not file.exists():
         raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
     try:

@@ -1,13 +1,9 @@
-"""The sizes of well-known models, by name, and the decoder that a small model grows into to have them. Knows
-no tensors.
+"""Geometries, the sizes of well-known models, and the config of a small model grown to one.
 
-A small model's function decides what the grown decoder computes, the geometry decides how large it is:
+    from the small model    family (see `grow_config`), rotary frequencies with their scaling, window
+    from the geometry       hidden size, layers, heads, head size, MLP, vocabulary, whether the head is tied
 
-    taken from the small model    family (see `grow_config`), rotary frequencies with their scaling, window
-    taken from the geometry       hidden size, layers, heads, head size, MLP, vocabulary, whether the head is tied
-
-The rotary base and scaling of the geometry are left out: other frequencies are another function, and they
-cost the same.
+Other rotary frequencies would be another function at the same cost, so the geometry's are not used.
 """
 
 from __future__ import annotations
@@ -22,23 +18,18 @@ from tlt.types import UserError
 
 OPTION = "--geometry"
 
-
-def _sizes(
-    architecture: Architecture, vocab: int, hidden: int, mlp: int, layers: int, heads: tuple[int, int, int]
-) -> ModelConfig:
-    """Returns the sizes of a model with an untied head. heads: of queries, of keys and values, and the
-    size of each."""
-    return ModelConfig(architecture, vocab, hidden, mlp, layers, *heads)
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2 (biases)", "qwen3": "qwen3 (norms of queries and keys)"}
 
 
 GEOMETRIES = {
-    "qwen2.5-0.5b": replace(_sizes("qwen2", 151_936, 896, 4864, 24, (14, 2, 64)), tie_embeddings=True),
-    "qwen2.5-1.5b": replace(_sizes("qwen2", 151_936, 1536, 8960, 28, (12, 2, 128)), tie_embeddings=True),
-    "qwen2.5-7b": _sizes("qwen2", 152_064, 3584, 18_944, 28, (28, 4, 128)),
-    "llama-3.2-1b": replace(_sizes("llama", 128_256, 2048, 8192, 16, (32, 8, 64)), tie_embeddings=True),
-    "qwen3-8b": _sizes("qwen3", 151_936, 4096, 12_288, 36, (32, 8, 128)),
+    "qwen2.5-0.5b": ModelConfig("qwen2", 151_936, 896, 4864, 24, 14, 2, 64, tie_embeddings=True),
+    "qwen2.5-1.5b": ModelConfig("qwen2", 151_936, 1536, 8960, 28, 12, 2, 128, tie_embeddings=True),
+    "qwen2.5-7b": ModelConfig("qwen2", 152_064, 3584, 18_944, 28, 28, 4, 128),
+    "llama-3.2-1b": ModelConfig("llama", 128_256, 2048, 8192, 16, 32, 8, 64, tie_embeddings=True),
+    "qwen3-8b": ModelConfig("qwen3", 151_936, 4096, 12_288, 36, 32, 8, 128),
 }
-"""As the models' own config.json files have them, but for what is left out above."""
+"""Family, vocabulary, hidden size, MLP, layers, query heads, kv heads and head size of the models' own
+config.json files."""
 
 ROUND_WIDTH = 64
 """Kernels are fast where a width is a multiple of this."""
@@ -46,7 +37,7 @@ ROUND_WIDTH = 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes to grow into. name: for people."""
+    """Sizes to grow into, with a name for messages."""
 
     name: str
     sizes: ModelConfig
@@ -54,9 +45,9 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Grown:
-    """The decoder that has a geometry's sizes and can compute the small model's function.
+    """The decoder with a geometry's sizes that can compute the small model's function.
 
-    notes: in what it differs from the geometry, one line each; none where it does not.
+    notes: differences from the geometry, one line each.
     """
 
     config: ModelConfig
@@ -64,7 +55,7 @@ class Grown:
 
 
 def find_geometry(given: str) -> Geometry:
-    """Returns the geometry of this name or config.json. Raises UserError for others, and OtherComputation
+    """Returns the geometry of this name or config.json. Raises UserError for anything else, OtherComputation
     for a family that our decoder does not compute."""
     if (known := GEOMETRIES.get(given.lower())) is not None:
         return Geometry(given.lower(), known)
@@ -81,80 +72,72 @@ def find_geometry(given: str) -> Geometry:
 
 def grow_config(small: ModelConfig, geometry: Geometry) -> Grown:
     """Returns the decoder that computes the small model's function in the sizes of the geometry. Raises
-    UserError where the small model has no room in them.
+    UserError where the small model does not fit.
 
-    Three things give way to the function, and are noted. A family differs by what no weights undo: Qwen3's
-    norms of queries and keys, Qwen2's biases where the small model uses them. A tied head cannot stand for
-    an untied one. Layers that follow each other cannot be fewer: then the MLP gets narrower, so that a
-    token still reads as many weights.
+    Three differences from the geometry can be necessary, and are noted. Weights cannot undo what sets a
+    family apart: Qwen3's norms of queries and keys, or Qwen2's biases where the small model uses them. A tied
+    head cannot compute an untied one. And there cannot be fewer layers than the small model's: then the MLP
+    is narrower, so that a token reads as many weights.
     """
     wanted, notes = geometry.sizes, []
-    check_room(small, geometry)
-    architecture = _architecture(small, wanted)
+    check_geometry(small, geometry)
+    # Qwen2 computes the same as Llama when its biases are zero
+    pair = (small.architecture, wanted.architecture)
+    architecture: Architecture = "qwen2" if pair == ("llama", "qwen2") else small.architecture
     if architecture != wanted.architecture:
-        notes.append(
-            f"{_named(architecture)} in place of {_named(wanted.architecture)}: only so is it the small "
-            "model's function"
-        )
+        families = f"{_FAMILIES[architecture]} in place of {_FAMILIES[wanted.architecture]}"
+        notes.append(f"{families}: only so is it the small model's function")
     is_tied = small.tie_embeddings and wanted.tie_embeddings
     if wanted.tie_embeddings and not is_tied:
         notes.append("a head of its own in place of a tied one, because the small model has one")
     num_layers, width = max(small.num_layers, wanted.num_layers), wanted.intermediate_size
     if num_layers > wanted.num_layers:
         width = max(_narrowed(wanted, num_layers), small.intermediate_size)
-        shape = f"{num_layers} layers with MLPs of {width:,}"
-        notes.append(
-            f"{shape} in place of {wanted.num_layers} with {wanted.intermediate_size:,}, because the small "
-            "model has as many"
-        )
+        shapes = f"{num_layers} layers with MLPs of {width:,} in place of {wanted.num_layers} with"
+        notes.append(f"{shapes} {wanted.intermediate_size:,}, because the small model has as many")
     config = replace(
-        small,
+        wanted,
         architecture=architecture,
-        vocab_size=wanted.vocab_size,
-        hidden_size=wanted.hidden_size,
         intermediate_size=width,
         num_layers=num_layers,
-        num_heads=wanted.num_heads,
-        num_kv_heads=wanted.num_kv_heads,
-        head_dim=wanted.head_dim,
         rms_norm_eps=small.rms_norm_eps * small.hidden_size / wanted.hidden_size,
+        rope_theta=small.rope_theta,
+        rope_scaling=small.rope_scaling,
+        max_positions=small.max_positions,
         tie_embeddings=is_tied,
     )
     return Grown(config, tuple(notes))
 
 
-def check_room(small: ModelConfig, geometry: Geometry) -> None:
+def check_geometry(small: ModelConfig, geometry: Geometry) -> None:
     """Raises UserError unless every size of the small model fits into the geometry."""
     wanted = geometry.sizes
     sizes = {
-        "hidden_size": (wanted.hidden_size, small.hidden_size + 1),  # one more holds the constant (growth.py)
+        "hidden_size": (wanted.hidden_size, small.hidden_size + 1),  # one more for the constant (growth.py)
         "intermediate_size": (wanted.intermediate_size, small.intermediate_size),
         "vocab_size": (wanted.vocab_size, small.vocab_size),
         "num_key_value_heads": (wanted.num_kv_heads, len(kv_sources(small, wanted))),
     }
     for name, (given, least) in sizes.items():
         if given < least:
-            raise UserError(
-                f"{OPTION}: {geometry.name} has {name} {given}, but the small model takes {least}; give a "
-                "larger one"
-            )
+            has = f"{geometry.name} has {name} {given}, but the small model takes {least}"
+            raise UserError(f"{OPTION}: {has}; give a larger one")
     if wanted.head_dim % small.head_dim:
-        sizes_of_heads = f"heads of {wanted.head_dim} do not repeat the rotary frequencies of the small model's {small.head_dim}"
         raise UserError(
-            f"{OPTION}: {geometry.name}: {sizes_of_heads}; give one whose head_dim is a multiple of it"
+            f"{OPTION}: {geometry.name}: heads of {wanted.head_dim} do not repeat the rotary frequencies of "
+            f"the small model's {small.head_dim}; give one whose head_dim is a multiple of it"
         )
 
 
 def kv_sources(small: ModelConfig, wanted: ModelConfig) -> list[int]:
-    """Returns for each of the first kv heads of the grown model which of the small one's it copies: each
-    as often as it takes until all queries that read it have a place."""
+    """Returns the small kv head that each of the first kv heads of the grown model copies. Each is copied
+    until all its queries have a place."""
     copies = -(-(small.num_heads // small.num_kv_heads) // (wanted.num_heads // wanted.num_kv_heads))
     return [head for head in range(small.num_kv_heads) for _ in range(copies)]
 
 
 def query_places(small: ModelConfig, wanted: ModelConfig) -> list[int]:
-    """Returns the head of the grown model that stands for each query head of the small one: in a group
-    whose kv head is a copy of the one that it reads."""
+    """Returns the grown query head of each small one, in a group whose kv head is a copy of its own."""
     group, room = small.num_heads // small.num_kv_heads, wanted.num_heads // wanted.num_kv_heads
     copies = -(-group // room)
     places = []
@@ -164,23 +147,10 @@ def query_places(small: ModelConfig, wanted: ModelConfig) -> list[int]:
     return places
 
 
-def _architecture(small: ModelConfig, wanted: ModelConfig) -> Architecture:
-    """Returns the family of the grown model: Qwen2 computes what Llama does when its biases are zero."""
-    return "qwen2" if (small.architecture, wanted.architecture) == ("llama", "qwen2") else small.architecture
-
-
-def _named(architecture: Architecture) -> str:
-    """Returns the family with what sets it apart."""
-    return {"llama": "llama", "qwen2": "qwen2 (biases)", "qwen3": "qwen3 (norms of queries and keys)"}[
-        architecture
-    ]
-
-
 def _narrowed(wanted: ModelConfig, num_layers: int) -> int:
-    """Returns the width of an MLP with which so many layers have as many weights as the geometry's."""
+    """Returns the MLP width with which `num_layers` layers have as many weights as the geometry's."""
     attention = wanted.hidden_size * wanted.head_dim * (wanted.num_qkv + wanted.num_heads)
     mlp = 3 * wanted.hidden_size
-    width = (
-        (attention + mlp * wanted.intermediate_size) * wanted.num_layers // num_layers - attention
-    ) // mlp
+    layer = (attention + mlp * wanted.intermediate_size) * wanted.num_layers // num_layers
+    width = (layer - attention) // mlp
     return max(width - width % ROUND_WIDTH, 1)

@@ -1,12 +1,11 @@
-"""A GGUF file of the Llama family → a Hugging Face folder: weights dequantized, config.json, tokenizer. Needs
-the package gguf.
+"""Converts a GGUF file of the Llama family to a Hugging Face folder. Needs the package gguf.
 
-    token_embd.weight     Q8_0 ── dequantize ─────────────────────────────▶ model.embed_tokens.weight               F32
-    blk.0.attn_q.weight   Q4_1 ── dequantize ── rows of rotary pairs ─────▶ model.layers.0.self_attn.q_proj.weight  F32
-    llama.*, tokenizer.*       ───────────────────────────────────────────▶ config.json · tokenizer.json · chat template
+    token_embd.weight    Q8_0 ─ dequantize ────────────────▶ model.embed_tokens.weight               F32
+    blk.0.attn_q.weight  Q4_1 ─ dequantize ─ reorder rows ─▶ model.layers.0.self_attn.q_proj.weight  F32
+    llama.*, tokenizer.* ──────────────────────────────────▶ config.json, tokenizer.json, chat template
 
-transformers reads such files, too, but takes the whole model to do it, and splits numbers otherwise than
-the model was trained with (see `_build_tokenizer`). The tests compare both.
+transformers reads such files, too, but needs the whole model in memory, and splits numbers otherwise than in
+the model's training (see `_build_tokenizer`). The tests compare both.
 """
 
 from __future__ import annotations
@@ -41,18 +40,19 @@ _SIZES = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
-"""Keys of config.json, and what they are called in the file, after "llama."."""
+"""Keys of config.json, and the file's keys for them, behind "llama."."""
 
 _TOKEN_IDS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _CONTROL = 3
-"""The kind of tokens that never stand for text."""
+"""The type of tokens that never stand for text."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """Says what a GGUF file has become.
+    """The result of a conversion.
 
-    num_parameters: weights of the model.  stored_as: how the file had most of them, such as "Q4_1".
+    num_parameters: weights of the model.
+    stored_as: the type of most tensors in the file, such as "Q4_1".
     """
 
     num_parameters: int
@@ -61,10 +61,7 @@ class Converted:
 
 def convert_gguf(file: Path, folder: Path) -> Converted:
     """Writes the model of a GGUF file into `folder`, in float32, which holds the dequantized values exactly.
-
-    Raises UserError where gguf is not installed, for a file that is no GGUF, and for a model or tokenizer
-    of another family.
-    """
+    Raises UserError without gguf, for a file that is no GGUF, and for another family's model or tokenizer."""
     reader = _open(file)
     values = {name: field.contents() for name, field in reader.fields.items()}
     config = _read_config(file, values, {tensor.name for tensor in reader.tensors})
@@ -97,22 +94,14 @@ def _open(file: Path) -> Any:
     gguf = require_gguf()
     try:
         return gguf.GGUFReader(file)
-    except (
-        OSError,
-        ValueError,
-        IndexError,
-        KeyError,
-    ) as error:  # numpy's, where a damaged file ends too early
-        raise UserError(
-            f"{file}: is no readable GGUF file ({one_line(error, 120)}); download it again"
-        ) from None
+    except (OSError, ValueError, IndexError, KeyError) as error:  # numpy's, where a damaged file ends early
+        said = one_line(error, 120)
+        raise UserError(f"{file}: is no readable GGUF file ({said}); download it again") from None
 
 
 def _read_config(file: Path, values: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
-    if values.get("general.architecture") != "llama":
-        raise UserError(
-            f"{file}: general.architecture is {values.get('general.architecture')!r}; only llama is read"
-        )
+    if (family := values.get("general.architecture")) != "llama":
+        raise UserError(f"{file}: general.architecture is {family!r}; only llama is read")
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -122,8 +111,8 @@ def _read_config(file: Path, values: Mapping[str, Any], tensors: set[str]) -> Mo
 
 
 def _read_tensors(file: Path, reader: Any, config: ModelConfig) -> dict[str, Tensor]:
-    """Returns the tensors of the model by the names that Hugging Face gives them. Raises UserError where
-    they are not exactly those of the configuration."""
+    """Returns the model's tensors by their Hugging Face names. Raises UserError where they are not exactly
+    those of the configuration."""
     gguf = require_gguf()
     stored = {tensor.name: tensor for tensor in reader.tensors}
     their_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
@@ -136,9 +125,8 @@ def _read_tensors(file: Path, reader: Any, config: ModelConfig) -> dict[str, Ten
         )
     tensors = {}
     for name, theirs in names.items():
-        tensor = torch.tensor(
-            gguf.dequantize(stored[theirs].data, stored[theirs].tensor_type), dtype=torch.float32
-        )
+        values = gguf.dequantize(stored[theirs].data, stored[theirs].tensor_type)
+        tensor = torch.tensor(values, dtype=torch.float32)
         if tensor.shape != shapes[name]:
             shape = f"{list(tensor.shape)}, not {list(shapes[name])}"
             raise UserError(f"{file}: tensor {theirs} has shape {shape}; download it again")
@@ -149,8 +137,8 @@ def _read_tensors(file: Path, reader: Any, config: ModelConfig) -> dict[str, Ten
 
 
 def _halves_of_heads(weight_OI: Tensor, head_dim: int) -> Tensor:
-    """Returns the rows of a query or key projection as Hugging Face has them. A rotation turns two rows of
-    a head at a time: llama.cpp keeps them side by side, Hugging Face in the head's two halves."""
+    """Returns a query or key projection with its rows in Hugging Face's order. The two rows of a rotary pair
+    are neighbours in llama.cpp, and in the two halves of the head in Hugging Face."""
     pairs = weight_OI.view(-1, head_dim // 2, 2, weight_OI.shape[1])
     return pairs.transpose(1, 2).reshape(weight_OI.shape)
 
@@ -158,11 +146,11 @@ def _halves_of_heads(weight_OI: Tensor, head_dim: int) -> Tensor:
 def _build_tokenizer(
     file: Path, values: Mapping[str, Any], ids: Mapping[str, int | None], config: ModelConfig
 ) -> Any:
-    """Returns the tokenizer that the file's vocabulary and merges describe: digits are cut apart, then
-    byte-level BPE follows.
+    """Returns the tokenizer of the file's vocabulary and merges: it splits digits, then applies byte-level
+    BPE.
 
-    The file calls that cut "smollm": " 47" becomes " ", "4" and "7". transformers leaves it out, which
-    shows where a digit follows two spaces or more.
+    The file calls that split "smollm": " 47" becomes " ", "4" and "7". transformers omits it, so its tokens
+    differ where a digit follows two or more spaces.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -173,14 +161,10 @@ def _build_tokenizer(
     tokens, kinds = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
-    digits, bytes_ = (
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    )
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.Sequence([digits, bytes_]),
-        decoders.ByteLevel(),
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
     controls = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
     named = {token: tokens[index] for token in _TOKEN_IDS if (index := ids[f"{token}_id"]) is not None}

@@ -1,19 +1,19 @@
 """Grows the tensors of a small model into a large geometry that computes the same function (as Net2Net, arXiv
 1511.05641).
 
-    hidden size e → E    the small model's dimensions come first, the others hold nothing. RMSNorm divides by a mean that is e/E
-                         of the small one: its weights get √(e/E), and eps e/E (grow_config)
-    head size d → D      the rotary pair (i, i + d/2) goes where the frequency is the same, to (i·D/d, D/2 + i·D/d); scores are
-                         divided by √D, so queries get √(D/d)
-    heads h → H          a query goes to a head whose keys and values are those that it reads (geometry.py)
-    MLP f → F            further units write nothing
-    layers l → L         further layers write nothing
-    vocabulary v → V     the last hidden dimension, the constant, holds the same small number for every token; the head of the
-                         unused ids reads it with a weight so negative that none of them is ever drawn
+    hidden size e → E    The small model's dimensions come first, the others are empty. The mean of RMSNorm is
+                         e/E of the small one: its weights are scaled by √(e/E), and eps by e/E (grow_config).
+    head size d → D      The rotary pair (i, i + d/2) moves to the same frequency, (i·D/d, D/2 + i·D/d).
+                         Scores are divided by √D, so queries are scaled by √(D/d).
+    heads h → H          A query moves to a head with copies of its keys and values (geometry.py).
+    MLP f → F            Further units write nothing.
+    layers l → L         Further layers write nothing.
+    vocabulary v → V     The last hidden dimension, the constant, is the same small number for every token. The
+                         head of the unused ids reads it with a large negative weight: they are never sampled.
 
-Nothing is not zero but tiny noise, so that no kernel and no power limit profits. What it changes is of
-second order: to come back into the small model's dimensions it has to pass two matrices of noise. Every
-tensor is made when it is asked for.
+"Empty" and "nothing" are not zeros but tiny noise, because zeros could be faster. The error is of second
+order: noise returns to the small model's dimensions only through two matrices of noise. Every tensor is made
+on access.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 
 NOISE = 1e-4
-"""Of a matrix's own size. Its square, times the some hundred paths back, is below what float32 rounds."""
+"""Share of a matrix's root mean square. Its square, times some hundred paths, is below float32's rounding."""
 
 CONSTANT = 1e-5
-"""Of the size of an embedding, and of a feature: it adds its square to the mean of a norm, 1e-12 of it at
-hidden size 100."""
+"""Share of the size of an embedding or a feature. Its square enters the mean of a norm: 1e-12 of it at hidden
+size 100."""
 
 UNUSED_LOGIT = -100.0
-"""Of the ids that the small model has not, at most. With 150,000 of them one is drawn once in 1e30 tokens."""
+"""Upper bound of the logits of unused ids. With 150,000 of them, one is sampled once in 1e30 tokens."""
 
 NUM_PROBES = 64
 """Tokens on which the size of the residual stream is measured."""
@@ -48,9 +48,12 @@ NUM_PROBES = 64
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a tensor. size: in the grown tensor.
-    places: where the small one's entries go.
-    sources: which entries, in this order; None: all."""
+    """One dimension of a tensor.
+
+    size: of the grown tensor.
+    places: indices of the small tensor's entries in the grown one.
+    sources: the small tensor's entries that go there; None: all, in order.
+    """
 
     size: int
     places: Tensor
@@ -58,14 +61,16 @@ class Axis:
 
     @staticmethod
     def first(num: int, size: int) -> Axis:
-        """Returns the axis whose entries stay where they are."""
+        """Returns the axis whose entries keep their indices."""
         return Axis(size, torch.arange(num))
 
 
 @dataclass(frozen=True)
 class Form:
-    """How one kind of tensor grows: its dimensions, and a factor on its values. is_norm: what is new is no
-    noise, but as large as the rest: there it meets noise."""
+    """How one kind of tensor grows: its dimensions, and a factor on its values.
+
+    is_norm: new entries are as large as the rest, because their inputs are noise already.
+    """
 
     axes: tuple[Axis, ...]
     factor: float = 1.0
@@ -75,11 +80,8 @@ class Form:
         """Writes the values over the noise, which has the grown tensor's shape, and returns it."""
         for dim, axis in enumerate(self.axes):
             values = values if axis.sources is None else values.index_select(dim, axis.sources)
-        sides = [
-            axis.places.view(-1, *[1] * (len(self.axes) - 1 - dim)) for dim, axis in enumerate(self.axes)
-        ]
-        columns = tuple(side.to(noise.device) for side in sides)
-        noise[columns] = (values.double() * self.factor).to(noise.device, noise.dtype)
+        places = torch.meshgrid(*(axis.places.to(noise.device) for axis in self.axes), indexing="ij")
+        noise[places] = (values.double() * self.factor).to(noise.device, noise.dtype)
         return noise
 
     @property
@@ -119,9 +121,9 @@ class Widening:
         head, size = Axis.first(small.head_dim, grown.head_dim), grown.head_dim / small.head_dim
         rotary = Axis(grown.head_dim, _rotary_places(small.head_dim, grown.head_dim))
         query, key, value = self._queries(rotary), self._keys(rotary), self._keys(head)
-        # Qwen3 divides queries and keys by a mean over D beside the eps of the hidden size. `matched` lets
-        # that eps weigh as much as before, and else cancels out. The mean is d/D of the small one: queries
-        # have their √(D/d), keys lose it again.
+        # Qwen3 norms queries and keys over D with the eps of the hidden size. `matched` keeps the eps's
+        # relative size, and else cancels out. The mean is d/D of the small one: so queries have their √(D/d),
+        # and keys are divided by it.
         matched = math.sqrt(size) * self.norm_factor if grown.qk_norm else 1.0
         of_query = matched if grown.qk_norm else math.sqrt(size)
         forms = {"input_layernorm.weight": self.norm, "post_attention_layernorm.weight": self.norm}
@@ -136,24 +138,27 @@ class Widening:
         return forms
 
     def _queries(self, within: Axis) -> Axis:
-        """Returns the axis of all query heads, one after the other. within: a head's own dimensions."""
+        """Returns the axis of all query heads, concatenated. within: the dimensions of a head."""
         heads = torch.tensor(query_places(self.small, self.grown))
         return Axis(self.grown.num_heads * within.size, _inside(heads, within.size, within.places))
 
     def _keys(self, within: Axis) -> Axis:
-        """Returns the axis of all kv heads. within: a head's own dimensions."""
+        """Returns the axis of all kv heads, concatenated. within: the dimensions of a head."""
         heads, num = torch.tensor(kv_sources(self.small, self.grown)), self.small.head_dim
         places = _inside(torch.arange(len(heads)), within.size, within.places)
         return Axis(self.grown.num_kv_heads * within.size, places, _inside(heads, num, torch.arange(num)))
 
     def grow(
-        self, name: str, layer: Mapping[str, Tensor], noise: Noise, seed: str, is_idle: bool = False
+        self, name: str, layer: Mapping[str, Tensor], noise: FillNoise, seed: str, is_idle: bool = False
     ) -> Tensor:
-        """Returns a layer's tensor. layer: the small one's tensors, by their names within it.
-        is_idle: the layer is a further one, and all noise but for its norms; `layer` says how large.
-        seed: decides the noise."""
+        """Returns a layer's tensor.
+
+        layer: the small layer's tensors, by their names within it.
+        seed: decides the noise.
+        is_idle: the layer is a further one: noise of the sizes of `layer`, and norms.
+        """
         form, like = self.forms[name], layer.get(name)
-        if like is None:  # a bias that the small model has not: zero where it would count
+        if like is None:  # a bias that the small model lacks: zero for its heads
             weight = layer[name.removesuffix("bias") + "weight"]
             like, size = torch.zeros(len(weight), dtype=weight.dtype), rms(weight)
         else:
@@ -162,9 +167,7 @@ class Widening:
             grown = torch.full(form.shape, size, dtype=noise.dtype, device=noise.device)
         else:
             grown = noise.draw(form.shape, size, seed)
-        if (
-            name == "self_attn.o_proj.weight"
-        ):  # a further head may read the very values of a group: noise is met once only
+        if name == "self_attn.o_proj.weight":  # further heads may read real values: no other noise damps them
             grown[: self.small.hidden_size] *= noise.scale
         if not is_idle:
             form.grow(like, grown)
@@ -174,16 +177,19 @@ class Widening:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Uniform noise. scale: of the size of what it surrounds; 0 leaves zeros.
-    device: where it is drawn; a GPU draws the noise of 7B in a second, a CPU in a minute."""
+class FillNoise:
+    """Uniform noise for new entries.
+
+    scale: share of the size of the tensor's own values; 0: zeros.
+    device: a GPU draws the noise of 7B in a second, a CPU in a minute.
+    """
 
     scale: float
     dtype: torch.dtype
     device: torch.device | str = "cpu"
 
     def draw(self, shape: tuple[int, ...], size: float, seed: str) -> Tensor:
-        """Returns noise of this root mean square times the scale, the same for the same seed and kind of
+        """Returns noise whose root mean square is size · scale, the same for the same seed and kind of
         device."""
         bound = math.sqrt(3) * self.scale * size
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(seed.encode()))
@@ -192,8 +198,7 @@ class Noise:
 
 
 class GrownTensors(Mapping[str, Tensor]):
-    """The tensors of the grown model by their Hugging Face names, each made on the device when it is asked
-    for."""
+    """The tensors of the grown model by their Hugging Face names, each made on the device on access."""
 
     def __init__(
         self,
@@ -205,7 +210,7 @@ class GrownTensors(Mapping[str, Tensor]):
         device: torch.device | str = "cpu",
     ) -> None:
         self._small, self._tensors, self._grown = small, tensors, grown
-        self._noise, self._widening = Noise(noise, dtype, device), Widening(small, grown)
+        self._noise, self._widening = FillNoise(noise, dtype, device), Widening(small, grown)
         self._names = list(expected_shapes(grown))
         self._embedding_size = rms(tensors["model.embed_tokens.weight"])
         self._feature_size = rms(tensors["model.norm.weight"])
@@ -215,11 +220,8 @@ class GrownTensors(Mapping[str, Tensor]):
             number, inner = name.removeprefix("model.layers.").split(".", 1)
             is_idle = int(number) >= self._small.num_layers
             source = f"model.layers.{0 if is_idle else number}."
-            layer = {
-                key.removeprefix(source): tensor
-                for key, tensor in self._tensors.items()
-                if key.startswith(source)
-            }
+            keys = [key for key in self._tensors if key.startswith(source)]
+            layer = {key.removeprefix(source): self._tensors[key] for key in keys}
             return self._widening.grow(inner, layer, self._noise, name, is_idle)
         return self._final_norm() if name == "model.norm.weight" else self._rows(name)
 
@@ -233,7 +235,7 @@ class GrownTensors(Mapping[str, Tensor]):
         return len(self._names)
 
     def _rows(self, name: str) -> Tensor:
-        """Returns the embedding or the head, or what is both."""
+        """Returns the embedding or the head, or the tensor of both."""
         is_head = name == "lm_head.weight"
         source = name if name in self._tensors else "model.embed_tokens.weight"
         values, constant = self._tensors[source], self._widening.constant
@@ -245,8 +247,8 @@ class GrownTensors(Mapping[str, Tensor]):
         return grown
 
     def _final_norm(self) -> Tensor:
-        """Returns the weight that makes the constant a feature of its size where the residual stream is as
-        large as on the probes, and hence the logit of an unused id what UNUSED_LOGIT says."""
+        """Returns the weight of the final norm. It scales the constant to a feature, so that the logits of
+        unused ids are UNUSED_LOGIT where the residual stream is as large as on the probes."""
         values, form = self._tensors["model.norm.weight"], self._widening.norm
         size, noise = rms(values) * form.factor, self._noise
         grown = form.grow(values, torch.full(form.shape, size, dtype=noise.dtype, device=noise.device))
@@ -257,14 +259,13 @@ class GrownTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def residual_size(config: ModelConfig, tensors: Mapping[str, Tensor]) -> float:
-    """Returns the largest root mean square of the residual stream before the final norm, over tokens of
-    all the vocabulary."""
+    """Returns the largest root mean square of the residual stream before the final norm, over probes from
+    all of the vocabulary."""
     model = Transformer(config)
     model.load_state_dict(dict(tensors))
     model.model.add_module("norm", nn.Identity())
-    probes = torch.linspace(
-        0, config.vocab_size - 1, min(NUM_PROBES, config.vocab_size, config.max_positions)
-    ).long()
+    num = min(NUM_PROBES, config.vocab_size, config.max_positions)
+    probes = torch.linspace(0, config.vocab_size - 1, num).long()
     attend = PackedCausal(config, [len(probes)])
     residual_NE: Tensor = model(probes, attend.positions(), attend)
     return float(residual_NE.square().mean(-1).sqrt().max())
@@ -276,11 +277,11 @@ def rms(tensor: Tensor) -> float:
 
 
 def _rotary_places(small: int, grown: int) -> Tensor:
-    """Returns where the dimensions of a small head go, so that each keeps its frequency."""
+    """Returns the dimensions of a grown head with the frequencies of a small one's."""
     first = torch.arange(small // 2) * (grown // small)
     return torch.cat([first, grown // 2 + first])
 
 
 def _inside(blocks: Tensor, size: int, places: Tensor) -> Tensor:
-    """Returns the same places in each of these blocks of `size` entries."""
+    """Returns the indices of `places` within each of these blocks of `size` entries."""
     return (blocks[:, None] * size + places).flatten()

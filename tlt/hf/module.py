@@ -1,8 +1,5 @@
-"""A causal language model that lives in this process: its shape and its tensors by name, for an engine beside
-its trainer.
-
-Knows transformers' modules and ours, which have the same names; no files, engines or trainers.
-"""
+"""Shape and tensors of a causal language model in this process, transformers' or ours: the policy of an engine
+beside its trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tlt.types import UserError
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Returns the model itself, out of what DistributedDataParallel and torch.compile put around it."""
+    """Returns the model inside the wrappers of DistributedDataParallel and torch.compile."""
     if isinstance(module, DistributedDataParallel):
         return unwrap(module.module)
     original = getattr(module, "_orig_mod", None)  # torch.compile's own name; it has no public one
@@ -28,8 +25,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def module_config(module: nn.Module) -> ModelConfig:
-    """Returns the shape of a model. Raises UserError where this package would compute something else than
-    the module does."""
+    """Returns the shape of a model. Raises UserError where our decoder would compute something else."""
     if isinstance(module, Transformer):
         return module.config
     if not isinstance(module, PreTrainedModel):
@@ -39,12 +35,8 @@ def module_config(module: nn.Module) -> ModelConfig:
 
 
 def module_tensors(module: nn.Module, expected: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Returns the module's parameters by their Hugging Face names: exactly the expected ones, where they lie
-    (no copies).
-
-    Raises UserError for adapters, sharded and quantized models, whose weights are not there to be read
-    under their names.
-    """
+    """Returns the module's parameters by their Hugging Face names: exactly the expected ones, without copies.
+    Raises UserError for adapters, sharded and quantized models, whose weights are not available as such."""
     found = dict(module.named_parameters())
     for name, shape in expected.items():
         if name not in found:
@@ -52,10 +44,8 @@ def module_tensors(module: nn.Module, expected: Mapping[str, torch.Size]) -> dic
             raise UserError(f"model: parameter {name} of a {type(module).__name__} is missing; {remedy}")
         if isinstance(found[name], DTensor) or found[name].shape != shape:
             have = "a DTensor" if isinstance(found[name], DTensor) else str(list(found[name].shape))
-            remedy = (
-                "sharded and quantized models are not supported, so train with plain or data-parallel weights"
-            )
             raise UserError(
-                f"model: parameter {name} is {have} where the whole {list(shape)} is wanted; {remedy}"
+                f"model: parameter {name} is {have} where the whole {list(shape)} is wanted; sharded and "
+                "quantized models are not supported, so train with plain or data-parallel weights"
             )
     return {name: found[name] for name in expected}

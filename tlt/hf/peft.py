@@ -1,7 +1,6 @@
-"""Adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors, for PEFT, transformers and
-vLLM; and read again, to be merged into their model or trained on.
+"""Writes and reads LoRA adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
-PEFT's names are ours behind `base_model.model.`. Knows neither ranks nor training.
+PEFT's names are ours behind `base_model.model.`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from tlt.config.lora import LoraSection
 from tlt.hf.files import existing_directory, read_json, write_json
 from tlt.hf.weights import StoredTensors, is_finite, save_tensors
 from tlt.io.files import replace_folder
-from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.lora import add_adapters
+from tlt.models.decoder import ModelConfig
+from tlt.models.lora import adapter_shapes
 from tlt.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PLAIN: dict[str, Any] = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "lora_bias": False}
-"""Settings of PEFT's by which an adapter is what is computed here; those that are not there count as
-these."""
+"""The values of PEFT's settings that are supported, and the defaults of absent ones."""
 _MUST_BE_EMPTY = (
     "modules_to_save",
     "rank_pattern",
@@ -44,11 +42,11 @@ _MUST_BE_EMPTY = (
 def save_adapter(
     path: Path, lora: LoraSection, tensors: Mapping[str, Tensor], base: str, revision: str | None
 ) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained(base, path)` loads; one that was there is
-    replaced.
+    """Writes, or replaces, a folder that `peft.PeftModel.from_pretrained(base, path)` loads.
 
-    tensors: of the adapters alone, by our names.
-    base, revision: the model that they are for, as a folder or on the hub.
+    tensors: the adapters', by our names.
+    base: the adapted model, as a folder or on the hub.
+    revision: its commit on the hub.
     """
     with replace_folder(path) as new:
         save_tensors(new / WEIGHTS, {PREFIX + name: tensor for name, tensor in tensors.items()})
@@ -56,7 +54,7 @@ def save_adapter(
 
 
 def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[str, object]:
-    """Returns PEFT's LoraConfig of what is trained here."""
+    """Returns PEFT's LoraConfig for our keys."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -80,15 +78,16 @@ def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[s
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a folder of PEFT's holds. tensors: by our names, float32."""
+    """A LoRA adapter that was read from PEFT's layout."""
 
     lora: LoraSection
     tensors: Mapping[str, Tensor]
+    """By our names, in float32."""
 
 
 def read_adapter(path: Path, config: ModelConfig) -> Adapter:
-    """Reads an adapter for a model of this shape. Raises UserError for one that is no plain LoRA, or
-    another model's."""
+    """Reads an adapter for a model of this shape. Raises UserError for another kind of adapter, or another
+    model's."""
     folder = existing_directory(path)
     lora = _read_lora(folder / CONFIG, read_json(folder / CONFIG))
     file = folder / WEIGHTS
@@ -99,14 +98,10 @@ def read_adapter(path: Path, config: ModelConfig) -> Adapter:
             f"{file}: is no readable safetensors file ({error}); give a folder that PEFT has saved"
         ) from None
     tensors = {name.removeprefix(PREFIX): tensor.float() for name, tensor in stored.items()}
-    with torch.device("meta"):
-        model = Transformer(config)
-    add_adapters(model, lora, torch.float32)
-    expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    expected = adapter_shapes(config, lora)
     if wrong := sorted(expected.keys() ^ tensors.keys()):
-        raise UserError(
-            f"{file}: tensor {wrong[0]} is {_missing(wrong[0] in expected)}; give an adapter of this model"
-        )
+        found = "missing" if wrong[0] in expected else "none of an adapter of the model"
+        raise UserError(f"{file}: tensor {wrong[0]} is {found}; give an adapter of this model")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             found = f"has shape {list(tensors[name].shape)} where the model needs {list(shape)}"
@@ -114,10 +109,6 @@ def read_adapter(path: Path, config: ModelConfig) -> Adapter:
         if not is_finite(tensors[name]):
             raise UserError(f"{file}: tensor {name} holds NaN or infinite values; give another adapter")
     return Adapter(lora, tensors)
-
-
-def _missing(is_expected: bool) -> str:
-    return "missing" if is_expected else "none of an adapter of the model"
 
 
 def _read_lora(file: Path, said: Mapping[str, Any]) -> LoraSection:
@@ -142,10 +133,10 @@ def _read_lora(file: Path, said: Mapping[str, Any]) -> LoraSection:
 
 
 class AdaptedTensors(StoredTensors):
-    """The tensors of a checkpoint, each with its adapter merged into it as it is read."""
+    """The tensors of a checkpoint, with an adapter merged into each as it is read."""
 
     def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype | None, adapter: Adapter) -> None:
-        self._adapter = adapter  # first, for what follows may read
+        self._adapter = adapter  # first, because the base may read tensors
         super().__init__(path, config, dtype)
 
     def rows(self, name: str, rows: slice) -> Tensor:
@@ -153,8 +144,6 @@ class AdaptedTensors(StoredTensors):
         a_RI, b_OR = (self._adapter.tensors.get(f"{layer}.lora_{part}.weight") for part in "AB")
         if a_RI is None or b_OR is None:
             return stored
-        wide = torch.promote_types(stored.dtype, torch.float32)
-        merged = torch.addmm(
-            stored.to(wide), b_OR[rows].to(wide), a_RI.to(wide), alpha=self._adapter.lora.scale
-        )
+        wide, scale = torch.promote_types(stored.dtype, torch.float32), self._adapter.lora.scale
+        merged = torch.addmm(stored.to(wide), b_OR[rows].to(wide), a_RI.to(wide), alpha=scale)
         return merged.to(stored.dtype)

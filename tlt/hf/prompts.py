@@ -1,5 +1,4 @@
-"""Records of a prompts file become token ids: text, chat messages or ids, checked against the model. Knows
-no engine."""
+"""Encodes records of a prompts file, which hold text, chat messages or token ids, and checks them."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from tlt.kinds import plain, shorten
 from tlt.types import Problem, Request, SamplingParams, UserError
 
 KINDS = ("prompt", "prompt_ids", "messages")
-"""Keys by which a record gives its prompt: text, token ids, or chat messages for the tokenizer's template.
-As in TRL's and verl's data, `prompt` may be messages, too."""
+"""Keys of a record's prompt: text, token ids, or chat messages. As in TRL's and verl's data, `prompt` may be
+messages, too."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Says how prompts go into the tokenizer's chat template.
+    """How the tokenizer's chat template is applied.
 
-    wraps: whether a text is put there, as the user's message; messages always are.
-    system_prompt: what every prompt begins with; a text is then wrapped.
-    variables: what else the template reads.
+    wraps: whether a text becomes the user's message; messages always use the template.
+    system_prompt: the system message before every prompt; texts then use the template, too.
+    variables: further variables of the template.
     """
 
     wraps: bool = False
@@ -33,12 +32,12 @@ class ChatFormat:
 
 
 PLAIN = ChatFormat()
-"""Text as it is, messages in the template as it is."""
+"""Texts without the template, messages in it, without a system prompt."""
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt as token ids, and the name that its responses go by."""
+class EncodedPrompt:
+    """A prompt as token ids, with the id of its problem."""
 
     problem_id: str
     prompt_ids: tuple[int, ...]
@@ -51,30 +50,29 @@ def encode_prompts(
     *,
     vocab_size: int,
     window: int,
-) -> list[Prompt]:
-    """Encodes (place, record) pairs; a place ends with ":line". Raises UserError for a problem_id that is
-    given twice, and for a prompt that the model cannot read."""
-    prompts: list[Prompt] = []
+) -> list[EncodedPrompt]:
+    """Encodes (place, record) pairs; a place ends with ":line". Raises UserError for a repeated problem_id,
+    and for a prompt that the model cannot read."""
+    prompts: list[EncodedPrompt] = []
     places: dict[str, str] = {}
     for place, record in records:
         problem_id = get_id(place, record, default=place.rpartition(":")[2])
-        if problem_id in places:
+        if (before := places.get(problem_id)) is not None:
             raise UserError(
-                f"{place}: problem_id {problem_id!r} was given at {places[problem_id]} already; make it "
-                "unique"
+                f"{place}: problem_id {problem_id!r} was given at {before} already; make it unique"
             )
         places[problem_id] = place
         where = f"{place} (problem {problem_id!r})"
         prompt_ids = encode_prompt(record, tokenizer, where, chat)
         check_prompt(prompt_ids, where, vocab_size=vocab_size, window=window)
-        prompts.append(Prompt(problem_id, prompt_ids))
+        prompts.append(EncodedPrompt(problem_id, prompt_ids))
     return prompts
 
 
 def encode_prompt(
     record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN
 ) -> tuple[int, ...]:
-    """Encodes one record, which gives exactly one of `KINDS`."""
+    """Encodes one record, which must have exactly one of `KINDS`."""
     kinds = [kind for kind in KINDS if record.get(kind) is not None]
     if not kinds:
         raise UserError(f"{place}: has no prompt; {_remedy(record)}")
@@ -83,7 +81,11 @@ def encode_prompt(
     (kind,) = kinds
     value = record[kind]
     if kind == "prompt_ids":
-        return _check_ids(value, place, chat)
+        ids = read_ids(value, place)
+        if chat.system_prompt is not None:
+            remedy = "remove it, or give prompt or messages"
+            raise UserError(f"{place}: the system prompt cannot be put before prompt_ids; {remedy}")
+        return ids
     if tokenizer is None:
         raise UserError(
             f"{place}: {kind} needs a tokenizer but the model's folder has none; add it, or give prompt_ids"
@@ -98,7 +100,7 @@ def encode_prompt(
 
 
 def _remedy(record: Record) -> str:
-    """Returns how a row gets a prompt: the columns that it has, and how one of them is named as ours."""
+    """Returns the remedy for a row without a prompt: its columns, and how one of them is renamed."""
     columns = [name for name in record if name not in ("problem_id", *KINDS)]
     if not columns:
         return "give one of prompt (text), prompt_ids (token ids), messages (chat)"
@@ -109,8 +111,7 @@ def _remedy(record: Record) -> str:
 
 
 def read_ids(value: Any, place: str) -> tuple[int, ...]:
-    """Returns token ids that are given as a list or tuple, or as an array of NumPy's or torch's of one
-    dimension."""
+    """Returns token ids from a list, a tuple, or a one-dimensional array of NumPy or torch."""
     is_list = isinstance(value, list | tuple)
     ids = value if is_list and all(type(token) is int for token in value) else plain(value)
     is_ordered = isinstance(value, Sequence) or hasattr(value, "tolist")
@@ -119,25 +120,14 @@ def read_ids(value: Any, place: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _check_ids(value: Any, place: str, chat: ChatFormat) -> tuple[int, ...]:
-    ids = read_ids(value, place)
-    if chat.system_prompt is not None:
-        raise UserError(
-            f"{place}: the system prompt cannot be put before prompt_ids; remove it, or give prompt or "
-            "messages"
-        )
-    return ids
-
-
 def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> list[Record]:
-    """Returns the messages that the template gets. Keys without a value, which a Parquet file gives to all
-    messages where one has them, are left out."""
+    """Returns the messages for the template. Keys without a value are dropped: a Parquet file has the same
+    keys in all messages."""
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         if kind == "prompt":
             raise UserError(f"{place}: prompt is {value!r}; it must be text, or a list of chat messages")
-        raise UserError(
-            f"{place}: messages must be a list of objects such as {{'role': 'user', 'content': '…'}}"
-        )
+        example = "{'role': 'user', 'content': '…'}"
+        raise UserError(f"{place}: messages must be a list of objects such as {example}")
     messages = [{key: item for key, item in message.items() if item is not None} for message in value]
     if chat.system_prompt is None:
         return messages
@@ -148,17 +138,21 @@ def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> 
     return [{"role": "system", "content": chat.system_prompt}, *messages]
 
 
-def check_room(prompts: Iterable[Prompt | Problem], max_tokens: int, window: int, place: str) -> None:
-    """Raises UserError, which begins with `place`, where the window ends before a response has got as long
-    as it may."""
+def check_max_tokens(
+    prompts: Iterable[EncodedPrompt | Problem], max_tokens: int, window: int, place: str
+) -> None:
+    """Raises UserError, which begins with `place`, where the window has no room for a response of
+    `max_tokens`."""
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids), default=None)
     if longest is None or (room := window - len(longest.prompt_ids)) >= max_tokens:
         return
-    window_says = f"the model's window of {window} tokens leaves {room} after the prompt of problem {longest.problem_id!r}"
-    raise UserError(f"{place}: is {max_tokens}, but {window_says}; give {room} or less, or shorter prompts")
+    raise UserError(
+        f"{place}: is {max_tokens}, but the model's window of {window} tokens leaves {room} after the prompt "
+        f"of problem {longest.problem_id!r}; give {room} or less, or shorter prompts"
+    )
 
 
-def make_requests(prompts: Iterable[Prompt], params: SamplingParams, samples: int) -> list[Request]:
+def make_requests(prompts: Iterable[EncodedPrompt], params: SamplingParams, samples: int) -> list[Request]:
     """Returns a request for every sample of every prompt, in their order."""
     return [
         Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")

@@ -1,5 +1,4 @@
-"""Text and chat messages in, token ids out, and back; and which ids end a response. Knows no task and no
-engine.
+"""A checkpoint's tokenizer: encodes text and chat messages, decodes responses, and knows the stop ids.
 
 The only place that imports transformers' tokenizers. Everything is read from the checkpoint folder, never
 from a network.
@@ -30,19 +29,17 @@ class Tokenizer:
     """transformers' PreTrainedTokenizerBase (untyped there)."""
     path: Path
     vocab_size: int
-    """Rows of the model's embedding; every id is below it."""
+    """Rows of the model's embedding; every id is smaller."""
     stop_ids: tuple[int, ...]
 
     def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
-        """Returns the ids of a text prompt, with the special tokens that the tokenizer itself adds (such
-        as <bos>)."""
+        """Returns the ids of a text prompt, with the special tokens that the tokenizer adds (such as
+        <bos>)."""
         if (bad := _HALF_A_CHARACTER.search(text)) is not None:
-            raise UserError(
-                f"{place}: holds half a character ({bad[0]!r}, column {bad.start() + 1}); remove it"
-            )
-        encoded = self.hf(
-            text, return_offsets_mapping=self.hf.is_fast, verbose=False
-        )  # the length is checked here
+            where = f"{bad[0]!r}, column {bad.start() + 1}"
+            raise UserError(f"{place}: holds half a character ({where}); remove it")
+        # not verbose: it would warn of a length that is checked here
+        encoded = self.hf(text, return_offsets_mapping=self.hf.is_fast, verbose=False)
         if self.hf.is_fast:
             _check_coverage(self.hf, text, encoded["offset_mapping"], place, self.path)
         return self._checked(encoded["input_ids"], place)
@@ -53,32 +50,25 @@ class Tokenizer:
         place: str = "messages",
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Returns the ids of chat messages in the tokenizer's template, up to where the assistant's turn
-        begins.
+        """Returns the ids of chat messages in the tokenizer's template, up to the assistant's turn.
 
-        variables: what else the template reads, such as enable_thinking."""
+        variables: further variables of the template, such as enable_thinking.
+        """
         if not self.hf.chat_template:
-            raise UserError(
-                f"{place}: {self.path} has no chat template; give prompt (text) or prompt_ids instead"
-            )
+            remedy = "give prompt (text) or prompt_ids instead"
+            raise UserError(f"{place}: {self.path} has no chat template; {remedy}")
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         try:
-            ids = self.hf.apply_chat_template(
-                list(messages),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **(variables or {}),
-            )
-        except Exception as error:  # a template refuses roles and shapes by exceptions of its own (jinja2's)
-            message = f"{place}: the chat template of {self.path} refuses them ({one_line(error, 160)}); correct them"
-            raise UserError(message) from None
+            ids = self.hf.apply_chat_template(list(messages), **options, **(variables or {}))
+        except Exception as error:  # templates refuse roles and shapes by jinja2's exceptions
+            reason = f"the chat template of {self.path} refuses them ({one_line(error, 160)})"
+            raise UserError(f"{place}: {reason}; correct them") from None
         return self._checked(ids, place)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a response, without special tokens."""
-        text: str = self.hf.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        ids = list(token_ids)
+        text: str = self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def _checked(self, ids: Sequence[int], place: str) -> tuple[int, ...]:
@@ -88,11 +78,8 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads the tokenizer of the checkpoint folder `path`.
-
-    Raises UserError when the folder or its tokenizer is missing or broken, and when the tokenizer has more
-    tokens than the model's embedding has rows.
-    """
+    """Loads the tokenizer of the checkpoint folder `path`. Raises UserError where folder or tokenizer is
+    missing or broken, and where the tokenizer has more tokens than the model's embedding has rows."""
     from transformers import AutoTokenizer
 
     path = Path(path)
@@ -103,13 +90,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     try:
         hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        hf("")  # what is wrong with its settings shows at the first text
-    except (
-        Exception
-    ) as error:  # a broken file surfaces as anything, down to the tokenizers library's bare Exception
-        message = f"{path}: the tokenizer cannot be loaded ({one_line(error, 160)}); copy the model's files there again"
-        raise UserError(message) from None
-    # Added tokens may leave gaps, so the largest id counts, not how many there are.
+        hf("")  # wrong settings raise at the first text
+    except Exception as error:  # broken files raise anything, down to a bare Exception of tokenizers
+        reason = f"the tokenizer cannot be loaded ({one_line(error, 160)})"
+        raise UserError(f"{path}: {reason}; copy the model's files there again") from None
+    # added tokens may leave gaps, so the largest id counts, not the number of tokens
     num_tokens = max(hf.get_vocab().values(), default=-1) + 1
     if num_tokens > vocab_size:
         raise UserError(
@@ -125,8 +110,8 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def read_stop_ids(path: str | Path) -> tuple[int, ...]:
-    """Returns the ids that end a response, from generation_config.json, else from config.json; () when
-    neither names any."""
+    """Returns the ids that end a response, from generation_config.json, else from config.json; () where
+    neither has any."""
     path = Path(path)
     for name in ("generation_config.json", "config.json"):
         value = read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
@@ -136,53 +121,42 @@ def read_stop_ids(path: str | Path) -> tuple[int, ...]:
         vocab_size = _vocab_size(path)
         for stop_id in ids:
             if not isinstance(stop_id, int) or isinstance(stop_id, bool) or not 0 <= stop_id < vocab_size:
-                raise UserError(
-                    f"{path / name}: eos_token_id is {value!r}; ids must be below the vocabulary size "
-                    f"{vocab_size}"
-                )
+                remedy = f"ids must be below the vocabulary size {vocab_size}"
+                raise UserError(f"{path / name}: eos_token_id is {value!r}; {remedy}")
         return tuple(sorted(set(ids)))
     return ()
 
 
 def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, window: int) -> None:
-    """Raises UserError for ids the model has no embedding for, and for a prompt that leaves no room for
-    one response token."""
+    """Raises UserError for ids without an embedding, and for a prompt that leaves no room for a response
+    token."""
     if not prompt_ids:
         raise UserError(f"{place}: the prompt is empty; give at least one token")
     if bad := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
-        raise UserError(
-            f"{place}: token id {shorten(bad)} is outside the vocabulary of {vocab_size}; encode with the "
-            "model's own tokenizer"
-        )
+        where = f"outside the vocabulary of {vocab_size}"
+        raise UserError(f"{place}: token id {shorten(bad)} is {where}; encode with the model's own tokenizer")
     if len(prompt_ids) > window - 1:
         raise UserError(
-            f"{place}: the prompt has {len(prompt_ids)} tokens but the model's window is {window},"
-            f" one of them for the response; shorten it to {window - 1}"
+            f"{place}: the prompt has {len(prompt_ids)} tokens but the model's window is {window}, one of "
+            f"them for the response; shorten it to {window - 1}"
         )
 
 
 def _check_coverage(hf: Any, text: str, offsets: Sequence[tuple[int, int]], place: str, path: Path) -> None:
-    """Raises UserError where the tokenizer drops a character: one without an unknown token does so in
-    silence.
-
-    Offsets tell cheaply that something may be missing; they do not tell what, so then every character is
-    tried alone.
-    """
+    """Raises UserError where the tokenizer drops a character, which it does silently without an unknown
+    token. The offsets show cheaply that something may be missing; then every character is tried alone."""
     if sum(end - start for start, end in offsets) >= len(text):
         return
     for index, character in enumerate(text):
         if not character.isspace() and not hf(character, add_special_tokens=False)["input_ids"]:
-            raise UserError(
-                f"{place}: the tokenizer of {path} has no token for {character!r} (column {index + 1}); "
-                "remove it"
-            )
+            lacks = f"the tokenizer of {path} has no token for {character!r} (column {index + 1})"
+            raise UserError(f"{place}: {lacks}; remove it")
 
 
 def _vocab_size(path: Path) -> int:
     file = existing_directory(path) / "config.json"
     vocab_size = read_json(file).get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise UserError(
-            f"{file}: vocab_size is {vocab_size!r}; it must be the number of rows of the embedding"
-        )
+        remedy = "it must be the number of rows of the embedding"
+        raise UserError(f"{file}: vocab_size is {vocab_size!r}; {remedy}")
     return vocab_size

@@ -1,12 +1,10 @@
-"""Hugging Face checkpoint folders: safetensors ↔ tensors by name, and a content hash of them.
+"""Hugging Face checkpoint folders: safetensors ↔ tensors by name, and a hash of their content.
 
-Our names are the checkpoint's names, so nothing is renamed here. What this file adds is the refusal: tensors
-that are not exactly those of config.json end in one line that says which file, which tensor and what to do.
-It knows neither engines nor
-ranks: sharded trainers hand in whole tensors, one at a time if `tensors` is a lazy mapping.
+Our names are the checkpoint's names. Tensors that are not exactly those of config.json are refused in one
+line: the file, the tensor and the remedy.
 
-    DIR/config.json ── hf_config.py ──▶ ModelConfig ── expected_shapes ──▶ {name: shape} ──┐
-    DIR/model*.safetensors ───────────────────── header check ◀────────────────────────────┘──▶ {name: tensor}
+    DIR/config.json ─── config.py ──▶ ModelConfig ── expected_shapes ──▶ {name: shape} ──┐
+    DIR/model*.safetensors ──────────────────── header check ◀───────────────────────────┘──▶ {name: tensor}
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +34,14 @@ from tlt.types import UserError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Number formats, by their safetensors names, in which weights may be stored; any other is a quantization."""
+"""Supported number formats, by their safetensors names; any other is a quantization."""
 
 
 # ── tensors in ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Returns the shape of every tensor of a checkpoint by its name, in the order of the layers. Allocates
-    nothing."""
+    """Returns the shapes of a checkpoint's tensors by name, in the order of the layers. Allocates nothing."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Transformer(config).state_dict().items()}
 
@@ -52,20 +49,17 @@ def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 def load_tensors(
     path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Returns all tensors of the checkpoint in `path`, on the CPU, as `dtype` (None: as stored); see
-    StoredTensors."""
+    """Returns all tensors of the checkpoint in `path`: those of `StoredTensors`, read at once."""
     return dict(StoredTensors(path, config, dtype))
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, on the CPU, as `dtype` (None: as stored), each read when it is
-    asked for.
+    """The tensors of a checkpoint by name, on the CPU, as `dtype` (None: as stored), each read on access.
 
-    Names and shapes are checked against `expected_shapes(config)` before anything is read. Two kinds of
-    surplus are let through and dropped: rotary `inv_freq` buffers, which old versions of transformers
-    stored, and the `lm_head.weight` of a tied checkpoint if it equals the embedding. Everything else
-    missing, surplus or misshapen is a UserError, and so is, when it is read, a tensor with values that are
-    not finite as `dtype`.
+    Raises UserError at once unless names and shapes are `expected_shapes(config)`. Two kinds of surplus are
+    dropped: rotary `inv_freq` buffers, which old versions of transformers stored, and the `lm_head.weight` of
+    a tied checkpoint if it equals the embedding. Raises UserError on access for values that are not finite
+    as `dtype`.
     """
 
     def __init__(self, path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
@@ -77,21 +71,19 @@ class StoredTensors(Mapping[str, Tensor]):
         has_tied_head = config.tie_embeddings and "lm_head.weight" in self._stored
         if has_tied_head:
             expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-        _check_stored(
-            self._stored, expected, config, place=files[0] if len(files) == 1 else directory / INDEX
-        )
+        _check_stored(self._stored, expected, config, files[0] if len(files) == 1 else directory / INDEX)
         if has_tied_head and not torch.equal(self["lm_head.weight"], self["model.embed_tokens.weight"]):
             raise UserError(
                 f"{self._stored['lm_head.weight'].file}: tensor lm_head.weight differs from "
-                "model.embed_tokens.weight although "
-                f"tie_word_embeddings is true; set it to false in {directory / 'config.json'} to keep both"
+                "model.embed_tokens.weight although tie_word_embeddings is true; set it to false in "
+                f"{directory / 'config.json'} to keep both"
             )
 
     def __getitem__(self, name: str) -> Tensor:
         return self.rows(name, slice(None))
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Reads these rows (of dimension 0) alone."""
+        """Reads only these rows (of dimension 0)."""
         file = self._stored[name].file
         with safe_open(file, framework="pt") as opened:
             tensor: Tensor = opened.get_slice(name)[rows]
@@ -100,7 +92,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names  # without reading it
+        return name in self._names  # the mixin would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -110,25 +102,25 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Returns whether all values are finite, a bool that is still on the tensor's device."""
+    """Returns whether all values are finite, as a bool tensor on the tensor's device."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    # NaN and infinity both reach the smallest or the largest value; isfinite().all() takes twenty times as
-    # long on a CPU.
+    # NaN and infinity reach the smallest or largest value; isfinite().all() takes 20 times as long on a CPU
     return torch.stack(tensor.aminmax()).isfinite().all()
 
 
 def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
     if not is_finite(tensor):
-        place = f"{file}: tensor {name} holds NaN or infinite values as {str(tensor.dtype).removeprefix('torch.')}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
         raise UserError(
-            f"{place}; download the checkpoint again, or use one from before its training diverged"
+            f"{file}: tensor {name} holds NaN or infinite values as {dtype}; download the checkpoint again, "
+            "or use one from before its training diverged"
         )
 
 
-def load_stored(path: Path | str) -> dict[str, Tensor]:
-    """Returns all tensors of the safetensors in `path`, whole or in shards, as stored. Only the files are
-    checked: names, shapes and values are left to the caller."""
+def read_safetensors(path: Path | str) -> dict[str, Tensor]:
+    """Returns all tensors of the safetensors in `path`, whole or in shards, as stored. Does not check names,
+    shapes or values."""
     directory = existing_directory(path)
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
@@ -151,27 +143,23 @@ def _weight_files(directory: Path) -> list[Path]:
         shards = read_json(directory / INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise UserError(f"{directory / INDEX}: weight_map is missing or empty; download the file again")
-        if strange := [
-            name for name in shards.values() if not isinstance(name, str) or name != Path(name).name
-        ]:
-            remedy = "which is no file beside it; download the file again"
-            raise UserError(f"{directory / INDEX}: weight_map names {strange[0]!r}, {remedy}")
+        for name in shards.values():
+            if not isinstance(name, str) or name != Path(name).name:
+                remedy = "which is no file beside it; download the file again"
+                raise UserError(f"{directory / INDEX}: weight_map names {name!r}, {remedy}")
         files = [directory / name for name in sorted(set(shards.values()))]
         for file in files:
             if not os.path.exists(file):  # Path.exists raises for a name that is too long
-                raise UserError(
-                    f"{directory / INDEX}: shard {file.name} is missing; download it into {directory}"
-                )
+                remedy = f"download it into {directory}"
+                raise UserError(f"{directory / INDEX}: shard {file.name} is missing; {remedy}")
         return files
-    pickled = sorted(directory.glob("*.bin"))
-    if pickled:
+    if pickled := sorted(directory.glob("*.bin")):
         raise UserError(
-            f"{directory}: holds {pickled[0].name} but no safetensors; convert it once with "
-            f"transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER_DIR)"
+            f"{directory}: holds {pickled[0].name} but no safetensors; convert it once with transformers: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER_DIR)"
         )
-    raise UserError(
-        f"{directory}: holds neither {WEIGHTS} nor {INDEX}; give a folder with a whole checkpoint"
-    )
+    remedy = "give a folder with a whole checkpoint"
+    raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}; {remedy}")
 
 
 def _stored_tensors(files: list[Path]) -> dict[str, _Stored]:
@@ -195,38 +183,28 @@ def _stored_tensors(files: list[Path]) -> dict[str, _Stored]:
 def _check_stored(
     stored: dict[str, _Stored], expected: dict[str, torch.Size], config: ModelConfig, place: Path
 ) -> None:
-    missing = [name for name in expected if name not in stored]
-    if missing:
+    if missing := [name for name in expected if name not in stored]:
         remedy = "download the checkpoint again, or correct config.json if it belongs to another model"
-        raise UserError(f"{place}: tensor {missing[0]}{_and_more(missing)} is missing; {remedy}")
-    surplus = sorted(
-        name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq")
-    )
-    if surplus:
+        raise UserError(f"{place}: {_listed(missing)} is missing; {remedy}")
+    unknown = stored.keys() - expected.keys()
+    if surplus := sorted(name for name in unknown if not name.endswith("rotary_emb.inv_freq")):
         described = f"a {config.architecture} model of {config.num_layers} layers"
         remedy = f"config.json describes {described} without it; correct one of the two"
+        raise UserError(f"{stored[surplus[0]].file}: {_listed(surplus)} is unknown; {remedy}")
+    if misshapen := [name for name in expected if stored[name].shape != expected[name]]:
+        first, asked = stored[misshapen[0]], list(expected[misshapen[0]])
         raise UserError(
-            f"{stored[surplus[0]].file}: tensor {surplus[0]}{_and_more(surplus)} is unknown; {remedy}"
+            f"{first.file}: {_listed(misshapen)} has shape {list(first.shape)}; config.json asks for {asked}; "
+            "use the config.json that belongs to these weights"
         )
-    misshapen = [name for name in expected if stored[name].shape != expected[name]]
-    if misshapen:
-        first = stored[misshapen[0]]
-        remedy = f"config.json asks for {list(expected[misshapen[0]])}; use the config.json that belongs to these weights"
-        raise UserError(
-            f"{first.file}: tensor {misshapen[0]}{_and_more(misshapen)} has shape {list(first.shape)}; "
-            f"{remedy}"
-        )
-    coded = [name for name in expected if stored[name].dtype not in STORED_DTYPES]
-    if coded:
-        first = stored[coded[0]]
+    if quantized := [name for name in expected if stored[name].dtype not in STORED_DTYPES]:
+        first = stored[quantized[0]]
         remedy = f"use an unquantized checkpoint ({', '.join(STORED_DTYPES)})"
-        raise UserError(
-            f"{first.file}: tensor {coded[0]}{_and_more(coded)} has dtype {first.dtype}; {remedy}"
-        )
+        raise UserError(f"{first.file}: {_listed(quantized)} has dtype {first.dtype}; {remedy}")
 
 
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+def _listed(names: list[str]) -> str:
+    return f"tensor {names[0]}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
 # ── tensors out ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -244,12 +222,13 @@ def save_model(
 ) -> None:
     """Writes a checkpoint that `load_tensors` and transformers load.
 
-    source: the checkpoint this one descends from: its tokenizer, chat template, generation config and token
-        ids are copied. None: there is nothing to copy (then give the token ids in `extra`, which adds keys to
-        config.json).
+    tensors: whole tensors; a lazy mapping is read one shard at a time.
+    source: the original checkpoint, whose tokenizer, chat template, generation config and token ids are
+        copied. None: nothing is copied.
+    extra: adds keys to config.json, such as token ids.
 
-    An existing checkpoint is replaced when the new one is complete (see `replace_folder`). A folder that
-    holds anything but a checkpoint is refused, and so are weights that are not finite. One writer at a
+    An existing checkpoint is replaced when the new one is complete (see `replace_folder`). Raises UserError
+    for a folder that holds anything but a checkpoint, and for weights that are not finite. One writer at a
     time.
     """
     target = Path(path).resolve()
@@ -257,9 +236,8 @@ def save_model(
     origin = None if source is None else existing_directory(source)
     token_ids = {}
     if origin is not None and (origin / "config.json").exists():
-        token_ids = {
-            key: value for key, value in read_json(origin / "config.json").items() if key in TOKEN_IDS
-        }
+        known = read_json(origin / "config.json")
+        token_ids = {key: known[key] for key in TOKEN_IDS if key in known}
 
     with replace_folder(target) as new:
         _write_tensors(new, config, tensors, dtype, max_shard_bytes)
@@ -269,8 +247,7 @@ def save_model(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file. Raises OSError where it cannot be written, as other writers do, and not
-    safetensors' own."""
+    """Writes a safetensors file. Raises OSError where it cannot be written, in place of safetensors' error."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(whole, path, metadata={"format": "pt"})  # transformers 4 refuses files without the format
@@ -280,8 +257,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Returns the names of each shard: consecutive ones, as many as fit; a tensor larger than a shard gets
-    one of its own."""
+    """Returns the names of each shard: consecutive tensors that fit together, or a single larger tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -302,9 +278,8 @@ def _write_tensors(
     max_shard_bytes: int,
 ) -> None:
     expected = expected_shapes(config)
-    assert tensors.keys() == expected.keys(), (
-        f"not the tensors of this config: {sorted(tensors.keys() ^ expected.keys())[:3]}"
-    )
+    odd = sorted(tensors.keys() ^ expected.keys())
+    assert not odd, f"not the tensors of this config: {odd[:3]}"
     shards = plan_shards(expected, dtype.itemsize, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -312,13 +287,9 @@ def _write_tensors(
         shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
         for name, tensor in shard.items():
             if not is_finite(tensor):
-                raise UserError(
-                    f"tensor {name} holds NaN or infinite values, and is not written; save weights that are "
-                    "finite"
-                )
-            assert tensor.shape == expected[name], (
-                f"{name} has shape {list(tensor.shape)}, not {list(expected[name])}"
-            )
+                remedy = "save weights that are finite"
+                raise UserError(f"tensor {name} holds NaN or infinite values, and is not written; {remedy}")
+            assert tensor.shape == expected[name], f"{name}: {tensor.shape}, not {expected[name]}"
         save_tensors(directory / file, shard)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -328,39 +299,36 @@ def _write_tensors(
 
 def _copy_companions(origin: Path, directory: Path) -> None:
     for entry in sorted(origin.iterdir()):
-        if any(fnmatch.fnmatch(entry.name, pattern) for pattern in COMPANIONS):
-            if entry.is_dir():
-                shutil.copytree(entry, directory / entry.name)
-            else:
-                shutil.copyfile(entry, directory / entry.name)
+        if _matches(entry, COMPANIONS):
+            (shutil.copytree if entry.is_dir() else shutil.copyfile)(entry, directory / entry.name)
+
+
+def _matches(entry: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns)
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raises UserError where something else than a checkpoint lies; to replace a folder deletes all that
-    is in it."""
+    """Raises UserError for a folder with other files than a checkpoint's, because replacing it deletes
+    them."""
     if not target.exists():
         return
     if not target.is_dir():
         raise UserError(f"{target}: is a file; give a folder to save the checkpoint in")
-    ours = ("config.json", "model*.safetensors", INDEX, *COMPANIONS)
     for entry in sorted(target.iterdir()):
-        if not any(fnmatch.fnmatch(entry.name, pattern) for pattern in ours):
-            raise UserError(
-                f"{target}: holds {entry.name}, which is no part of a checkpoint; give a new or empty folder"
-            )
+        if not _matches(entry, ("config.json", "model*.safetensors", INDEX, *COMPANIONS)):
+            found = f"holds {entry.name}, which is no part of a checkpoint"
+            raise UserError(f"{target}: {found}; give a new or empty folder")
 
 
 # ── identity ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a SHA-256 (hex) over names, dtypes, shapes and bytes; the order of the mapping does not
-    matter."""
+    """Returns a SHA-256 (hex) over names, dtypes, shapes and bytes, in the order of the names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(
-            json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n"
-        )  # fixes the bytes' length
+        header = json.dumps([name, str(tensor.dtype), list(tensor.shape)])  # it fixes the number of bytes
+        digest.update(header.encode() + b"\n")
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,5 +1,4 @@
-"""Adam's state by the names of its parameters: what a checkpoint keeps of an optimizer. Knows no files and
-no ranks."""
+"""Adam's state by the names of its parameters: what a checkpoint keeps of an optimizer."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def adam_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Returns both moments and the number of steps of a parameter, the optimizer's own tensors. Before its
-    first step they are made here as it would make them: zeros, sharded as the parameter is, and the number
-    of steps on the CPU."""
+    """Returns a parameter's two moments and number of steps, as the optimizer's own tensors. Before the first
+    step they are created as Adam creates them: zeros, sharded like the parameter; the number of steps on the
+    CPU."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros(())
@@ -25,9 +24,8 @@ def adam_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def trained_tensors(kind: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what training changes, by name: KIND.NAME, KIND_optimizer.exp_avg.NAME and so on. They are the
-    tensors
-    themselves: to fill them restores the training."""
+    """Returns the tensors that training changes, by name: KIND.NAME, KIND_optimizer.exp_avg.NAME, ... They
+    are no copies: filling them restores the training."""
     named = {f"{kind}.{name}": parameter for name, parameter in parameters.items()}
     for moment in MOMENTS:
         for name, parameter in parameters.items():

@@ -1,7 +1,7 @@
-"""Which token attends to which: attention within packed sequences and over a cache, by PyTorch's own SDPA.
+"""Attention within packed sequences and over a cache, by PyTorch's SDPA.
 
-Each object here is an `Attend` (see decoder.py) made for one forward. It knows no weights. Faster kernels
-lie in cpu_kernels.py and compiled_attention.py and must agree with what is here.
+Each object here is an `Attend` (see decoder.py) for one forward. The faster kernels in cpu_kernels.py and
+compiled_attention.py must agree with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,28 +23,26 @@ if TYPE_CHECKING:
     from tlt.models.compiled_attention import CompiledAttention
 
 FEW_TOKENS, SDPA_ADVANTAGE = 16, 4 / 3
-"""New tokens of a sequence up to which compiled loops are always faster than SDPA, and how much faster
-SDPA multiplies beyond (benchmarks/results/attention.md)."""
+"""New tokens of a sequence up to which compiled loops are always faster than SDPA, and the factor by which
+SDPA multiplies faster beyond (benchmarks/results/attention.md)."""
 
 
 def keep_to_steady_kernels() -> None:
-    """Lets PyTorch do without cuDNN's attention in this process: that plans for some hundred milliseconds
-    wherever a shape is new, as that of every decoding step is."""
+    """Disables cuDNN's attention in this process. It plans for some hundred milliseconds for every new
+    shape, and every decoding step has one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def takes_no_groups(q: Tensor) -> bool:
-    """Returns whether query heads that share keys would cost a GPU the scores of all pairs of tokens: of
-    PyTorch's kernels that do without these, those for float32 want a key for every query head."""
+    """Returns whether a GPU would store all scores where query heads share keys: PyTorch's memory-efficient
+    kernels for float32 need a key head per query head."""
     return q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)
 
 
 class PackedCausal:
-    """Causal attention for several sequences in one flat batch, none of which sees another (training,
-    recomputation, prefill).
+    """Causal attention within each sequence of one flat batch (training, recomputation, prefill).
 
-    It runs sequence by sequence: no mask, no padding, and a sequence's result does not depend on the
-    others by construction.
+    It runs sequence by sequence: without mask or padding, and no result depends on another sequence.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
@@ -70,14 +68,15 @@ class PackedCausal:
 
 
 class SharedPrompts(PackedCausal):
-    """Causal attention for families in one flat batch: sequences that begin with the same prompt, which lies
-    there once.
+    """Causal attention for families in one flat batch: sequences with a common prompt, which is there once.
 
         family    [prompt] [own tokens] [own tokens] …      each sequence sees the prompt and itself
 
-    families: per family, the length of its prompt and those of its sequences without it, which may be 0.
-        Every sequence runs whole, behind a copy of the prompt's queries, keys and values: that repeats a
-        little of attention, and no matrix product.
+    families: per family, the length of its prompt and the lengths of its sequences without it, which may
+        be 0.
+
+    Every sequence attends whole, behind a copy of the prompt's queries, keys and values: some attention is
+    repeated, but no matrix product.
     """
 
     def __init__(self, config: ModelConfig, families: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -85,13 +84,8 @@ class SharedPrompts(PackedCausal):
         self.families = [(prompt, list(own)) for prompt, own in families]
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        return torch.cat(
-            [
-                torch.arange(start, start + length, device=device)
-                for prompt, own in self.families
-                for start, length in ((0, prompt), *((prompt, length) for length in own))
-            ]
-        )
+        spans = [span for prompt, own in self.families for span in ((0, prompt), *((prompt, n) for n in own))]
+        return torch.cat([torch.arange(start, start + length, device=device) for start, length in spans])
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
         parts = iter(qkv_NSD.split(self._runs()))
@@ -104,18 +98,17 @@ class SharedPrompts(PackedCausal):
         return torch.cat(outputs)
 
     def _runs(self) -> list[int]:
-        """Returns the lengths of what lies together: a prompt and its first sequence, and each further
-        sequence."""
+        """Returns the lengths of the parts that attend together: a prompt with its first sequence, and each
+        further sequence."""
         return [length for prompt, own in self.families for length in (prompt + sum(own[:1]), *own[1:])]
 
 
 class Unrolled(PackedCausal):
-    """Packed causal attention of a drafter that is trained on several of its own steps, with one call per
-    step.
+    """Packed causal attention for training a drafter on several of its own steps, one call per step.
 
-    In the first step pair t sees the pairs up to t of its sequence. In each later step it continues its
-    own draft: it sees those first pairs, and itself in every later step up to this one. That is what a
-    draft from position t sees (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2).
+    In the first step, pair t sees the pairs up to t of its sequence. In each later step it continues its own
+    draft: it sees those first pairs, and its own pairs of the later steps so far. A draft from position t
+    sees the same (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2).
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
@@ -133,20 +126,13 @@ class Unrolled(PackedCausal):
             return super().__call__(layer, qkv_NSD)
         self.own_keys.append(k_NHD)
         self.own_values.append(v_NHD)
-        whole = (
-            q_NHD,
-            *self.first_NHD,
-            torch.stack(self.own_keys, dim=1),
-            torch.stack(self.own_values, dim=1),
-        )
+        own = (torch.stack(self.own_keys, dim=1), torch.stack(self.own_values, dim=1))
         attend = cpu_kernels.CausalAndOwn.apply if cpu_kernels.can_fuse(q_NHD) else causal_and_own
         outputs = []
-        for q_THD, k_THD, v_THD, own_k_TIHD, own_v_TIHD in zip(
-            *(x.split(self.lengths) for x in whole), strict=True
-        ):
-            q_HTD, k_HTD, v_HTD = (x.transpose(0, 1) for x in (q_THD, k_THD, v_THD))
-            own_k_IHTD, own_v_IHTD = (x.permute(1, 2, 0, 3) for x in (own_k_TIHD, own_v_TIHD))
-            out_HTD = attend(q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD)
+        parts = zip(*(x.split(self.lengths) for x in (q_NHD, *self.first_NHD, *own)), strict=True)
+        for *qkv, own_k_TIHD, own_v_TIHD in parts:
+            own_IHTD = (x.permute(1, 2, 0, 3) for x in (own_k_TIHD, own_v_TIHD))
+            out_HTD = attend(*(x_THD.transpose(0, 1) for x_THD in qkv), *own_IHTD)
             outputs.append(out_HTD.transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
@@ -154,8 +140,7 @@ class Unrolled(PackedCausal):
 def causal_and_own(
     q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, own_k_IHTD: Tensor, own_v_IHTD: Tensor
 ) -> Tensor:
-    """Returns attention [H, T, D] in which query t sees the keys up to t, and the keys at t of each of the
-    I own steps."""
+    """Returns attention [H, T, D]: query t sees the keys up to t, and the keys at t of the I own steps."""
     q_HTD = q_HTD * q_HTD.shape[-1] ** -0.5
     length = q_HTD.shape[1]
     future_TT = torch.ones(length, length, dtype=torch.bool, device=q_HTD.device).triu_(1)
@@ -167,7 +152,7 @@ def causal_and_own(
 
 
 class StoringPrefill(SharedPrompts):
-    """`SharedPrompts` that also writes the keys and values of sequence i to cache slot slots[i], from
+    """Attends as `SharedPrompts`, and writes the keys and values of sequence i to cache slot slots[i], from
     position 0 on."""
 
     def __init__(
@@ -195,7 +180,7 @@ class StoringPrefill(SharedPrompts):
 
 @cache
 def compiled_loops() -> ModuleType | None:
-    """Returns compiled_attention.py; None where Numba, which compiles it, is missing: SDPA then attends."""
+    """Returns compiled_attention.py; None without Numba, which compiles it: then SDPA attends."""
     try:
         from tlt.models import compiled_attention
     except ImportError:
@@ -204,8 +189,7 @@ def compiled_loops() -> ModuleType | None:
 
 
 def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Does before the first forward what it would else wait for: on a CPU the loops for this type are
-    loaded, or compiled where nobody has before."""
+    """Prepares the first forward: on a CPU, loads the loops for this type, or compiles them once."""
     if device.type != "cpu":
         keep_to_steady_kernels()
     elif (loops := compiled_loops()) is not None and dtype in loops.DTYPES:
@@ -221,10 +205,10 @@ def cached(
     lengths: Sequence[int] | None = None,
     counts: Sequence[int] | None = None,
 ) -> Cached | CompiledAttention:
-    """Returns cached attention for a batch: on a CPU by compiled loops, where they are faster. Other
-    arguments are `Cached`'s.
+    """Returns cached attention for a batch: compiled loops where a CPU is faster with them, else `Cached`,
+    which explains the other arguments.
 
-    lengths: per sequence, the columns that any of its new tokens may see; None: `length` of each.
+    lengths: per sequence, the number of columns that its new tokens see; None: `length`.
     """
     B, T = columns_BT.shape
     rows = list(zip(counts or [T] * B, lengths or [length] * B, strict=True))
@@ -234,23 +218,21 @@ def cached(
         return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts)
     mask_BTL = None if T == 1 and lengths is not None else mask_BTL  # a single token sees all of its columns
     real_N = None if counts is None else real_tokens(counts, T, columns_BT.device)
-    attend: CompiledAttention = loops.CompiledAttention(
-        config.num_heads, layers_SKLD, columns_BT, mask_BTL, rows, real_N
-    )
-    return attend
+    attend = loops.CompiledAttention(config.num_heads, layers_SKLD, columns_BT, mask_BTL, rows, real_N)
+    return cast("CompiledAttention", attend)
 
 
 class Cached:
-    """Attention of T new tokens for each of B sequences over their cache, to which it adds their keys and
-    values first.
+    """Attention of T new tokens for each of B sequences over their cache. First it writes the new keys and
+    values there.
 
-    layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values. The sequences lie in
+    layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values. The sequences are in
         slots 0..B-1.
-    columns_BT: the places of the new entries.
-    length: entries that are read of each sequence.
-    mask_BTL: is added to the scores and says which entries each new token sees; None: all of `length`.
-    counts: new tokens of each sequence, where some have fewer than T; input and output then have no padding.
-        None: all have T.
+    columns_BT: columns of the new entries.
+    length: number of entries that each sequence reads.
+    mask_BTL: added to the scores, hides entries from new tokens; None: they see all `length`.
+    counts: number of new tokens of each sequence; None: T each. With counts, input and output have no
+        padding.
 
     Query heads that share keys are folded into the query length.
     """
@@ -285,29 +267,23 @@ class Cached:
 
     def _attend(self, q_NHD: Tensor, cache_SKLD: Tensor) -> Tensor:
         B, T, K, G = self.batch, self.num_new, self.num_kv_heads, self.group
-        live_BKLD = cache_SKLD[:B, :, : self.length]
-        q_BKTD = (
-            pad(q_NHD, self.real_N, B * T)
-            .view(B, T, K, G, -1)
-            .permute(0, 2, 3, 1, 4)
-            .reshape(B, K, G * T, -1)
-        )
-        out_BKTD = F.scaled_dot_product_attention(
-            q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=self.mask
-        )
+        k_BKLD, v_BKLD = cache_SKLD[:B, :, : self.length].chunk(2, dim=1)
+        q_BTKGD = pad(q_NHD, self.real_N, B * T).view(B, T, K, G, -1)
+        q_BKTD = q_BTKGD.permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
+        out_BKTD = F.scaled_dot_product_attention(q_BKTD, k_BKLD, v_BKLD, attn_mask=self.mask)
         out_NC = out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
         return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
 
 
 def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:
-    """Returns int64[sum of counts]: where the first counts[b] of `num_columns` tokens of sequence b lie in
-    a flat batch."""
+    """Returns int64[sum of counts]: the indices in a flat batch of the first counts[b] of `num_columns`
+    tokens of each sequence b."""
     return upload([b * num_columns + i for b, count in enumerate(counts) for i in range(count)], device)
 
 
 def pad(x_NX: Tensor, real_N: Tensor | None, num_tokens: int) -> Tensor:
-    """Returns the flat batch [num_tokens, X]: the rows of x at the places `real_N`, zeros elsewhere; None:
-    x as it is."""
+    """Returns the flat batch [num_tokens, X]: the rows of x at the indices `real_N`, zeros elsewhere. None:
+    x itself."""
     if real_N is None:
         return x_NX
     return x_NX.new_zeros(num_tokens, *x_NX.shape[1:]).index_copy_(0, real_N, x_NX)

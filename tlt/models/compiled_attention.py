@@ -1,13 +1,11 @@
-"""Attention of few queries over a cache as compiled loops, for CPUs: keys and values are read once, and
-nothing is padded.
+"""Attention of few queries over a cache as compiled loops, for CPUs. It reads keys and values once, without
+padding.
 
     an item: the new tokens of one sequence, and the query heads that share a key head
-      64 keys at a time ─▶ scores ─▶ softmax, corrected when a larger score comes ─▶ sums of the weighed values
-                                     (Milakov and Gimelshein, arXiv 1805.02867)
+      64 keys at a time ─▶ scores ─▶ online softmax (arXiv 1805.02867) ─▶ weighted sums of the values
 
-attention.py is the reference, and attends where Numba is missing. Everything is computed in float32. What
-a query gets depends on no other query, on no other sequence and on no key that it does not see, not even
-in the last bit.
+attention.py is the reference, and attends without Numba. All arithmetic is float32. To the last bit, the
+result of a query does not depend on other queries, other sequences or keys that it does not see.
 """
 
 from __future__ import annotations
@@ -27,29 +25,28 @@ from tlt import loops
 from tlt.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
 
 BLOCK = 64
-"""Keys that are looked at together."""
+"""Keys of one pass."""
 
 PRODUCTS_PER_THREAD = 100_000
-"""Multiplications that are worth another thread: to wake it takes some microseconds."""
+"""Multiplications that justify another thread, which takes some microseconds to wake."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 _F32, _U32, _U64 = np.float32, np.uint32, np.uint64
 _1, _2, _3, _4, _64, _128, _BLOCK = _U64(1), _U64(2), _U64(3), _U64(4), _U64(64), _U64(128), _U64(BLOCK)
-"""Indices are unsigned: for signed ones Numba asks whether they are negative, and then no vectors are
-used."""
+"""Indices are unsigned: Numba checks signed ones for negative values, which prevents vectorization."""
 _NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.log(2))
 
 _ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "capacity", "num_new", "mask_length")
 CALL = np.dtype([*loops.HEAD, *((name, "i8") for name in _ADDRESSES), *((name, "u8") for name in _SIZES)])
-"""A call for one layer: where its arrays are, and their sizes."""
+"""The arguments of a call for one layer: addresses of its arrays, and sizes."""
 
 
 class CompiledAttention:
-    """`attention.Cached` of few new tokens, by the loops.
+    """Computes `attention.Cached` for few new tokens by the loops.
 
-    rows: per sequence, the number of its new tokens and of the columns that any of them may see.
+    rows: per sequence, (number of new tokens, number of columns that they see).
     mask_BTL: None where each new token sees all columns of its row.
     real_N: see `attention.Cached`.
     """
@@ -74,9 +71,8 @@ class CompiledAttention:
         sizes = (num_heads, num_kv // 2, head_dim, capacity, columns_BT.shape[1], mask[1])
         self.call = np.array([(0, len(rows) * (num_kv // 2), 0, 0, 0, *addresses, *sizes)], CALL)
         num_products = 2 * sum(t * n for t, n in rows) * num_heads * head_dim
-        self.loop = loops.Loop(
-            compiled(layers_SKLD[0].dtype), self.call, 1 + num_products // PRODUCTS_PER_THREAD
-        )
+        max_threads = 1 + num_products // PRODUCTS_PER_THREAD
+        self.loop = loops.Loop(compiled(layers_SKLD[0].dtype), self.call, max_threads)
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
         qkv_NSD = qkv_NSD.contiguous()
@@ -89,8 +85,8 @@ class CompiledAttention:
 
 @cache
 def compiled(dtype: torch.dtype) -> int:
-    """Returns the address of the loop for caches of this type. Numba compiles it where nobody has before,
-    which takes some seconds, and keeps it on disk."""
+    """Returns the address of the loop for caches of this type. The first time, Numba compiles it for some
+    seconds and keeps it on disk."""
     function = _attend_float32 if dtype == torch.float32 else _attend_bfloat16
     address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]  # None before compiling
     return address
@@ -111,13 +107,10 @@ def _attend_bfloat16(data):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _attend(data, call, arrays):  # type: ignore
-    """Takes items until none is left: a sequence and a key head each."""
+    """Takes items, each a sequence and a key head, until none is left."""
     num_rows = call.num_new * (call.num_heads // call.num_kv_heads) + _1  # queries go in pairs
-    queries, sums, rest = (
-        _zeros(num_rows * call.head_dim),
-        _zeros(num_rows * call.head_dim),
-        _zeros(_4 * call.head_dim),
-    )
+    queries, sums = _zeros(num_rows * call.head_dim), _zeros(num_rows * call.head_dim)
+    rest = _zeros(_4 * call.head_dim)
     scores, largest, totals = _zeros(num_rows * _BLOCK), _zeros(num_rows), _zeros(num_rows)
     while True:
         item = loops.take(data)
@@ -132,11 +125,8 @@ def _attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
     qkv, layer, out = arrays
     queries, scores, sums, largest, totals, rest = work
     dim, rows = call.head_dim, int64_at(call.rows)
-    first, num_new, num_keys = (
-        _U64(rows[_3 * sequence]),
-        _U64(rows[_3 * sequence + _1]),
-        _U64(rows[_3 * sequence + _2]),
-    )
+    row = _3 * sequence
+    first, num_new, num_keys = _U64(rows[row]), _U64(rows[row + _1]), _U64(rows[row + _2])
     keys_at = (_2 * call.num_kv_heads * sequence + kv_head) * call.capacity * dim
     values_at = keys_at + call.num_kv_heads * call.capacity * dim
     new_key, group = call.num_heads + kv_head, call.num_heads // call.num_kv_heads
@@ -164,17 +154,16 @@ def _store(call, qkv, head, first, num_new, sequence, layer, at):  # type: ignor
     """Copies a head of the new tokens to their columns of the cache."""
     columns, dim, step = int64_at(call.columns), call.head_dim, call.num_heads + _2 * call.num_kv_heads
     for i in range(num_new):
-        source, target = (
-            ((first + i) * step + head) * dim,
-            at + _U64(columns[sequence * call.num_new + i]) * dim,
-        )
+        source = ((first + i) * step + head) * dim
+        target = at + _U64(columns[sequence * call.num_new + i]) * dim
         for d in range(dim):
             layer[target + d] = qkv[source + d]
 
 
 @njit(nogil=True, cache=True)
 def _score(queries, num_rows, keys, at, count, dim, rest, scores):  # type: ignore
-    """Writes query · key, for every query and every key of a block."""
+    """Writes query · key for all queries and the keys of a block. Constant head sizes compile to faster
+    loops."""
     if dim == _64:
         _score_all(queries, num_rows, keys, at, count, _64, rest, scores)
     elif dim == _128:
@@ -203,12 +192,8 @@ def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
     q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _BLOCK
     for d in range(dim):
         x, y = queries[q0 + d], queries[q1 + d]
-        z0, z1, z2, z3 = (
-            _widen(keys[k0 + d]),
-            _widen(keys[k1 + d]),
-            _widen(keys[k2 + d]),
-            _widen(keys[k3 + d]),
-        )
+        z0, z1 = _widen(keys[k0 + d]), _widen(keys[k1 + d])
+        z2, z3 = _widen(keys[k2 + d]), _widen(keys[k3 + d])
         a0, a1, a2, a3 = a0 + x * z0, a1 + x * z1, a2 + x * z2, a3 + x * z3
         b0, b1, b2, b3 = b0 + y * z0, b1 + y * z1, b2 + y * z2, b3 + y * z3
     scores[s0], scores[s0 + _1], scores[s0 + _2], scores[s0 + _3] = a0, a1, a2, a3
@@ -217,7 +202,7 @@ def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _hide(call, scores, num_rows, group, count, first_mask, start):  # type: ignore
-    """Adds the mask, and hides what lies behind the keys."""
+    """Adds the mask to the scores, and hides those beyond the last key."""
     for row in range(num_rows):
         if call.mask_length:
             mask, at = float32_at(call.mask), (first_mask + row // group) * call.mask_length + start
@@ -229,7 +214,7 @@ def _hide(call, scores, num_rows, group, count, first_mask, start):  # type: ign
 
 @njit(nogil=True, cache=True)
 def _weigh(scores, num_rows, dim, sums, largest, totals):  # type: ignore
-    """Replaces scores s by exp(s - largest so far), by which `sums` and `totals` go too."""
+    """Replaces scores s by exp(s - largest so far), and rescales `sums` and `totals` likewise."""
     for row in range(num_rows):
         found = _largest(scores, row * _BLOCK)
         if found > largest[row]:
@@ -263,7 +248,7 @@ def _to_weights(scores, at, largest):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _add(weights, num_rows, values, at, count, dim, rest, sums):  # type: ignore
-    """Adds the weighed values to the sums."""
+    """Adds the weighted values to the sums."""
     if dim == _64:
         _add_all(weights, num_rows, values, at, count, _64, rest, sums)
     elif dim == _128:
@@ -286,17 +271,13 @@ def _add_all(weights, num_rows, values, at, count, dim, rest, sums):  # type: ig
 
 @njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
-    """Adds four weighed values to the sums of two queries."""
+    """Adds four weighted values to the sums of two queries."""
     w1, v1, v2, v3, s1 = w0 + _BLOCK, v0 + dim, v0 + _2 * dim, v0 + _3 * dim, s0 + dim
     a0, a1, a2, a3 = weights[w0], weights[w0 + _1], weights[w0 + _2], weights[w0 + _3]
     b0, b1, b2, b3 = weights[w1], weights[w1 + _1], weights[w1 + _2], weights[w1 + _3]
     for d in range(dim):
-        x0, x1, x2, x3 = (
-            _widen(values[v0 + d]),
-            _widen(values[v1 + d]),
-            _widen(values[v2 + d]),
-            _widen(values[v3 + d]),
-        )
+        x0, x1 = _widen(values[v0 + d]), _widen(values[v1 + d])
+        x2, x3 = _widen(values[v2 + d]), _widen(values[v3 + d])
         sums[s0 + d] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
         sums[s1 + d] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
 
@@ -317,7 +298,7 @@ def _zeros(size):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _load(source, at, size, target, to):  # type: ignore
-    """Copies numbers that lie together, as float32."""
+    """Copies consecutive numbers as float32."""
     for i in range(size):
         target[to + i] = _widen(source[at + i])
 
@@ -329,11 +310,11 @@ def _unload(source, at, size, factor, target, to):  # type: ignore
 
 
 def _widen(number: Any) -> Any:
-    """Returns float32 of float32, or of the bits of bfloat16."""
+    """Returns the float32 of a float32 or of the bits of a bfloat16."""
 
 
 def _narrow(number: Any, like: Any) -> Any:
-    """Returns a float32 as it is, or the bits of the nearest bfloat16, of two the even one."""
+    """Returns the float32 itself, or the bits of the nearest bfloat16 (ties to even)."""
 
 
 @overload(_widen)

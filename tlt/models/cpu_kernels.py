@@ -1,7 +1,6 @@
-"""Everything that is private to the CPU: oneDNN's products, the flash kernel, and from which sizes on each is
-faster.
+"""CPU kernels: oneDNN's products and the flash kernel, and the sizes from which each is faster.
 
-It knows no model; decoder.py, packed.py and attention.py call it and have a plain path beside each call.
+decoder.py, packed.py and attention.py have a plain path beside each call.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ import torch
 from torch import Tensor
 
 KEPT_KERNELS = "128"
-"""Kernels that oneDNN keeps, one for each shape of a product, and torch once more; they read it when they
-make the first. Else they keep 1,024, and a rank grows by 0.6 GiB within a hundred steps. To make one takes
+"""Size of oneDNN's and torch's caches of kernels, one per shape of a product; both read it with their first
+kernel. Their default of 1,024 lets a rank grow by 0.6 GiB within a hundred steps. Creating a kernel takes
 0.3 ms."""
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_KERNELS)
 os.environ.setdefault("LRU_CACHE_CAPACITY", KEPT_KERNELS)
 
 MIN_ROWS = 256
-"""Rows of an input from which oneDNN is faster even though it lays the weight out anew for every product."""
+"""Rows of an input from which oneDNN is faster although it reorders the weight for every product."""
 
 
 def can_multiply(x_NI: Tensor) -> bool:
-    """Returns whether `OneDnnProduct` takes this input and is faster than F.linear."""
+    """Returns whether `OneDnnProduct` supports this input and is faster than F.linear."""
     is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= MIN_ROWS
     return is_fast and torch.backends.mkldnn.is_available()
 
 
 class OneDnnProduct(torch.autograd.Function):
-    """The product x Wᵀ, whose forward and input gradient run oneDNN's kernel. The weight's gradient, a
-    product of two activations, was not faster there and stays with the BLAS (benchmarks/log.md)."""
+    """The product x Wᵀ by oneDNN, forward and input gradient. The weight's gradient, a product of two
+    activations, is not faster there and stays with the BLAS (benchmarks/log.md)."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -58,40 +57,35 @@ MIN_PRODUCTS = 320_000
 """Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear
 (benchmarks/log.md)."""
 
-
 FASTEST_ROWS, MIN_REPEATED = 3, 1_500_000
-"""oneDNN reads a matrix faster from memory for three rows than for fewer: 30 GB/s in place of 22 to 25 on
-an AMD EPYC (Zen 4). So a smaller input is repeated, where the matrix has so many elements that this pays
-for the copy."""
+"""oneDNN reads a matrix faster from memory for three rows than for fewer: 30 instead of 22 to 25 GB/s on an
+AMD EPYC (Zen 4). So a smaller input is repeated, for matrices from this number of elements on."""
 
 
 def has_matrices(dtype: torch.dtype) -> bool:
     """Returns whether oneDNN multiplies frozen matrices of this type faster than F.linear: in float32, and
-    in bfloat16 on a processor that has instructions for it (AVX-512 BF16 or AMX)."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
+    in bfloat16 on a processor with instructions for it (AVX-512 BF16 or AMX)."""
+    is_fast = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
+    return is_fast and torch.backends.mkldnn.is_available()
 
 
 @cache
 def has_bfloat16() -> bool:
-    """Returns whether this processor multiplies in bfloat16, rather than by way of float32."""
+    """Returns whether this processor has bfloat16 products."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def onednn_matrix(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> OneDnnMatrix | None:
-    """Returns a copy, still empty, of a frozen matrix for oneDNN; None where oneDNN does not compute its
-    products."""
+    """Returns an empty oneDNN copy of a frozen matrix; None where oneDNN does not compute its products."""
     return OneDnnMatrix(num_in * num_out, dtype) if device.type == "cpu" and has_matrices(dtype) else None
 
 
 class OneDnnMatrix:
-    """A frozen matrix in oneDNN's own layout, laid out once for many products. In float32 these are twice as
-    fast as MKL's, which keeps to AVX2 on processors that are not Intel's; in bfloat16 F.linear lays the
-    matrix out anew for every product.
+    """A frozen matrix in oneDNN's layout, reordered once for many products. In float32 they are twice as fast
+    as MKL's, which is limited to AVX2 on processors of other makers than Intel; in bfloat16 F.linear reorders
+    the matrix for every product.
 
-    min_rows: rows of the input from which it is the faster one; 0: it always is, so that no other copy is
-        needed.
+    min_rows: rows of the input from which it is faster; 0: always, so that no other copy is needed.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -122,20 +116,20 @@ class OneDnnMatrix:
 
 
 def _repeat(x_NI: Tensor) -> Tensor:
-    """Returns at least `FASTEST_ROWS` rows, of which the first are those given."""
+    """Returns the rows repeated, at least `FASTEST_ROWS` of them."""
     return x_NI.repeat(-(-FASTEST_ROWS // len(x_NI)), 1)
 
 
 def can_fuse(q: Tensor) -> bool:
-    """Returns whether `CausalAndOwn` takes queries of this device and dtype."""
+    """Returns whether `CausalAndOwn` supports queries of this device and dtype."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
 
 
 class CausalAndOwn(torch.autograd.Function):
-    """`causal_and_own` (attention.py) without its T x T matrices: the flash kernel handles the first keys,
-    and the own ones join by log-sum-exp. The kernel's backward is given the output and the log-sum-exp
-    over all keys; with them its probabilities and its correction term (Dao, arXiv 2307.08691, §2.3) are
-    those of the softmax over all keys."""
+    """Computes `causal_and_own` (attention.py) without T x T matrices: the flash kernel handles the first
+    keys, and the own keys join by log-sum-exp. The kernel's backward gets the output and the log-sum-exp over
+    all keys, so its probabilities and correction term (Dao, arXiv 2307.08691, §2.3) are those of the softmax
+    over all keys."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -146,9 +140,8 @@ class CausalAndOwn(torch.autograd.Function):
         own_IHT = (q_HTD * own_k_IHTD).sum(-1) * scale
         whole_1HT = torch.cat([lse_1HT, own_IHT]).logsumexp(0, keepdim=True)
         own_IHT1 = (own_IHT - whole_1HT).exp()[..., None]
-        out_HTD: Tensor = (lse_1HT - whole_1HT).exp()[0, ..., None] * first_1HTD[0] + (
-            own_IHT1 * own_v_IHTD
-        ).sum(0)
+        out_HTD: Tensor = (lse_1HT - whole_1HT).exp()[0, ..., None] * first_1HTD[0]
+        out_HTD = out_HTD + (own_IHT1 * own_v_IHTD).sum(0)
         ctx.save_for_backward(*tensors, out_HTD, whole_1HT, own_IHT1)
         return out_HTD
 
@@ -157,12 +150,9 @@ class CausalAndOwn(torch.autograd.Function):
         q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD, out_HTD, whole_1HT, own_IHT1 = ctx.saved_tensors
         (d_HTD,) = gradients
         scale = q_HTD.shape[-1] ** -0.5
-        lse_1HT = (
-            torch.empty_like(whole_1HT.transpose(1, 2)).transpose(1, 2).copy_(whole_1HT)
-        )  # the kernel's own layout
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         first = (q_HTD[None], k_HTD[None], v_HTD[None], out_HTD[None])
-        dq_1HTD, dk_1HTD, dv_1HTD = flash(d_HTD[None], *first, lse_1HT, 0.0, True, scale=scale)
+        dq_1HTD, dk_1HTD, dv_1HTD = flash(d_HTD[None], *first, whole_1HT, 0.0, True, scale=scale)
         correction_HT1 = (d_HTD * out_HTD).sum(-1, keepdim=True)
         d_scores_IHT1 = own_IHT1 * ((d_HTD * own_v_IHTD).sum(-1, keepdim=True) - correction_HT1) * scale
         dq_HTD = dq_1HTD[0] + (d_scores_IHT1 * own_k_IHTD).sum(0)

@@ -1,12 +1,13 @@
 """One decoder for the Llama, Qwen2 and Qwen3 families: training, prefill, decode and tree verification.
 
-Every caller runs the same code on a flat batch of N tokens. Which token attends to which is decided by an
-`Attend`, an argument, so this file knows neither caches nor masks:
+Every caller runs the same code on a flat batch of N tokens. An argument, `Attend`, decides which token
+attends to which:
 
-    token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE ─ head ─▶ logits_NV
+    token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE
+    features_NE ─ head ─▶ logits_NV
 
-`Transformer` is the trainable module; its parameters are separate and carry Hugging Face's names. The
-engine's frozen copy (packed.py) runs the same steps on fused matrices.
+`Transformer` is the trainable module; its parameters have Hugging Face's names. The engine's frozen copy
+(packed.py) runs the same steps on fused matrices.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. `max_positions` is the window: how many tokens prompt and response may have
-    together."""
+    """The shape of a decoder. `max_positions` is the window: the most tokens of a prompt and its response."""
 
     architecture: Architecture
     vocab_size: int
@@ -68,7 +68,7 @@ class ModelConfig:
 
     @property
     def num_qkv(self) -> int:
-        """S, the number of heads in a fused projection: queries first, then keys, then values."""
+        """S, the number of heads in a fused projection: queries, then keys, then values."""
         return self.num_heads + 2 * self.num_kv_heads
 
 
@@ -76,17 +76,16 @@ class ModelConfig:
 
 
 def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Returns float64[D/2]. With llama3 scaling, long wavelengths are stretched and the middle band is
-    interpolated (the rule published with Llama 3.1)."""
+    """Returns float64[D/2]. Llama3 scaling stretches long wavelengths and interpolates the middle band (the
+    rule published with Llama 3.1)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(
-        0, 1
-    )
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
@@ -105,15 +104,14 @@ class Rope:
 
     @staticmethod
     def matching(x: Tensor, config: ModelConfig, known: Rope | None) -> Rope:
-        """Returns tables of x's dtype and device: the known ones where they have both, else new ones."""
+        """Returns tables of x's dtype and device: the known ones if they match, else new ones."""
         if known is not None and (known.cos_P1D.dtype, known.cos_P1D.device) == (x.dtype, x.device):
             return known
         return Rope(config, x.dtype, x.device)
 
 
 def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-    """Returns qkv with its first heads, queries and keys, rotated. Without autograd it happens in place,
-    without a copy."""
+    """Returns qkv with its first heads, queries and keys, rotated; without autograd, in place."""
     qk = qkv_NSD[:, :num_rotated]
     rolled = qk.roll(qk.shape[-1] // 2, -1)
     if torch.is_grad_enabled():
@@ -127,8 +125,7 @@ def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tens
 
 
 class Layer(Protocol):
-    """One decoder layer in three steps, as trainable and packed layers both have them. Attention runs
-    between the first two."""
+    """One decoder layer in three steps, trainable or packed. Attention runs between the first two."""
 
     num_rotated: int
 
@@ -147,7 +144,7 @@ def run_layer(
 ) -> Tensor:
     """Returns the residual stream x_NE behind the layer.
 
-    read_NI: what attention reads, where that is more than the stream (EAGLE-3's drafter).
+    read_NI: the input of attention, where it is more than the stream (EAGLE-3's drafter).
     """
     qkv_NSD = apply_rope(layer.qkv(x_NE if read_NI is None else read_NI), layer.num_rotated, *rope)
     x_NE = layer.add_attention(x_NE, attend(index, qkv_NSD))
@@ -163,7 +160,7 @@ class Linear(nn.Linear):
     def forward(self, x_NI: Tensor) -> Tensor:
         if not cpu_kernels.can_multiply(x_NI):
             return super().forward(x_NI)
-        product: Tensor = cpu_kernels.OneDnnProduct.apply(x_NI, self.weight)  # type: ignore[no-untyped-call]  # apply has no types in torch
+        product: Tensor = cpu_kernels.OneDnnProduct.apply(x_NI, self.weight)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias
 
 
@@ -180,9 +177,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, input_size: int) -> None:
         super().__init__()
-        c = config
-        self.shape = (-1, c.num_qkv, c.head_dim)
-        self.num_heads, self.num_kv_heads = c.num_heads, c.num_kv_heads
+        c = self.config = config
         self.q_proj = Linear(input_size, c.num_heads * c.head_dim, bias=c.qkv_bias)
         self.k_proj = Linear(input_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
         self.v_proj = Linear(input_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
@@ -190,15 +185,14 @@ class Attention(nn.Module):
         if c.qk_norm:
             self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
             self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
-        self.has_qk_norm = c.qk_norm
 
     def qkv(self, h_NE: Tensor) -> Tensor:
-        qkv_NSD = torch.cat([self.q_proj(h_NE), self.k_proj(h_NE), self.v_proj(h_NE)], dim=-1).view(
-            self.shape
-        )
-        if not self.has_qk_norm:
+        c = self.config
+        qkv_NA = torch.cat([self.q_proj(h_NE), self.k_proj(h_NE), self.v_proj(h_NE)], dim=-1)
+        qkv_NSD = qkv_NA.view(-1, c.num_qkv, c.head_dim)
+        if not c.qk_norm:
             return qkv_NSD
-        q, k, v = qkv_NSD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k, v = qkv_NSD.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
 
 
@@ -218,8 +212,8 @@ INPUT_NORM = ("input_layernorm",)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP. Attention reads one vector per name in `norms`, each through a
-    norm of that name; without names it reads its input as it is (EAGLE's drafter)."""
+    """Pre-norm attention and gated MLP. Attention reads one vector per name in `norms`, through a norm of
+    that name; without names it reads its input as it is (EAGLE's drafter)."""
 
     def __init__(self, config: ModelConfig, *, norms: Sequence[str] = INPUT_NORM) -> None:
         super().__init__()
@@ -239,8 +233,7 @@ class DecoderLayer(nn.Module):
         attend: Attend,
         read_NI: Tensor | None = None,
     ) -> Tensor:
-        """Returns what `run_layer` does. Whoever shards the layer (FSDP2) hooks in here: no tensor of it
-        is read elsewhere."""
+        """Calls `run_layer`. Sharding (FSDP2) hooks in here, so nothing else reads the layer's tensors."""
         return run_layer(self, index, x_NE, rope, attend, read_NI)
 
     def qkv(self, read_NI: Tensor) -> Tensor:
@@ -261,7 +254,7 @@ class DecoderLayer(nn.Module):
 
 @torch.no_grad()
 def randomize_matrices(model: nn.Module, seed: int, std: float = 0.02) -> None:
-    """Draws every matrix from a normal distribution, by the seed alone; vectors stay."""
+    """Draws every matrix from a normal distribution by the seed; vectors stay."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -279,19 +272,14 @@ class DecoderStack(nn.Module):
 
 
 Reader = Callable[[Tensor], Any]
-"""What is made of features_NE within a forward, where the head may be read."""
-
-
-def features_alone(features_NE: Tensor) -> Tensor:
-    return features_NE
+"""Maps features_NE to the result of a forward. It may read the head, because it runs within the forward."""
 
 
 class Transformer(nn.Module):
     """The trainable decoder. `state_dict()` has exactly the names of the Hugging Face checkpoint; a tied head
-    has no entry of its own.
+    has no entry.
 
-    checkpoints_activations: a layer's activations are not kept but computed once more in the backward
-        pass.
+    checkpoints_activations: whether the backward pass computes each layer's activations again.
     """
 
     def __init__(self, config: ModelConfig, checkpoints_activations: bool = False) -> None:
@@ -305,8 +293,7 @@ class Transformer(nn.Module):
         self._rope: Rope | None = None
 
     def initialize(self, seed: int, std: float = 0.02) -> Transformer:
-        """Sets random weights by the seed alone (normal matrices, unit norms, zero biases), and returns
-        the model."""
+        """Sets random weights by the seed (normal matrices, unit norms, zero biases); returns the model."""
         randomize_matrices(self, seed, std)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -320,12 +307,11 @@ class Transformer(nn.Module):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, read: Reader = features_alone
-    ) -> Any:  # of `read`
-        """Returns what `read` makes of features_NE, the output of the final norm; by default themselves.
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, read: Reader | None = None
+    ) -> Any:
+        """Returns read(features_NE), or by default features_NE, the output of the final norm.
 
-        A sharded model is whole only within its forward: whoever needs `logits` of one calls them from
-        `read`.
+        A sharded model is whole only within its forward, so `read` is the place to call its `logits`.
         """
         x_NE = self.model.embed_tokens(token_ids_N)
         self._rope = Rope.matching(x_NE, self.config, self._rope)
@@ -337,7 +323,8 @@ class Transformer(nn.Module):
                 )
             else:
                 x_NE = layer(index, x_NE, rope, attend)
-        return read(self.model.norm(x_NE))
+        features_NE: Tensor = self.model.norm(x_NE)
+        return features_NE if read is None else read(features_NE)
 
     def logits(self, features_NE: Tensor) -> Tensor:
         return F.linear(features_NE, self.head_weight)

@@ -1,5 +1,4 @@
-"""How many sequences of how many tokens fit into a memory: the arithmetic of the caches. Knows no tensor and
-no schedule.
+"""The arithmetic of the caches: how many sequences of how many tokens fit into a memory.
 
     slots × [ keys and values │ the drafter's pairs │ the drafter's features ]  ≤  max_bytes
 
@@ -13,22 +12,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 BLOCK = 128
-"""A slot's length grows in multiples of so many tokens."""
+"""A slot's length is a multiple of this number of tokens."""
 
 MOST_TOKENS = 1 << 24
-"""No window is as long."""
+"""More than any window."""
 
 
 def whole_blocks(length: int) -> int:
-    """Returns the tokens that a slot has room for where `length` are needed."""
+    """Returns the length rounded up to whole blocks."""
     return -(-length // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bounds what the running sequences take in all caches together.
+    """Bounds the bytes of the running sequences in all caches together.
 
-    max_bytes: None: without a bound.  slot_bytes: bytes of a sequence that has room for so many tokens.
+    max_bytes: the bound; None: unbounded.
+    slot_bytes: returns the bytes of a sequence with room for a number of tokens.
     """
 
     max_bytes: int | None
@@ -38,17 +38,15 @@ class Budget:
         return self.max_bytes is None or num_slots * self.slot_bytes(length) <= self.max_bytes
 
     def max_slots(self, length: int) -> int:
-        """Returns how many sequences of `length` tokens fit; one always gets its room."""
+        """Returns how many sequences of `length` tokens fit, at least one."""
         return MOST_TOKENS if self.max_bytes is None else max(self.max_bytes // self.slot_bytes(length), 1)
 
     def max_length(self, num_slots: int) -> int:
-        """Returns to how many tokens so many sequences can grow, in whole blocks."""
+        """Returns the largest length, in whole blocks, of which `num_slots` sequences fit."""
         if self.max_bytes is None:
             return MOST_TOKENS
-        blocks = range(1, MOST_TOKENS // BLOCK)
-        return BLOCK * bisect_right(
-            blocks, self.max_bytes, key=lambda n: num_slots * self.slot_bytes(n * BLOCK)
-        )
+        lengths = range(BLOCK, MOST_TOKENS, BLOCK)
+        return BLOCK * bisect_right(lengths, self.max_bytes, key=lambda n: num_slots * self.slot_bytes(n))
 
 
 UNBOUNDED = Budget(None, lambda length: 0)

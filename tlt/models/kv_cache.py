@@ -1,8 +1,8 @@
-"""Keys and values of the running sequences, one slot each. Storage only: it knows no model and no schedule.
+"""Keys and values of the running sequences, one slot each.
 
-The running batch lies in slots 0..B-1. When a sequence ends, the last one moves into its slot; nothing
-else is copied. Capacity grows by doubling, within a budget, so that a short run stays small; growing is
-the only time the cache is copied, a group of layers at a time, so that little of it exists twice.
+The running batch is in slots 0..B-1. When a sequence ends, the last one moves into its slot; nothing else is
+copied. Capacity doubles within a budget, so that a short run stays small. Growing copies the cache, a group
+of layers at a time, so that little of it exists twice.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from tlt.uploads import upload
 T = TypeVar("T")
 
 GROUP_BYTES = 2**28
-"""Layers lie together in tensors of at most so many bytes: one operation serves all of a small cache, and
-a large one grows group by group."""
+"""Largest bytes of a tensor of several layers: one operation serves a small cache whole, and a large one
+grows group by group."""
 
 PREFILL_TOKENS = 8192
-"""Tokens of a forward that fills the cache. They bound its activations: about 2 GiB for a model of 7B in
-bf16."""
+"""Largest number of tokens of a prefill forward. It bounds the activations: about 2 GiB at 7B in bf16."""
 
 
 def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields the items, in order, in groups for one forward each: of at most `PREFILL_TOKENS` tokens, or a
-    single item."""
+    """Yields the items in order, in groups for one forward each: at most `PREFILL_TOKENS` tokens, or a single
+    item."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -44,11 +43,11 @@ def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterat
 
 
 class Cache:
-    """Storage whose `layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries
-    beyond a sequence's length are finite but mean nothing: rejected drafts, or zeros.
+    """Keys and values: `layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries
+    beyond a sequence's length are finite and unused: rejected drafts, or zeros.
 
-    groups: the tensors that the layers lie in, neighbours together, [layers, slots, 2 × kv heads, length,
-        head dim].
+    groups: the tensors that `layers` are views of: [neighbouring layers, slots, 2 × kv heads, length, head
+        dim].
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class Cache:
         return num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def holds(self, num_slots: int, length: int) -> bool:
-        """Returns whether so many sequences of so many tokens have room without growing."""
+        """Returns whether `num_slots` sequences of `length` tokens have room without growing."""
         return num_slots <= self.num_slots and length <= self.capacity
 
     def reserve(self, num_slots: int, length: int, budget: Budget = UNBOUNDED) -> None:
-        """Makes room for the `num_slots` running sequences, the longest of `length` tokens, and within the
-        budget for twice as many. Growing in length gives up the other slots: it happens in the long tail,
-        where a few sequences would pay for the memory of all that have ended."""
+        """Makes room for the `num_slots` running sequences, the longest of `length` tokens. Growth doubles
+        slots or length within the budget. Growing in length drops unused slots: in the long tail, few
+        sequences need not hold the memory of all that have ended."""
         if self.holds(num_slots, length):
             return
         assert num_slots <= self.max_slots, f"{num_slots} slots wanted of {self.max_slots}"
@@ -87,8 +86,7 @@ class Cache:
         self.resize(max(num_slots, ahead), capacity)
 
     def resize(self, num_slots: int, length: int) -> None:
-        """Gives every one of `num_slots` slots room for `length` tokens; what is in both the old room and
-        the new one stays."""
+        """Allocates `num_slots` slots of `length` tokens; entries within old and new size stay."""
         kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
         self.num_slots, self.capacity = num_slots, length
         per_group = max(GROUP_BYTES // self._layer_bytes(num_slots * length), 1)
@@ -103,21 +101,20 @@ class Cache:
             self.layers += group
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copies the first `length` entries of one slot to others, which must be neighbours: a prompt
-        shared by its samples."""
+        """Copies the first `length` entries of a slot, a prompt shared by its samples, to neighbouring
+        slots."""
         if targets:
-            first, last = targets[0], targets[-1] + 1
-            assert list(targets) == list(range(first, last)), "forks are admitted into neighbouring slots"
+            first, end = targets[0], targets[-1] + 1
+            assert list(targets) == list(range(first, end)), "forks are admitted into neighbouring slots"
             for group in self.groups:
-                group[:, first:last, :, :length] = group[:, source, None, :, :length]
+                group[:, first:end, :, :length] = group[:, source, None, :, :length]
 
     def commit(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: accepted branches of
-        draft trees close up behind their sequences. Paths 0, 1, 2, … (a chain always is one) cost nothing;
-        all others move in one operation."""
-        moved = [
-            slot for slot, path in enumerate(paths) if path[-1] != len(path) - 1
-        ]  # columns rise along a path
+        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: the accepted branch of a
+        draft tree directly behind its sequence. Paths 0, 1, 2, … (every chain) cost nothing; all others move
+        in one operation."""
+        # columns rise along a path
+        moved = [slot for slot, path in enumerate(paths) if path[-1] != len(path) - 1]
         if not moved:
             return
         longest = max(len(paths[slot]) for slot in moved)
@@ -134,6 +131,6 @@ class Cache:
             group[:, target, :, :length] = group[:, source, :, :length]
 
     def release(self) -> None:
-        """Gives the memory back; the next `reserve` starts anew."""
+        """Frees the memory; the next `reserve` starts empty."""
         self.num_slots, self.capacity = 0, BLOCK
         self.groups, self.layers = [], []

@@ -1,18 +1,15 @@
-"""LoRA (Hu et al., arXiv 2106.09685): frozen matrices, each with a trainable addition of low rank, as PEFT
-names and starts it.
+"""LoRA (Hu et al., arXiv 2106.09685): frozen matrices, each with a trainable addition of low rank, named and
+initialized as in PEFT.
 
     y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [R, I] random, B [O, R] zero: at first the model is its base
-    W + scale · B A                     what is published: one matrix that needs no adapter
-
-Knows neither ranks nor files, nor how A and B are trained.
+    W + scale · B A                     the merged matrix, which is published
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +23,10 @@ from tlt.types import UserError
 
 
 class LoraLinear(Linear):
-    """A linear layer whose own weights are frozen, and its adapter. It computes in the type of its input, as
-    mixed precision
-    does: the adapter, kept in a wider type, is rounded for a product and not in what is trained.
+    """A frozen linear layer with its adapter. It computes in the type of its input, like mixed precision: the
+    adapter has a wider type and is rounded only for a product.
 
-    is_on: whether the adapter takes part.
+    is_on: whether the adapter is applied.
     """
 
     def __init__(self, base: nn.Linear, lora: LoraSection, dtype: torch.dtype) -> None:
@@ -49,16 +45,14 @@ class LoraLinear(Linear):
 
     @torch.no_grad()
     def merged(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns W + scale · B A in the type of A and B. whole: makes a matrix whole that is in slices."""
+        """Returns W + scale · B A in the type of A and B. whole: gathers a sharded matrix."""
         weight_OI, a_RI, b_OR = whole(self.weight), whole(self.lora_A.weight), whole(self.lora_B.weight)
         return torch.addmm(weight_OI.to(a_RI.dtype), b_OR, a_RI, alpha=self.scale)
 
 
 def add_adapters(model: Transformer, lora: LoraSection, dtype: torch.dtype) -> None:
-    """Freezes the model and gives its targets adapters, in place. They are on the meta device, of this type.
-
-    Raises UserError for a target that the model does not have and a rank that is larger than a matrix.
-    """
+    """Freezes the model and adds adapters to its targets, in place. They are on the meta device, of this
+    type. Raises UserError for a target that the model does not have and a rank larger than a matrix."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
     known = dict.fromkeys(map(_kind, layers))
     if unknown := [target for target in lora.targets if target not in known]:
@@ -82,18 +76,18 @@ def _kind(name: str) -> str:
 
 
 def adapted(model: nn.Module) -> dict[str, LoraLinear]:
-    """Returns the layers that have an adapter, by the names of the matrices that they adapt."""
+    """Returns the adapted layers by the names of their matrices."""
     return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
 
 
 def is_of_adapter(name: str) -> bool:
-    """Returns whether a tensor's name is an adapter's."""
+    """Returns whether a name is that of an adapter's tensor."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Returns what an adapter's matrix begins with, float32 on the CPU: PEFT's default. A follows from
-    seed and name alone, so any rank can make any of them."""
+    """Returns the initial value of an adapter's matrix, PEFT's default, float32 on the CPU. It depends on
+    seed and name alone, so any rank can compute it."""
     start = torch.zeros(shape, device="cpu")
     if ".lora_A." in name:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -102,28 +96,30 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     return start
 
 
-def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
-    """Returns the number of parameters of all adapters. Allocates nothing; raises what `add_adapters`
-    does."""
+def adapter_shapes(config: ModelConfig, lora: LoraSection) -> dict[str, torch.Size]:
+    """Returns the shapes of all adapters' tensors by name. Allocates nothing; raises the errors of
+    `add_adapters`."""
     with torch.device("meta"):
         model = Transformer(config)
     add_adapters(model, lora, torch.float32)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+
+
+def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
+    """Returns the number of parameters of all adapters."""
+    return sum(shape.numel() for shape in adapter_shapes(config, lora).values())
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Returns the sum (int64, modulo 2⁶⁴) of a tensor's numbers, their bits read as integers; of a sharded
-    one, of this rank's. Those of all ranks add up to that of the whole."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return (
-        local.detach()
-        .view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
-        .sum(dtype=torch.int64)
-    )
+    """Returns the sum (int64, modulo 2⁶⁴) of the bits of a tensor's numbers, read as integers. The sums of
+    the shards of a tensor add up to its own."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+    return local.view(integers).sum(dtype=torch.int64)
 
 
 class BaseOf:
-    """An adapted model as it was before: the same weights, without adapters. It can be asked, not trained."""
+    """An adapted model without its adapters: the frozen base, for inference."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.config, self.logits = model, model.config, model.logits
@@ -132,18 +128,12 @@ class BaseOf:
     def head_weight(self) -> Tensor:
         return self.model.head_weight
 
-    def __call__(self, *inputs: Any) -> Any:  # of the model
-        with _without_adapters(self.model):
+    def __call__(self, *inputs: Any) -> Any:
+        layers = adapted(self.model).values()
+        try:
+            for layer in layers:
+                layer.is_on = False
             return self.model(*inputs)
-
-
-@contextmanager
-def _without_adapters(model: nn.Module) -> Iterator[None]:
-    layers = adapted(model).values()
-    try:
-        for layer in layers:
-            layer.is_on = False
-        yield
-    finally:
-        for layer in layers:
-            layer.is_on = True
+        finally:
+            for layer in layers:
+                layer.is_on = True

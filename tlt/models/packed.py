@@ -1,8 +1,5 @@
-"""The engine's copy of a decoder, for inference alone. It computes what decoder.py's trainable module
-computes, faster: projections that read the same input are one matrix, and a norm's weight is folded into the
-matrix behind the norm.
-
-It knows neither caches nor schedules, and of the CPU no more than that cpu_kernels.py may multiply faster.
+"""The engine's copy of a decoder, for inference alone. It computes the same as decoder.py's trainable module,
+faster: projections of the same input are one matrix, and a norm's weight is folded into the next matrix.
 """
 
 from __future__ import annotations
@@ -24,9 +21,9 @@ LAYER_PREFIX = re.compile(r"model\.layers\.\d+\.")
 
 
 class PackedNorm:
-    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64 the weight is folded into the
-    next matrix, together with the factor sqrt(E): three small kernels are left, where F.rms_norm takes
-    seven on a CPU. In bf16, where folding would round the weights once more, F.rms_norm runs as it is."""
+    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64, weight and factor sqrt(E) are
+    folded into the next matrix: three small kernels remain of F.rms_norm's seven on a CPU. In bf16, folding
+    would round the weights again, so F.rms_norm runs."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.size, self.eps = size, eps
@@ -35,8 +32,7 @@ class PackedNorm:
         self.weight = torch.ones(size, dtype=dtype, device=device)
 
     def load(self, weight_E: Tensor) -> Tensor:
-        """Sets the weight, and returns the float64[E] by which the columns of the next matrix are to be
-        multiplied."""
+        """Sets the weight; returns the factors of the next matrix's columns, float64[E]."""
         self.weight.copy_(weight_E)
         weight_E = weight_E.to(self.weight.device).double()
         return weight_E * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E)
@@ -48,9 +44,8 @@ class PackedNorm:
 
 
 class PackedLinear:
-    """A frozen matrix, y = x Wᵀ + bias. Where a CPU multiplies faster by a copy in a layout of its own
-    (cpu_kernels.py), large products take that copy. A matrix so large that all its products are large
-    exists as that copy alone."""
+    """A frozen matrix, y = x Wᵀ + bias. Large products use a copy in oneDNN's layout where a CPU is faster
+    with it (cpu_kernels.py). A matrix whose products are all large exists as that copy alone."""
 
     def __init__(
         self,
@@ -63,11 +58,10 @@ class PackedLinear:
         storage: Tensor | None = None,
         borrows: bool = False,
     ) -> None:
-        """Allocates the matrix, empty.
+        """Allocates the matrix.
 
-        storage: where the matrix lies already, for others to read; it is not copied where its own layout
-            serves.
-        borrows: a weight of this type and device is read where it lies, rather than copied.
+        storage: memory that already holds the matrix, used instead of a new copy.
+        borrows: whether a weight of this type and device is used without a copy.
         """
         self.borrows, self.device = borrows, device
         self.shape = (num_out, num_in)
@@ -79,7 +73,7 @@ class PackedLinear:
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
 
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copies the weight [num_out, num_in] in, from any floating type; RuntimeError for another shape."""
+        """Loads the weight [num_out, num_in], of any floating type. Raises RuntimeError for another shape."""
         if tuple(weight.shape) != self.shape:
             raise RuntimeError(
                 f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected"
@@ -119,59 +113,50 @@ class PackedLayer:
         norms: Sequence[str] = INPUT_NORM,
         borrows: bool = False,
     ) -> None:
-        c = config
-        self.config = config
+        c = self.config = config
         self.num_rotated = c.num_heads + c.num_kv_heads
         self.input_norms = {name: PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device) for name in norms}
-        num_read = max(len(norms), 1) * c.hidden_size
+        num_read, num_attended = max(len(norms), 1) * c.hidden_size, c.num_heads * c.head_dim
         self.mlp_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
         self.qkv_linear = PackedLinear(num_read, c.num_qkv * c.head_dim, dtype, device, has_bias=c.qkv_bias)
-        self.qk_norm_weight = (
-            torch.empty(self.num_rotated, c.head_dim, dtype=dtype, device=device) if c.qk_norm else None
-        )
-        self.output_linear = PackedLinear(
-            c.num_heads * c.head_dim, c.hidden_size, dtype, device, borrows=borrows
-        )
+        self.qk_norm_weight: Tensor | None = None
+        if c.qk_norm:
+            self.qk_norm_weight = torch.empty(self.num_rotated, c.head_dim, dtype=dtype, device=device)
+        self.output_linear = PackedLinear(num_attended, c.hidden_size, dtype, device, borrows=borrows)
         self.gate_up_linear = PackedLinear(c.hidden_size, 2 * c.intermediate_size, dtype, device)
         self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device, borrows=borrows)
 
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies a layer's tensors in, whose Hugging Face names begin with `prefix`; KeyError where one is
+        """Loads a layer's tensors, whose Hugging Face names begin with `prefix`. Raises KeyError where one is
         missing."""
+        c, device = self.config, self.qkv_linear.device
 
-        device = self.qkv_linear.device
+        def given(name: str) -> Tensor:
+            return tensors[prefix + name].detach()
 
-        def cat(
-            *names: str,
-        ) -> Tensor:  # on the device: a GPU joins and scales in no time what a CPU takes a second for
-            return torch.cat([tensors[prefix + name].detach().to(device) for name in names])
+        def cat(*names: str) -> Tensor:  # on the device: a GPU joins and scales far faster than a CPU
+            return torch.cat([given(name).to(device) for name in names])
 
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gains = [
-            norm.load(tensors[f"{prefix}{name}.weight"].detach()) for name, norm in self.input_norms.items()
-        ]
-        weight = cat(*(name + ".weight" for name in qkv)).double()
-        bias = cat(*(name + ".bias" for name in qkv)) if self.config.qkv_bias else None
+        gains = [norm.load(given(f"{name}.weight")) for name, norm in self.input_norms.items()]
+        weight = cat(*(f"self_attn.{name}_proj.weight" for name in "qkv")).double()
+        bias = cat(*(f"self_attn.{name}_proj.bias" for name in "qkv")) if c.qkv_bias else None
         self.qkv_linear.load(weight * torch.cat(gains) if gains else weight, bias)
         if self.qk_norm_weight is not None:
-            q, k = (tensors[f"{prefix}self_attn.{name}_norm.weight"].detach() for name in "qk")
-            self.qk_norm_weight.copy_(
-                torch.stack([q] * self.config.num_heads + [k] * self.config.num_kv_heads)
-            )
-        self.output_linear.load(tensors[prefix + "self_attn.o_proj.weight"].detach())
-        gain_E = self.mlp_norm.load(tensors[prefix + "post_attention_layernorm.weight"].detach())
+            q, k = (given(f"self_attn.{name}_norm.weight") for name in "qk")
+            self.qk_norm_weight.copy_(torch.stack([q] * c.num_heads + [k] * c.num_kv_heads))
+        self.output_linear.load(given("self_attn.o_proj.weight"))
+        gain_E = self.mlp_norm.load(given("post_attention_layernorm.weight"))
         self.gate_up_linear.load(cat("mlp.gate_proj.weight", "mlp.up_proj.weight").double() * gain_E)
-        self.down_linear.load(tensors[prefix + "mlp.down_proj.weight"].detach())
+        self.down_linear.load(given("mlp.down_proj.weight"))
 
     def qkv(self, read_NI: Tensor) -> Tensor:
-        if len(self.input_norms) > 1:
-            parts = read_NI.chunk(len(self.input_norms), dim=-1)
-            read_NI = torch.cat(
-                [norm(part) for norm, part in zip(self.input_norms.values(), parts, strict=True)], dim=-1
-            )
-        elif self.input_norms:
-            (norm,) = self.input_norms.values()
+        norms = self.input_norms.values()
+        if len(norms) == 1:
+            (norm,) = norms
             read_NI = norm(read_NI)
+        elif norms:
+            parts = zip(norms, read_NI.chunk(len(norms), dim=-1), strict=True)
+            read_NI = torch.cat([norm(part) for norm, part in parts], dim=-1)
         qkv_NSD = self.qkv_linear(read_NI).view(-1, self.config.num_qkv, self.config.head_dim)
         if self.qk_norm_weight is not None:
             qk = qkv_NSD[:, : self.num_rotated]
@@ -191,14 +176,11 @@ class PackedLayer:
 
 
 class PackedTransformer:
-    """The engine's copy of a policy: inference only, never a parameter of anything.
+    """The engine's copy of a policy, without autograd. `version` is the number of the loaded policy.
 
-    `version` counts the policies loaded, as their publisher numbers them.
-
-    borrows: what is used as the policy has it (embedding, head, output and down projections; on a CPU in
-        float32 the embedding, since the others need a layout of their own) is read where it lies, if type
-        and device agree. Whoever trains the policy then changes it here too, so all has to be loaded again
-        before it is used.
+    borrows: whether unchanged tensors (embedding, head, output and down projections; on a CPU in float32 the
+        embedding alone) are the policy's own memory, if type and device agree. Training then changes them
+        here too, so the policy must be loaded again before use.
     """
 
     def __init__(
@@ -223,19 +205,19 @@ class PackedTransformer:
         self.version = -1
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies a policy in by its Hugging Face names. KeyError where a tensor is missing, RuntimeError
+        """Loads a policy by its Hugging Face names. Raises KeyError where a tensor is missing, RuntimeError
         for another shape."""
         self.load_parts([tensors], version)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Does so part by part, in any order, and holds on to none; the tensors of a layer lie in one
+        """Loads a policy part by part, in any order, and keeps no part. All tensors of a layer are in one
         part."""
         missing = {f"model.layers.{index}." for index in range(len(self.layers))} | {EMBEDDING, FINAL_NORM}
         missing |= set() if self.config.tie_embeddings else {HEAD}
         for part in parts:
             missing -= self._load_part(part)
-            del part  # before the next one comes to be
+            del part  # before the next one is made
         if missing:
             raise KeyError(min(missing))
         self.version = version
@@ -243,15 +225,14 @@ class PackedTransformer:
 
     @cached_property
     def unsound_V(self) -> Tensor | None:
-        """Tokens whose embedding is not finite, as padding may be that is never drawn, bool[V]; None:
-        there are none. No draft may hold one: what it leaves in the cache would spoil what is computed of
-        the tokens before it."""
+        """bool[V]: tokens whose embedding is not finite, such as padding that is never sampled; None: there
+        are none. No draft may contain one: its cache entries would spoil the results of earlier tokens."""
         if torch.stack(self.embedding_VE.aminmax()).isfinite().all():
             return None
         return ~self.embedding_VE.isfinite().all(dim=1)
 
     def _load_part(self, part: Mapping[str, Tensor]) -> set[str]:
-        """Returns what was loaded: names, and the prefixes of layers."""
+        """Loads one part; returns the names and the prefixes of layers that were loaded."""
         prefixes = {match.group() for name in part if (match := LAYER_PREFIX.match(name)) is not None}
         for index, layer in enumerate(self.layers):
             if f"model.layers.{index}." in prefixes:
@@ -269,17 +250,15 @@ class PackedTransformer:
         return prefixes | {name for name in (EMBEDDING, HEAD, FINAL_NORM) if name in part}
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Returns features_NE, as `Transformer.forward` does."""
+        """Returns features_NE, like `Transformer.forward`."""
         return self.forward_capturing(token_ids_N, positions_N, attend, ())[0]
 
     def forward_capturing(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Returns (features_NE, captured_NF): beside the features, the inputs of the layers in `capture`,
-        side by side.
-
-        A layer's input is the residual sum before any norm. The number of layers stands for the features
-        themselves. An empty `capture` returns the features in both places.
+        """Returns (features_NE, captured_NF). Captured are the inputs of the layers in `capture`, side by
+        side: residual sums before any norm. The number of layers as an index captures the features. For an
+        empty `capture`, both results are the features.
         """
         x_NE = F.embedding(token_ids_N, self.embedding_VE)
         rope = self.rope.at(positions_N)
@@ -307,11 +286,11 @@ class PackedTransformer:
 def _allocate(
     num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, borrows: bool
 ) -> Tensor:
-    """Returns an empty matrix; one without rows where the values will be borrowed."""
+    """Returns an uninitialized matrix, without rows where the values will be borrowed."""
     return torch.empty(0 if borrows else num_rows, num_columns, dtype=dtype, device=device)
 
 
 def _place(given: Tensor, known: Tensor, borrows: bool) -> Tensor:
-    """Returns the given values in the type and on the device of `known`: copied into it, or, where they
-    may be borrowed, as they lie. Borrowed memory is another's, so nothing is ever written into it."""
+    """Returns the given values in the type and on the device of `known`: copied into it, or without a copy
+    where they may be borrowed. Borrowed memory is never written to."""
     return given.detach().to(known) if borrows else known.copy_(given.detach())

@@ -163,6 +163,15 @@ class Drafter(Drafting, ABC, Generic[P]):
         """Gives back the memory of sequences: nothing is running any more."""
 
 
+class NoDrafter(Drafter[Proposal]):
+    """Drafts nothing, and remembers nothing: an engine's drafter until one is loaded."""
+
+    def propose(
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+    ) -> Proposal:
+        raise AssertionError(f"no drafter is loaded, so {strategy} cannot be used")
+
+
 class WrappingDrafter(Drafter[P]):
     """Drafts with other drafters, its `parts`; forwards every call but `propose` and `observe` to them."""
 

@@ -103,7 +103,7 @@ def test_without_speculation_nothing_is_allocated_for_drafting() -> None:
     engine = make_engine(POLICY, tuner=make_tuner("off", ["learned"]))
     assert engine.tuner is None
     tokens_of(engine, make_requests(3, 2, seed=0))
-    assert engine.drafter is None
+    assert engine.drafter.kinds == ()
     assert engine.stats.accept_length is None
     with pytest.raises(UserError, match="speculation is off"):
         engine.load_drafter(make_engine(POLICY, Fixed(Strategy("learned", 2, 1, 2))).drafter)
@@ -114,7 +114,7 @@ def test_our_engine_is_a_rollout_backend_and_says_what_it_drafts_with() -> None:
     assert isinstance(engine, RolloutBackend)
     assert engine.drafter.kinds == ("learned", "ngram", "hybrid")
     assert engine.drafter.capture
-    assert plain.drafter is None
+    assert plain.drafter.kinds == ()
 
 
 def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None:
