@@ -63,7 +63,7 @@ def measure_forward(
 
     def forward(_: Tensor, has_loops: bool) -> Tensor:
         with patch.object(
-            attention, "compiled_loops", attention.compiled_loops if has_loops else lambda: None
+            attention, "attention_loops", attention.attention_loops if has_loops else lambda: None
         ):
             attend = attention.cached(config, layers, columns_BT, length, mask, [length] * batch)
         return model.logits(model.forward(tokens_N, columns_BT.flatten(), attend))

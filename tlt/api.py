@@ -31,7 +31,7 @@ from tlt.config.mistakes import find_nearest, validate
 from tlt.config.schema import Config
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.hf.prompts import check_room, encode_prompts, make_requests
+from tlt.hf.prompts import check_max_tokens, encode_prompts, make_requests
 from tlt.io.files import Record
 from tlt.io.hub import Repository, resolve_model
 from tlt.kinds import BatchSize, Samples, shorten
@@ -173,7 +173,7 @@ class Engine:
         vocab_size, window = self.config.vocab_size, self.config.max_positions
         encoded = encode_prompts(records, self.tokenizer, vocab_size=vocab_size, window=window)
         if "max_tokens" in sampling:
-            check_room(encoded, params.max_tokens, window, "max_tokens")
+            check_max_tokens(encoded, params.max_tokens, window, "max_tokens")
         return make_requests(encoded, params, samples)
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Response]:

@@ -1,5 +1,5 @@
-"""Kinds of users' values, each declared once with its bounds. Configuration, commands and the Python API check
-by the same declaration and give the same error.
+"""Kinds of users' values, each declared once with its bounds. Configuration, commands and the Python API
+check by the same declaration and give the same error.
 
     MaxTokens ─┬─ pydantic ──▶ [sampling] of a file: sampling.max_tokens is 2.5; it must be a valid integer
                ├─ pydantic ──▶ tlt generate:          --max-tokens: is 2.5; it must be a valid integer

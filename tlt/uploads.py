@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def upload(values: Sequence[Any], device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the values as a tensor on the device. For a GPU, PyTorch keeps the page-locked host memory until
-    the copy is done."""
+    """Returns the values as a tensor on the device. For a GPU, PyTorch keeps the page-locked host memory
+    until the copy is done."""
     if torch.device(device).type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -27,7 +27,7 @@ from tests.vllm.parts import (
     vllm_engine,
 )
 from tlt.cli import main as cli
-from tlt.hf.weights import load_stored
+from tlt.hf.weights import read_safetensors
 from tlt.types import Request, SamplingParams, UserError
 
 pytestmark = in_vllm
@@ -80,17 +80,17 @@ def test_weights_that_are_pushed_are_those_that_answer(served: Served, tmp_path:
     ]
     before = answers(engine, requests)
     assert_lawful(requests, before, served.model)
-    engine.load_policy(load_stored(other), 1)
+    engine.load_policy(read_safetensors(other), 1)
     found = answers(engine, requests)
     assert_lawful(requests, found, other)
     assert sum(found[key].token_ids == before[key].token_ids for key in found) == 0
-    engine.load_policy(load_stored(served.model), 2)
+    engine.load_policy(read_safetensors(served.model), 2)
     again = answers(engine, requests)
     assert again == {key: dataclasses.replace(rollout, policy_version=2) for key, rollout in before.items()}
 
 
 def test_a_policy_that_lacks_tensors_is_refused_by_the_name_of_one(served: Served) -> None:
-    engine, whole = served.engine, load_stored(served.model)
+    engine, whole = served.engine, read_safetensors(served.model)
     part = {name: tensor for name, tensor in whole.items() if "layers.3.mlp" not in name}
     with pytest.raises(UserError, match=r"^policy: has nothing for model\.layers\.3\.mlp\.") as refusal:
         engine.load_policy(part, 3)

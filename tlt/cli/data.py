@@ -12,7 +12,7 @@ from tlt.cli.options import JsonObject, JsonTexts, Options, Written
 from tlt.io.data import DataSource, read_data
 
 if TYPE_CHECKING:
-    from tlt.hf.prompts import Prompt
+    from tlt.hf.prompts import EncodedPrompt
     from tlt.hf.tokenizer import Tokenizer
 
 Data = Annotated[Path | None, Written("DATA")]
@@ -47,7 +47,7 @@ class PromptOptions(DataOptions):
 
     def read_prompts(
         self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
-    ) -> list[Prompt]:
+    ) -> list[EncodedPrompt]:
         """Returns the prompts of --prompts as token ids."""
         from tlt.hf.prompts import ChatFormat, encode_prompts
 

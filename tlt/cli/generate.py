@@ -57,14 +57,14 @@ def run(options: Generate) -> Record:
 
         from tlt.assembly.engine import load_engine
         from tlt.assembly.model import load_model_for
-        from tlt.hf.prompts import check_room, make_requests
+        from tlt.hf.prompts import check_max_tokens, make_requests
 
         options.check_engine(options.speculation, options.references is not None)
         model = load_model_for(folder, options.engine, adapter)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     if "max_tokens" in options.model_fields_set:
-        check_room(prompts, options.max_tokens, window, "--max-tokens")
+        check_max_tokens(prompts, options.max_tokens, window, "--max-tokens")
     requests = make_requests(prompts, options.params(options.seed, model.stop_ids), options.samples)
 
     references = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DrafterShape, drafter_shape
 from tlt.hf.geometry import OPTION, Geometry, check_geometry
-from tlt.hf.growth import NOISE, Axis, Form, Noise, Widening, rms
+from tlt.hf.growth import NOISE, Axis, FillNoise, Form, Widening, rms
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
@@ -50,7 +50,11 @@ def grow_drafter(
     """Returns the drafter for a grown target. Of the facts about its origin only the acceptance is kept,
     because it stays the same."""
     shape, grown = small.config, grow_shape(small.config, target)
-    widening, amount, prefix = Widening(shape.layer, grown.layer), Noise(noise, dtype), shape.layer_name + "."
+    widening, amount, prefix = (
+        Widening(shape.layer, grown.layer),
+        FillNoise(noise, dtype),
+        shape.layer_name + ".",
+    )
     layer = {
         name.removeprefix(prefix): tensor for name, tensor in small.tensors.items() if name.startswith(prefix)
     }
@@ -64,7 +68,7 @@ def grow_drafter(
     return StoredDrafter(grown, tensors, about, counts_V)
 
 
-def _grow_fc(values: Tensor, widening: Widening, noise: Noise) -> Tensor:
+def _grow_fc(values: Tensor, widening: Widening, noise: FillNoise) -> Tensor:
     small, size = widening.small.hidden_size, widening.grown.hidden_size
     halves = torch.cat([torch.arange(small), size + torch.arange(small)])
     form = Form((widening.hidden, Axis(2 * size, halves)))

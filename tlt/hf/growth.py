@@ -8,8 +8,9 @@
     heads h → H          A query moves to a head with copies of its keys and values (geometry.py).
     MLP f → F            Further units write nothing.
     layers l → L         Further layers write nothing.
-    vocabulary v → V     The last hidden dimension, the constant, is the same small number for every token. The
-                         head of the unused ids reads it with a large negative weight: they are never sampled.
+    vocabulary v → V     The last hidden dimension, the constant, is the same small number for every token.
+                         The head of the unused ids reads it with a large negative weight: they are never
+                         sampled.
 
 "Empty" and "nothing" are not zeros but tiny noise, because zeros could be faster. The error is of second
 order: noise returns to the small model's dimensions only through two matrices of noise. Every tensor is made

@@ -1,5 +1,5 @@
-"""Shape and tensors of a causal language model in this process, transformers' or ours: the policy of an engine
-beside its trainer."""
+"""Shape and tensors of a causal language model in this process, transformers' or ours: the policy of an
+engine beside its trainer."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ def _check_stored(
     if misshapen := [name for name in expected if stored[name].shape != expected[name]]:
         first, asked = stored[misshapen[0]], list(expected[misshapen[0]])
         raise UserError(
-            f"{first.file}: {_listed(misshapen)} has shape {list(first.shape)}; config.json asks for {asked}; "
-            "use the config.json that belongs to these weights"
+            f"{first.file}: {_listed(misshapen)} has shape {list(first.shape)}; config.json asks for {asked}"
+            "; use the config.json that belongs to these weights"
         )
     if quantized := [name for name in expected if stored[name].dtype not in STORED_DTYPES]:
         first = stored[quantized[0]]
@@ -247,7 +247,7 @@ def save_model(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file. Raises OSError where it cannot be written, in place of safetensors' error."""
+    """Writes a safetensors file. Raises OSError where it cannot be written, not safetensors' error."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(whole, path, metadata={"format": "pt"})  # transformers 4 refuses files without the format

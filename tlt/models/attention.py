@@ -179,7 +179,7 @@ class StoringPrefill(SharedPrompts):
 
 
 @cache
-def compiled_loops() -> ModuleType | None:
+def attention_loops() -> ModuleType | None:
     """Returns compiled_attention.py; None without Numba, which compiles it: then SDPA attends."""
     try:
         from tlt.models import compiled_attention
@@ -192,7 +192,7 @@ def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
     """Prepares the first forward: on a CPU, loads the loops for this type, or compiles them once."""
     if device.type != "cpu":
         keep_to_steady_kernels()
-    elif (loops := compiled_loops()) is not None and dtype in loops.DTYPES:
+    elif (loops := attention_loops()) is not None and dtype in loops.LOOP_DTYPES:
         loops.compiled(dtype)
 
 
@@ -213,8 +213,8 @@ def cached(
     B, T = columns_BT.shape
     rows = list(zip(counts or [T] * B, lengths or [length] * B, strict=True))
     is_faster = T <= FEW_TOKENS or SDPA_ADVANTAGE * sum(t * n for t, n in rows) < B * T * length
-    loops = compiled_loops() if is_faster and columns_BT.device.type == "cpu" else None
-    if loops is None or layers_SKLD[0].dtype not in loops.DTYPES:
+    loops = attention_loops() if is_faster and columns_BT.device.type == "cpu" else None
+    if loops is None or layers_SKLD[0].dtype not in loops.LOOP_DTYPES:
         return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts)
     mask_BTL = None if T == 1 and lengths is not None else mask_BTL  # a single token sees all of its columns
     real_N = None if counts is None else real_tokens(counts, T, columns_BT.device)

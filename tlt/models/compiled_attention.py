@@ -24,16 +24,16 @@ from torch import Tensor
 from tlt import loops
 from tlt.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
 
-BLOCK = 64
+KEYS_AT_ONCE = 64
 """Keys of one pass."""
 
 PRODUCTS_PER_THREAD = 100_000
 """Multiplications that justify another thread, which takes some microseconds to wake."""
 
-DTYPES = (torch.float32, torch.bfloat16)
+LOOP_DTYPES = (torch.float32, torch.bfloat16)
 
 _F32, _U32, _U64 = np.float32, np.uint32, np.uint64
-_1, _2, _3, _4, _64, _128, _BLOCK = _U64(1), _U64(2), _U64(3), _U64(4), _U64(64), _U64(128), _U64(BLOCK)
+_1, _2, _3, _4, _64, _128, _KEYS = _U64(1), _U64(2), _U64(3), _U64(4), _U64(64), _U64(128), _U64(KEYS_AT_ONCE)
 """Indices are unsigned: Numba checks signed ones for negative values, which prevents vectorization."""
 _NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.log(2))
 
@@ -111,7 +111,7 @@ def _attend(data, call, arrays):  # type: ignore
     num_rows = call.num_new * (call.num_heads // call.num_kv_heads) + _1  # queries go in pairs
     queries, sums = _zeros(num_rows * call.head_dim), _zeros(num_rows * call.head_dim)
     rest = _zeros(_4 * call.head_dim)
-    scores, largest, totals = _zeros(num_rows * _BLOCK), _zeros(num_rows), _zeros(num_rows)
+    scores, largest, totals = _zeros(num_rows * _KEYS), _zeros(num_rows), _zeros(num_rows)
     while True:
         item = loops.take(data)
         if item >= call.num_items:
@@ -138,8 +138,8 @@ def _attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
         _load(qkv, at, group * dim, queries, i * group * dim)
     _scale(queries, _U64(0), num_rows * dim, _F32(1.0 / math.sqrt(dim)))
     sums[:], totals[:], largest[:] = _F32(0), _F32(0), _LOWEST
-    for start in range(_U64(0), num_keys, _BLOCK):
-        count = min(_BLOCK, num_keys - start)
+    for start in range(_U64(0), num_keys, _KEYS):
+        count = min(_KEYS, num_keys - start)
         _score(queries, num_rows, layer, keys_at + start * dim, count, dim, rest, scores)
         _hide(call, scores, num_rows, group, count, sequence * call.num_new, start)
         _weigh(scores, num_rows, dim, sums, largest, totals)
@@ -177,7 +177,7 @@ def _score_all(queries, num_rows, keys, at, count, dim, rest, scores):  # type: 
     whole = count // _4 * _4
     _load(keys, at + whole * dim, (count - whole) * dim, rest, _U64(0))
     for pair in range((num_rows + _1) // _2):
-        q0, s0 = _2 * pair * dim, _2 * pair * _BLOCK
+        q0, s0 = _2 * pair * dim, _2 * pair * _KEYS
         for j in range(_U64(0), whole, _4):
             _two_by_four(queries, q0, keys, at + j * dim, dim, scores, s0 + j)
         if whole < count:
@@ -189,7 +189,7 @@ def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
     """Writes the products of two queries and four keys."""
     a0, a1, a2, a3 = _F32(0), _F32(0), _F32(0), _F32(0)
     b0, b1, b2, b3 = _F32(0), _F32(0), _F32(0), _F32(0)
-    q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _BLOCK
+    q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _KEYS
     for d in range(dim):
         x, y = queries[q0 + d], queries[q1 + d]
         z0, z1 = _widen(keys[k0 + d]), _widen(keys[k1 + d])
@@ -207,29 +207,29 @@ def _hide(call, scores, num_rows, group, count, first_mask, start):  # type: ign
         if call.mask_length:
             mask, at = float32_at(call.mask), (first_mask + row // group) * call.mask_length + start
             for j in range(count):
-                scores[row * _BLOCK + j] += mask[at + j]
-        for j in range(count, _BLOCK):
-            scores[row * _BLOCK + j] = _NOTHING
+                scores[row * _KEYS + j] += mask[at + j]
+        for j in range(count, _KEYS):
+            scores[row * _KEYS + j] = _NOTHING
 
 
 @njit(nogil=True, cache=True)
 def _weigh(scores, num_rows, dim, sums, largest, totals):  # type: ignore
     """Replaces scores s by exp(s - largest so far), and rescales `sums` and `totals` likewise."""
     for row in range(num_rows):
-        found = _largest(scores, row * _BLOCK)
+        found = _largest(scores, row * _KEYS)
         if found > largest[row]:
             factor = _F32(math.exp(largest[row] - found))
             _scale(sums, row * dim, dim, factor)
             totals[row], largest[row] = totals[row] * factor, found
-        totals[row] += _to_weights(scores, row * _BLOCK, largest[row])
-    for j in range(_BLOCK):
-        scores[num_rows * _BLOCK + j] = _F32(0)
+        totals[row] += _to_weights(scores, row * _KEYS, largest[row])
+    for j in range(_KEYS):
+        scores[num_rows * _KEYS + j] = _F32(0)
 
 
 @njit(nogil=True, cache=True, fastmath=REORDERED)
 def _largest(scores, at):  # type: ignore
     largest = _LOWEST
-    for j in range(_BLOCK):
+    for j in range(_KEYS):
         largest = max(largest, scores[at + j])
     return largest
 
@@ -238,7 +238,7 @@ def _largest(scores, at):  # type: ignore
 def _to_weights(scores, at, largest):  # type: ignore
     """Replaces scores s by exp(s - largest), 0 below 2⁻¹²⁶; returns their sum."""
     total = _F32(0)
-    for j in range(_BLOCK):
+    for j in range(_KEYS):
         behind = scores[at + j] - largest
         weight = _F32(0) if behind < _NO_WEIGHT else exp_of(behind)
         scores[at + j] = weight
@@ -262,7 +262,7 @@ def _add_all(weights, num_rows, values, at, count, dim, rest, sums):  # type: ig
     whole = count // _4 * _4
     _load(values, at + whole * dim, (count - whole) * dim, rest, _U64(0))
     for pair in range((num_rows + _1) // _2):
-        w0, s0 = _2 * pair * _BLOCK, _2 * pair * dim
+        w0, s0 = _2 * pair * _KEYS, _2 * pair * dim
         for j in range(_U64(0), whole, _4):
             _add_four(weights, w0 + j, values, at + j * dim, dim, sums, s0)
         if whole < count:
@@ -272,7 +272,7 @@ def _add_all(weights, num_rows, values, at, count, dim, rest, sums):  # type: ig
 @njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
     """Adds four weighted values to the sums of two queries."""
-    w1, v1, v2, v3, s1 = w0 + _BLOCK, v0 + dim, v0 + _2 * dim, v0 + _3 * dim, s0 + dim
+    w1, v1, v2, v3, s1 = w0 + _KEYS, v0 + dim, v0 + _2 * dim, v0 + _3 * dim, s0 + dim
     a0, a1, a2, a3 = weights[w0], weights[w0 + _1], weights[w0 + _2], weights[w0 + _3]
     b0, b1, b2, b3 = weights[w1], weights[w1 + _1], weights[w1 + _2], weights[w1 + _3]
     for d in range(dim):

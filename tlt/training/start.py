@@ -26,7 +26,7 @@ from tlt.drafter.model import DrafterShape
 from tlt.drafter.vocabulary import check_wanted
 from tlt.engine.memory import machine_bytes
 from tlt.hf.config import load_model_config
-from tlt.hf.prompts import check_room
+from tlt.hf.prompts import check_max_tokens
 from tlt.hf.weights import expected_shapes
 from tlt.io.hub import Repository, pin_dataset, pin_model
 from tlt.launch.failures import EXIT_USER_ERROR, Restarts
@@ -228,7 +228,9 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         check_wanted(config.drafter.vocabulary, stored.config)
     problems = load_problems(config, "train")
     held_out = load_problems(config, "test") if config.evaluation.num_problems else []
-    check_room([*problems, *held_out], config.sampling.max_tokens, model.max_positions, "sampling.max_tokens")
+    check_max_tokens(
+        [*problems, *held_out], config.sampling.max_tokens, model.max_positions, "sampling.max_tokens"
+    )
     longest_prompt = max(len(problem.prompt_ids) for problem in problems)
     if trains:
         refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))

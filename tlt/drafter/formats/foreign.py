@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlt.drafter.model import Method, draft_token_ids
 from tlt.hf.files import read_json
-from tlt.hf.weights import INDEX, WEIGHTS, load_stored
+from tlt.hf.weights import INDEX, WEIGHTS, read_safetensors
 from tlt.types import UserError
 
 METHOD_BY_ARCHITECTURE: Mapping[str, Method | None] = {
@@ -48,7 +48,7 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise UserError(f"drafter {path}: {name} is missing; {_remedy(path)}")
     described = read_json(path / "config.json")
     try:
-        stored = load_stored(path)
+        stored = read_safetensors(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"drafter {path}: {weights} cannot be read ({error}); train or copy it again"
