@@ -1,4 +1,4 @@
-"""Judges whether a run fits its devices. If not, changes of the configuration are tried until one does.
+"""Judges whether a run fits its devices, and if not, searches for a change of the configuration that does.
 
 plan ─ fits? ─ yes ─▶ verdict
                no ──▶ change one key, plan again … until it fits
@@ -18,20 +18,19 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class FitVerdict:
-    """fits: None: the device's memory is unknown.  line: for people."""
+    """Whether a run fits; None: the device's memory is unknown. `line` is for people."""
 
     fits: bool | None
     line: str
 
 
 def fits(run: PlannedRun) -> bool:
-    """Returns whether the run can go on, with caches for a single response if need be."""
-    available = run.rank_bytes
-    return available is None or plan_memory(run).needed <= available
+    """Returns whether the run fits, if need be with caches for a single response."""
+    return run.rank_bytes is None or plan_memory(run).needed <= run.rank_bytes
 
 
 def judge(run: PlannedRun) -> FitVerdict:
-    """Returns whether the run fits, and the remedy where it does not."""
+    """Returns whether the run fits, and the remedy if not."""
     plan, available = plan_memory(run), run.rank_bytes
     phase, peak = plan.peak
     most = f"{peak / GIB:.1f} GiB in the phase {phase}"
@@ -42,8 +41,9 @@ def judge(run: PlannedRun) -> FitVerdict:
     if peak <= available:
         return FitVerdict(True, f"fits: {most} {where}")
     if plan.needed <= available:
-        again = "the caches get what is left, and some responses are read again"
-        return FitVerdict(True, f"fits: {needed}; {again}")
+        return FitVerdict(
+            True, f"fits: {needed}; the caches get what is left, and some responses are read again"
+        )
     return FitVerdict(False, f"does not fit: {needed}, most of them in the phase {phase}; {_remedy(run)}")
 
 
@@ -60,7 +60,7 @@ def refuse(run: PlannedRun) -> None:
 
 
 def _remedy(run: PlannedRun) -> str:
-    """Returns the keys to change, and their values: one change that suffices alone, else several together."""
+    """Returns the keys to change and their values: one change if it suffices, else several together."""
     changes, tokens = _changes(run), run.config.sampling.max_tokens
     shorter = [_shortened(run, tokens // n) for n in (2, 4, 8, 16) if tokens >= n]
     together = [functools.reduce(operator.or_, changes[: i + 1]) for i in range(len(changes))]

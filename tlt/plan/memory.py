@@ -1,12 +1,12 @@
-"""Counts what a run's tensors take on one device: a table of terms over shapes, before anything is loaded.
+"""Plans a run's memory on one device, before anything is loaded: a table of terms over shapes.
 
-    always    weights · optimizer · engine's copy · drafter     the largest sum of a row is what
-    rollout   + caches · a step's tensors                  ───▶  the device must hold
+    always    weights · optimizer · engine's copy · drafter     the device must hold
+    rollout   + caches · a step's tensors                  ───▶  the largest sum of a row
     idle      + caches · the drafter's training
     update    + gradients · activations · logits · gathered layers
     save      + a layer on its way to the engine · a checkpoint's copy
 
-benchmarks/scale/memory.py compares the sums with what processes take.
+benchmarks/scale/memory.py compares the sums with the memory of real processes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,19 @@ ALWAYS: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
 CACHES, COPY = "caches", "copy of the policy"
 
 PROCESS_BYTES = {"cpu": 400 * 2**20, "cuda": 1200 * 2**20}
-"""Of a process with PyTorch and transformers, measured; of its context on a GPU, a rule of thumb."""
+"""A process with PyTorch and transformers, measured; its context on a GPU, a rule of thumb."""
 
 VLLM_PROCESS_BYTES = 600 * 2**20
-"""Of a started vLLM without weights and caches; estimated from one on a CPU."""
+"""A started vLLM without weights and caches, estimated from one on a CPU."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One kind of tensors on a device. phases: when they lie there.  how: the formula, in words."""
+    """The tensors of one kind on a device.
+
+    phases: the phases in which they lie there.
+    how: the formula, in words.
+    """
 
     name: str
     phases: tuple[Phase, ...]
@@ -60,7 +64,10 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """least: bytes that the caches need: of one response of full length, or what rollout.kv_gib gives."""
+    """The terms of a rank's device.
+
+    least: bytes of the smallest caches: for one response of full length, or as rollout.kv_gib says.
+    """
 
     terms: tuple[Term, ...]
     least: int
@@ -70,20 +77,20 @@ class MemoryPlan:
 
     @property
     def peak(self) -> tuple[Phase, int]:
-        """The phase that takes most, and its bytes."""
+        """The phase with the largest sum, and its bytes."""
         phase = max(ALWAYS, key=self.total)
         return phase, self.total(phase)
 
     @property
     def needed(self) -> int:
-        """The peak with the least caches: with less, the run cannot go on."""
+        """The peak with the smallest caches: with less memory, the run cannot go on."""
         least = {CACHES: self.least}
         terms = (replace(t, num_bytes=min(t.num_bytes, least.get(t.name, t.num_bytes))) for t in self.terms)
         return replace(self, terms=tuple(terms)).peak[1]
 
 
 def plan_memory(run: PlannedRun) -> MemoryPlan:
-    """Returns what one rank's device holds."""
+    """Returns the plan of one rank's device."""
     terms = [*_standing(run), *_rollout(run), *_idle(run), *_update(run)]
     caches, least = _caches(run, sum(term.num_bytes for term in terms if term.phases == ALWAYS))
     return MemoryPlan(tuple(term for term in (*terms, caches) if term.num_bytes), least)
@@ -125,7 +132,7 @@ def _standing(r: PlannedRun) -> Iterator[Term]:
 
 
 def _rollout(r: PlannedRun) -> Iterator[Term]:
-    """Yields what is taken for a moment: tokens are read, or tokens are sampled, or the caches grow."""
+    """Yields the tensors of an engine step, in which tokens are read or sampled, or the caches grow."""
     c, size, sampling = r.model, r.engine_dtype.itemsize, r.config.sampling
     if (speculation := r.config.rollout.speculation) == "adaptive":
         budget = max(arm.budget for arm in default_arms(drafter_kinds(r.drafter is not None)))
@@ -143,7 +150,7 @@ def _rollout(r: PlannedRun) -> Iterator[Term]:
 
 
 def captured_size(r: PlannedRun) -> int:
-    """Returns the numbers that are captured of the target at a position."""
+    """Returns the number of captured target features at a position."""
     if r.drafter is None or not r.drafts_by_learned:
         return 0
     keeps_targets = r.config.drafter.train and r.config.drafter.features == "captured"
@@ -152,7 +159,7 @@ def captured_size(r: PlannedRun) -> int:
 
 
 def slot_bytes(r: PlannedRun, length: int) -> int:
-    """Returns the bytes of a running sequence with room for `length` tokens, as the engine counts them."""
+    """Returns the bytes of a running sequence with room for `length` tokens, as in the engine."""
     num_bytes = Cache(r.model, r.model.num_layers, r.engine_dtype, META, r.num_slots).slot_bytes(length)
     if r.drafter is None or not r.drafts_by_learned or r.uses_vllm:
         return num_bytes
@@ -164,7 +171,7 @@ def slot_bytes(r: PlannedRun, length: int) -> int:
 
 
 def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
-    """Returns the caches, and what they need at least. standing: bytes of what lies there always."""
+    """Returns the caches and their smallest size. standing: bytes of all terms that are always there."""
     least, rank_bytes, is_gpu = slot_bytes(r, r.longest), r.rank_bytes, r.is_gpu
     wanted, limit, why = r.num_slots * least, None, "as much as all sequences want"
     if (given := r.config.rollout.kv_gib) is not None:
@@ -185,7 +192,7 @@ def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
 
 
 def _idle(r: PlannedRun) -> Iterator[Term]:
-    """Yields the drafter's training, all unrolled steps in one backward pass. A rank alone is never idle."""
+    """Yields the drafter's training, with all unrolled steps in one backward pass. One rank is never idle."""
     settings = r.config.drafter
     if r.drafter is None or not settings.train or r.num_ranks == 1:
         return
@@ -203,9 +210,8 @@ def _idle(r: PlannedRun) -> Iterator[Term]:
 
 
 def activations_per_token(c: ModelConfig) -> int:
-    """Returns the numbers that autograd keeps of a layer at a token: inputs of norms and matrices,
-    queries, keys and values before and behind the rotation, the attention's output, and four of the MLP's
-    width."""
+    """Returns the number of values that autograd keeps of a layer at a token: inputs of norms and matrices,
+    queries, keys and values before and after the rotation, the attention's output, four of MLP width."""
     return 6 * c.hidden_size + (c.num_qkv + 2 * c.num_heads) * c.head_dim + 4 * c.intermediate_size
 
 
@@ -215,9 +221,7 @@ def _update(r: PlannedRun) -> Iterator[Term]:
     yield Term("gradients", ("update",), r.trained_bytes // slices, "trained parameters / slices")
     per_rank = -(-r.num_responses // r.num_ranks)
     own, prompts = r.longest - r.longest_prompt, per_rank
-    if (
-        r.longest_prompt >= MIN_PROMPT * own
-    ):  # a problem's prompt is computed once for its responses (rl/plan.py)
+    if r.longest_prompt >= MIN_PROMPT * own:  # computed once for a problem's responses (rl/plan.py)
         prompts = -(-per_rank // r.config.rollout.samples_per_problem)
     computed = per_rank * own + prompts * r.longest_prompt
     tokens = min(max(r.config.algorithm.tokens_per_micro_batch, r.longest), computed)

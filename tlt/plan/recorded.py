@@ -1,4 +1,4 @@
-"""Reads what a run has measured, from which other steps are expected (speed.py). Nothing is run again.
+"""Reads the measurements of a run, from which speed.py computes the steps of other configurations.
 
 metrics.jsonl            seconds of its rollouts, and of the rest of its steps
 responses/ (if kept)     lengths, problem by problem; else log-normal ones, as metrics.jsonl describes them
@@ -34,7 +34,11 @@ ENOUGH_STEPS = 100
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """ranks: the states of all in the latest checkpoint.  lengths: of the run's steps; empty: not kept."""
+    """The measurements of a run.
+
+    ranks: the states of all ranks in the latest checkpoint.
+    lengths: response lengths of the run's steps; empty: not kept.
+    """
 
     config: Config
     steps: Sequence[StepRecord]
@@ -43,7 +47,10 @@ class RecordedRun:
 
 
 def read_run(folder: Path, ranks: Sequence[Path]) -> RecordedRun:
-    """Reads a run, or raises UserError. ranks: their files in its latest checkpoint; empty: it has none."""
+    """Reads a run. Raises UserError for one that cannot be used.
+
+    ranks: the ranks' files in its latest checkpoint; empty: there is none.
+    """
     if not (file := folder / "config.json").is_file():
         what = "is no run's folder (it has no config.json)"
         raise UserError(f"--run: {folder} {what}; give the run.out_dir of a run")
@@ -61,7 +68,7 @@ def read_run(folder: Path, ranks: Sequence[Path]) -> RecordedRun:
 
 
 def read_lengths(path: Path) -> Groups:
-    """Returns the lengths of the responses in a file that a run has kept, by problem."""
+    """Returns the response lengths in a file of kept responses, by problem."""
     found: dict[str, list[int]] = {}
     for place, one in read_jsonl(path, "--run"):
         if not isinstance(one.get("problem_id"), str) or not isinstance(one.get("token_ids"), list):
@@ -72,7 +79,7 @@ def read_lengths(path: Path) -> Groups:
 
 
 class TunedPace:
-    """Computes the pace of replicas as a run's tuners would choose, averaged over these.
+    """The pace of replicas under the choices of a run's tuners, averaged over the tuners.
 
     Lengths are rounded to quarters of an octave, so that few predictions are made.
     """
@@ -100,7 +107,7 @@ def tuner_of(state: dict[str, Any], config: Config) -> CostModel:
 
 
 def assume_recorded(run: RecordedRun, config: Config) -> Assumed:
-    """Returns what steps of this configuration rest on, as the run has measured it."""
+    """Returns the assumptions about steps of this configuration, from the run's measurements."""
     cap, models = config.sampling.max_tokens, [tuner_of(state, run.config) for state in run.ranks]
     num_off = sum(model.costs.num_steps.get(Strategy.OFF, 0) for model in models)
     pace = TunedPace(models)
@@ -130,7 +137,7 @@ def assume_recorded(run: RecordedRun, config: Config) -> Assumed:
 
 
 def known_lengths(run: RecordedRun) -> tuple[Sequence[Groups], str]:
-    """Returns the lengths of a run's steps, and a line about them."""
+    """Returns the response lengths of a run's steps, and a line about them."""
     if run.lengths:
         return run.lengths, f"lengths: those of the {len(run.lengths)} steps that the run has kept"
     known = ((step.rollout.response_tokens, step.rollout.num_responses) for step in run.steps)
@@ -140,8 +147,8 @@ def known_lengths(run: RecordedRun) -> tuple[Sequence[Groups], str]:
 
 
 def beside(run: RecordedRun, pace: TunedPace) -> list[tuple[float, float]]:
-    """Returns the seconds of every rollout of a run, measured and computed. The first, of a fresh process, is
-    left out if there are others."""
+    """Returns the (measured, computed) seconds of a run's rollouts, without the first, of a fresh process, if
+    there are others."""
     how = len(run.ranks), run.config.rollout.max_batch_size, pace, True
     computed = [share(list(chain(*groups)), *how).seconds for groups in known_lengths(run)[0]]
     pairs = [(step.rollout.seconds, seconds) for step, seconds in zip(run.steps, computed, strict=False)]
@@ -149,6 +156,6 @@ def beside(run: RecordedRun, pace: TunedPace) -> list[tuple[float, float]]:
 
 
 def errors_of(pairs: Sequence[tuple[float, float]]) -> Errors:
-    """Returns the errors of rollouts (measured, computed): of all together, and of nine out of ten."""
+    """Returns the mean error of rollouts (measured, computed), and the range of nine out of ten."""
     low, high = np.quantile([measured / computed for measured, computed in pairs], [0.05, 0.95])
     return Errors(sum(one for one, _ in pairs) / sum(one for _, one in pairs), float(low), float(high))

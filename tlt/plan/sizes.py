@@ -1,4 +1,4 @@
-"""Reads the sizes that a memory plan is made of, off a configuration, a model's shape and the machine."""
+"""The sizes in a memory plan, from a configuration, a model's shape and the machine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before anything of it is loaded.
+    """A run before anything is loaded.
 
-    drafter: the shape of the learned one; None: there is none.
-    rank_bytes: memory of a rank's GPU, or its share of a machine that computes on its CPU; None: unknown.
+    drafter: the shape of the learned drafter; None: there is none.
+    rank_bytes: memory of a rank's GPU, or its share of a machine that computes on CPUs; None: unknown.
     longest_prompt: in tokens.
     """
 
@@ -39,7 +39,7 @@ class PlannedRun:
     longest_prompt: int
 
     def changed(self, changes: dict[str, Any]) -> PlannedRun:
-        """Returns the run with other values, by key."""
+        """Returns the run with other values of these keys."""
         config = self.config
         for key, value in changes.items():
             section, name = key.split(".")
@@ -54,7 +54,7 @@ class PlannedRun:
 
     @property
     def num_slices(self) -> int:
-        """Ranks over which weights, gradients and moments are cut."""
+        """Ranks over which weights, gradients and moments are sharded."""
         return self.num_ranks if self.is_sharded else 1
 
     @property
@@ -63,7 +63,7 @@ class PlannedRun:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of all parameters that have a gradient: the model's, or those of LoRA's adapters."""
+        """Bytes of all trained parameters: the model's, or those of LoRA's adapters."""
         lora = self.config.lora
         num_trained = count_adapters(self.model, lora) if lora.rank else self.num_parameters
         return num_trained * master_dtype(self.config).itemsize
@@ -97,7 +97,7 @@ class PlannedRun:
 
     @property
     def num_slots(self) -> int:
-        """Sequences that run at a time."""
+        """Sequences that an engine runs at a time."""
         return min(self.config.rollout.max_batch_size, self.num_responses)
 
     @property
@@ -120,6 +120,6 @@ def count_parameters(model: ModelConfig) -> int:
 
 @lru_cache
 def count_drafter(drafter: DrafterShape) -> int:
-    """Returns the drafter's parameters that are trained."""
+    """Returns the number of the drafter's trained parameters."""
     with META:
         return sum(p.numel() for p in DraftModel(drafter).parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""Computes the seconds of a step with any number of replicas from lengths, step costs and acceptance.
+"""Computes the seconds of a step with any number of replicas, from lengths, step costs and acceptance.
 
     alive
       3 ┤▇▇▇▇                       responses of 2, 5 and 9 tokens
@@ -8,8 +8,9 @@
 
     pace = seconds of an engine step / tokens per verification, of the arm that makes it least
 
-Replicas that hand responses over have equally many of those alive; some are idle where fewer are alive than
-there are replicas. Replicas that do not decode their own problems, and are idle until the longest has ended.
+Replicas that hand responses over have equally many alive, and some are idle when fewer are alive than there
+are replicas. Without handing over, a replica decodes its own problems, then is idle until the longest has
+ended.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from statistics import NormalDist, fmean
 from tlt.config.schema import Config
 
 Pace = Callable[[int, float, bool], float]
-"""(responses of a replica, their mean length, whether it may draft) → seconds in which each grows by one."""
+"""(responses of a replica, their mean length, whether it may draft) → seconds in which each gains a token."""
 Groups = Sequence[Sequence[int]]
 """Lengths of a step's responses in tokens, those to one problem together."""
 
@@ -41,17 +42,18 @@ GENERAL = (
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """seconds: to the last token.  idle_seconds: without work until then, summed over replicas."""
+    """The seconds of a rollout to its last token, and the replicas' idle seconds until then, summed."""
 
     seconds: float
     idle_seconds: float
 
 
 def share(lengths: Sequence[int], num_replicas: int, width: int, pace: Pace, may_draft: bool) -> RolloutTime:
-    """Returns the rollout of replicas that hand responses over. width: responses that one decodes at once."""
+    """Returns the rollout of replicas that hand responses over. width: responses that a replica decodes at
+    once."""
     waiting = deque(lengths)
     alive: list[tuple[int, int]] = []
-    """Where each ends and has begun, in tokens by which every response alive has grown since the start."""
+    """(end, begin) of each response, in tokens that a response alive throughout has gained."""
     place = sum_begun = 0
     seconds = idle = 0.0
     while waiting or alive:
@@ -71,7 +73,7 @@ def share(lengths: Sequence[int], num_replicas: int, width: int, pace: Pace, may
 
 
 def keep(groups: Groups, num_replicas: int, width: int, pace: Pace, may_draft: bool) -> RolloutTime:
-    """Returns the rollout of replicas that keep the problems which they are dealt."""
+    """Returns the rollout of replicas that keep the problems dealt to them."""
     dealt = [list(chain(*groups[index::num_replicas])) for index in range(num_replicas)]
     seconds = [share(lengths, 1, width, pace, may_draft).seconds for lengths in dealt]
     return RolloutTime(max(seconds), sum(max(seconds) - own for own in seconds))
@@ -85,8 +87,8 @@ def log_normal(median: float, p95: float, cap: int, num: int = 4096) -> list[int
 
 
 def draw_steps(known: Sequence[Groups], size: tuple[int, int], num_steps: int, seed: int) -> list[Groups]:
-    """Returns the lengths of steps of that size (problems, samples of each). Known ones come as they are; for
-    others problems are drawn from all that are known, and responses from each."""
+    """Returns the lengths of steps of a size (problems, samples of each): known steps of this size, else
+    steps of problems drawn from all known ones, with responses drawn from each."""
     num_problems, num_samples = size
     if same := [step for step in known if [len(group) for group in step] == [num_samples] * num_problems]:
         return same[:num_steps]
@@ -100,7 +102,7 @@ def draw_steps(known: Sequence[Groups], size: tuple[int, int], num_steps: int, s
 
 @dataclass(frozen=True)
 class Errors:
-    """Seconds of real rollouts for each that is computed: of all together, of quick and of slow steps."""
+    """Measured over computed seconds of rollouts: of all together, of quick and of slow steps."""
 
     mean: float = 1.0
     low: float = 1.0
@@ -109,11 +111,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Holds what an expectation rests on.
+    """The assumptions of an expectation.
 
-    steps: known lengths.  width: responses that a replica decodes at a time.
-    off, tlt: errors without and with drafts; off None: nothing is known of it.
-    other_seconds: of a step outside of the rollout.  lines: all of it for people, beside GENERAL.
+    steps: known lengths.
+    width: responses that a replica decodes at a time.
+    off: errors without drafts; None: unknown.
+    tlt: errors with drafts.
+    other_seconds: of a step outside of the rollout.
+    lines: the assumptions for people, besides GENERAL.
     """
 
     steps: Sequence[Groups]
@@ -129,9 +134,9 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Expected:
-    """A variant's mean step, and the seconds between which steps lie.
+    """A variant's mean step, and the range of its steps' seconds.
 
-    times: seconds of the row's first variant over its own, between times_low and times_high.
+    times: the row's first variant's seconds over this one's, between times_low and times_high.
     """
 
     variant: str
@@ -145,8 +150,8 @@ class Expected:
     times_high: float = 1.0
 
     def beside(self, first: Expected) -> Expected:
-        """Returns the same with how many times faster than `first` it is. Drafted variants are slow together;
-        off may be quick where they are slow."""
+        """Returns the same with its speed-up over `first`. Drafted variants are slow together; off may be
+        quick where they are slow."""
         least, most = (first.low, first.high) if first.variant == OFF else (first.high, first.low)
         low, high = sorted((least / self.high, most / self.low))
         return replace(self, times=first.seconds / self.seconds, times_low=low, times_high=high)
@@ -154,7 +159,11 @@ class Expected:
 
 @dataclass(frozen=True)
 class Row:
-    """num_replicas: that share a step.  num_steps: whose mean is told."""
+    """A row of the table.
+
+    num_replicas: replicas that share a step.
+    num_steps: steps whose mean is given.
+    """
 
     num_replicas: int
     num_responses: int
@@ -163,7 +172,7 @@ class Row:
 
 
 def expect(assumed: Assumed, num_replicas: int, num_problems: int, num_steps: int) -> Row:
-    """Returns the row of the table for replicas that share `num_problems` a step."""
+    """Returns the table's row for replicas that share `num_problems` a step."""
     steps = draw_steps(assumed.steps, (num_problems, assumed.num_samples), num_steps, assumed.seed)
     how = num_replicas, assumed.width, assumed.pace
 
@@ -183,24 +192,27 @@ def expect(assumed: Assumed, num_replicas: int, num_problems: int, num_steps: in
     return Row(num_replicas, num_problems * assumed.num_samples, len(steps), variants)
 
 
-# ── a machine that nobody has measured here ─────────────────────────────────────────────────────────────────
+# ── a GPU that has not been measured ────────────────────────────────────────────────────────────────────────
 
 ACCEPT_LENGTHS = {(8, 16): 6.34, (12, 32): 8.05, (12, 64): 8.76}
 """(depth, tokens verified) → tokens per verification: Qwen2.5-32B with a trained drafter, candidates of 8
 (arXiv 2511.16665, as third parties quote it)."""
 _KEPT = 0.8
-"""Chance that a token of a drafter's chain is kept if all before it are."""
+"""Probability that a token of a drafter's chain is kept if all before it are."""
 _ARMS = {(depth, depth): sum(_KEPT**d for d in range(depth + 1)) for depth in (1, 2, 4, 8)} | ACCEPT_LENGTHS
 _DRAFTING, _PER_DEPTH, _PER_VERIFIED = 0.42, 0.067, 0.0026
 PAPER_ERRORS = Errors(mean=1.0, low=1.0, high=1.8)
-"""Drafted rollouts behind the paper's table take up to so many times as long as is computed of them
+"""Drafted rollouts in the paper's table take up to 1.8 times the computed seconds
 (benchmarks/results/plan-speed.md)."""
 
 
 @dataclass(frozen=True)
 class GpuPace:
-    """plain: seconds of a step without drafts.  knee: tokens in one forward up to which it takes no longer;
-    beyond, its time grows with them."""
+    """The pace of a GPU.
+
+    plain: seconds of a step without drafts.
+    knee: tokens in one forward up to which its time is constant; beyond, it grows in proportion.
+    """
 
     plain: float
     knee: float
@@ -210,14 +222,14 @@ class GpuPace:
         return min(self.seconds(*arm, num) / num_tokens for arm, num_tokens in arms.items())
 
     def seconds(self, depth: int, verified: int, num: int) -> float:
-        """Returns the seconds of a step that verifies so many drafted tokens for each of `num` responses."""
+        """Returns the seconds of a step that verifies `verified` drafts of each of `num` responses."""
         load = max(num * (1 + verified) / self.knee, 1.0)
         drafting = _DRAFTING + _PER_DEPTH * depth if depth else 0.0
         return self.plain * (drafting + (1 + _PER_VERIFIED * verified) * load)
 
 
 def assume_gpu(config: Config, pace: GpuPace, median: float, p95: float) -> Assumed:
-    """Returns what steps of this configuration rest on; they are rollouts alone (`with_rest`)."""
+    """Returns the assumptions about this configuration's steps: rollouts alone; `with_rest` adds the rest."""
     cap = config.sampling.max_tokens
     return Assumed(
         steps=[[log_normal(median, p95, cap)]],
@@ -241,6 +253,6 @@ def assume_gpu(config: Config, pace: GpuPace, median: float, p95: float) -> Assu
 
 
 def with_rest(assumed: Assumed, seconds: float) -> Assumed:
-    """Returns the same with so many seconds of every step outside of the rollout."""
+    """Returns the same with `seconds` of every step outside of the rollout."""
     line = f"a step outside of the rollout: {seconds:.2f} s on average, the same for any number of replicas"
     return replace(assumed, other_seconds=seconds, lines=(*assumed.lines, line))
