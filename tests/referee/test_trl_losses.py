@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.algorithm_parts import MAX_TOKENS, Case, make_case, update_by_table
+from tests.unit.rl.algorithm_parts import MAX_TOKENS, Case, make_case, update_by_table
 from tlt.rl import algorithms
 
 pytest.importorskip("trl")

@@ -1,5 +1,4 @@
-"""`tlt task` and `tlt score`: a task's problems out, responses scored. A task is the user's code: its
-mistakes are one line."""
+"""`tlt task` and `tlt score`: writes a task's problems, scores responses."""
 
 from __future__ import annotations
 
@@ -21,26 +20,26 @@ TaskName = Annotated[str, Written("NAME", is_alone=True)]
 
 
 class WriteProblems(Options):
-    """Write a task's problems to a file: those that it makes itself, or makes of data."""
+    """Write a task's problems to a file: those that it makes itself, or those that it makes of data."""
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
     num: Problems
-    """Number of problems to write; of data, the first ones."""
+    """Number of problems to write; with --data, the first ones."""
     out: Annotated[Path, Written("FILE")]
-    """JSONL to write, with one problem a line."""
+    """JSONL to write, one problem a line."""
     data: Data = None
     """Rows to make the problems of: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging
     Face hub."""
     subset: Subset = None
     """Configuration of the dataset of --data."""
     columns: Columns = Field(default_factory=dict)
-    """The names of the columns of --data by ours, such as '{"prompt": "question"}'."""
+    """Our names of columns → those of --data, such as '{"prompt": "question"}'."""
     seed: Seed = 0
     """Seed of the problems: the same seed gives the same problems."""
     split: Annotated[str | None, Written("NAME")] = None
-    """Problems to train on (train, also where it is left out), or held-out ones (test); the two share
-    none. Of --data, any split that it has; where it is left out, the only one, else train."""
+    """Problems to train on (train, the default) or held-out ones (test); the two share none. With --data, any
+    split of the dataset; default: its only one, else train."""
     options: JsonObject = Field(default_factory=dict)
     """The task's own options, as a JSON object."""
 
@@ -83,13 +82,13 @@ def write_problems(options: WriteProblems) -> Record:
 
 
 class Score(DataOptions):
-    """Score responses: mean reward, solve rate, and each problem's."""
+    """Score responses: prints the mean reward and the solve rate, of all and of each problem."""
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
     problems: Annotated[Path, Written("DATA")]
-    """Problems: JSONL as tlt task writes it, or data as for its --data. One without problem_id is named by
-    its line or row."""
+    """Problems: JSONL as tlt task writes it, or data as for its --data. A problem without problem_id is named
+    by its line or row."""
     responses: Annotated[Path, Written("FILE")]
     """JSONL of responses with problem_id and text, as tlt generate writes it."""
     out: File = None
@@ -97,8 +96,8 @@ class Score(DataOptions):
 
 
 def score(options: Score) -> Record:
-    """Scores every response, prints a line a problem and returns the summary."""
-    from tlt.rewards.scoring import Response, RewardSpec, Scorer
+    """Scores every response, prints one line for each problem and returns the summary."""
+    from tlt.rewards.scoring import Completion, RewardSpec, Scorer
 
     if options.out is not None:
         check_output_file(options.out, "--out")
@@ -114,7 +113,7 @@ def score(options: Score) -> Record:
             )
         if not isinstance(text, str):
             raise UserError(f"{place}: text is {text!r}; it must be the response's text")
-        found = scorer.score(Response(problems[problem_id], text))
+        found = scorer.score(Completion(problems[problem_id], text))
         if found.error:
             where = f"{place}: task {options.name}, problem {problem_id!r}"
             raise UserError(f"{where}: score() failed ({found.error}); correct the task, or the problem")
@@ -144,10 +143,8 @@ def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
     width = max(map(len, answered))
     for problem_id, found in answered.items():
         num_solved = sum(reward.is_solved for reward in found)
-        print(
-            f"{problem_id:<{width}}  solved {num_solved}/{len(found)}  mean reward "
-            f"{summarize(found).mean:.3f}"
-        )
+        mean = summarize(found).mean
+        print(f"{problem_id:<{width}}  solved {num_solved}/{len(found)}  mean reward {mean:.3f}")
     rewards = [reward for found in answered.values() for reward in found]
     overall = summarize(rewards)
     print(f"mean reward {overall.mean:.4f}, solve rate {overall.solve_rate:.4f}")

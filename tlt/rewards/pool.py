@@ -1,13 +1,12 @@
-"""Rewards, computed in worker processes beside the generation. Knows scores by name, and neither models nor
-engines.
+"""Rewards, computed in worker processes beside the generation.
 
     submit ─▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
                          │ ▲
                          ▼ │
-                   worker process        killed at the time-out; a spare one, started after the first such death, tries again
+                   worker process        killed at the time-out; another worker then tries the response again
 
-A response that cannot be scored says why in `Reward.error`. The update leaves it out, `summarize` counts
-it for the step's record, and `check_scorable` ends a run at whose beginning none can be scored.
+A response that cannot be scored has the reason in `Reward.error`. The update leaves it out, and `summarize`
+counts it for the step's record. `check_scorable` ends a run whose first responses cannot be scored at all.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from tlt.accounts import RewardSummary
-from tlt.rewards.scoring import Response, RewardSpec, Scorer
+from tlt.rewards.scoring import Completion, RewardSpec, Scorer
 from tlt.rewards.worker import Worker, WorkerLost
 from tlt.types import Key, Reward, UserError
 
 MAX_LOST_WITH = 2
-"""Workers that are lost with a response before it has no score: the first may have been killed by anybody."""
+"""Workers lost while they score a response, after which it has no score."""
 MAX_LOST_BEFORE = 3
-"""Workers that are lost before they take the response up, until it has none, either: one may have died at
-its start."""
+"""Workers lost before they take a response up, after which it has no score."""
 
 
 def summarize(rewards: Sequence[Reward]) -> RewardSummary:
-    """Returns the means over the responses that were scored, and how many were not."""
+    """Returns the means over the scored responses, and the number of the others."""
     scored = [reward for reward in rewards if reward.is_scored]
     errors = [reward.error for reward in rewards if not reward.is_scored]
     of_tasks = [reward for reward in scored if reward.task]
@@ -52,7 +50,7 @@ def summarize(rewards: Sequence[Reward]) -> RewardSummary:
 
 
 def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns name → mean over the records that have it, names in order."""
+    """Returns name → mean over the records that have it, sorted by name."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, value in record.items():
@@ -61,8 +59,11 @@ def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
-    """Raises UserError where not one response of `where`, a run's first step or evaluation, could be
-    scored: the task is at fault, and nothing can be learned."""
+    """Raises UserError where no response at all could be scored: the task is at fault, and nothing can be
+    learned.
+
+    where: a run's first step or evaluation.
+    """
     summary = summarize(rewards)
     if rewards and summary.num_errors == len(rewards):
         raise UserError(
@@ -73,20 +74,18 @@ def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
 
 class Job(NamedTuple):
     key: Key
-    response: Response
+    response: Completion
 
 
 class RewardPool:
-    """Scores responses in `num_workers` processes; with 0 inside `submit` and without time-out, to debug a
-    task.
+    """Scores responses in worker processes. Use it from one thread; `submit` never waits.
 
-    spec: what they are scored by.
-    timeout_seconds: of one response, from the moment a worker takes it up. Use it from one thread.
-        `submit` never waits.
+    num_workers: processes; 0 scores inside `submit`, without time-out, to debug a task.
+    timeout_seconds: time limit of one response, from the moment a worker takes it up.
     """
 
     def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
-        self._scorer = Scorer(spec)  # a misspelt task is the user's mistake now, not a thousand errors later
+        self._scorer = Scorer(spec)  # a misspelt task is an error here, not one of every response
         self.spec, self.timeout_seconds = spec, timeout_seconds
         self._pending: dict[Key, Job] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -104,35 +103,31 @@ class RewardPool:
         """Queues a response. step: updates behind the policy that wrote it."""
         assert not self._is_closed, "the pool is closed"
         assert key not in self._pending, f"{key} was submitted twice"
-        job = self._pending[key] = Job(key, Response(dict(problem), text, tuple(token_ids), step))
+        job = self._pending[key] = Job(key, Completion(dict(problem), text, tuple(token_ids), step))
         if self._threads:
             self._jobs.put(job)
         else:
             self._done.put((job, self._scorer.score(job.response)))
 
     def collect(self) -> dict[Key, Reward]:
-        """Returns the rewards that are there now and were not returned before, without waiting."""
+        """Returns the new rewards, without waiting."""
         rewards: dict[Key, Reward] = {}
         with contextlib.suppress(Empty):
             while True:
                 rewards.update(self._next(0.0))
         return rewards
 
-    def drain(self, patience: float = math.inf) -> dict[Key, Reward]:
-        """Waits for everything submitted and returns the rewards not returned before. One response takes its
-        time-out at most twice, and the start of a worker where one has died; many take many times that,
-        divided by the number of workers.
+    def drain(self, patience: float = threading.TIMEOUT_MAX) -> dict[Key, Reward]:
+        """Waits for everything submitted and returns the new rewards. One response takes its time-out at most
+        twice, and the start of a worker where one has died.
 
-        patience: seconds after which it raises UserError, naming the task and the responses that are being
-            scored.
+        patience: seconds after which it raises UserError, naming the task and the unscored responses.
         """
         deadline = time.monotonic() + patience
         rewards: dict[Key, Reward] = {}
         while self._pending:
             try:
-                rewards.update(
-                    self._next(None if patience == math.inf else max(deadline - time.monotonic(), 0.0))
-                )
+                rewards.update(self._next(max(deadline - time.monotonic(), 0.0)))
             except Empty:
                 raise self._too_slow(patience) from None
         return rewards
@@ -141,14 +136,12 @@ class RewardPool:
         first = ", ".join(f"{problem} sample {sample}" for problem, sample in islice(self._pending, 3))
         return UserError(
             f"task {self.spec.task}: {len(self._pending)} responses were not scored within {patience:g} s, "
-            "and the other ranks "
-            f"wait no longer; the first are {first}; raise rewards.num_workers or lower "
+            f"and the other ranks wait no longer; the first are {first}; raise rewards.num_workers or lower "
             "rewards.timeout_seconds"
         )
 
     def abandon(self) -> None:
-        """Forgets all that was submitted. What a worker is scoring right now goes on, to its second
-        time-out at most."""
+        """Forgets everything submitted. A response being scored goes on, to its second time-out at most."""
         self._pending.clear()
         while True:
             try:
@@ -157,8 +150,7 @@ class RewardPool:
                 return
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing. Nothing is left running, and closing twice is
-        harmless."""
+        """Ends the workers at once and leaves nothing running. Closing twice is harmless."""
         self.abandon()
         with self._lock:
             self._is_closed = True
@@ -177,9 +169,9 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _next(self, timeout: float | None) -> dict[Key, Reward]:
-        """Waits for the next result; nothing where it was abandoned. Raises Empty after `timeout` seconds
-        (None: never)."""
+    def _next(self, timeout: float) -> dict[Key, Reward]:
+        """Waits for the next result; returns nothing where it was abandoned. Raises Empty after `timeout`
+        seconds."""
         job, result = self._done.get(timeout=timeout)
         if self._pending.get(job.key) is not job:
             return {}
@@ -196,13 +188,13 @@ class RewardPool:
                 result: Reward | Exception = self._score(job.response, place)
             except _Closed:
                 return
-            except Exception as error:  # ours, or an unpicklable problem: raised where rewards are asked for
+            except Exception as error:  # ours, or an unpicklable problem: raised in `_next`
                 result = error
             self._done.put((job, result))
         place.leave()
 
-    def _score(self, response: Response, place: _Place) -> Reward:
-        """Returns the reward of a response, which is tried again where its worker was lost."""
+    def _score(self, response: Completion, place: _Place) -> Reward:
+        """Returns the reward of a response; tries again where the worker was lost."""
         lost_with = lost_before = 0
         while True:
             try:
@@ -215,9 +207,8 @@ class RewardPool:
                 if lost_with == MAX_LOST_WITH:
                     return Reward(0.0, False, f"{loss}; tried twice")
                 if lost_before == MAX_LOST_BEFORE:
-                    return Reward(
-                        0.0, False, f"{loss}; the last of {lost_before} workers lost before they took it up"
-                    )
+                    why = f"{loss}; the last of {lost_before} workers lost before they took it up"
+                    return Reward(0.0, False, why)
 
     def _start(self) -> Worker:
         """Starts a worker. Raises _Closed once the pool is closed, and OSError."""
@@ -234,17 +225,18 @@ class _Closed(Exception):
 
 
 class _Place:
-    """The worker of one thread, started ahead of its first response and replaced when it was killed. The
-    first such death starts a spare one, too: a task that imports much takes longer to start than to score."""
+    """The worker of one thread, started ahead of its first response and replaced when it was killed.
+
+    The first death starts a spare worker, too: a task that imports much takes longer to start than to score.
+    """
 
     def __init__(self, start: Callable[[], Worker]) -> None:
         self._start = start
         self._worker = self._start_ahead()
         self._spare: Worker | None = None
 
-    def score(self, response: Response, timeout_seconds: float) -> Reward:
-        """Has the worker score a response. Raises WorkerLost; the next one is another. Raises what `start`
-        does."""
+    def score(self, response: Completion, timeout_seconds: float) -> Reward:
+        """Has the worker score a response. Raises WorkerLost, and the errors of `start`."""
         worker = self._worker = self._worker or self._start()
         try:
             return worker.score(response, timeout_seconds)
@@ -258,6 +250,6 @@ class _Place:
             worker.kill()
 
     def _start_ahead(self) -> Worker | None:
-        with contextlib.suppress(OSError, _Closed):  # then the next response asks for it, and says why not
+        with contextlib.suppress(OSError, _Closed):  # the next response then starts it, and has the error
             return self._start()
         return None

@@ -1,10 +1,11 @@
 """The algorithms as pure functions of tensors: advantages, ratios, losses, estimators, means. Each computes
-one choice of config/algorithm.py. Knows no model, no batch layout and no process group.
+one choice of config/algorithm.py.
 
     rewards_R ─ group_advantages ──────┐
     returns   ─ whitened_advantages ───┴─▶ one per response token ─┐
-    logprobs_N ─ importance_ratio ─────────────────────────────────┴─▶ policy_loss ──┐
-                                                                       kl_estimate × β ┴▶ × loss_weight, sum, / loss_divisor
+    logprobs_N ─ importance_ratio ─────────────────────────────────┴─▶ policy_loss ────┐
+                                                                       kl_estimate × β ┴▶ × loss_weight,
+                                                                                          sum, / loss_divisor
 
 Axes: R responses · N response tokens, of all responses · V vocabulary.
 """
@@ -29,13 +30,14 @@ STD_FLOOR = 1e-6
 def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = "group-std") -> Tensor:
     """Returns advantages_R, float64, over the responses to one prompt:
 
-    group-std      (r_i - mean(r)) / std(r), the sample standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)
+    group-std      (r_i - mean(r)) / std(r), sample standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)
     group-mean     r_i - mean(r) (Dr. GRPO, arXiv 2503.20783, section 3.2)
-    leave-one-out  r_i - mean of the others' r (RLOO, arXiv 2402.14740, section 2.3), which is n / (n - 1)
-    (r_i - mean(r))
+    leave-one-out  r_i - mean of the others' r (RLOO, arXiv 2402.14740, section 2.3), n / (n - 1) × group-mean
 
-    They are exactly 0 where rewards are equal, as that of a response alone is.
-    rewards_R: any float dtype; computed in float64.   group_R: int64[R], numbers from 0; groups may differ in size.
+    They are exactly 0 where all rewards of a group are equal, and for a group of one.
+
+    rewards_R: any float dtype; computed in float64.
+    group_R: int64[R], numbers from 0; groups may differ in size.
     """
     num_groups = int(group_R.max()) + 1
     rewards_R = rewards_R.double()
@@ -59,8 +61,8 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = 
 
 
 def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
-    """Returns (return - mean) / std of every token, mean and standard deviation over all tokens of the step
-    (REINFORCE++, arXiv 2501.03262, section 3). They are exactly 0 where all returns are equal.
+    """Returns (return - mean) / std of every token, with mean and standard deviation over all tokens of the
+    step (REINFORCE++, arXiv 2501.03262, section 3); exactly 0 where all returns are equal.
 
     returns: float64, for each response one per token.
     """
@@ -78,9 +80,8 @@ def rewards_to_go(reward: float, penalties_T: Tensor) -> Tensor:
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
-    """Returns 0 for a response that ends before the buffer, and up to 1 where it has used up the buffer,
-    the last `buffer_tokens` before `max_tokens` (DAPO, arXiv 2503.14476, equation 13, which counts it
-    negative)."""
+    """Returns 0 for a response that ends before the buffer, the last `buffer_tokens` before `max_tokens`, and
+    up to 1 where it fills the buffer (DAPO, arXiv 2503.14476, equation 13, with the sign reversed)."""
     excess = num_tokens - (max_tokens - buffer_tokens)
     return min(max(excess / buffer_tokens, 0.0), 1.0) if buffer_tokens else 0.0
 
@@ -89,16 +90,18 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> fl
 
 
 class PolicyLoss(NamedTuple):
-    """loss_N carries the gradient; is_clipped_N says where the clip changed it."""
+    """The policy loss of each token."""
 
     loss_N: Tensor
+    """Carries the gradient."""
     is_clipped_N: Tensor
+    """Whether the clip changed the gradient."""
 
 
 def policy_loss(
     ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, algorithm: Algorithm
 ) -> PolicyLoss:
-    """Returns the loss of every token."""
+    """Returns the loss of every token, clipped as the algorithm says."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     if algorithm.loss == "cispo":
         return cispo_loss(ratio_N, logprobs_N, advantages_N, low, high)
@@ -114,7 +117,7 @@ def importance_ratio(
     sequence    (Π_t ρ_t)^(1/T) over the T tokens of its response (GSPO, arXiv 2507.18071, equation 7)
     trajectory  Π_t ρ_t: the response is one action (RLOO, arXiv 2402.14740, section 2.3)
 
-    lengths: tokens of each response, whole ones, which lie one after the other.
+    lengths: tokens of each response; the responses are whole and lie one after the other.
     """
     log_ratio_N = logprobs_N - old_logprobs_N
     if level == "token":
@@ -126,7 +129,7 @@ def importance_ratio(
 
 def clipped_loss(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> PolicyLoss:
     """Returns -min(ρ A, clip(ρ, low, high) A) (PPO, arXiv 1707.06347, equation 7; DAPO, arXiv 2503.14476,
-    equation 8, has bounds that differ)."""
+    equation 8, with two bounds)."""
     unclipped_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(low, high) * advantages_N
     return PolicyLoss(-torch.minimum(unclipped_N, clipped_N), clipped_N < unclipped_N)
@@ -143,8 +146,8 @@ def cispo_loss(
 
 def importance_weights(old_logprobs_N: Tensor, engine_logprobs_N: Tensor, *, cap: float) -> Tensor:
     """Returns min(π_trainer / π_engine, cap) per token, a constant of the loss. It corrects for an engine
-    whose arithmetic samples a slightly different policy (truncated importance sampling, Ionides 2008, as
-    Yao et al. 2025 apply it to RL engines)."""
+    whose arithmetic samples a slightly different policy (truncated importance sampling, Ionides 2008; for RL
+    engines Yao et al. 2025)."""
     return (old_logprobs_N - engine_logprobs_N).exp().clamp(max=cap).detach()
 
 
@@ -165,8 +168,8 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KLE
 
 
 def entropy(logprobs_NV: Tensor) -> Tensor:
-    """Returns H_N = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing. A
-    CPU goes row by row: what is made of a row stays in its cache, which is six times as fast."""
+    """Returns H_N = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing. On a
+    CPU row by row, which stays in the cache and is six times as fast."""
     if logprobs_NV.device.type != "cpu" or not len(logprobs_NV):
         entropy_NV: Tensor = torch.special.entr(logprobs_NV.exp())
         return entropy_NV.sum(-1)
@@ -178,19 +181,19 @@ def entropy(logprobs_NV: Tensor) -> Tensor:
 
 
 def loss_weight(num_tokens: int, aggregation: Aggregation) -> float:
-    """Returns the weight of each token of a response of so many."""
+    """Returns the weight of each token of a response of `num_tokens`."""
     return 1 / num_tokens if aggregation == "sequence" else 1.0
 
 
 def loss_divisor(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int) -> int:
-    """Returns what the weighted sum over an optimizer step is divided by, *all* its micro-batches and ranks:
-    parts add up.
+    """Returns the divisor of the weighted sum over an optimizer step, over *all* its micro-batches and ranks,
+    so that parts add up.
 
-    token      the tokens: every one weighs the same, whatever response it lies in (DAPO, arXiv 2503.14476, equation 12)
+    token      the tokens: all weigh the same (DAPO, arXiv 2503.14476, equation 12)
     sequence   the responses (GRPO, arXiv 2402.03300, equation 3)
-    constant   the responses × `max_tokens`: as `sequence`, with one length for all (Dr. GRPO, arXiv 2503.20783, section 3.2)
+    constant   the responses × `max_tokens` (Dr. GRPO, arXiv 2503.20783, section 3.2)
 
-    lengths: of all responses, 0 for one that is masked: it has no tokens in the loss, but is a response.
+    lengths: of all responses; 0 for a masked one, which has no tokens in the loss but is a response.
     """
     match aggregation:
         case "token":

@@ -1,8 +1,7 @@
-"""What the update learns from: rollouts and rewards become responses with advantages. Knows no model and no
-tensors of logits.
+"""What the update learns from: rollouts and rewards become responses with an advantage per token.
 
-rewards ─ those there are ─ minus overlong penalty ─ minus β KL, if it is in the reward ─▶ returns ─ advantage ─▶ one per token
-(of all ranks, in canonical order)
+rewards ─ minus overlong penalty ─ minus β KL, if it is in the reward ─▶ returns ─▶ advantages
+(of all ranks, in canonical order; responses without a score are left out)
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tlt.config.algorithm import Algorithm, AlgorithmSection
 from tlt.rl.algorithms import group_advantages, overlong_penalty, rewards_to_go, whitened_advantages
-from tlt.rl.plan import Response
+from tlt.rl.plan import Experience
 from tlt.types import Reward, Rollout, key_of
 
 
@@ -53,27 +51,26 @@ def check_batch(
             raise ValueError(f"{place} has reward {reward.value}; rewards must be finite")
 
 
-def num_problems(rollouts: Sequence[Rollout]) -> int:
-    """Counts the problems that these are responses to."""
+def count_problems(rollouts: Sequence[Rollout]) -> int:
+    """Counts the problems that the rollouts answer."""
     return len({rollout.problem_id for rollout in rollouts})
 
 
 def scored_ones(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
-    """Returns the responses that have a score, and their rewards: an update is that of the batch without
-    the others."""
-    return [r for r, w in zip(rollouts, rewards, strict=True) if w.is_scored], [
-        w for w in rewards if w.is_scored
-    ]
+    """Returns the responses that have a score, and their rewards; an update leaves out the others."""
+    scored = [pair for pair in zip(rollouts, rewards, strict=True) if pair[1].is_scored]
+    return [rollout for rollout, _ in scored], [reward for _, reward in scored]
 
 
-def make_responses(
+def make_experiences(
     rollouts: Sequence[Rollout],
     rewards: Sequence[Reward],
     settings: AlgorithmSection,
     algorithm: Algorithm,
     kl: Sequence[Tensor] | None,
-) -> tuple[list[Response], int]:
-    """Returns the responses with their advantages, in the same order, and how many problems have none but 0.
+) -> tuple[list[Experience], int]:
+    """Returns the responses with their advantages, in the same order, and the number of problems whose
+    advantages are all 0.
 
     rollouts, rewards: in canonical order, all of them scored; there may be none.
     kl: for each response its estimate at every token, float64, where the KL is in the reward; None: it is
@@ -82,64 +79,49 @@ def make_responses(
     if not rollouts:
         return [], 0
     penalties = None if kl is None else [settings.kl_coefficient * kl_T for kl_T in kl]
-    rewards = [
-        replace(reward, value=reward.value - settings.overlong_penalty * _overlong(rollout, algorithm))
-        for rollout, reward in zip(rollouts, rewards, strict=True)
-    ]
+    values = []
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        num_tokens = len(rollout.token_ids)
+        excess = overlong_penalty(num_tokens, algorithm.max_tokens, algorithm.overlong_buffer_tokens)
+        values.append(reward.value - settings.overlong_penalty * excess)
     make = _whitened if algorithm.advantage == "batch-whitened" else _grouped
-    advantages = make(rollouts, rewards, algorithm, penalties)
+    advantages = make(rollouts, values, algorithm, penalties)
     has_kl_loss = settings.kl_coefficient > 0 and algorithm.kl_in == "loss"
-    responses = []
+    experiences, with_advantage = [], set()
     for rollout, of_tokens in zip(rollouts, advantages, strict=True):
         if settings.mask_truncated and rollout.finish_reason == "length":
-            responses.append(Response(rollout, (0.0,) * len(of_tokens), needs_grad=False, is_masked=True))
+            masked = (0.0,) * len(of_tokens)
+            experiences.append(Experience(rollout, masked, needs_grad=False, is_masked=True))
         else:
-            responses.append(Response(rollout, of_tokens, needs_grad=has_kl_loss or any(of_tokens)))
-    with_advantage = {
-        rollout.problem_id for rollout, of_tokens in zip(rollouts, advantages, strict=True) if any(of_tokens)
-    }
-    return responses, num_problems(rollouts) - len(with_advantage)
-
-
-def _overlong(rollout: Rollout, algorithm: Algorithm) -> float:
-    return overlong_penalty(len(rollout.token_ids), algorithm.max_tokens, algorithm.overlong_buffer_tokens)
+            experiences.append(Experience(rollout, of_tokens, needs_grad=has_kl_loss or any(of_tokens)))
+        if any(of_tokens):
+            with_advantage.add(rollout.problem_id)
+    return experiences, count_problems(rollouts) - len(with_advantage)
 
 
 def _grouped(
     rollouts: Sequence[Rollout],
-    rewards: Sequence[Reward],
+    values: Sequence[float],
     algorithm: Algorithm,
     penalties: Sequence[Tensor] | None,
 ) -> list[tuple[float, ...]]:
     """Returns advantages over the responses to one problem: the same for all tokens of a response."""
-    values = [reward.value for reward in rewards]
     if penalties is not None:
-        values = [
-            value - float(penalties_T.sum()) for value, penalties_T in zip(values, penalties, strict=True)
-        ]
-    group_of = {
-        problem_id: i
-        for i, problem_id in enumerate(dict.fromkeys(rollout.problem_id for rollout in rollouts))
-    }
-    group_R = torch.tensor([group_of[rollout.problem_id] for rollout in rollouts])
+        values = [value - float(kl_T.sum()) for value, kl_T in zip(values, penalties, strict=True)]
+    ids = [rollout.problem_id for rollout in rollouts]
+    group_of = {problem_id: i for i, problem_id in enumerate(dict.fromkeys(ids))}
+    group_R = torch.tensor([group_of[problem_id] for problem_id in ids])
     advantages_R = group_advantages(torch.tensor(values, dtype=torch.float64), group_R, algorithm.advantage)
-    return [
-        (advantage,) * len(r.token_ids) for r, advantage in zip(rollouts, advantages_R.tolist(), strict=True)
-    ]
+    return [(a,) * len(r.token_ids) for r, a in zip(rollouts, advantages_R.tolist(), strict=True)]
 
 
 def _whitened(
     rollouts: Sequence[Rollout],
-    rewards: Sequence[Reward],
+    values: Sequence[float],
     algorithm: Algorithm,
     penalties: Sequence[Tensor] | None,
 ) -> list[tuple[float, ...]]:
     """Returns advantages over all tokens of the step."""
-    penalties = penalties or [
-        torch.zeros(len(rollout.token_ids), dtype=torch.float64) for rollout in rollouts
-    ]
-    returns = [
-        rewards_to_go(reward.value, penalties_T)
-        for reward, penalties_T in zip(rewards, penalties, strict=True)
-    ]
+    penalties = penalties or [torch.zeros(len(r.token_ids), dtype=torch.float64) for r in rollouts]
+    returns = [rewards_to_go(value, kl_T) for value, kl_T in zip(values, penalties, strict=True)]
     return [tuple(advantages_T.tolist()) for advantages_T in whitened_advantages(returns)]

@@ -1,6 +1,8 @@
-"""Refuses updates that are not finite: rewards of which no advantage can be made, a loss, a gradient,
-weights. Each refusal is one line with the step and the likeliest cause, on all ranks, before anything of
-the update is published or saved."""
+"""Refuses updates that are not finite: too large rewards, a loss, a gradient, weights.
+
+Each refusal is one line with the step and the likeliest cause, on all ranks, before anything of the update is
+published or saved.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,17 @@ from tlt.hf.weights import is_finite
 from tlt.types import Reward, UserError
 
 LARGEST_REWARD = 1e150
-"""The squares of larger ones are infinite, and with them the standard deviation of a group."""
+"""The squares of larger rewards are infinite, and so is the standard deviation of their group."""
 _LARGE_REWARD = 1e6
-"""From here on rewards are the likeliest cause of an update that is not finite."""
+"""From this reward on, rewards are the likeliest cause of an update that is not finite."""
 
 
 class NonFiniteUpdate(UserError):
-    """Something in an update was not finite. As the update is a pure function it would come again, so no
-    restart follows."""
+    """A value in an update was not finite. No restart follows: the update is pure, and would fail again."""
 
 
 def check_rewards(rewards: Iterable[Reward], step: int) -> float:
-    """Returns the largest absolute reward; NonFiniteUpdate where it is too large for an advantage."""
+    """Returns the largest absolute reward. Raises NonFiniteUpdate where it is too large for an advantage."""
     largest = max((abs(reward.value) for reward in rewards if reward.is_scored), default=0.0)
     if largest > LARGEST_REWARD:
         raise NonFiniteUpdate(
@@ -38,23 +39,21 @@ def check_rewards(rewards: Iterable[Reward], step: int) -> float:
 
 
 def check_loss(loss: float, grad_norm: float, step: int, largest_reward: float) -> None:
-    """Raises NonFiniteUpdate before the optimizer could spread what is wrong to the weights."""
+    """Raises NonFiniteUpdate, before the optimizer spreads the value to the weights."""
     values = {"loss": loss, "gradient norm": grad_norm}
     if wrong := ", ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value)):
         raise NonFiniteUpdate(
             f"policy update of step {step + 1}: {wrong}; the weights did not take it: tlt train --resume "
-            "tries again; where it"
-            f" comes again, {_remedy(largest_reward)}"
+            f"tries again; where it comes again, {_remedy(largest_reward)}"
         )
 
 
 def check_weights(
     trained: Mapping[str, Tensor], step: int, chosen: OptimizerSection, sharded_over: dist.ProcessGroup | None
 ) -> None:
-    """Raises NonFiniteUpdate where the optimizer's step has left a weight that is not finite. It reads the
-    weights once, where the step reads and writes them, gradients and both moments.
+    """Raises NonFiniteUpdate where the optimizer's step has left a weight that is not finite.
 
-    sharded_over: the ranks that hold slices; None: each holds the same weights, and finds the same.
+    sharded_over: the ranks that hold slices; None: every rank holds all weights.
     """
     parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained.values())
     is_finite_P = torch.stack([is_finite(part.detach()) for part in parts]).int()
@@ -62,14 +61,12 @@ def check_weights(
         dist.all_reduce(is_finite_P, op=dist.ReduceOp.MIN, group=sharded_over)
     found = is_finite_P.tolist()
     if not all(found):
-        keys = ", ".join(
-            f"optimizer.{key} {getattr(chosen, key):g}" for key in ("learning_rate", "eps", "weight_decay")
-        )
+        names = ("learning_rate", "eps", "weight_decay")
+        keys = ", ".join(f"optimizer.{name} {getattr(chosen, name):g}" for name in names)
         raise NonFiniteUpdate(
             f"policy update of step {step + 1}: the optimizer's step leaves weights that are not finite, "
-            "first"
-            f" {[*trained][found.index(0)]}; they are written nowhere; begin a run with more usual values "
-            f"of {keys}"
+            f"first {[*trained][found.index(0)]}; they are written nowhere; begin a run with more usual "
+            f"values of {keys}"
         )
 
 

@@ -1,7 +1,7 @@
-"""The gradients of one optimizer step, added up over micro-batches and ranks. Knows no loss and no optimizer.
+"""The gradients of one optimizer step, added up over micro-batches and ranks.
 
-Replicated   backward, backward, … into one flat bucket ─▶ one all-reduce       every rank has every gradient
-Sharded      backward ─▶ reduce-scatter, backward ─▶ reduce-scatter, …          every rank has the gradients of its slices
+Replicated   backward, backward, … into one flat bucket ─▶ one all-reduce    all gradients on every rank
+Sharded      backward ─▶ reduce-scatter, backward ─▶ reduce-scatter, …       a rank has its slices alone
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.distributed.tensor import DTensor
 
 
 class Gradients(Protocol):
-    """The use of it, on every rank: with collect(): backward, backward, …, reduce, norm, scale, optimizer
+    """Sums of gradients. Use on every rank: with collect(): backward, backward, …, reduce, norm, scale,
     step."""
 
     @property
     def needs_equal_shares(self) -> bool:
-        """Whether a forward or backward is a collective, so that every rank must run as many."""
+        """Whether a forward or backward is a collective, so that all ranks must run equally many."""
         ...
 
     def collect(self) -> AbstractContextManager[None]:
-        """Starts with none; they are gone at the end."""
+        """Starts without gradients, and frees them at the end."""
         ...
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds a micro-batch's. is_last: no other one comes before `reduce`."""
+        """Adds the gradients of a micro-batch's loss. is_last: none follows before `reduce`."""
         ...
 
     def reduce(self) -> None:
@@ -47,8 +47,7 @@ class Gradients(Protocol):
 
 
 def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each: bool) -> Gradients:
-    """Returns who adds up the model's gradients. reduces_each: see Sharded; of no meaning to a replicated
-    model."""
+    """Returns the sums for a sharded or a replicated model. reduces_each: see Sharded; for that alone."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(model, FSDPModule):
         assert group is not None
@@ -57,8 +56,7 @@ def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each
 
 
 class Replicated:
-    """Every rank holds all parameters; the gradients are views of one bucket, in the order of the
-    parameters."""
+    """Gradients where every rank holds all parameters: views of one bucket, in the parameters' order."""
 
     needs_equal_shares = False
 
@@ -69,9 +67,8 @@ class Replicated:
     @contextmanager
     def collect(self) -> Iterator[None]:
         sizes = [p.numel() for p in self.parameters]
-        self._bucket = torch.zeros(
-            sum(sizes), dtype=self.parameters[0].dtype, device=self.parameters[0].device
-        )
+        first = self.parameters[0]
+        self._bucket = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         try:
             for parameter, part in zip(self.parameters, self._bucket.split(sizes), strict=True):
                 parameter.grad = part.view_as(parameter)
@@ -96,11 +93,12 @@ class Replicated:
 
 
 class Sharded:
-    """Every rank holds slices (ranks/sharding.py), and FSDP adds up their gradients within the backward pass.
+    """Gradients where every rank holds slices (ranks/sharding.py) and FSDP reduces within the backward pass.
 
-    reduces_each: after every micro-batch, so that no rank ever holds the gradients of more than a layer.
-        Else they are added up whole on every rank and reduced once, with the last: less traffic, and sums
-        in the order of the replicated update.
+    reduces_each: reduces after every micro-batch, so that no rank holds the gradients of more than a layer.
+        Else
+        they are added up whole on every rank and reduced with the last micro-batch: less traffic, and sums in
+        the order of the replicated update.
     """
 
     needs_equal_shares = True
@@ -127,17 +125,15 @@ class Sharded:
         loss.backward()
 
     def reduce(self) -> None:
-        """Has little left to do: a gradient that nothing contributed to is 0, for the optimizer leaves out
-        what has none."""
+        """Sets missing gradients to 0; the optimizer would leave out their parameters."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def norm(self) -> float:
-        """Adds up in float64, parameter by parameter, so that the cut does not show."""
-        squares = torch.stack(
-            [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._local()]
-        )
+        """Adds up in float64, parameter by parameter, so that the slicing does not show."""
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in self._local()]
+        squares = torch.stack([norm.square() for norm in norms])
         dist.all_reduce(squares, group=self.group)
         return math.sqrt(float(squares.sum()))
 

@@ -1,4 +1,4 @@
-"""The log-probabilities of responses under a policy, with gradients. Knows no loss.
+"""The log-probabilities of responses under a policy, with gradients.
 
 Axes: N tokens of a flat batch · T response tokens of it · E hidden size · V vocabulary
 """
@@ -16,27 +16,24 @@ from tlt.models.attention import SharedPrompts
 from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf
 from tlt.rl.algorithms import entropy
-from tlt.rl.plan import Response, families_of
+from tlt.rl.plan import Experience, families_of
 
 LOGITS_PER_CHUNK = 2**24
-"""Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in
-the backward pass."""
+"""Elements of logits in memory at a time: with a large vocabulary the head runs in chunks, and again in the
+backward pass."""
 
 
 def response_logprobs(
-    model: Transformer | BaseOf, batch: Sequence[Response], temperature: float
+    model: Transformer | BaseOf, batch: Sequence[Experience], temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Returns (logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow
     through the logprobs; the entropy is a metric. bf16 logits are widened to float32 first."""
     device = model.head_weight.device
     families = families_of(batch)
-    attend = SharedPrompts(
-        model.config, [(batch[f[0]].num_prompt, [batch[i].num_own for i in f]) for f in families]
-    )
+    sizes = [(batch[f[0]].num_prompt, [batch[i].num_own for i in f]) for f in families]
+    attend = SharedPrompts(model.config, sizes)
     tokens: list[int] = []
-    readers: dict[
-        int, list[int]
-    ] = {}  # of each response, where its tokens are predicted: the first one by the prompt's end
+    readers: dict[int, list[int]] = {}  # response → the positions that predict its tokens
     for family in families:
         tokens += batch[family[0]].rollout.prompt_ids
         end = len(tokens) - 1
@@ -71,9 +68,9 @@ def response_logprobs(
 
 
 class ChosenLogprobs(torch.autograd.Function):
-    """Maps (logits_TV, chosen_T, temperature) to log-softmax(logits / temperature) at the chosen tokens,
-    and to its entropy, which has no gradient. It keeps one matrix for the backward pass and makes one
-    there; autograd would make five."""
+    """Maps (logits_TV, chosen_T, temperature) to log-softmax(logits / temperature) at the chosen tokens, and
+    to its entropy, which has no gradient. It keeps one matrix for the backward pass and allocates one there;
+    autograd would need five."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, chosen_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,12 @@
-"""Who computes what in a policy update, from the lengths of the responses and which prompts are equal. Knows
-no tensors and no clock.
+"""The plan of a policy update: which rank computes which responses, in which micro-batches.
 
-    responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
-                                                        rank 1: responses                         [micro-batch]
+    responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0 ─ pack_families ─▶ [micro-batch] [micro-batch]
+                                                        rank 1                    [micro-batch]
 
-Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank,
-or is divided where that balances the ranks better. Every rank plans for all, and comes to the same plan.
-Where a forward of one rank waits for the others' (a sharded model), ranks with fewer micro-batches get
-dummies.
+Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank, or
+is divided where that balances the ranks better. The plan is a pure function of lengths and prompts, so that
+every rank computes the same plan for all. Where a forward of one rank waits for the others' (a sharded
+model), ranks with fewer micro-batches get dummies.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from tlt.types import Rollout
 
 
 @dataclass(frozen=True)
-class Response:
-    """A rollout as the update sees it: with the advantage of each of its tokens, and whether it needs a
-    backward pass. In the means of the metrics it stands for `weight` responses like itself (0: another one
-    stands for it).
-
-    is_masked: it is left out of the loss.
-    """
+class Experience:
+    """A response with its advantages: what the update learns from."""
 
     rollout: Rollout
     advantages: tuple[float, ...]
+    """One per token."""
     needs_grad: bool
+    """Whether it needs a backward pass."""
     weight: float = 1.0
+    """Responses that it stands for in the means of the metrics; 0: another one stands for it."""
     is_masked: bool = False
+    """Whether it is left out of the loss."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,10 +62,9 @@ class Response:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """The responses of one forward, all with or all without a backward pass. Compared by identity, so that
-    it can be a key."""
+    """The responses of one forward, all with or all without a backward pass; a key, compared by identity."""
 
-    responses: tuple[Response, ...]
+    responses: tuple[Experience, ...]
 
     @property
     def needs_grad(self) -> bool:
@@ -75,34 +72,31 @@ class MicroBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it stands for nothing: it is computed to keep step with other ranks, its loss is 0 and
-        it counts nowhere."""
+        """Whether it is computed only to keep step with other ranks: its loss is 0 and it counts nowhere."""
         return self.responses[0].weight == 0
 
 
-def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response]:
-    """Returns the same responses with weights: of those without a gradient, a sample of about `num_tokens`
-    tokens stands for all, so that sums stay unbiased."""
+def sample_flat(responses: Sequence[Experience], num_tokens: int) -> list[Experience]:
+    """Returns the responses with weights: a sample of about `num_tokens` tokens stands for all responses
+    without a gradient, so that sums stay unbiased."""
     flat = [i for i, r in enumerate(responses) if not r.needs_grad]
     num_flat = sum(responses[i].num_tokens for i in flat)
     if num_flat <= num_tokens:
         return list(responses)
     count = math.ceil(len(flat) * num_tokens / num_flat)
-    sampled = set(
-        random.Random(num_flat).sample(flat, count)
-    )  # a function of the tokens, like all of the update
+    sampled = set(random.Random(num_flat).sample(flat, count))  # seeded by the tokens: the update is pure
     weights = {i: len(flat) / count if i in sampled else 0.0 for i in flat}
     return [dataclasses.replace(r, weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
 
 
 MIN_PROMPT = 1 / 16
-"""Tokens of a prompt for each token of a response from which it is worth sharing: less saves nothing
+"""The least ratio of prompt tokens to response tokens at which sharing a prompt saves time
 (benchmarks/log.md)."""
 
 
-def families_of(responses: Sequence[Response]) -> list[list[int]]:
-    """Returns which responses share a prompt, by their places, in the order of the first of each family.
-    One whose prompt is hardly worth it is alone."""
+def families_of(responses: Sequence[Experience]) -> list[list[int]]:
+    """Returns the indices of the responses that share a prompt, in the order of each family's first. A
+    response whose prompt is too short to share is a family of its own."""
     families: dict[object, list[int]] = {}
     for i, r in enumerate(responses):
         shares = r.num_prompt >= MIN_PROMPT * r.num_own
@@ -122,11 +116,11 @@ def sequence_cost(length: int, config: ModelConfig) -> float:
 def plan_ranks(
     families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float]
 ) -> Shares:
-    """Returns each rank's items, by family: whole families, or halves, quarters and so on of all, whichever
-    gives the rank with most the least.
+    """Returns each rank's items, by family: whole families, or halves, quarters and so on of all families,
+    whichever has the smallest largest load.
 
     own: the cost of each item without its prompt.
-    prompts: of each family's, for every rank that has some of it.
+    prompts: the cost of each family's prompt, which every rank with some of the family pays.
     """
     plans = []
     num_parts = 1
@@ -147,8 +141,12 @@ def _deal(
     prompts: Sequence[float],
     num_parts: int,
 ) -> tuple[float, Shares]:
-    """Returns the largest load of a rank, and each rank's items. The costliest parts of families go first,
-    each to the rank that has the least with it. Ties go to the earlier item and the lower rank."""
+    """Returns the largest load of a rank, and each rank's items, with every family cut into at most
+    `num_parts`.
+
+    The costliest parts go first, each to the rank that has the least load with it. Ties go to the earlier
+    item and the lower rank.
+    """
     parts = []
     for number, family in enumerate(families):
         falling = sorted(family, key=lambda i: (-own[i], i))
@@ -169,8 +167,8 @@ def _deal(
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Packs sequences by first-fit decreasing: a micro-batch holds at most `budget` tokens, or one
-    sequence that is longer."""
+    """Packs sequences by first-fit decreasing: a micro-batch holds at most `budget` tokens, or one longer
+    sequence."""
     room: list[int] = []
     batches: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -184,10 +182,10 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def plan_shares(
-    responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int
+    responses: Sequence[Experience], config: ModelConfig, budget: int, num_ranks: int
 ) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of every rank, those that need a gradient first. The others lie in none of
-    these: a forward pass alone costs a third. Responses without weight are left out."""
+    """Returns the micro-batches of every rank, those that need a gradient first. Responses without weight are
+    left out."""
     responses = [r for r in responses if r.weight]
     families = families_of(responses)
     prompts = [responses[family[0]].num_prompt * _passes(responses[family[0]]) for family in families]
@@ -202,13 +200,14 @@ def plan_shares(
     return shares
 
 
-def _passes(response: Response) -> float:
+def _passes(response: Experience) -> float:
+    """Returns the cost relative to a forward and a backward pass: a forward pass alone is a third."""
     return 1 if response.needs_grad else 1 / 3
 
 
-def pack_families(families: Sequence[Sequence[Response]], budget: int) -> list[MicroBatch]:
-    """Returns micro-batches of at most `budget` tokens that are computed, each prompt once. A family lies
-    in one of them, or is divided where it is longer than the budget."""
+def pack_families(families: Sequence[Sequence[Experience]], budget: int) -> list[MicroBatch]:
+    """Returns micro-batches of at most `budget` tokens, each prompt counted once. A family longer than the
+    budget is divided."""
     parts = []
     for family in families:
         room = budget - family[0].num_prompt
@@ -220,18 +219,21 @@ def pack_families(families: Sequence[Sequence[Response]], budget: int) -> list[M
 
 
 def plan_share(
-    responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int
+    responses: Sequence[Experience],
+    config: ModelConfig,
+    budget: int,
+    num_ranks: int,
+    rank: int,
+    fills_up: bool = False,
 ) -> list[MicroBatch]:
-    """Returns the micro-batches of one rank."""
-    return plan_shares(responses, config, budget, num_ranks)[rank]
+    """Returns the micro-batches of one rank.
 
-
-def plan_equal_share(
-    responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int
-) -> list[MicroBatch]:
-    """Returns the micro-batches of one rank, filled up with dummies: every rank has as many with a
-    backward pass, and then as many without."""
+    fills_up: adds dummies, so that all ranks have equally many with a backward pass, then equally many
+        without.
+    """
     shares = plan_shares(responses, config, budget, num_ranks)
+    if not fills_up:
+        return shares[rank]
     filled: list[MicroBatch] = []
     for needs_grad in (True, False):
         of_ranks = [[batch for batch in share if batch.needs_grad == needs_grad] for share in shares]
@@ -243,4 +245,4 @@ def plan_equal_share(
 def dummy_batch(needs_grad: bool) -> MicroBatch:
     """Returns a micro-batch of two tokens that changes nothing."""
     rollout = Rollout("", 0, (0,), (0, 0), (0.0, 0.0), "stop", 0)
-    return MicroBatch((Response(rollout, (0.0, 0.0), needs_grad, weight=0.0, is_masked=True),))
+    return MicroBatch((Experience(rollout, (0.0, 0.0), needs_grad, weight=0.0, is_masked=True),))

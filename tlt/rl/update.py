@@ -1,18 +1,18 @@
-"""The policy update: a pure function of (tokens, rewards, weights). Knows no engine, no files and no loop
-around it.
+"""The policy update: a pure function of (tokens, rewards, weights).
 
-    scored rollouts ─ sort by (problem, sample index) ─ advantages ─▶ minibatch 0 ─ plan ─▶ rank 0: [micro-batch] [micro-batch]
-    (every rank has them all)                                         minibatch 1           rank 1: [micro-batch]
-                                                                                              │ forward, backward
-                                      AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
+    scored rollouts ─ sort by (problem, sample) ─ advantages ─▶ minibatch 0 ─ plan ─▶ rank 0: [micro-batch] …
+    (all of them on every rank)                                 minibatch 1           rank 1: [micro-batch]
+                                                                                        │ forward, backward
+                                AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
 
-Logprobs are recomputed here, log-softmax(logits / temperature); the engine's serve the reported gap and an
-optional importance correction alone. Who computes what follows from the lengths (and from which responses
-need a gradient), so neither the order in which rollouts arrive nor the rank that generated them can change a
-weight. What the loss is divided by counts the tokens or responses of all ranks, known before the first
-forward: partial gradients only have to be added up. A response lies in one micro-batch, whole, and with it
-    what is a mean over it. A KL in the reward is measured beforehand. Where no token of a minibatch is in the
-    loss, its optimizer step is not taken: the moments of earlier ones would move the weights.
+Log-probabilities are recomputed here, log-softmax(logits / temperature). The engine's serve only the reported
+gap and an optional importance correction. The plan follows from the lengths and from which responses need a
+gradient: neither the order in which rollouts arrive nor the rank that generated them can change a weight.
+
+The loss is divided by the tokens or responses of all ranks, known before the first forward: partial gradients
+only have to be added up. A response lies whole in one micro-batch, so a mean over its tokens is computed
+there. A KL in the reward is measured beforehand. A minibatch without a token in the loss takes no optimizer
+step: the moments of earlier steps would move the weights.
 
 Axes: T response tokens of a flat batch
 """
@@ -23,12 +23,12 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tlt.accounts import UpdateMetrics
 from tlt.config.algorithm import AlgorithmSection
@@ -45,17 +45,17 @@ from tlt.rl.algorithms import (
     loss_weight,
     policy_loss,
 )
-from tlt.rl.batch import check_batch, make_responses, num_problems, scored_ones
+from tlt.rl.batch import check_batch, count_problems, make_experiences, scored_ones
 from tlt.rl.finite import check_loss, check_rewards, check_weights
 from tlt.rl.gradients import gradients_of
 from tlt.rl.logprobs import response_logprobs
-from tlt.rl.plan import MicroBatch, Response, plan_equal_share, plan_share, sample_flat
+from tlt.rl.plan import Experience, MicroBatch, plan_share, sample_flat
 from tlt.rl.schedule import learning_rate
 from tlt.types import Reward, Rollout, UserError, in_order, key_of
 
 SAMPLED_TOKENS = 4096
-"""Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole
-responses drawn at random, stand for all of them in the means."""
+"""Tokens that stand for all responses without advantage in the means, in whole responses drawn at random:
+their gradient is exactly 0."""
 
 
 @dataclass
@@ -86,18 +86,18 @@ COLDEST = 1e-6
 
 
 class PolicyTrainer:
-    """Owns the optimizer of `model`; every rank of `process_group` holds one and calls `update` with the same
+    """Owns the optimizer of `model`. Every rank of `process_group` holds one and calls `update` with the same
     rollouts.
 
-    sampling: the policy trained is softmax(logits / temperature); its longest response is a constant of some
-        losses.
+    sampling: the policy trained is softmax(logits / temperature); max_tokens is a constant of some losses.
     num_steps: policy steps of the whole run, for the schedule.
     process_group: None when this process is alone.
     reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where
-        the model is. It is `BaseOf(model)` where adapters alone are trained.
+        the
+        model is. It is `BaseOf(model)` where adapters alone are trained.
     reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
 
-    base: identifies the weights that the policy began with, which are the reference's, too.
+    base: a digest of the weights that the policy began with, which are the reference's, too.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PolicyTrainer:
         self.next_step = 0
         self.gradients = gradients_of(model, process_group, reduces_each)
         self.base = self._identify_weights()
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [*self.trained().values()]
         self.device = parameters[0].device
         matrices = [p for p in parameters if p.dim() > 1]
         vectors = [p for p in parameters if p.dim() <= 1]  # norms and biases are not decayed
@@ -149,31 +149,27 @@ class PolicyTrainer:
         """Takes one policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`. Then all ranks hold
         the same weights.
 
-        Raises NonFiniteUpdate, before the optimizer's step where it can be known then, ValueError for an
-        empty batch.
+        Raises NonFiniteUpdate, before the optimizer's step where possible, and ValueError for an empty batch.
         """
         start = time.perf_counter()
         a = self.settings
         check_batch(rollouts, rewards, a.minibatches, f"policy update of step {step + 1}")
-        num_groups = num_problems(rollouts)
+        num_groups = count_problems(rollouts)
         rollouts, rewards = scored_ones(*in_order(rollouts, rewards))
-        num_unscored_groups = num_groups - num_problems(rollouts)
+        num_unscored_groups = num_groups - count_problems(rollouts)
         largest = check_rewards(rewards, step)
-        kl = (
-            None
-            if self.reference is None or self.has_kl_loss
-            else self._estimate_kl(rollouts, self.reference)
-        )
-        responses, num_flat_groups = make_responses(rollouts, rewards, a, self.algorithm, kl)
+        kl, reference = None, {}
+        if self.reference is not None and not self.has_kl_loss:
+            kl = self._estimate_kl(rollouts, self.reference)
+        responses, num_flat_groups = make_experiences(rollouts, rewards, a, self.algorithm, kl)
         lr = self._set_learning_rate(step)
         responses = sample_flat(responses, SAMPLED_TOKENS)
         minibatches = [responses[i :: a.minibatches] for i in range(a.minibatches)]
         shares = [self._plan(minibatch) for minibatch in minibatches]
         is_on_policy = a.epochs * a.minibatches == 1  # then the old logprobs are this pass's own
         old = {} if is_on_policy else self._frozen(self.model, shares)
-        reference = (
-            self._frozen(self.reference, shares) if self.reference is not None and self.has_kl_loss else {}
-        )
+        if self.reference is not None and self.has_kl_loss:
+            reference = self._frozen(self.reference, shares)
 
         sums = Totals()
         grad_norms = []
@@ -185,11 +181,8 @@ class PolicyTrainer:
                 with self.gradients.collect():
                     totals = Totals()
                     for batch in share:
-                        totals.add(
-                            self._accumulate(
-                                batch, divisor, old.get(batch), reference.get(batch), batch is last
-                            )
-                        )
+                        frozen = old.get(batch), reference.get(batch)
+                        totals.add(self._accumulate(batch, divisor, *frozen, batch is last))
                     totals = self._reduce(totals)
                     if any(lengths):
                         grad_norms.append(self._optimizer_step(totals.loss, step, largest))
@@ -216,12 +209,13 @@ class PolicyTrainer:
             seconds=time.perf_counter() - start,
         )
 
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Returns the trained weights by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns what training changes, by name: weights and Adam's moments, the tensors themselves."""
-        trained = {
-            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
-        return trained_tensors("policy", self.optimizer, trained)
+        return trained_tensors("policy", self.optimizer, self.trained())
 
     def counters(self) -> dict[str, Any]:
         """Returns what else a resumed run needs."""
@@ -232,7 +226,7 @@ class PolicyTrainer:
         self.next_step = counters["next_step"]
 
     def _identify_weights(self) -> str:
-        """Returns what identifies the weights as they are now, the same for whole ones and for slices."""
+        """Returns a digest of the weights, the same for whole weights and for slices."""
         sums = torch.stack([bit_sum(parameter) for parameter in self.model.parameters()])
         if self.gradients.needs_equal_shares:
             dist.all_reduce(sums, group=self.group)
@@ -244,18 +238,16 @@ class PolicyTrainer:
             group["lr"] = lr
         return lr
 
-    def _plan(self, responses: Sequence[Response]) -> list[MicroBatch]:
+    def _plan(self, responses: Sequence[Experience]) -> list[MicroBatch]:
         """Returns this rank's micro-batches."""
-        plan = plan_equal_share if self.gradients.needs_equal_shares else plan_share
-        return plan(
-            responses, self.model.config, self.settings.tokens_per_micro_batch, self.num_ranks, self.rank
-        )
+        budget, fills_up = self.settings.tokens_per_micro_batch, self.gradients.needs_equal_shares
+        return plan_share(responses, self.model.config, budget, self.num_ranks, self.rank, fills_up)
 
     @torch.no_grad()
     def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer | BaseOf) -> list[Tensor]:
-        """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each
-        rollout. Every rank computes a share and gets all: what one rank writes, the others add 0 to."""
-        responses = [Response(rollout, (), needs_grad=False) for rollout in rollouts]
+        """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each rollout.
+        Every rank computes a share; the sum over the ranks has all."""
+        responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
         flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
         places = dict(zip(map(key_of, rollouts), flat.split(lengths), strict=True))
@@ -265,9 +257,8 @@ class PolicyTrainer:
                 response_logprobs(model, batch.responses, self.temperature)[0] for model in models
             )
             kl_T = kl_estimate(logprobs_T, reference_T, self.algorithm.kl_estimator)
-            for r, part in zip(
-                batch.responses, kl_T.split([r.num_tokens for r in batch.responses]), strict=True
-            ):
+            parts = kl_T.split([r.num_tokens for r in batch.responses])
+            for r, part in zip(batch.responses, parts, strict=True):
                 if not batch.is_dummy:
                     places[key_of(r.rollout)].copy_(part)
         if self.group is not None and lengths:
@@ -278,8 +269,8 @@ class PolicyTrainer:
     def _frozen(
         self, model: Transformer | BaseOf, shares: Sequence[Sequence[MicroBatch]]
     ) -> dict[MicroBatch, Frozen]:
-        """Returns what a policy that does not move says of every micro-batch. They are those of the update
-        itself: with equal weights the logprobs are equal to the last bit (ratio 1)."""
+        """Returns a frozen policy's logprobs of every micro-batch. The micro-batches are those of the update:
+        with equal weights the logprobs are equal to the last bit (ratio 1)."""
         return {
             batch: response_logprobs(model, batch.responses, self.temperature)
             for share in shares
@@ -289,9 +280,11 @@ class PolicyTrainer:
     def _accumulate(
         self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None, is_last: bool
     ) -> Totals:
-        """Runs forward and backward of one micro-batch; `divisor` is the minibatch's, of all ranks.
+        """Runs forward and backward of one micro-batch.
 
-        old: None when the policy that sampled is the current one.   reference: None where the loss has no KL.
+        divisor: the minibatch's, of all ranks.
+        old: None when the policy that sampled is the current one.
+        reference: None where the loss has no KL.
         is_last: no other backward pass of the minibatch follows.
         """
         a, responses = self.settings, batch.responses
@@ -309,27 +302,19 @@ class PolicyTrainer:
             if reference is not None:
                 kl_T = kl_estimate(logprobs_T, reference[0], self.algorithm.kl_estimator)
                 kl_T = kl_T * ratio_T if a.kl_bias_correction else kl_T
-            weights = [
-                0.0 if r.is_masked else loss_weight(r.num_tokens, self.algorithm.aggregation)
-                for r in responses
-            ]
-            weight_T = torch.cat(
-                [logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)]
-            )
+            aggregation = self.algorithm.aggregation
+            weights = [0.0 if r.is_masked else loss_weight(r.num_tokens, aggregation) for r in responses]
+            parts = [logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)]
+            weight_T = torch.cat(parts)
             loss = ((loss_T + a.kl_coefficient * kl_T) * weight_T).sum() / divisor
         if batch.needs_grad:
             self.gradients.backward(loss, is_last)
         if batch.is_dummy:
             return Totals()
         gap_T = (engine_T - old_T).abs()
-        weight = responses[0].weight  # in the means; one for all: of responses with a gradient 1
-        means = [
-            entropy_T.sum() * weight,
-            is_clipped_T.sum(),
-            kl_T.detach().sum() * weight,
-            gap_T.sum() * weight,
-        ]
-        sums = torch.stack([loss.detach(), *means, gap_T.max()])
+        weight = responses[0].weight  # equal for all of them; 1 with a gradient
+        entropy, kl, gap = (values_T.detach().sum() * weight for values_T in (entropy_T, kl_T, gap_T))
+        sums = torch.stack([loss.detach(), entropy, is_clipped_T.sum(), kl, gap, gap_T.max()])
         return Totals(*sums.tolist())
 
     def _reduce(self, totals: Totals) -> Totals:
@@ -337,7 +322,7 @@ class PolicyTrainer:
         self.gradients.reduce()
         if self.group is None:
             return totals
-        mine = torch.tensor(list(vars(totals).values()), dtype=torch.float64, device=self.device)
+        mine = torch.tensor(astuple(totals), dtype=torch.float64, device=self.device)
         all_totals = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(all_totals, mine, group=self.group)
         reduced = Totals()
@@ -352,8 +337,6 @@ class PolicyTrainer:
         if grad_norm > self.schedule.clip_grad_norm:
             self.gradients.scale(self.schedule.clip_grad_norm / grad_norm)
         self.optimizer.step()
-        trained = {
-            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
-        check_weights(trained, step, self.schedule, self.group if self.gradients.needs_equal_shares else None)
+        sharded_over = self.group if self.gradients.needs_equal_shares else None
+        check_weights(self.trained(), step, self.schedule, sharded_over)
         return grad_norm

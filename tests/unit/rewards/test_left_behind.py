@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rewards.test_rewards import children, is_running, wait_for_files
+from tests.unit.rewards.parts import children, is_running, wait_for_files, wait_until
 from tlt.report.trackers import TrackedRun
 from tlt.report.tracking import Patience, track
 from tlt.rewards.pool import RewardPool
@@ -32,7 +32,7 @@ def litter():
     sleep = ["sleep", os.environ["SLEEP"]]
     subprocess.Popen(sleep)
     subprocess.Popen(sleep, start_new_session=True)
-    subprocess.run(["setsid", "--fork", *sleep], env={"PATH": os.environ["PATH"]})  # a daemon, whose parent has ended
+    subprocess.run(["setsid", "--fork", *sleep], env={"PATH": os.environ["PATH"]})  # a daemon
 
 class Task:
     def problems(self, num, seed, **options):
@@ -64,7 +64,7 @@ time.sleep(300)
 
 @pytest.fixture
 def sleepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]]:
-    """Returns what tells the processes that the litter of this test consists of."""
+    """Returns a function that lists the processes which this test's tasks have left."""
     (tmp_path / "litter.py").write_text(LITTER)
     (tmp_path / "parent.py").write_text(PARENT)
     monkeypatch.syspath_prepend(tmp_path)
@@ -81,14 +81,6 @@ def sleepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     yield sleepers
     kill(sleepers())
     sys.modules.pop("litter", None)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Waits for what other processes do soon; a minute at most."""
-    deadline = time.monotonic() + 60
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert is_so()
 
 
 def kill(pids: list[int]) -> None:

@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.unit.rewards.test_rewards import is_running
+from tests.unit.rewards.parts import is_running, score_texts, wait_until
 from tlt.io.processes import how_it_ended
 from tlt.rewards.pool import RewardPool
 from tlt.rewards.scoring import RewardSpec
@@ -22,7 +22,7 @@ TASK = '''
 import asyncio, os, signal, socket, sys, threading, time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tlt.rewards import worker as reward_worker
+from tlt.rewards.worker import ScoreAnswer
 from tlt.types import Reward
 
 HERE = Path(__file__).parent
@@ -48,8 +48,7 @@ def hang():
 def forge(seconds):
     """Sends in another's name what looks like an answer to the first response."""
     time.sleep(seconds)
-    answer = getattr(reward_worker, "Answer", lambda number, reward: reward)(1, Reward(-500.0, False))
-    Connection(os.dup(pipe())).send(answer)
+    Connection(os.dup(pipe())).send(ScoreAnswer(1, Reward(-500.0, False)))
 
 def hang_up():
     with socket.socket(fileno=os.dup(pipe())) as end:
@@ -123,10 +122,8 @@ def rewards_of(
     texts: list[str], num_workers: int = 1, timeout: float = 60, **options: str
 ) -> dict[str, Reward]:
     """Returns text → reward; the i-th response is worth i."""
-    with RewardPool(RewardSpec("lost_task:TASK", options=options), num_workers, timeout) as pool:
-        for i, text in enumerate(texts):
-            pool.submit((text, 0), {"worth": float(i)}, text)
-        return {text: reward for (text, _), reward in pool.drain(patience=60).items()}
+    spec = RewardSpec("lost_task:TASK", options=options)
+    return dict(zip(texts, score_texts(spec, texts, num_workers, timeout), strict=True))
 
 
 def scored(texts: list[str]) -> dict[str, Reward]:
@@ -171,17 +168,13 @@ def test_workers_that_all_die_at_their_start_are_given_up_and_the_response_says_
 def test_a_worker_lost_while_idle_costs_the_next_response_neither_its_score_nor_its_second_try(
     number: int,
 ) -> None:
-    with RewardPool(
-        RewardSpec("lost_task:TASK"), 1, timeout_seconds=60 if number == signal.SIGKILL else 1
-    ) as pool:
+    timeout = 60 if number == signal.SIGKILL else 1
+    with RewardPool(RewardSpec("lost_task:TASK"), 1, timeout) as pool:
         pool.submit(("a", 0), {}, "pid")
         pid = int(pool.drain()["a", 0].value)
         os.kill(pid, number)
-        wait_for(lambda: number == signal.SIGSTOP or not is_running(pid))
-        large = {
-            "worth": 2.0,
-            "more": "x" * 1_000_000,
-        }  # than what a pipe takes whose other end does not read
+        wait_until(lambda: number == signal.SIGSTOP or not is_running(pid))
+        large = {"worth": 2.0, "more": "x" * 1_000_000}  # more than a pipe holds that nobody reads
         pool.submit(("b", 0), large, "kill once" if number == signal.SIGKILL else "fine")
         assert pool.drain(patience=60) == {("b", 0): Reward(2.0, True)}
 
@@ -225,12 +218,8 @@ def test_an_answer_that_comes_while_nobody_asks_does_not_cost_the_next_response_
 def test_whatever_a_score_raises_is_one_line_and_costs_no_worker(
     functions: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    verbs = {
-        "interrupt": "KeyboardInterrupt",
-        "generator": "GeneratorExit",
-        "exit": "SystemExit",
-        "cancel": "CancelledError",
-    }
+    verbs = {"interrupt": "KeyboardInterrupt", "generator": "GeneratorExit", "cancel": "CancelledError"}
+    verbs["exit"] = "SystemExit"
     with RewardPool(RewardSpec("lost_task:TASK", functions), 1, timeout_seconds=20) as pool:
         for verb in verbs:
             pool.submit((verb, 0), {"worth": 1.0}, verb)
@@ -252,8 +241,3 @@ def test_ctrl_c_while_a_rank_scores_itself_is_no_verdict() -> None:
 
 def test_an_exit_code_that_nobody_knows_is_not_called_none() -> None:
     assert how_it_ended(None) == "exit code unknown"
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # pytest's own time-out ends it
-        time.sleep(0.01)

@@ -3,6 +3,7 @@ as documented."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tlt.rewards.pool import RewardPool, summarize
-from tlt.rewards.scoring import Response, RewardSpec, Scorer
+from tlt.rewards.scoring import Completion, RewardSpec, Scorer
 from tlt.types import Reward, UserError
 
 FUNCTIONS = '''
@@ -30,7 +31,8 @@ def where_it_applies(completions, kind, **kwargs):
 def saw(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
     log_metric("words", len(completions))
     log_extra("text", completions)
-    seen = {"prompts": prompts, "completions": completions, "ids": completion_ids, "step": trainer_state.global_step}
+    seen = {"prompts": prompts, "completions": completions, "ids": completion_ids}
+    seen["step"] = trainer_state.global_step
     raise RuntimeError(json.dumps({**seen, "columns": columns}))
 
 def without_kwargs(completions):
@@ -132,9 +134,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def spec(
     *functions: str, weights: tuple[float, ...] = (), task: str = "data", solved_at: float = 1.0
 ) -> RewardSpec:
-    return RewardSpec(
-        task, tuple(f if f == "task" else f"my_rewards:{f}" for f in functions), weights, solved_at
-    )
+    names = [name if name == "task" else f"my_rewards:{name}" for name in functions]
+    return RewardSpec(task, names, weights, solved_at)
 
 
 def score(
@@ -142,22 +143,16 @@ def score(
 ) -> Reward:
     scorer = Scorer(spec)
     try:
-        return scorer.score(Response(problem, text, ids, step))
+        return scorer.score(Completion(problem, text, ids, step))
     finally:
         scorer.close()
 
 
 def test_the_reward_is_the_weighted_sum_and_the_parts_are_kept() -> None:
-    reward = score(
-        spec("exact", "length_penalty", weights=(2.0, 0.1)),
-        {"prompt": "6*7", "answer": "42"},
-        "42",
-        ids=(5, 6, 7),
-    )
-    assert reward == Reward(2.0 - 0.1 * 3, True, parts={"exact": 1.0, "length_penalty": -3.0})
-    assert not score(
-        spec("exact", "length_penalty"), {"prompt": "6*7", "answer": "42"}, "41", ids=(5,)
-    ).is_solved
+    both, problem = spec("exact", "length_penalty", weights=(2.0, 0.1)), {"prompt": "6*7", "answer": "42"}
+    expected = Reward(2.0 - 0.1 * 3, True, parts={"exact": 1.0, "length_penalty": -3.0})
+    assert score(both, problem, "42", ids=(5, 6, 7)) == expected
+    assert not score(both, problem, "41", ids=(5,)).is_solved
 
 
 MESSAGES = [{"role": "user", "content": "6*7"}]
@@ -176,8 +171,6 @@ CHAT = [{"role": "assistant", "content": "42"}]
 def test_functions_see_what_trl_gives_them(prompt: dict[str, Any], prompts: Any, completions: Any) -> None:
     """Of a conversation the completion is a message; all further columns are lists; prompt and completion
     are no columns."""
-    import json
-
     problem = {**prompt, "problem_id": "p", "answer": "42", "extra": {"a": [1]}, "completion": "x"}
     error = score(spec("saw"), problem, "42", ids=(5, 6), step=7).error
     start, end = error.index("{"), error.rindex("}")
@@ -213,14 +206,13 @@ def test_without_the_tasks_own_score_a_reward_of_solved_at_is_solved() -> None:
 
 
 def test_coroutines_run_side_by_side() -> None:
-    assert score(spec("first_of_two", "second_of_two"), {}, "x") == Reward(
-        11.0, True, parts={"first_of_two": 1.0, "second_of_two": 10.0}
-    )
+    parts = {"first_of_two": 1.0, "second_of_two": 10.0}
+    assert score(spec(*parts), {}, "x") == Reward(11.0, True, parts=parts)
 
 
 def test_all_coroutines_of_a_worker_share_a_loop_so_that_clients_can_live_on() -> None:
     scorer = Scorer(spec("keeps_a_client"))
-    assert [scorer.score(Response({}, "x")).value for _ in range(3)] == [1.0, 1.0, 1.0]
+    assert [scorer.score(Completion({}, "x")).value for _ in range(3)] == [1.0, 1.0, 1.0]
     scorer.close()
 
 
@@ -231,8 +223,8 @@ def test_a_function_may_run_a_loop_of_its_own_and_may_be_an_object() -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("async_fails", "async_fails: KeyError: 'judge', {file}:51"),
-        ("async_exits", "async_exits: SystemExit: 3, {file}:54"),
+        ("async_fails", "async_fails: KeyError: 'judge', {file}:52"),
+        ("async_exits", "async_exits: SystemExit: 3, {file}:55"),
     ],
 )
 def test_what_a_function_raises_is_named_with_its_place(name: str, error: str, tmp_path: Path) -> None:
@@ -240,22 +232,20 @@ def test_what_a_function_raises_is_named_with_its_place(name: str, error: str, t
     assert found == Reward(0.0, False, error.format(file=tmp_path / "my_rewards.py"))
 
 
-@pytest.mark.parametrize(
-    ("returned", "error"),
-    [
-        ("[float('nan')]", "says: the reward is nan; it must be a finite number"),
-        ("['0.5']", "says: the reward is '0.5'; it must be a finite number"),
-        ("[1j]", "says: the reward is 1j; it must be a finite number"),
-        ("[0.5, 0.5]", "says: returned [0.5, 0.5]; it must be a list with one reward a completion"),
-        ("[]", "says: returned []; it must be a list with one reward a completion"),
-        ("0.5", "says: returned 0.5; it must be a list with one reward a completion"),
-        ("None", "says: returned None; it must be a list with one reward a completion"),
-        ("[float('inf')]", "says: the reward is inf; it must be a finite number"),
-        ("[10**400]", "says: the reward is " + repr(10**400)[:79] + "…; it must be a finite number"),
-    ],
-)
-def test_what_is_no_reward_is_an_error_and_not_a_number(returned: str, error: str) -> None:
-    assert score(spec("says"), {}, returned).error == error
+NO_NUMBER = {"[float('nan')]": "nan", "['0.5']": "'0.5'", "[1j]": "1j", "[float('inf')]": "inf"}
+NO_NUMBER |= {"[10**400]": repr(10**400)[:79] + "…"}
+
+
+@pytest.mark.parametrize("returned", NO_NUMBER)
+def test_what_is_no_finite_number_is_an_error(returned: str) -> None:
+    error = score(spec("says"), {}, returned).error
+    assert error == f"says: the reward is {NO_NUMBER[returned]}; it must be a finite number"
+
+
+@pytest.mark.parametrize("returned", ["[0.5, 0.5]", "[]", "0.5", "None"])
+def test_what_is_no_list_of_one_reward_is_an_error(returned: str) -> None:
+    error = score(spec("says"), {}, returned).error
+    assert error == f"says: returned {returned}; it must be a list with one reward a completion"
 
 
 def test_names_of_metrics_and_errors_that_cannot_be_said_stay_writable() -> None:
@@ -284,10 +274,8 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 def test_what_cannot_be_called_with_these_problems_is_refused_before_a_run() -> None:
     scorer = Scorer(spec("exact"))
     scorer.check({"prompt": "6*7", "answer": "42"})
-    with pytest.raises(
-        UserError,
-        match=r"^rewards.functions: my_rewards:exact: missing .*'answer'; the problems offer kind, ",
-    ):
+    refusal = r"^rewards.functions: my_rewards:exact: missing .*'answer'; the problems offer kind, "
+    with pytest.raises(UserError, match=refusal):
         scorer.check({"prompt": "6*7", "kind": "code"})
     for name, reason in (("nowhere", "has no 'nowhere'"), ("not_a_function", "is a int; give a function")):
         with pytest.raises(UserError, match=f"^reward function 'my_rewards:{name}'.*{reason}"):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.rewards.parts import children, is_running, score_texts, wait_for_files, wait_until
 from tlt.rewards.pool import RewardPool, RewardSummary, check_scorable, summarize
 from tlt.rewards.scoring import RewardSpec
 from tlt.types import Reward, UserError
@@ -80,100 +81,39 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("faulty_task", None)
 
 
-def is_alive(pid: int) -> bool:
-    """Running or a zombie."""
-    return Path(f"/proc/{pid}").exists()
-
-
-def is_running(pid: int) -> bool:
-    """Alive and no zombie (an orphan is reaped by init, when init gets to it)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for_files(folder: Path, pattern: str, num: int) -> list[Path]:
-    deadline = time.monotonic() + 60
-    while len(found := list(folder.glob(pattern))) < num and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(found) == num
-    return found
-
-
-def children() -> set[int]:
-    """Direct children of this process, zombies included."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if parent == os.getpid():
-            found.add(int(stat.parent.name))
-    return found
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(
     task: str, num_workers: int, tmp_path: Path
 ) -> None:
-    with RewardPool(RewardSpec(task), num_workers, timeout_seconds=30) as pool:
-        for i in range(20):
-            pool.submit((f"p{i}", i % 3), {"worth": i / 4}, "fine")
-        for verb in ("raise", "nan", "incomplete", "exit", "lines"):
-            pool.submit((verb, 0), {}, verb)
-        rewards = pool.drain()
-        assert {key: rewards[key] for key in rewards if key[0].startswith("p")} == {
-            (f"p{i}", i % 3): Reward(i / 4, True) for i in range(20)
-        }
-        assert rewards["raise", 0] == Reward(
-            0.0, False, f"RuntimeError: no such luck, {tmp_path}/faulty_task.py:13"
-        )
-        assert rewards["nan", 0].error == "the reward is nan; it must be a finite number"
-        assert rewards["incomplete", 0].error == (
-            'score() returned {\'reward\': 1.0}; it must be {"reward": a number, "solved": whether it is right}'
-        )
-        assert rewards["exit", 0].error == f"SystemExit: 4, {tmp_path}/faulty_task.py:27"
-        assert {key[0] for key, reward in rewards.items() if not reward.is_scored} == {
-            "raise",
-            "nan",
-            "incomplete",
-            "exit",
-            "lines",
-        }
-        assert rewards["lines", 0].error.startswith("RuntimeError: one two, ")
-        assert len(rewards) == 25
-        assert pool.drain() == {}
+    found = {
+        "raise": f"RuntimeError: no such luck, {tmp_path}/faulty_task.py:13",
+        "nan": "the reward is nan; it must be a finite number",
+        "incomplete": "score() returned {'reward': 1.0}; it must be "
+        '{"reward": a number, "solved": whether it is right}',
+        "exit": f"SystemExit: 4, {tmp_path}/faulty_task.py:27",
+        "lines": f"RuntimeError: one two, {tmp_path}/faulty_task.py:44",
+    }
+    rewards = score_texts(RewardSpec(task), [*["fine"] * 20, *found], num_workers)
+    assert rewards[:20] == [Reward(float(i), True) for i in range(20)]
+    assert [(reward.value, reward.error) for reward in rewards[20:]] == [(0.0, why) for why in found.values()]
 
 
 def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -> None:
-    with RewardPool(RewardSpec(task), 2, timeout_seconds=1.0) as pool:
-        pool.submit(("hung", 0), {}, "hang")
-        pool.submit(("dead", 0), {}, "die")
-        for i in range(10):
-            pool.submit(("fine", i), {"worth": 1.0}, "fine")
-        rewards = pool.drain()
-        assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 1 s; tried twice")
-        assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died: exit code 3; tried twice")
-        assert rewards == {("fine", i): Reward(1.0, True) for i in range(10)}
+    hung, dead, *fine = score_texts(RewardSpec(task), ["hang", "die", *["fine"] * 10], 2, timeout=1.0)
+    assert hung == Reward(0.0, False, "time-out: not scored within 1 s; tried twice")
+    assert dead == Reward(0.0, False, "the worker died: exit code 3; tried twice")
+    assert fine == [Reward(float(i), True) for i in range(2, 12)]
 
 
 def test_a_scorer_that_allocates_too_much_costs_its_own_response_and_goes_before_the_run(task: str) -> None:
-    with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
-        for verb in ("allocate", "kernel", "score"):
-            pool.submit((verb, 0), {}, verb)
-        rewards = pool.drain()
-    assert rewards["allocate", 0].error.startswith("MemoryError")
-    assert rewards["kernel", 0] == Reward(
-        0.0, False, "the worker died: killed by SIGKILL (out of memory?); tried twice"
-    )
-    assert rewards["score", 0] == Reward(1000.0, False), "the kernel ends this process first"
+    allocated, killed, score = score_texts(RewardSpec(task), ["allocate", "kernel", "score"])
+    assert allocated.error.startswith("MemoryError")
+    assert killed == Reward(0.0, False, "the worker died: killed by SIGKILL (out of memory?); tried twice")
+    assert score == Reward(1000.0, False), "the kernel ends this process first"
 
 
 def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: str) -> None:
-    """With a parent too busy to notice at once: there pools that share one pipe lose track of who had
-    what."""
+    """The parent is too busy to notice at once: there, pools that share one pipe confuse the responses."""
     is_over = threading.Event()
 
     def keep_the_interpreter_busy() -> None:
@@ -182,18 +122,14 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
 
     busy = threading.Thread(target=keep_the_interpreter_busy)
     busy.start()
+    problem = {"worth": 1.0, "padding": "x" * 100_000}
     try:
-        with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
-            for i in range(12):
-                pool.submit(
-                    ("p", i), {"worth": 1.0, "padding": "x" * 100_000}, "die" if i % 3 == 1 else "fine"
-                )
-            rewards = pool.drain()
+        rewards = score_texts(RewardSpec(task), ["fine", "die", "fine"] * 4, problem=problem)
     finally:
         is_over.set()
         busy.join()
     died = Reward(0.0, False, "the worker died: exit code 3; tried twice")
-    assert rewards == {("p", i): died if i % 3 == 1 else Reward(1.0, True) for i in range(12)}
+    assert rewards == [Reward(1.0, True), died, Reward(1.0, True)] * 4
 
 
 def test_of_many_responses_with_every_fault_none_is_lost_and_each_gets_its_own_verdict(task: str) -> None:
@@ -204,16 +140,12 @@ def test_of_many_responses_with_every_fault_none_is_lost_and_each_gets_its_own_v
         "nan": "the reward is nan",
         "die": "the worker died",
     }
-    texts = [fault for fault in expected for _ in range(5) if fault != "fine"] + ["fine"] * 180
+    texts = [*list(expected)[1:] * 5, *["fine"] * 180]
     random.Random(1).shuffle(texts)
-    with RewardPool(RewardSpec(task), 4, timeout_seconds=1.0) as pool:
-        for i, text in enumerate(texts):
-            pool.submit((f"p{i}", 0), {"worth": i / 200}, text)
-        found = [reward for _, reward in sorted(pool.drain().items(), key=lambda item: int(item[0][0][1:]))]
-        assert pool.drain() == {}
+    found = score_texts(RewardSpec(task), texts, 4, timeout=1.0)
     for i, (text, reward) in enumerate(zip(texts, found, strict=True)):
         assert expected[text] in reward.error, (text, reward)
-        assert (reward.is_scored, reward.value) == ((True, i / 200) if text == "fine" else (False, 0.0))
+        assert (reward.is_scored, reward.value) == ((True, float(i)) if text == "fine" else (False, 0.0))
     assert summarize(found).num_errors == 20
 
 
@@ -245,9 +177,8 @@ def test_a_worker_that_cannot_be_started_again_blocks_nobody(
             for i in range(3):
                 pool.submit(("p", i), {"worth": 1.0}, "fine")
             rewards = pool.drain(patience=60)
-        assert [rewards["p", i].error for i in range(3)] == [
-            "no worker could be started: [Errno 12] Cannot allocate memory"
-        ] * 3
+        why = "no worker could be started: [Errno 12] Cannot allocate memory"
+        assert [rewards["p", i].error for i in range(3)] == [why] * 3
         pool.submit(("after", 0), {"worth": 1.0}, "fine")
         assert pool.drain() == {("after", 0): Reward(1.0, True)}
 
@@ -267,14 +198,9 @@ def test_a_worker_hears_signals_even_where_its_parent_blocks_them(task: str) -> 
     """A rank has them blocked; what a task starts must not inherit that."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
-        with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
-            pool.submit(("mask", 0), {}, "mask")
-            assert pool.drain() == {("mask", 0): Reward(0.0, False)}
+        assert score_texts(RewardSpec(task), ["mask"]) == [Reward(0.0, False)]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-# ── what a step's rewards say together ──────────────────────────────────────────────────────────────────────
 
 
 def test_what_a_scorer_prints_changes_no_reward_where_nobody_can_read_it(task: str) -> None:
@@ -282,26 +208,19 @@ def test_what_a_scorer_prints_changes_no_reward_where_nobody_can_read_it(task: s
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         os.dup2(full, 1)
-        with RewardPool(RewardSpec(task), num_workers=1, timeout_seconds=30) as pool:
-            pool.submit(0, {"worth": 0.5}, "print something")
-            results = pool.drain()
+        results = score_texts(RewardSpec(task), ["fine", "print something"])
     finally:
         os.dup2(stdout, 1)
         os.close(full)
         os.close(stdout)
-    assert results == {0: Reward(0.5, True)}
+    assert results == [Reward(0.0, True), Reward(1.0, True)]
 
 
 def test_means_are_over_the_responses_that_could_be_scored() -> None:
-    rewards = [
-        Reward(1.0, True),
-        Reward(0.0, False, "time-out"),
-        Reward(0.5, False),
-        Reward(0.0, False, "KeyError"),
-    ]
-    assert summarize(rewards) == RewardSummary(
-        mean=0.75, solve_rate=0.5, num_errors=2, first_error="time-out"
-    )
+    failed = [Reward(0.0, False, why) for why in ("time-out", "KeyError")]
+    rewards = [Reward(1.0, True), failed[0], Reward(0.5, False), failed[1]]
+    expected = RewardSummary(mean=0.75, solve_rate=0.5, num_errors=2, first_error="time-out")
+    assert summarize(rewards) == expected
     none_scored = summarize(rewards[1:2])
     assert math.isnan(none_scored.mean)
     assert math.isnan(none_scored.solve_rate)
@@ -316,9 +235,8 @@ def test_a_step_without_any_score_is_the_users_mistake_and_says_the_first_error(
 
 
 def test_workers_import_nothing_heavy(task: str) -> None:
-    with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
-        pool.submit(("imports", 0), {}, "modules torch,numpy,pytest,transformers,pydantic")
-        assert pool.drain() == {("imports", 0): Reward(0.0, False)}
+    heavy = "modules torch,numpy,pytest,transformers,pydantic"
+    assert score_texts(RewardSpec(task), [heavy]) == [Reward(0.0, False)]
 
 
 def test_after_close_no_worker_is_left_not_even_a_hung_one(task: str) -> None:
@@ -327,13 +245,11 @@ def test_after_close_no_worker_is_left_not_even_a_hung_one(task: str) -> None:
     pool.submit(("fine", 0), {"worth": 1.0}, "fine")
     pool.drain()
     pool.submit(("hung", 0), {}, "hang")
-    deadline = time.monotonic() + 60
-    while len(workers := children() - before) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(children() - before) == 2)
     time.sleep(0.2)  # into the hang
-    assert len(workers) == 2
+    workers = children() - before
     pool.close()
-    assert not any(is_alive(pid) for pid in workers)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers), "no zombie, either"
     pool.close()
 
 
@@ -375,16 +291,14 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def start(task: str, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a parent whose responses all say the same. It has no `if __name__ == "__main__"`: workers
-    that imported it again would make pools of their own."""
+    """Starts a parent whose responses all have one text. It has no `if __name__ == "__main__"`: workers that
+    imported it again would make pools of their own."""
     (tmp_path / "main.py").write_text(SCRIPT)
     started = []
 
     def start(response: str) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]),
-        }
+        path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+        environment = {**os.environ, "PYTHONPATH": path}
         command = [sys.executable, str(tmp_path / "main.py"), response]
         pipe = subprocess.PIPE
         parent = subprocess.Popen(
@@ -425,10 +339,8 @@ def test_a_killed_parent_leaves_no_hung_worker_behind(
     assert all(is_running(pid) for pid in workers)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    left = [pid for pid in workers if is_running(pid)]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    try:
+        wait_until(lambda: not any(map(is_running, workers)))
+    finally:
+        for pid in filter(is_running, workers):
+            os.kill(pid, signal.SIGKILL)

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tlt.config.schema import OptimizerSection
 from tlt.models.decoder import ModelConfig
 from tlt.rl.plan import (
-    Response,
+    Experience,
     Shares,
     families_of,
-    plan_equal_share,
     plan_micro_batches,
     plan_ranks,
     plan_share,
@@ -57,18 +56,17 @@ def test_ranks_differ_by_at_most_the_largest_response_with_its_prompt(
     def largest(shares: Shares) -> float:
         return max(sum(prompt + sum(own[i] for i in items) for items in share.values()) for share in shares)
 
-    alone = plan_ranks(
-        [[i] for i in range(len(own))], [cost + prompt for cost in own], num_ranks, [0.0] * len(own)
-    )
+    singles, whole = [[i] for i in range(len(own))], [cost + prompt for cost in own]
+    alone = plan_ranks(singles, whole, num_ranks, [0.0] * len(own))
     loads = [sum(own[i] + prompt for items in share.values() for i in items) for share in alone]
     assert max(loads) - min(loads) <= max(own, default=0) + prompt + 1e-9
     assert largest(shares) <= max(loads) + 1e-9
 
 
-def of_one_prompt(number: int, num_prompt: int, own: list[int], needs_grad: bool = True) -> list[Response]:
-    """Responses that the model reads `own` tokens of."""
+def of_one_prompt(number: int, num_prompt: int, own: list[int], needs_grad: bool = True) -> list[Experience]:
+    """Responses of which the model reads `own` tokens."""
     return [
-        Response(
+        Experience(
             Rollout(f"p{number}", s, (number,) * num_prompt, (1,) * (n + 1), (0.0,) * (n + 1), "stop", 0),
             (),
             needs_grad,
@@ -99,17 +97,15 @@ def test_a_prompt_counts_once_for_all_responses_of_a_micro_batch(
 
 
 def test_groups_stay_together_where_ranks_are_balanced_and_are_divided_where_they_are_not() -> None:
-    def ranks(responses: list[Response]) -> list[Counter[str]]:
+    def ranks(responses: list[Experience]) -> list[Counter[str]]:
         shares = (plan_share(responses, CONFIG, 10_000, 2, rank) for rank in range(2))
         return [Counter(r.rollout.problem_id for batch in share for r in batch.responses) for share in shares]
 
-    groups = [of_one_prompt(i, 45, [3, 5, 7, 9, 11, 13, 15, 23]) for i in range(4)]
+    own = [3, 5, 7, 9, 11, 13, 15, 23]
+    groups = [of_one_prompt(i, 45, own) for i in range(4)]
     assert ranks([r for group in groups for r in group]) == [{"p0": 8, "p2": 8}, {"p1": 8, "p3": 8}]
     assert ranks(groups[0]) == [{"p0": 4}, {"p0": 4}]
-    assert (
-        ranks([*groups[0], *of_one_prompt(1, 45, [3, 5, 7, 9, 11, 13, 15, 23], needs_grad=False)])[1].total()
-        >= 8
-    )
+    assert ranks([*groups[0], *of_one_prompt(1, 45, own, needs_grad=False)])[1].total() >= 8
 
 
 def test_a_short_prompt_of_a_long_response_is_not_shared() -> None:
@@ -117,14 +113,9 @@ def test_a_short_prompt_of_a_long_response_is_not_shared() -> None:
     assert families_of([*of_one_prompt(0, 4, [9]), *of_one_prompt(0, 4, [9], needs_grad=False)]) == [[0], [1]]
 
 
-def response(number: int, length: int, needs_grad: bool, weight: float) -> Response:
-    tokens = (1,) * length
-    return Response(
-        Rollout(f"p{number}", 0, (1,), tokens, (0.0,) * length, "stop", 0),
-        (1.0,) * length,
-        needs_grad,
-        weight,
-    )
+def response(number: int, length: int, needs_grad: bool, weight: float) -> Experience:
+    rollout = Rollout(f"p{number}", 0, (1,), (1,) * length, (0.0,) * length, "stop", 0)
+    return Experience(rollout, (1.0,) * length, needs_grad, weight)
 
 
 @given(
@@ -139,26 +130,19 @@ def test_equal_shares_are_the_plain_ones_and_dummies(
     """Every rank has as many micro-batches with a backward pass as any other, before as many without;
     dummies count nothing."""
     responses = [response(i, *values) for i, values in enumerate(given_)]
-    equal = [plan_equal_share(responses, CONFIG, budget, num_ranks, rank) for rank in range(num_ranks)]
-    plain = [plan_share(responses, CONFIG, budget, num_ranks, rank) for rank in range(num_ranks)]
+    equal, plain = (
+        [plan_share(responses, CONFIG, budget, num_ranks, rank, fills_up) for rank in range(num_ranks)]
+        for fills_up in (True, False)
+    )
     assert len({tuple(batch.needs_grad for batch in share) for share in equal}) == 1
-    assert [batch.needs_grad for batch in equal[0]] == sorted(
-        (batch.needs_grad for batch in equal[0]), reverse=True
-    )
-    assert max(map(len, equal)) <= sum(
-        max(sum(b.needs_grad == kind for b in share) for share in plain) for kind in (0, 1)
-    )
+    kinds = [batch.needs_grad for batch in equal[0]]
+    assert kinds == sorted(kinds, reverse=True)
+    most = [max(sum(b.needs_grad == kind for b in share) for share in plain) for kind in (False, True)]
+    assert max(map(len, equal)) <= sum(most)
     for mine, theirs in zip(equal, plain, strict=True):
         assert [b.responses for b in mine if not b.is_dummy] == [b.responses for b in theirs]
-        for batch in mine:
-            if batch.is_dummy:
-                (dummy,) = batch.responses
-                assert (dummy.length, dummy.num_in_loss, dummy.weight, set(dummy.advantages)) == (
-                    2,
-                    0,
-                    0,
-                    {0.0},
-                )
+        for (dummy,) in (batch.responses for batch in mine if batch.is_dummy):
+            assert (dummy.length, dummy.num_in_loss, dummy.weight, {*dummy.advantages}) == (2, 0, 0, {0.0})
 
 
 def test_learning_rates_follow_the_schedule() -> None:
@@ -169,9 +153,8 @@ def test_learning_rates_follow_the_schedule() -> None:
     assert rates("constant", 0) == [1.0] * 8
     assert rates("constant", 4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
     assert rates("linear", 4) == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
-    assert rates("cosine", 0) == pytest.approx(
-        [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
-    )
+    cosine = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
+    assert rates("cosine", 0) == pytest.approx(cosine)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

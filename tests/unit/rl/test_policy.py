@@ -145,13 +145,8 @@ class Naive:
     ) -> dict[str, float]:
         advantages = []
         for rollout in rollouts:
-            group = torch.tensor(
-                [
-                    w.value
-                    for r, w in zip(rollouts, rewards, strict=True)
-                    if r.problem_id == rollout.problem_id
-                ]
-            ).double()
+            pairs = zip(rollouts, rewards, strict=True)
+            group = torch.tensor([w.value for r, w in pairs if r.problem_id == rollout.problem_id]).double()
             mine = rewards[rollouts.index(rollout)].value
             advantages.append(float((mine - group.mean()) / (group.std() + 1e-6)))
         with torch.no_grad():
@@ -168,9 +163,7 @@ class Naive:
                 ratio = torch.exp(new - old[i])
                 low, high = ratio.clamp(min=0.8), ratio.clamp(max=1.28)
                 a = advantages[i]
-                objective = a * (
-                    high if a > 0 else low
-                )  # the clip binds on one side only, which depends on the sign
+                objective = a * (high if a > 0 else low)  # the clip binds on one side, by the sign
                 sums["clip"] += float((ratio > 1.28).sum() if a > 0 else (ratio < 0.8).sum() if a < 0 else 0)
                 k3 = torch.exp(frozen[i] - new) - (frozen[i] - new) - 1
                 sums["kl"] += float(k3.detach().sum()) if initial else 0.0
@@ -185,12 +178,8 @@ class Naive:
             sums["loss"] += float(loss.detach()) / minibatches
             self.optimizer.step()
         tokens = sum(len(r.token_ids) for r in rollouts)
-        gaps = torch.cat(
-            [
-                (o - torch.tensor(r.logprobs, dtype=torch.float64)).abs()
-                for o, r in zip(old, rollouts, strict=True)
-            ]
-        )
+        engine = torch.tensor([logprob for r in rollouts for logprob in r.logprobs], dtype=torch.float64)
+        gaps = (torch.cat(old) - engine).abs()
         return {
             "loss": sums["loss"],
             "grad_norm": sums["grad_norm"],
@@ -210,9 +199,8 @@ class Naive:
 def test_updates_agree_with_transformers_one_sequence_at_a_time(minibatches: int, kl: float) -> None:
     model, initial = make_model(), make_model(7)
     naive, naive_initial = Naive(model), Naive(initial)
-    trainer = make_trainer(
-        model, reference=initial if kl else None, minibatches=minibatches, kl_coefficient=kl
-    )
+    reference = initial if kl else None
+    trainer = make_trainer(model, reference=reference, minibatches=minibatches, kl_coefficient=kl)
     for step in range(2):
         rollouts, rewards = make_batch(step)
         metrics = trainer.update(rollouts, rewards, step)
@@ -235,11 +223,11 @@ def test_importance_correction_weighs_tokens_by_the_capped_ratio_to_the_engine()
     model = make_model()
     exact = {}
     for rollout in rollouts:
-        response = policy.Response(rollout, (), needs_grad=False)
+        response = policy.Experience(rollout, (), needs_grad=False)
         with torch.no_grad():
             exact[rollout] = policy.response_logprobs(model, [response], TEMPERATURE)[0]
     for shift, weight in ((math.log(3), 2.0), (-math.log(2), 0.5)):
-        shifted = [Rollout(**{**vars(r), "logprobs": tuple((exact[r] - shift).tolist())}) for r in rollouts]
+        shifted = [replace(r, logprobs=tuple((exact[r] - shift).tolist())) for r in rollouts]
         _, plain = run([(rollouts, rewards)])
         _, corrected = run([(shifted, rewards)], importance_correction_cap=2.0)
         assert corrected[0].grad_norm == pytest.approx(plain[0].grad_norm * weight, rel=1e-9)
@@ -260,13 +248,7 @@ def shuffled(batch: tuple[list[Rollout], list[Reward]], seed: int) -> tuple[list
 def test_same_inputs_in_any_order_with_any_engine_logprobs_give_the_same_bits(minibatches: int) -> None:
     batches = [make_batch(0), make_batch(1)]
     others = [
-        (
-            [
-                Rollout(**{**vars(r), "logprobs": (-9.0,) * len(r.token_ids), "policy_version": 5})
-                for r in rollouts
-            ],
-            rewards,
-        )
+        ([replace(r, logprobs=(-9.0,) * len(r.token_ids), policy_version=5) for r in rollouts], rewards)
         for rollouts, rewards in (shuffled(batch, 3) for batch in batches)
     ]
     first, _ = run(batches, minibatches=minibatches, epochs=2)
@@ -301,7 +283,7 @@ def test_responses_without_advantage_get_no_backward_pass_yet_count_as_tokens() 
     original = policy.response_logprobs
 
     def spy(
-        model: Transformer, batch: Sequence[policy.Response], temperature: float
+        model: Transformer, batch: Sequence[policy.Experience], temperature: float
     ) -> tuple[Tensor, Tensor]:
         result = original(model, batch, temperature)
         calls.append((result[0].requires_grad, {r.rollout.problem_id for r in batch}))
@@ -318,17 +300,15 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
     """Same gradient and token count; entropy and gap are those of the others, and of the sampled ones
     weighted by tokens."""
     rollouts, rewards = make_batch()
-    rewards = [
-        Reward(0.5, False) if r.problem_id in ("p1", "p3") else w
-        for r, w in zip(rollouts, rewards, strict=True)
-    ]
+    pairs = zip(rollouts, rewards, strict=True)
+    rewards = [Reward(0.5, False) if r.problem_id in ("p1", "p3") else w for r, w in pairs]
     whole, metrics = run([(rollouts, rewards)])
-    seen: list[policy.Response] = []
+    seen: list[policy.Experience] = []
     measure = policy.response_logprobs
     exact: dict[Rollout, tuple[Tensor, Tensor]] = {}
 
     def spy(
-        model: Transformer, batch: Sequence[policy.Response], temperature: float
+        model: Transformer, batch: Sequence[policy.Experience], temperature: float
     ) -> tuple[Tensor, Tensor]:
         seen.extend(batch)
         result = measure(model, batch, temperature)
@@ -349,10 +329,8 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
     assert len(kept) == math.ceil(30 / (sum(len(r.token_ids) for r in flat) / len(flat)))
 
     def mean(value: Callable[[Rollout], float]) -> float:
-        total = sum(value(r.rollout) for r in seen if r.needs_grad) + sum(map(value, kept)) * len(flat) / len(
-            kept
-        )
-        return total / metrics[0].num_tokens
+        total = sum(value(r.rollout) for r in seen if r.needs_grad)
+        return (total + sum(map(value, kept)) * len(flat) / len(kept)) / metrics[0].num_tokens
 
     assert estimates[0].entropy == pytest.approx(mean(lambda r: float(exact[r][1].sum())))
     gap = mean(lambda r: float((exact[r][0] - torch.tensor(r.logprobs, dtype=torch.float64)).abs().sum()))
@@ -367,10 +345,7 @@ def test_an_update_with_responses_that_could_not_be_scored_is_the_one_without_th
 ) -> None:
     rollouts, rewards = make_batch()
     lost = {1, 4, 5, 6, 7, 14}  # a whole group among them
-    unscored = [
-        replace(reward, value=9.0, error="time-out") if i in lost else reward
-        for i, reward in enumerate(rewards)
-    ]
+    unscored = [replace(w, value=9.0, error="time-out") if i in lost else w for i, w in enumerate(rewards)]
     scored = [[item for i, item in enumerate(items) if i not in lost] for items in (rollouts, rewards)]
     given = {"name": name, "kl_coefficient": kl, "minibatches": 2, "reference": make_model(5) if kl else None}
     (found, (metrics,)), (expected, (without,)) = (
@@ -378,11 +353,8 @@ def test_an_update_with_responses_that_could_not_be_scored_is_the_one_without_th
     )
     assert torch.equal(found, expected)
     assert metrics.zero_variance_groups == without.zero_variance_groups + 1
-    assert (metrics.loss, metrics.entropy, metrics.num_tokens) == (
-        without.loss,
-        without.entropy,
-        without.num_tokens,
-    )
+    for field in ("loss", "entropy", "num_tokens"):
+        assert getattr(metrics, field) == getattr(without, field)
 
 
 UNSCORED = {"error": "time-out"}
@@ -394,9 +366,8 @@ def test_where_no_response_counts_the_momentum_of_earlier_steps_moves_nothing(na
     given = {"name": name, "kl_coefficient": kl, "reference": make_model(5) if kl else None}
     rollouts, rewards = make_batch(1)
     before, _ = run([make_batch()], **given)
-    after, (_, metrics) = run(
-        [make_batch(), (rollouts, [replace(reward, **UNSCORED) for reward in rewards])], **given
-    )
+    unscored = [replace(reward, **UNSCORED) for reward in rewards]
+    after, (_, metrics) = run([make_batch(), (rollouts, unscored)], **given)
     assert torch.equal(before, after)
     assert (metrics.num_skipped, metrics.num_tokens, metrics.zero_variance_groups) == (1, 0, 5)
     assert math.isnan(metrics.loss)
@@ -459,12 +430,8 @@ def test_bad_batches_are_errors_that_name_step_and_place() -> None:
         (rollouts, rewards[1:], "20 rollouts but 19 rewards"),
         (rollouts[:1], rewards[:1], r"1 responses cannot fill algorithm.minibatches = 2"),
         ([r, *rollouts], [rewards[0], *rewards], r"\('p0', 0\) occurs twice"),
-        (
-            [Rollout(**{**vars(r), "token_ids": (), "logprobs": ()}), rollouts[1]],
-            rewards[:2],
-            r"\('p0', 0\) is empty",
-        ),
-        ([Rollout(**{**vars(r), "logprobs": ()}), rollouts[1]], rewards[:2], "but 0 logprobs"),
+        ([replace(r, token_ids=(), logprobs=()), rollouts[1]], rewards[:2], r"\('p0', 0\) is empty"),
+        ([replace(r, logprobs=()), rollouts[1]], rewards[:2], "but 0 logprobs"),
         (rollouts[:2], [Reward(math.nan, False), rewards[1]], "has reward nan"),
     ]
     for bad_rollouts, bad_rewards, message in cases:
@@ -483,9 +450,8 @@ def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> No
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
     trainer = make_trainer(model)
     before = flat(model)
-    with pytest.raises(
-        NonFiniteUpdate, match=r"^policy update of step 5: loss nan, gradient norm nan; .* --resume"
-    ) as caught:
+    refusal = r"^policy update of step 5: loss nan, gradient norm nan; .* --resume"
+    with pytest.raises(NonFiniteUpdate, match=refusal) as caught:
         trainer.update(*make_batch(), 4)
     assert isinstance(caught.value, UserError), "one line, and no restart: it would come again"
     assert torch.equal(before, flat(model))
@@ -495,9 +461,8 @@ def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> No
 
 def test_weights_that_an_update_would_leave_not_finite_are_named_before_anybody_takes_them() -> None:
     trainer = make_trainer(make_model().float(), OPTIMIZER.model_copy(update={"weight_decay": 1e300}))
-    with pytest.raises(
-        NonFiniteUpdate, match=r"step 5: .* not finite, first model\..*; they are written nowhere"
-    ) as caught:
+    refusal = r"step 5: .* not finite, first model\..*; they are written nowhere"
+    with pytest.raises(NonFiniteUpdate, match=refusal) as caught:
         trainer.update(*make_batch(), 4)
     assert "optimizer.weight_decay 1e+300" in str(caught.value)
     assert trainer.next_step == 0
@@ -513,9 +478,8 @@ def test_rewards_too_large_for_an_advantage_are_named_and_no_learning_rate(
     rewards = [replace(reward, value=largest * (number % 2)) for number, reward in enumerate(rewards)]
     trainer = make_trainer(make_model().float(), advantage=advantage)
     before = flat(trainer.model)
-    with pytest.raises(
-        NonFiniteUpdate, match=r"^policy update of step 1: .*scale the rewards down, which reach 1e\+"
-    ) as caught:
+    refusal = r"^policy update of step 1: .*scale the rewards down, which reach 1e\+"
+    with pytest.raises(NonFiniteUpdate, match=refusal) as caught:
         trainer.update(rollouts, rewards, 0)
     assert "learning_rate" not in str(caught.value)
     assert torch.equal(before, flat(trainer.model))

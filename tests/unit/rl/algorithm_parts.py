@@ -1,5 +1,5 @@
-"""A policy update whose log-probabilities are written down: no model, all the rest as it is. For tests
-that compare the loss and its gradient with formulas and with other libraries."""
+"""A policy update on given log-probabilities, without a model: for tests that compare the loss and its
+gradient with formulas and with other libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
 from tlt.models.decoder import ModelConfig
 from tlt.rl import update
-from tlt.rl.plan import Response
+from tlt.rl.plan import Experience
 from tlt.rl.update import PolicyTrainer
 from tlt.types import Reward, Rollout, key_of
 
@@ -55,9 +55,8 @@ def make_case(seed: int = 0, num_problems: int = 3, num_samples: int = 4, spread
             tokens = tuple(rng.randrange(8, 61) for _ in range(rng.choice([1, 3, 8, 14, 18, MAX_TOKENS])))
             is_cut = len(tokens) == MAX_TOKENS
             tokens = tokens if is_cut else (*tokens[:-1], 7)
-            rollouts.append(
-                Rollout(f"p{p}", s, prompt, tokens, (-1.0,) * len(tokens), "length" if is_cut else "stop", 0)
-            )
+            reason = "length" if is_cut else "stop"
+            rollouts.append(Rollout(f"p{p}", s, prompt, tokens, (-1.0,) * len(tokens), reason, 0))
             value = 0.25 if p == 1 else rng.choice([0.0, 0.5, 1.0, 1.0 * s])
             rewards.append(Reward(value, value > 0.5))
     assert any(rollout.finish_reason == "length" for rollout in rollouts)
@@ -80,7 +79,7 @@ class Table(torch.nn.Module):
         starts = torch.tensor([0, *case.lengths]).cumsum(0).tolist()
         self.places = {key_of(r): slice(starts[i], starts[i + 1]) for i, r in enumerate(case.rollouts)}
 
-    def lookup(self, batch: Sequence[Response], temperature: float) -> tuple[Tensor, Tensor]:
+    def lookup(self, batch: Sequence[Experience], temperature: float) -> tuple[Tensor, Tensor]:
         found = torch.cat([self.logprobs[self.places[key_of(response.rollout)]] for response in batch])
         return found, torch.zeros_like(found)
 
@@ -106,9 +105,7 @@ def update_by_table(case: Case, tokens_per_micro_batch: int = 64, **algorithm: A
         return 0.0
 
     with (
-        patch.object(
-            update, "response_logprobs", lambda table, batch, temperature: table.lookup(batch, temperature)
-        ),
+        patch.object(update, "response_logprobs", Table.lookup),
         patch.object(trainer, "_optimizer_step", take_down),
     ):
         trainer.update(case.rollouts, case.rewards, 0)
