@@ -17,15 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers with a character tokenizer; its vocabulary is larger than the
     tokenizer's."""
     path = tmp_path_factory.mktemp("cli") / "model"
-    shape = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-    }
-    config = ModelConfig("llama", vocab_size=61, max_positions=WINDOW, **shape)
+    config = ModelConfig("llama", 61, 16, 32, 2, 2, 1, 8, max_positions=WINDOW)
     tensors = Transformer(config).initialize(seed=0).state_dict()
     save_model(path, config, tensors, dtype=torch.float32, source=None, extra={"eos_token_id": 1})
     save_tokenizer(path)

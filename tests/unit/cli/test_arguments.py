@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,83 +55,52 @@ def test_the_help_of_train_lists_every_key_of_the_configuration(capsys: pytest.C
     assert "--task.options.KEY" in shown
 
 
-@pytest.mark.parametrize("family", ["drafter", "bench"])
-def test_a_family_alone_lists_its_commands(family: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, code in (([family], 2), ([family, "--help"], 0), (["--help", family], 0)):
+@pytest.mark.parametrize("family", ["drafter", "bench", ""])
+def test_tlt_or_a_family_alone_lists_its_commands(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = family.split()
+    for arguments, code in ((words, 2), ([*words, "--help"], 0), (["-h", *words], 0)):
         assert cli.main(arguments) == code
         shown = capsys.readouterr().out
-        for name in COMMANDS:
-            assert (f"  {name} " in shown) == name.startswith(family)
-
-
-def test_tlt_alone_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, code in (([], 2), (["-h"], 0)):
-        assert cli.main(arguments) == code
-        shown = capsys.readouterr().out
-        assert all(f"  {name} " in shown for name in COMMANDS)
+        assert all((f"  {name} " in shown) == name.startswith(family) for name in COMMANDS)
 
 
 GENERATE = ["generate", "m", "--prompts", "p", "--out", "o"]
+EMPTY = "is ''; it is empty: give a path (the working directory is .)"
+NO_FILE = "no file can be called so: give another path"
+MISTAKES = {
+    "gen": "gen: unknown command; did you mean tlt generate?",
+    "zzz": f"zzz: unknown command; commands are {', '.join(COMMANDS)}",
+    "drafter evl": "drafter evl: unknown command; did you mean tlt drafter eval?",
+    "generate": "generate: needs MODEL, --prompts, --out; see tlt generate --help",
+    "generate m --prompts": "--prompts: has no value; write --prompts VALUE",
+    "GENERATE --temp 3": "--temp: unknown option; did you mean --temperature?",
+    "GENERATE --zzz 3": "--zzz: unknown option; see tlt generate --help",
+    "GENERATE --model x": "--model: is written without its name; see tlt generate --help",
+    "GENERATE --run.seed 3": "--run.seed: unknown option; did you mean --seed?",
+    "GENERATE more": "more: unexpected argument; see tlt generate --help",
+    "GENERATE --seed x": "--seed: is x; it must be a valid integer",
+    "GENERATE --top-p nan": "--top-p: is nan; it must be a finite number",
+    "GENERATE --dtype float8": "--dtype: is float8; it must be 'float32', 'float64' or 'bfloat16'",
+    "train --foo 3": "--foo: unknown option; see tlt train --help",
+    "train --seed 3": "--seed: unknown option; did you mean --run.seed?",
+    "train": "train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run",
+    "train no.toml": "no.toml: no such file; give the path of a TOML configuration",
+    "train --resume no": "--resume: no holds no run (no config.json); give the folder that the run wrote",
+    "train --resume ''": f"--resume: {EMPTY}",
+    "train c --replay ' '": f"--replay: {EMPTY}".replace("''", "' '"),
+    "generate '' --prompts p --out o": f"MODEL: {EMPTY}",
+    "GENERATE --drafter ''": f"--drafter: {EMPTY}",
+    "plan memory ''": f"CONFIG: {EMPTY}",
+    f"GENERATE --out {300 * 'a'}": f"--out: is '{78 * 'a'}…; {NO_FILE}",
+    "score math --problems p --responses r": "--problems: p does not exist; give the path of a JSONL file",
+}
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gen"], "gen: unknown command; did you mean tlt generate?"),
-        (["zzz"], f"zzz: unknown command; commands are {', '.join(COMMANDS)}"),
-        (["drafter", "evl"], "drafter evl: unknown command; did you mean tlt drafter eval?"),
-        (["generate"], "generate: needs MODEL, --prompts, --out; see tlt generate --help"),
-        (["generate", "m", "--prompts"], "--prompts: has no value; write --prompts VALUE"),
-        ([*GENERATE, "--temp", "3"], "--temp: unknown option; did you mean --temperature?"),
-        ([*GENERATE, "--zzz", "3"], "--zzz: unknown option; see tlt generate --help"),
-        ([*GENERATE, "--model", "x"], "--model: is written without its name; see tlt generate --help"),
-        ([*GENERATE, "--run.seed", "3"], "--run.seed: unknown option; did you mean --seed?"),
-        ([*GENERATE, "more"], "more: unexpected argument; see tlt generate --help"),
-        ([*GENERATE, "--seed", "x"], "--seed: is x; it must be a valid integer"),
-        ([*GENERATE, "--top-p", "nan"], "--top-p: is nan; it must be a finite number"),
-        (
-            [*GENERATE, "--dtype", "float8"],
-            "--dtype: is float8; it must be 'float32', 'float64' or 'bfloat16'",
-        ),
-        (["train", "--foo", "3"], "--foo: unknown option; see tlt train --help"),
-        (["train", "--seed", "3"], "--seed: unknown option; did you mean --run.seed?"),
-        (
-            ["train"],
-            "train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run",
-        ),
-        (["train", "no.toml"], "no.toml: no such file; give the path of a TOML configuration"),
-        (["train", "--resume", ""], "--resume: is ''; it is empty: give a path (the working directory is .)"),
-        (
-            ["train", "c", "--replay", " "],
-            "--replay: is ' '; it is empty: give a path (the working directory is .)",
-        ),
-        (
-            ["generate", "", *GENERATE[2:]],
-            "MODEL: is ''; it is empty: give a path (the working directory is .)",
-        ),
-        ([*GENERATE[:-1], ""], "--out: is ''; it is empty: give a path (the working directory is .)"),
-        (
-            [*GENERATE, "--drafter", ""],
-            "--drafter: is ''; it is empty: give a path (the working directory is .)",
-        ),
-        (["plan", "memory", ""], "CONFIG: is ''; it is empty: give a path (the working directory is .)"),
-        (["init", "math", ""], "DIR: is ''; it is empty: give a path (the working directory is .)"),
-        ([*GENERATE[:-1], 300 * "a"], f"--out: is '{78 * 'a'}…; no file can be called so: give another path"),
-        (
-            ["train", "--resume", "no"],
-            "--resume: no holds no run (no config.json); give the folder that the run wrote",
-        ),
-        (
-            ["score", "countdown", "--problems", "p", "--responses", "r"],
-            "--problems: p does not exist; give the path of a JSONL file",
-        ),
-    ],
-)
-def test_a_mistake_in_the_arguments_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fail(capsys, *arguments) == message
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_in_the_arguments_is_one_line(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(typed.replace("GENERATE", " ".join(GENERATE)))
+    assert fail(capsys, *words) == MISTAKES[typed]
 
 
 @pytest.mark.usefixtures("here")
@@ -143,17 +114,8 @@ def test_json_that_is_nested_without_end_is_one_line(option: str, capsys: pytest
 
 
 def test_overrides_are_taken_out_of_the_arguments_wherever_they_stand() -> None:
-    arguments = [
-        "--run.seed",
-        "3",
-        "run.toml",
-        "--task.options.a=b c",
-        "--resume",
-        "dir",
-        "--optimizer.learning_rate",
-        "-1",
-    ]
-    options = parse_options("train", Train, arguments)
+    typed = "--run.seed 3 run.toml '--task.options.a=b c' --resume dir --optimizer.learning_rate -1"
+    options = parse_options("train", Train, shlex.split(typed))
     assert (options.config, options.resume) == (Path("run.toml"), Path("dir"))
     assert options.overrides == ("--run.seed=3", "--task.options.a=b c", "--optimizer.learning_rate=-1")
 
@@ -177,20 +139,15 @@ def test_an_option_is_written_with_dashes_or_underscores_and_unset_by_none() -> 
 # ── errors and interrupts ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_error_of_ours_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> int:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(cli, "_run", broken)
-    with pytest.raises(ValueError, match="a bug"):
-        cli.main(["train", "x.toml"])
-
-
-def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_run", interrupted)
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
+def test_an_error_of_ours_shows_its_traceback_and_an_interrupt_is_130(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_run", Mock(side_effect=error))
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="a bug"):
+            cli.main(["train", "x.toml"])
+        return
     assert cli.main(["train", "x.toml"]) == 130
     assert capsys.readouterr().err == "tlt: interrupted\n"
 

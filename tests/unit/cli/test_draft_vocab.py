@@ -21,10 +21,8 @@ def drafter(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> Path
     """A drafter of that model, which knows what it was trained on."""
     write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
     write_lines("responses.jsonl", {"prompt_ids": [2, 3], "token_ids": [4, 5, 6, 7, 1]})
-    common = ("--responses", "responses.jsonl", "--tokens-per-micro-step", "16")
-    summary = succeed(
-        capsys, "drafter", "train", str(model), *common, "--out", "drafter", "--draft-vocab", "6"
-    )
+    words = "--responses responses.jsonl --tokens-per-micro-step 16 --out drafter --draft-vocab 6"
+    summary = succeed(capsys, "drafter", "train", str(model), *words.split())
     assert (summary["draft_vocab"], summary["coverage"]) == (6, 1.0)
     return here / "drafter"
 
@@ -33,17 +31,11 @@ def test_tokens_are_the_same_with_any_draft_vocabulary(
     model: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found: list[Any] = []
-    for given in (
-        [],
-        *(
-            ["--speculation", "4x1x4", "--drafter", str(drafter), "--draft-vocab", n]
-            for n in ("3", "full", "auto")
-        ),
-    ):
+    drafted = ["--speculation", "4x1x4", "--drafter", str(drafter), "--draft-vocab"]
+    for given in ([], *([*drafted, vocabulary] for vocabulary in ("3", "full", "auto"))):
         generate(capsys, model, "--samples", "3", "--max-tokens", "30", *given)
-        found.append(
-            [(row["problem_id"], row["sample_index"], row["token_ids"]) for row in read_lines("out.jsonl")]
-        )
+        rows = read_lines("out.jsonl")
+        found.append([(row["problem_id"], row["sample_index"], row["token_ids"]) for row in rows])
     assert found[0] == found[1] == found[2] == found[3]
     engine = tlt.Engine.from_pretrained(model, drafter=drafter, speculation="4x1x4", vocabulary=3)
     assert engine.generate(["1+2="], max_tokens=12)[0].token_ids
@@ -67,18 +59,9 @@ def test_a_draft_vocabulary_as_large_as_the_models_is_refused(
     given = ("--speculation", "4x1x4", "--drafter", str(drafter), "--draft-vocab", str(VOCAB))
     expected = f"draft vocabulary: {VOCAB} must be less than the model's vocabulary, {VOCAB}"
     assert expected in refuse(capsys, model, *given)
-    train = (
-        "drafter",
-        "train",
-        str(model),
-        "--responses",
-        "responses.jsonl",
-        "--out",
-        "x",
-        "--draft-vocab",
-        "99",
-    )
-    assert "99 must be less than the model's vocabulary" in fail(capsys, *train)
+    words = "--responses responses.jsonl --out x --draft-vocab 99"
+    told = fail(capsys, "drafter", "train", str(model), *words.split())
+    assert "99 must be less than the model's vocabulary" in told
     with pytest.raises(UserError, match="vocabulary: it must be auto, full, or a number of 2 or more"):
         tlt.Engine.from_pretrained(model, drafter=drafter, vocabulary=1)
     with pytest.raises(UserError, match="drafter: vocabluary is unknown; did you mean vocabulary"):
@@ -106,9 +89,8 @@ def test_an_eagle_drafter_is_exported_without_one_and_says_so_if_asked(
     model: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ("drafter", "export", str(drafter), "--target", str(model), "--format", "vllm-eagle")
-    assert "--draft-vocab: 9 has no place in vllm-eagle" in fail(
-        capsys, *common, "--to", "out", "--draft-vocab", "9"
-    )
+    told = fail(capsys, *common, "--to", "out", "--draft-vocab", "9")
+    assert "--draft-vocab: 9 has no place in vllm-eagle" in told
     assert succeed(capsys, *common, "--to", "out")["draft_vocab"] == VOCAB
     assert not (Path("out") / "token_counts.json").exists()
     assert json.loads((drafter / "token_counts.json").read_text())["token_ids"] == [1, 4, 5, 6, 7]

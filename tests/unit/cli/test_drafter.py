@@ -22,10 +22,7 @@ from tests.unit.cli.parts import WINDOW, fail, generate, read_lines, succeed, wr
             "responses.jsonl:1: token_ids must be a list of whole numbers",
         ),
         ({"token_ids": [3]}, "responses.jsonl:1: prompt_ids must be a list of whole numbers"),
-        (
-            {"prompt_ids": [3], "token_ids": [61]},
-            "responses.jsonl:1: token id 61 is outside the vocabulary of 61",
-        ),
+        ({"prompt_ids": [3], "token_ids": [61]}, "jsonl:1: token id 61 is outside the vocabulary of 61"),
         ({"prompt_ids": [3], "token_ids": [4] * WINDOW}, "has 65 tokens but the model's window is 64"),
         ({"prompt_ids": [3], "token_ids": [4]}, "has no response of three tokens or more"),
     ],
@@ -34,9 +31,8 @@ def test_drafter_train_refuses_bad_responses(
     line: Any, part: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lines("responses.jsonl", line)
-    assert part in fail(
-        capsys, "drafter", "train", str(model), "--responses", "responses.jsonl", "--out", "drafter"
-    )
+    words = ("--responses", "responses.jsonl", "--out", "drafter")
+    assert part in fail(capsys, "drafter", "train", str(model), *words)
 
 
 @pytest.mark.usefixtures("here")
@@ -57,17 +53,8 @@ def test_a_trained_drafter_drafts_and_changes_no_token(
     summary = succeed(capsys, "drafter", "train", str(model), *arguments)
     assert summary["steps"] >= 1
     for speculation in ("2x1x2", "3x2x5", "adaptive"):
-        options = (
-            "--speculation",
-            speculation,
-            "--drafter",
-            "drafter",
-            "--samples",
-            "4",
-            "--dtype",
-            "float64",
-        )
-        summary = generate(capsys, model, *options)
+        options = f"--speculation {speculation} --drafter drafter --samples 4 --dtype float64"
+        summary = generate(capsys, model, *options.split())
         if speculation != "adaptive":  # whether that one ever speculates is decided by the clock
             assert summary["accept_length"] >= 1
         assert [r["token_ids"] for r in read_lines("out.jsonl")] == [r["token_ids"] for r in plain]
@@ -104,7 +91,6 @@ def test_a_drafter_to_start_from_brings_its_preset(
     common = ["--responses", "responses.jsonl", "--tokens-per-micro-step", "16"]
     succeed(capsys, "drafter", "train", str(model), *common, "--out", "first", "--preset", "eagle")
     for index, (given, expected) in enumerate([([], "eagle"), (["--preset", "hass"], "hass")]):
-        succeed(
-            capsys, "drafter", "train", str(model), *common, "--out", str(index), "--init", "first", *given
-        )
+        options = ("--out", str(index), "--init", "first", *given)
+        succeed(capsys, "drafter", "train", str(model), *common, *options)
         assert json.loads((here / str(index) / "config.json").read_text())["tlt"]["preset"] == expected

@@ -52,13 +52,8 @@ def test_ranks_that_somebody_else_has_started_wait_for_each_other_as_long_as_the
         raise UserError("nobody came")
 
     monkeypatch.setattr(start, "meet_ranks", nobody_comes)
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }.items():
-        monkeypatch.setenv(name, value)
+    for variable in ("RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29500"):
+        monkeypatch.setenv(*variable.split("="))
     for words in ([str(path), "--run.timeout_seconds", "77"], [str(path)], ["elsewhere.toml"]):
         assert main(["train", *words]) == 2
     assert waited == [77.0, 600.0, 600.0]

@@ -28,6 +28,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return recipe
 
 
+MINIMAL = "[model]\npath = 'base'\n[task]\nname = 'countdown'\n"
+REMEDY = "an override is written --section.key value"
+
+
 def write(folder: Path, text: str) -> Path:
     path = folder / "run.toml"
     path.write_text(text)
@@ -54,9 +58,7 @@ def test_a_minimal_file_gets_every_default(folder: Path) -> None:
 
 
 def test_overrides_win_over_the_file_and_the_last_one_over_the_others(folder: Path) -> None:
-    path = write(
-        folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[run]\nseed = 1\nnum_steps = 7\n'
-    )
+    path = write(folder, f"{MINIMAL}[run]\nseed = 1\nnum_steps = 7\n")
     config = load_config(path, ["--run.seed", "2", "--run.seed=3", "--optimizer.learning_rate", "1e-4"])
     assert (config.run.seed, config.run.num_steps, config.optimizer.learning_rate) == (3, 7, 1e-4)
 
@@ -66,14 +68,8 @@ def test_overrides_are_read_as_the_key_wants_them(folder: Path) -> None:
         folder / "run.toml",
         [
             *("--rollout.speculation", "off", "--drafter.train", "false", "--run.time_limit_minutes", "none"),
-            *(
-                "--task.options.mix",
-                "{2 = 0.5, 3 = 0.5}",
-                "--task.options.label",
-                "hard",
-                "--sampling.temperature",
-                "1",
-            ),
+            *("--task.options.mix", "{2 = 0.5, 3 = 0.5}", "--task.options.label", "hard"),
+            *("--sampling.temperature", "1"),
         ],
     )
     assert config.run.time_limit_minutes is None
@@ -102,22 +98,22 @@ def test_json_round_trip_changes_nothing(folder: Path) -> None:
 
 
 KEYS = """
-run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints time_limit_minutes
+run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints
+run         time_limit_minutes journal launcher max_restarts timeout_seconds keep_responses
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
-run         journal launcher max_restarts timeout_seconds keep_responses
 model       path adapter revision chat_template_kwargs
 lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
-rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation migrate tuner
-rollout     ahead references_mib replay
+rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation migrate tuner ahead
+rollout     references_mib replay
 vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching transfer
 sampling    temperature top_k top_p min_p max_tokens stop
-drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm coupling_temperature
-drafter     ranking feature_window ngram_tokens preset unrolled_steps step_decay feature_weight distribution_weight
-drafter     vocabulary features confidence_threshold max_passes check_every
-algorithm   name advantage ratio loss aggregation clip_low clip_high kl_coefficient kl_in kl_estimator kl_bias_correction
-algorithm   mask_truncated overlong_buffer_tokens overlong_penalty dynamic_sampling max_resamples
-algorithm   epochs minibatches tokens_per_micro_batch importance_correction_cap
+drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm
+drafter     coupling_temperature ranking feature_window ngram_tokens preset unrolled_steps step_decay
+drafter     feature_weight distribution_weight vocabulary features confidence_threshold max_passes check_every
+algorithm   name advantage ratio loss aggregation clip_low clip_high kl_coefficient kl_in kl_estimator
+algorithm   kl_bias_correction mask_truncated overlong_buffer_tokens overlong_penalty dynamic_sampling
+algorithm   max_resamples epochs minibatches tokens_per_micro_batch importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
 evaluation  every num_problems samples_per_problem temperature keep_best data subset split columns
 rewards     functions weights solved_at num_workers timeout_seconds
@@ -128,9 +124,8 @@ tracking    use project run_name
 def test_every_key_of_the_contract_exists_and_no_other() -> None:
     config = Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"))
     found = {(section, key) for section, values in json.loads(config.to_json()).items() for key in values}
-    expected = {
-        (section, key) for section, *keys in map(str.split, KEYS.strip().splitlines()) for key in keys
-    }
+    lines = map(str.split, KEYS.strip().splitlines())
+    expected = {(section, key) for section, *keys in lines for key in keys}
     assert found == expected
 
 
@@ -191,14 +186,13 @@ DEEP = (
 def test_tables_that_lie_deep_in_each_other_are_refused_before_they_are_parsed(
     folder: Path, text: str
 ) -> None:
-    path = write(folder, f'[model]\npath = "base"\n[task]\nname = "countdown"\n[task.options]\n{text}\n')
+    path = write(folder, f"{MINIMAL}[task.options]\n{text}\n")
     assert "flatten" in mistake(path)
 
 
 def test_tables_that_lie_deep_in_each_other_are_refused_wherever_they_come_from(folder: Path) -> None:
-    assert "key of more than 64 parts" in mistake(
-        folder / "run.toml", f"--task.options.{'a.' * 20_000}b", "1"
-    )
+    told = mistake(folder / "run.toml", f"--task.options.{'a.' * 20_000}b", "1")
+    assert "key of more than 64 parts" in told
     deep: dict[str, object] = {}
     for _ in range(5000):
         deep = {"a": deep}
@@ -208,10 +202,7 @@ def test_tables_that_lie_deep_in_each_other_are_refused_wherever_they_come_from(
 
 def test_sentences_and_dots_are_no_deep_keys(folder: Path) -> None:
     prompt = "One. Two three. " * 100 + "\n" + ". " * 200
-    path = write(
-        folder,
-        f'[model]\npath = "base"\n[task]\nname = "countdown"\nsystem_prompt = """\n{prompt}\n"""\noptions.a.b.c.d = 1\n',
-    )
+    path = write(folder, f'{MINIMAL}system_prompt = """\n{prompt}\n"""\noptions.a.b.c.d = 1\n')
     assert load_config(path).task.options == {"a": {"b": {"c": {"d": 1}}}}
 
 
@@ -219,9 +210,8 @@ def test_sentences_and_dots_are_no_deep_keys(folder: Path) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    assert (
-        mistake(Path("nowhere.toml")) == "nowhere.toml: no such file; give the path of a TOML configuration"
-    )
+    told = "nowhere.toml: no such file; give the path of a TOML configuration"
+    assert mistake(Path("nowhere.toml")) == told
 
 
 def test_a_byte_order_mark_is_skipped(folder: Path) -> None:
@@ -229,41 +219,34 @@ def test_a_byte_order_mark_is_skipped(folder: Path) -> None:
     assert load_config(folder / "run.toml").task.name == "countdown"
 
 
-def test_a_syntax_error_is_placed_by_line_and_column(folder: Path) -> None:
-    message = mistake(write(folder, "[run]\nseed = = 1\n"))
-    assert "run.toml: cannot be parsed" in message
-    assert "line 2, column 8" in message
-
-
-def test_an_unknown_key_suggests_the_nearest(folder: Path) -> None:
-    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[run]\nnum_step = 1\n')
-    assert mistake(path) == f"{path}: run.num_step is unknown; did you mean run.num_steps?"
-
-
-def test_an_unknown_section_suggests_the_nearest(folder: Path) -> None:
-    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[roll_out]\n')
-    assert mistake(path) == f"{path}: roll_out is unknown; did you mean rollout?"
-
-
-def test_an_unknown_key_far_from_all_others_lists_them(folder: Path) -> None:
-    assert "known keys are functions, weights, solved_at, num_workers, timeout_seconds" in mistake(
-        folder / "run.toml", "--rewards.zzz", "1"
-    )
-
-
-def test_a_misspelt_required_key_is_reported_as_unknown_and_not_as_missing(folder: Path) -> None:
-    path = write(folder, '[model]\npth = "base"\n[task]\nname = "countdown"\n')
-    assert "model.pth is unknown; did you mean model.path?" in mistake(path)
-
-
-def test_a_missing_section_and_a_missing_key_say_how_to_add_them(folder: Path) -> None:
-    assert "model is missing; add a section [model]" in mistake(write(folder, '[task]\nname = "countdown"\n'))
-    assert "model.path is missing; add it to section [model]" in mistake(write(folder, "[model]\n[task]\n"))
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[run]\nseed = = 1", "cannot be parsed"),
+        ("[run]\nseed = = 1", "line 2, column 8"),
+        (f"{MINIMAL}[run]\nnum_step = 1", ": run.num_step is unknown; did you mean run.num_steps?"),
+        (f"{MINIMAL}[roll_out]", ": roll_out is unknown; did you mean rollout?"),
+        (
+            f"{MINIMAL}[rewards]\nzzz = 1",
+            "known keys are functions, weights, solved_at, num_workers, timeout",
+        ),
+        (MINIMAL.replace("path", "pth"), ": model.pth is unknown; did you mean model.path?"),
+        ("[task]\nname = 'countdown'", "model is missing; add a section [model]"),
+        ("[model]\n[task]", "model.path is missing; add it to section [model]"),
+        ("[model]\npath = 'base'\n[task]", "give a task.name, or rewards.functions"),
+        (f"{MINIMAL}[run]\nseed = '7'", ": run.seed is '7'; it must be a valid integer"),
+        (f"run = 3\n{MINIMAL}", "run is 3; it must be a table of keys"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_with_its_place_and_remedy(folder: Path, text: str, told: str) -> None:
+    path = write(folder, text)
+    message = mistake(path)
+    assert message.startswith(f"{path}: ")
+    assert told in message
 
 
 def test_a_task_is_needed_where_no_reward_function_scores(folder: Path) -> None:
     path = write(folder, '[model]\npath = "base"\n[task]\n')
-    assert "give a task.name, or rewards.functions" in mistake(path)
     assert "give a task.name, or rewards.functions" in mistake(path, "--rewards.functions", '["task"]')
     assert load_config(path, ["--rewards.functions", '["mine:f"]']).task.name == "data"
 
@@ -273,13 +256,10 @@ def test_weights_belong_to_functions_one_each(folder: Path) -> None:
     config = load_config(folder / "run.toml", [*functions, "--rewards.weights", "[1, 0.2]"])
     assert (config.rewards.functions, config.rewards.weights) == (("task", "mine:f"), (1.0, 0.2))
     assert Config.from_json(config.to_json()) == config
-    assert "weights has 1 values for 2 functions" in mistake(
-        folder / "run.toml", *functions, "--rewards.weights", "[1]"
-    )
+    told = {"[1]": "weights has 1 values for 2 functions", "[1, inf]": "must be a finite number"}
+    for weights, part in told.items():
+        assert part in mistake(folder / "run.toml", *functions, "--rewards.weights", weights)
     assert "names one twice" in mistake(folder / "run.toml", "--rewards.functions", '["mine:f", "mine:f"]')
-    assert "must be a finite number" in mistake(
-        folder / "run.toml", *functions, "--rewards.weights", "[1, inf]"
-    )
 
 
 @pytest.mark.parametrize(
@@ -321,37 +301,23 @@ def test_a_run_that_would_neither_train_nor_evaluate_is_refused(folder: Path) ->
     assert load_config(folder / "run.toml", nothing[:2]).run.num_steps == 0
 
 
-def test_a_wrong_type_in_the_file_is_placed_in_the_file(folder: Path) -> None:
-    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[run]\nseed = "7"\n')
-    assert mistake(path) == f"{path}: run.seed is '7'; it must be a valid integer"
-
-
-def test_a_section_that_is_a_value_is_refused(folder: Path) -> None:
-    path = write(folder, 'run = 3\n[model]\npath = "base"\n[task]\nname = "countdown"\n')
-    assert "run is 3; it must be a table of keys" in mistake(path)
-    assert "run is a value, not a table" in mistake(path, "--run.seed", "1")
-
-
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("words", "message"),
     [
-        (["--run.seed"], "--run.seed: has no value; write --run.seed VALUE"),
-        (["--run.seed", "--run.num_steps", "3"], "--run.seed: has no value; write --run.seed VALUE"),
+        ("--run.seed", "--run.seed: has no value; write --run.seed VALUE"),
+        ("--run.seed --run.num_steps 3", "--run.seed: has no value; write --run.seed VALUE"),
+        ("--seed 3", f"--seed: unknown option; {REMEDY}, such as --run.seed 1"),
+        ("run.seed 3", f"run.seed: unexpected argument; {REMEDY}"),
         (
-            ["--seed", "3"],
-            "--seed: unknown option; an override is written --section.key value, such as --run.seed 1",
-        ),
-        (["run.seed", "3"], "run.seed: unexpected argument; an override is written --section.key value"),
-        (
-            ["--run.", "3"],
-            "--run.: unexpected argument; an option is written --name value, an override --section.key value",
+            "--run. 3",
+            "--run.: unexpected argument; an option is written --name value, an override --section.",
         ),
     ],
 )
-def test_a_malformed_override_says_how_to_write_it(overrides: list[str], message: str) -> None:
+def test_a_malformed_override_says_how_to_write_it(words: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        read_overrides(overrides)
-    assert str(caught.value) == message
+        read_overrides(words.split())
+    assert str(caught.value).startswith(message)
 
 
 def test_a_tasks_options_are_a_toml_table_or_a_json_object(folder: Path) -> None:
@@ -363,50 +329,35 @@ def test_a_tasks_options_are_a_toml_table_or_a_json_object(folder: Path) -> None
     assert message.endswith("task.options is '{label}'; it must be a table such as '{key = 1}'")
 
 
-def test_a_model_folder_that_does_not_exist_is_refused(folder: Path) -> None:
-    assert "model.path is /nowhere; there is no such folder" in mistake(
-        folder / "run.toml", "--model.path", "/nowhere"
-    )
-
-
 @pytest.mark.parametrize(
-    ("overrides", "part"),
+    ("words", "part"),
     [
-        (
-            ["--rollout.speculation", "hybrid:4x1x4"],
-            "rollout.speculation is 'hybrid:4x1x4' but drafter.path is not set",
-        ),
-        (["--rollout.speculation", "magic:4x1x4"], "rollout.speculation names the drafter 'magic'"),
-        (["--drafter.train", "true"], "drafter.train is true but drafter.path is not set"),
-        (["--task.num_problems", "3"], "rollout.problems_per_step is 8 but task.num_problems only 3"),
-        (["--algorithm.minibatches", "33"], "algorithm.minibatches is 33 but a step has only 32 responses"),
+        ("--model.path /nowhere", "model.path is /nowhere; there is no such folder"),
+        ("--rollout.speculation hybrid:4x1x4", "speculation is 'hybrid:4x1x4' but drafter.path is not set"),
+        ("--rollout.speculation magic:4x1x4", "rollout.speculation names the drafter 'magic'"),
+        ("--drafter.train true", "drafter.train is true but drafter.path is not set"),
+        ("--task.num_problems 3", "rollout.problems_per_step is 8 but task.num_problems only 3"),
+        ("--algorithm.minibatches 33", "algorithm.minibatches is 33 but a step has only 32 responses"),
+        ("--rollout.ahead 1", "rollout.ahead is 1, but nothing would draft from what is generated"),
+        ("--algorithm.overlong_buffer_tokens 9999", "is 9999 but sampling.max_tokens only 2048: lower it"),
     ],
 )
-def test_sections_that_contradict_each_other_are_refused(
-    folder: Path, overrides: list[str], part: str
-) -> None:
-    assert part in mistake(folder / "run.toml", *overrides)
+def test_keys_that_contradict_each_other_are_refused(folder: Path, words: str, part: str) -> None:
+    assert part in mistake(folder / "run.toml", *words.split())
 
 
 def test_problems_come_from_one_source(folder: Path) -> None:
     (folder / "problems.jsonl").write_text("{}\n")
-    path = write(
-        folder,
-        '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\nnum_problems = 9\n',
-    )
-    assert "exclude each other" in mistake(path)
-    path = write(
-        folder, '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\n'
-    )
+    own = f"{MINIMAL}problems_file = 'problems.jsonl'\n"
+    assert "exclude each other" in mistake(write(folder, f"{own}num_problems = 9\n"))
+    path = write(folder, own)
     config = load_config(path)
     assert (config.task.num_problems, config.task.data) == (None, folder / "problems.jsonl")
     assert load_config(path, ["--task.num_problems", "9"]).task.data is None
     (folder / "others.jsonl").write_text("{}\n")
     for key in ("data", "problems_file"):  # the name that `data` had before
-        assert (
-            load_config(path, [f"--task.{key}", str(folder / "others.jsonl")]).task.data
-            == folder / "others.jsonl"
-        )
+        other = folder / "others.jsonl"
+        assert load_config(path, [f"--task.{key}", str(other)]).task.data == other
 
 
 def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path) -> None:
@@ -418,9 +369,8 @@ def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path
     assert load_config(path).model.path == folder / "me" / "model"
     assert load_config(path, ["--model.path", "me/other"]).model.path == Path("me/other")
     assert "model.path is " in mistake(path, "--model.path", "me/model/other")
-    assert "there is no such folder: give one that exists, or a model's name" in mistake(
-        path, "--model.path", "model"
-    )
+    told = mistake(path, "--model.path", "model")
+    assert "there is no such folder: give one that exists, or a model's name" in told
 
 
 def test_direct_construction_is_as_strict(folder: Path) -> None:
@@ -429,25 +379,13 @@ def test_direct_construction_is_as_strict(folder: Path) -> None:
 
 
 def test_lists_may_be_given_with_commas_on_the_command_line(folder: Path) -> None:
-    words = [
-        "--rewards.functions",
-        "task,mine:brief",
-        "--rewards.weights",
-        "1,0.2",
-        "--tracking.use",
-        "tensorboard",
-    ]
-    config = load_config(folder / "run.toml", words)
+    words = "--rewards.functions task,mine:brief --rewards.weights 1,0.2 --tracking.use tensorboard"
+    config = load_config(folder / "run.toml", words.split())
     assert config.rewards.functions == ("task", "mine:brief")
     assert config.rewards.weights == (1.0, 0.2)
     assert config.tracking.use == ["tensorboard"]
     one = load_config(folder / "run.toml", ["--rewards.functions", "mine:brief", "--rewards.weights", "0.5"])
     assert (one.rewards.functions, one.rewards.weights) == (("mine:brief",), (0.5,))
-    listed = load_config(
-        folder / "run.toml",
-        ["--rewards.functions", '["task", "mine:brief"]', "--rewards.weights", "[1, 0.2]"],
-    )
-    assert listed.rewards == config.rewards
 
 
 def test_the_config_json_of_an_older_run_is_read_without_keys_that_are_retired(folder: Path) -> None:

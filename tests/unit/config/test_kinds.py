@@ -55,15 +55,8 @@ NUMBERS = list(declared())
 
 def test_every_number_of_the_configuration_and_of_the_commands_has_two_bounds() -> None:
     assert len(NUMBERS) > 120
-    unbounded = {
-        name
-        for name, schema in NUMBERS
-        if not (
-            {"minimum", "exclusiveMinimum"} & schema.keys()
-            and {"maximum", "exclusiveMaximum"} & schema.keys()
-        )
-    }
-    assert unbounded == set()
+    bounds = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
+    assert {name for name, schema in NUMBERS if not all(kind & schema.keys() for kind in bounds)} == set()
     assert all(abs(schema.get(bound, 0)) < 2**63 for _, schema in NUMBERS for bound in ("minimum", "maximum"))
 
 

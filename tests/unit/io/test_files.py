@@ -68,14 +68,11 @@ def test_a_file_has_the_permissions_that_the_umask_gives(here: Path) -> None:
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(UserError, match=r"out\.jsonl: cannot be written \(No space left on device\)"):
-        write_jsonl(here / "out.jsonl", [{}])
+    with pytest.raises(UserError) as caught:
+        write_jsonl(Path("out.jsonl"), [{}])
+    told = "cannot be written (No space left on device); make room or give another path"
+    assert str(caught.value) == f"out.jsonl: {told}"
     assert names(here) == []
-
-
-def test_a_file_in_a_folder_that_is_gone_is_one_line(here: Path) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
-        write_jsonl(here / "no" / "out.jsonl", [{}])
 
 
 def test_a_symlink_is_followed_and_stays(here: Path) -> None:
@@ -170,9 +167,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(here: Path) -> None:
 
 
 def test_json_is_strict(here: Path) -> None:
-    assert (
-        dumps({"a": [float("nan"), float("-inf"), 1.5], "é": None}) == '{"a": [null, null, 1.5], "é": null}'
-    )
+    value = {"a": [float("nan"), float("-inf"), 1.5], "é": None}
+    assert dumps(value) == '{"a": [null, null, 1.5], "é": null}'
     write_jsonl(here / "out.jsonl", [{"logprobs": (float("nan"),)}])
     assert (here / "out.jsonl").read_text() == '{"logprobs": [null]}\n'
 
