@@ -7,18 +7,17 @@ import random
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_policy, pack
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal, LearnedSettings
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_shape
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.drafter.training.buffer import PackedBatch, TrajectoryBuffer
-from tlt.drafter.training.losses import PRESETS, Preset, draft_loss
+from tlt.drafter.training.losses import PRESETS, Preset
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
-from tlt.models.attention import PackedCausal, Unrolled
+from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams
@@ -160,30 +159,6 @@ def unpack(batch: PackedBatch) -> list[PackedBatch]:
     tokens, features = batch.token_ids_N.split(batch.lengths), batch.captured_NF.split(batch.lengths)
     weights = batch.weight_M.split([n - 1 for n in batch.lengths])
     return [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
-
-
-def unroll(model: DraftModel, batch: PackedBatch, num_steps: int) -> list[Tensor]:
-    """Hidden states of every pair after each of its own steps."""
-    pairs = align(batch.lengths)
-    attend = Unrolled(model.config.layer, pairs.lengths)
-    hidden, states = model.fuse(batch.captured_NF[pairs.feature_index_M]), []
-    for step in range(num_steps):
-        index, _ = pairs.ahead(step)
-        hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
-        states.append(hidden.detach())
-    return states
-
-
-def loss_of(model: DraftModel, batch: PackedBatch, preset: Preset = ONE_STEP) -> Tensor:
-    """EAGLE's one step, written out."""
-    pairs = align(batch.lengths)
-    attend = PackedCausal(model.config.layer, pairs.lengths)
-    embeddings = TARGET.embed(batch.token_ids_N[pairs.token_index_M])
-    predicted = model(embeddings, batch.captured_NF[pairs.feature_index_M], pairs.positions_M, attend)
-    targets = batch.captured_NF[pairs.token_index_M]
-    probabilities = F.linear(targets, TARGET.head_VE).softmax(-1)
-    logits = F.linear(predicted, TARGET.head_VE)
-    return draft_loss(predicted, targets, logits, probabilities, batch.weight_M.double(), preset)
 
 
 def ready_buffer(num: int = 4, length: int = 40, with_features: bool = True) -> TrajectoryBuffer:

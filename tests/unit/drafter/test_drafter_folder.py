@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -16,32 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.drafter.parts import MODEL, SIZE, plain_forward, randn
+from tests.unit.drafter.parts import MODEL
 from tlt.assembly.engine import EngineSettings, _make_tuner
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.hf.weights import content_hash
-from tlt.io.files import replace_folder
-from tlt.models.attention import PackedCausal
 from tlt.tuning.cost_model import CostModel
 from tlt.types import UserError
-
-
-def test_a_drafter_directory_gives_back_what_was_saved(tmp_path: Path) -> None:
-    save_drafter(tmp_path, MODEL, torch.float64, {"policy_hash": "abc"})
-    stored = load_drafter(tmp_path, CONFIG)
-    assert stored.config == MODEL.config
-    assert content_hash(stored.tensors) == content_hash(MODEL.state_dict())
-    described = json.loads((tmp_path / "config.json").read_text())
-    assert described["tlt"] == {"policy_hash": "abc"}
-    assert described["architectures"] == ["EagleLlamaForCausalLM"]
-    packed = PackedDrafter(MODEL.config, torch.float64)
-    packed.load(stored.tensors, 7)
-    embeddings, features = randn(6, SIZE, seed=1), randn(6, SIZE, seed=2)
-    attend = PackedCausal(MODEL.config.layer, [6])
-    with torch.no_grad():
-        found = packed.forward(embeddings, features, attend.positions(), attend)
-    torch.testing.assert_close(found, plain_forward(embeddings, features), rtol=0, atol=1e-12)
 
 
 def _truncate(path: Path) -> None:
@@ -95,28 +75,6 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
 
 def kill(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("breaks", "seen"),
-    [(OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)],
-)
-def test_a_folder_is_replaced_whole_or_not_at_all(
-    tmp_path: Path, breaks: BaseException, seen: type[BaseException]
-) -> None:
-    target = tmp_path / "drafter"
-    with replace_folder(target) as folder:
-        (folder / "a").write_text("old")
-
-    def write() -> None:
-        with replace_folder(target) as folder:
-            (folder / "a").write_text("new")
-            raise breaks
-
-    with pytest.raises(seen):
-        write()
-    assert (target / "a").read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_drafter_folder_is_replaced_only_when_the_new_one_is_complete(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
-from tlt.drafter.measure import distribution
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.offline import (
@@ -19,7 +18,6 @@ from tlt.drafter.training.offline import (
     measure_acceptance,
     train_offline,
 )
-from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
@@ -71,26 +69,6 @@ def test_whoever_waits_is_told_how_far_reading_and_training_are() -> None:
     assert [loss is None for _, loss in told] == [True] * 4 + [False] * len(training)
     assert training == sorted(training)
     assert training[-1] >= 1
-
-
-def test_acceptance_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
-    """Against forwards of the trainable models, one response at a time."""
-    rollouts = make_rollouts(3, 20)
-    model: DraftModel = DraftModel(drafter_shape(CONFIG)).initialize(1).double()
-    total = count = 0.0
-    for rollout in rollouts:
-        tokens = torch.tensor([*rollout.prompt_ids, *rollout.token_ids])
-        with torch.no_grad():
-            attend = PackedCausal(CONFIG, [len(tokens)])
-            features = POLICY(tokens, attend.positions(), attend)
-            p = distribution(POLICY.logits(features), 0.7)
-            attend = PackedCausal(model.config.layer, [len(tokens) - 1])
-            hidden = model(POLICY.model.embed_tokens(tokens[1:]), features[:-1], attend.positions(), attend)
-            q = distribution(POLICY.logits(hidden), 0.7)
-        for position in range(4, len(tokens)):
-            total, count = total + float(torch.minimum(p[position - 1], q[position - 2]).sum()), count + 1
-    found = measure_acceptance(model, TARGET, rollouts, 0.7, random.Random(0))
-    assert found == pytest.approx(total / count, abs=1e-9)
 
 
 def test_a_drafter_that_came_out_weak_is_called_weak_in_the_summary() -> None:

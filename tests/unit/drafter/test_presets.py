@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack, to_transformers
+from tests.unit.drafter.parts import randn
 from tlt.config.schema import Config
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
@@ -24,7 +24,7 @@ from tlt.drafter.model import (
     training_capture,
 )
 from tlt.drafter.training.buffer import PackedBatch
-from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.losses import PRESETS, Preset
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
@@ -61,8 +61,8 @@ def make_model(method: Method, draft_vocab: int | None, seed: int = 2) -> DraftM
     return model
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def preset_of(method: Method) -> Preset:
+    return PRESETS["hass" if method == "eagle" else "eagle3"]
 
 
 def make_batch(model: DraftModel, lengths: tuple[int, ...] = (9, 4, 7), seed: int = 0) -> PackedBatch:
@@ -143,9 +143,11 @@ def test_the_fused_attention_and_its_gradients_are_those_of_the_plain_one(num_ow
 
 @forms
 def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: int | None) -> None:
-    """Written out with loops, for the preset with most steps of each form."""
+    """Written out with loops, for the preset with most steps of each form, its weights made uneven."""
     model = make_model(method, draft_vocab)
-    preset = PRESETS["hass" if method == "eagle" else "eagle3"]
+    preset = replace(preset_of(method), distribution_weight=1.3, step_decay=0.9)
+    if method == "eagle":
+        preset = replace(preset, feature_weight=0.7)
     batch = make_batch(model)
     pairs, attend = align(batch.lengths), Unrolled(model.config.layer, [n - 1 for n in batch.lengths])
     features = batch.captured_NF[:, -SIZE:]
@@ -180,7 +182,7 @@ def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alon
     """Step by step: each takes its mean over the pairs that still have a token to read, so sequences weigh
     by those."""
     model = make_model(method, draft_vocab)
-    preset = PRESETS["hass" if method == "eagle" else "eagle3"]
+    preset = preset_of(method)
     batch, parameters = make_batch(model), list(model.parameters())
     tokens, features = batch.token_ids_N.split(batch.lengths), batch.captured_NF.split(batch.lengths)
     weights = batch.weight_M.split([n - 1 for n in batch.lengths])
@@ -209,7 +211,7 @@ def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(
     model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(3)
     frozen = {name: tensor.clone() for name, tensor in model.named_buffers()}
     head = TARGET.head_VE.clone()
-    trainer = DrafterTrainer(model, TARGET, PRESETS["hass" if method == "eagle" else "eagle3"], 3e-3)
+    trainer = DrafterTrainer(model, TARGET, preset_of(method), 3e-3)
     batch = make_batch(model, (30, 25))
     losses = [trainer.step(batch) for _ in range(40)]
     assert losses[-1] < 0.9 * losses[0]
@@ -319,11 +321,10 @@ def test_a_directory_gives_back_the_form_and_every_tensor(
     method: Method, draft_vocab: int | None, tmp_path: Path
 ) -> None:
     model = make_model(method, draft_vocab)
-    save_drafter(
-        tmp_path, model, torch.float64, {"preset": PRESETS["hass" if method == "eagle" else "eagle3"].name}
-    )
+    about = {"preset": preset_of(method).name, "policy_hash": "abc"}
+    save_drafter(tmp_path, model, torch.float64, about)
     stored = load_drafter(tmp_path, DEEP)
-    assert stored.config == model.config
+    assert (stored.config, stored.about, stored.policy_hash) == (model.config, about, "abc")
     assert stored.tensors.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in stored.tensors.items())
     assert choose_preset(None, stored).method == method
@@ -332,19 +333,12 @@ def test_a_directory_gives_back_the_form_and_every_tensor(
         choose_preset(other, stored)
 
 
-def test_constants_of_a_preset_can_be_set_and_no_feature_loss_is_asked_of_eagle3(tmp_path: Path) -> None:
-    save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
-    stored = load_drafter(tmp_path, DEEP)
-    changed = choose_preset(None, stored, {"unrolled_steps": 4, "step_decay": None})
-    assert (changed.unrolled_steps, changed.step_decay) == (4, PRESETS["eagle3"].step_decay)
-    with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
-        choose_preset(None, stored, {"feature_weight": 1.0})
-
-
-def test_a_constant_that_the_drafters_form_does_not_have_is_refused_before_anything_starts(
+def test_constants_of_a_preset_can_be_set_but_those_its_form_lacks_are_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
+    changed = choose_preset(None, load_drafter(tmp_path, DEEP), {"unrolled_steps": 4, "step_decay": None})
+    assert (changed.unrolled_steps, changed.step_decay) == (4, PRESETS["eagle3"].step_decay)
     drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
     config = Config.model_validate(
         {"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter}

@@ -44,6 +44,32 @@ from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
 
 
+def run_idle(spot: SpotTrainer, max_micro_steps: int = 200) -> DrafterReport:
+    """Runs a session that is preempted after so many micro-steps."""
+    left = iter(range(max_micro_steps))
+    return spot.run(lambda: next(left, None) is None)
+
+
+def batches_of(spot: SpotTrainer) -> list[PackedBatch]:
+    """Returns the list that every batch trained on is added to from here on."""
+    batches: list[PackedBatch] = []
+    train = spot.trainer.step
+    spot.trainer.step = lambda batch: (batches.append(batch), train(batch))[1]
+    return batches
+
+
+def num_predicted(batches: Iterable[PackedBatch]) -> int:
+    return sum(int(batch.weight_M.sum()) for batch in batches)
+
+
+def filled_buffer(num: int, length: int, num_prompt: int) -> TrajectoryBuffer:
+    buffer = TrajectoryBuffer(10**7)
+    for index in range(num):
+        tokens = random_tokens(length, index)
+        buffer.add(make_rollout(tokens, num_prompt, index=index), features_of(POLICY, tokens[:-1]))
+    return buffer
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 128])
 def test_recomputed_features_equal_captured_ones(chunk: int) -> None:
     captured = TrajectoryBuffer(10**6)
@@ -68,8 +94,8 @@ def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(
     """should_stop becomes true in the middle of micro-step `preempted_in`: not one more begins. No
     micro-step exceeds its bound of tokens, whatever lies in the buffer."""
     begun: list[int] = []
-    sizes: list[int] = []
     spot = make_spot(ready_buffer(3, 150, with_features))
+    batches = batches_of(spot)
     micro_step = spot.micro_step
 
     def counted() -> DrafterReport | None:
@@ -77,20 +103,14 @@ def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(
         return micro_step()
 
     spot.micro_step = counted
-    train = spot.trainer.step
-    spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]
     with patch.object(TARGET, "forward_capturing", wraps=TARGET.forward_capturing) as forward:
         report = spot.run(lambda: len(begun) >= preempted_in)
-        sizes += [len(call.args[0]) for call in forward.call_args_list]
+        sizes = [len(call.args[0]) for call in forward.call_args_list]
+    sizes += [len(batch.token_ids_N) for batch in batches]
     assert len(begun) == preempted_in == report.num_micro_steps == len(sizes)
     assert all(size <= 48 + 2 for size in sizes)
     # without features, four chunks complete the first trajectory, and the fifth micro-step trains on it
     assert (report.num_tokens > 0) == (preempted_in > 0 if with_features else preempted_in == 5)
-
-
-def test_with_nothing_to_train_on_the_trainer_returns_at_once() -> None:
-    report = make_spot(TrajectoryBuffer(100)).run(lambda: False)
-    assert (report.num_micro_steps, report.num_tokens) == (0, 0)
 
 
 def test_sessions_go_on_where_the_last_one_was_preempted() -> None:
@@ -99,8 +119,7 @@ def test_sessions_go_on_where_the_last_one_was_preempted() -> None:
     def train(sessions: Iterable[int]) -> list[Tensor]:
         spot = make_spot(ready_buffer(3, 150, with_features=False))
         for num_steps in sessions:
-            left = iter(range(num_steps))
-            spot.run(lambda left=left: next(left, None) is None)
+            run_idle(spot, num_steps)
         return [p.detach().clone() for p in spot.trainer.model.parameters()]
 
     for one, many in zip(train([9]), train([1] * 9), strict=True):
@@ -126,14 +145,12 @@ def test_micro_steps_grow_with_the_step_before_and_never_beyond_their_bound() ->
     spot = SpotTrainer(
         DrafterTrainer(make_model(), TARGET, HASS), ready_buffer(4, 150), tokens_per_micro_step=400
     )
-    sizes: list[int] = []
-    train = spot.trainer.step
-    spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]
+    batches = batches_of(spot)
     for step_seconds, fits in ((None, 1), (1e-9, 1), (1e9, 400)):
         spot.step_seconds = step_seconds
-        sizes.clear()
-        for _ in range(4):
-            spot.micro_step()
+        batches.clear()
+        run_idle(spot, 4)
+        sizes = [len(batch.token_ids_N) for batch in batches]
         assert all(max(fits, MIN_TOKENS) * 0.7 < size <= max(fits, MIN_TOKENS) + 2 for size in sizes), sizes
 
 
@@ -141,8 +158,7 @@ def test_the_report_says_when_the_trainer_was_preempted_and_covers_all_of_its_ti
     spans: list[Span] = []
     spot = make_spot(ready_buffer(2, 60))
     spot.on_span = spans.append
-    steps = iter(range(3))
-    report = spot.run(lambda: next(steps, None) is None)
+    report = run_idle(spot, 3)
     assert report.preempted_at == spans[-1].end
     assert report.seconds == pytest.approx(sum(span.end - span.start for span in spans), abs=1e-12)
     assert all(a.end == b.start for a, b in itertools.pairwise(spans))
@@ -163,11 +179,8 @@ def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_ne
     longest = {rollouts[2].prompt_ids + rollouts[2].token_ids, rollouts[4].prompt_ids + rollouts[4].token_ids}
     assert {t.token_ids for t in spot.buffer.trajectories} == longest
 
-    batches: list[PackedBatch] = []
-    train = spot.trainer.step
-    spot.trainer.step = lambda batch: (batches.append(batch), train(batch))[1]
-    steps = iter(range(20))
-    spot.run(lambda: next(steps, None) is None)
+    batches = batches_of(spot)
+    run_idle(spot, 20)
     assert len(batches) > 5
     found = set()
     for batch in batches:
@@ -213,48 +226,23 @@ def test_recomputed_features_make_room_for_themselves_and_are_not_recomputed_aga
     spot = make_spot(TrajectoryBuffer(num * TOKEN_ID_BYTES * length + 2 * features_bytes), carry_longest=num)
     for index in range(num):
         spot.add(make_rollout(random_tokens(length, index), 5, index=index), None)
-    steps = iter(range(20))
-    report = spot.run(lambda: next(steps, None) is None)
+    report = run_idle(spot, 20)
     assert report.recomputed_tokens == num * (length - 1), "each once"
     assert len(spot.buffer.ready(TARGET.version)) == 2
     assert spot.buffer.num_bytes <= spot.buffer.max_bytes
 
 
-def test_captured_features_are_trained_on_only_where_the_configuration_says_so() -> None:
-    for keeps_captured in (True, False):
-        spot = SpotTrainer(
-            DrafterTrainer(make_model(), TARGET, HASS),
-            TrajectoryBuffer(10**6),
-            48,
-            keeps_captured=keeps_captured,
-        )
-        for index in range(3):
-            tokens = random_tokens(60, index)
-            spot.add(make_rollout(tokens, 5, index=index), features_of(POLICY, tokens[:-1]))
-        steps = iter(range(10))
-        report = spot.run(lambda steps=steps: next(steps, None) is None)
-        assert report.num_tokens > 0
-        assert (report.captured_tokens > 0) == keeps_captured
-        assert report.recomputed_tokens == (0 if keeps_captured else 3 * 59)
-
-
-def count_predicted(spot: SpotTrainer) -> list[int]:
-    """Response tokens that every batch predicts, from here on."""
-    predicted: list[int] = []
-    train = spot.trainer.step
-
-    def counted(batch: PackedBatch) -> float:
-        predicted.append(int(batch.weight_M.sum()))
-        return train(batch)
-
-    spot.trainer.step = counted
-    return predicted
-
-
-def run_idle(spot: SpotTrainer, max_micro_steps: int = 200) -> DrafterReport:
-    """A session that nobody else ends."""
-    left = iter(range(max_micro_steps))
-    return spot.run(lambda: next(left, None) is None)
+@pytest.mark.parametrize("keeps_captured", [True, False])
+def test_captured_features_are_trained_on_only_where_the_configuration_says_so(keeps_captured: bool) -> None:
+    spot = make_spot(TrajectoryBuffer(10**6))
+    spot.keeps_captured = keeps_captured
+    for index in range(3):
+        tokens = random_tokens(60, index)
+        spot.add(make_rollout(tokens, 5, index=index), features_of(POLICY, tokens[:-1]))
+    report = run_idle(spot, 10)
+    assert report.num_tokens > 0
+    assert (report.captured_tokens > 0) == keeps_captured
+    assert report.recomputed_tokens == (0 if keeps_captured else 3 * 59)
 
 
 @pytest.mark.parametrize("max_passes", [0.5, 1.0, 4.0])
@@ -263,68 +251,55 @@ def test_responses_are_gone_through_as_often_as_allowed_and_no_more(
     max_passes: float, num: int, length: int, num_prompt: int
 ) -> None:
     """However long the prompts are: those are read, and not learned."""
-    buffer = TrajectoryBuffer(10**7)
-    for index in range(num):
-        tokens = random_tokens(length, index)
-        buffer.add(make_rollout(tokens, num_prompt, index=index), features_of(POLICY, tokens[:-1]))
-    spot = make_spot(buffer, max_passes=max_passes)
-    predicted, report, allowed = (
-        count_predicted(spot),
-        run_idle(spot),
-        max_passes * num * (length - num_prompt),
-    )
-    assert allowed - 48 < sum(predicted) <= allowed, "what remains is less than a micro-step"
-    assert predicted
+    spot = make_spot(filled_buffer(num, length, num_prompt), max_passes=max_passes)
+    batches, allowed = batches_of(spot), max_passes * num * (length - num_prompt)
+    report = run_idle(spot)
+    assert allowed - 48 < num_predicted(batches) <= allowed, "what remains is less than a micro-step"
+    assert batches
     assert report.is_limited
     assert report.preempted_at is None
 
 
 def test_long_prompts_use_up_no_passes() -> None:
     """A micro-step may read as many tokens as may be learned in all, and learns a quarter of them."""
-    buffer = TrajectoryBuffer(10**7)
-    for index in range(4):
-        tokens = random_tokens(150, index)
-        buffer.add(make_rollout(tokens, 110, index=index), features_of(POLICY, tokens[:-1]))
-    spot = make_spot(buffer, max_passes=4.0)
+    spot = make_spot(filled_buffer(4, 150, 110), max_passes=4.0)
     spot.train_size = MicroStepSize(1024)
     spot.train_size.seconds_per_token, spot.step_seconds = 1e-9, 1.0
-    predicted = count_predicted(spot)
+    batches = batches_of(spot)
     run_idle(spot)
-    assert 640 - MIN_TOKENS < sum(predicted) <= 640
+    assert 640 - MIN_TOKENS < num_predicted(batches) <= 640
 
 
 def test_at_the_limit_of_passes_features_are_recomputed_and_what_they_add_is_trained_on() -> None:
     spot = make_spot(ready_buffer(2, 60), max_passes=1.0)
-    predicted = count_predicted(spot)
+    batches = batches_of(spot)
     run_idle(spot)
-    first, again = sum(predicted), run_idle(spot)
-    assert 110 - 48 < first <= 110
+    assert 110 - 48 < num_predicted(batches) <= 110
+    again = run_idle(spot)
     assert (again.num_micro_steps, again.is_limited) == (0, True)
     spot.add(make_rollout(random_tokens(150, 9), 5, index=9), None)
-    report = run_idle(spot)
-    assert report.recomputed_tokens == 149
-    assert 255 - 48 < sum(predicted) <= 255, "of 110 + 145"
+    assert run_idle(spot).recomputed_tokens == 149
+    assert 255 - 48 < num_predicted(batches) <= 255, "of 110 + 145"
 
 
-@pytest.mark.parametrize("is_broken_off", [True, False])
-def test_every_step_may_go_through_its_responses_anew(is_broken_off: bool) -> None:
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_every_step_may_go_through_its_responses_anew(is_interrupted: bool) -> None:
     spot = make_spot(TrajectoryBuffer(10**6), max_passes=1.0)
     rollouts = [make_rollout(random_tokens(80, index), 5, f"q{index}") for index in range(2)]
-    predicted = count_predicted(spot)
+    batches = batches_of(spot)
     for _ in range(3):
-        if is_broken_off and predicted:
+        if is_interrupted and batches:
             spot.abandon()
         else:
             spot.end_step(rollouts, 1.0)
-        predicted.clear()
+        batches.clear()
         assert run_idle(spot).is_limited
-        assert 150 - 48 < sum(predicted) <= 150
+        assert 150 - 48 < num_predicted(batches) <= 150
 
 
 def test_only_a_session_that_could_have_gone_on_says_that_it_was_limited() -> None:
-    assert not run_idle(make_spot(TrajectoryBuffer(100), max_passes=1.0)).is_limited, (
-        "there was nothing to train on"
-    )
+    report = run_idle(make_spot(TrajectoryBuffer(100), max_passes=1.0))
+    assert (report.num_micro_steps, report.is_limited) == (0, False), "there was nothing to train on"
     assert not run_idle(make_spot(ready_buffer(), max_passes=4.0), 3).is_limited, "it was preempted"
     spot = make_spot(ready_buffer(), max_passes=None)
     assert run_idle(spot, 60).num_tokens > 10 * spot.buffer.num_tokens
@@ -333,17 +308,9 @@ def test_only_a_session_that_could_have_gone_on_says_that_it_was_limited() -> No
     assert reports[1].plus(reports[0]).is_limited
 
 
-def test_training_on_what_the_target_says_lowers_the_loss() -> None:
-    spot = make_spot(ready_buffer(4, 60))
-    spot.trainer.model.initialize(1)
-    losses = [done.loss for _ in range(60) if (done := spot.micro_step()) is not None]
-    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
-
-
 def test_a_restored_spot_trainer_starts_its_next_step_with_the_same_tokens_and_pace() -> None:
     spot = make_spot(ready_buffer(6, 150))
-    steps = iter(range(5))
-    spot.run(lambda: next(steps, None) is None)
+    run_idle(spot, 5)
     spot.end_step([make_rollout(random_tokens(20 + 9 * i, i), 4, f"q{i}") for i in range(5)], seconds=12.0)
     restored = make_spot(TrajectoryBuffer(10**6))
     with torch.no_grad():
@@ -359,6 +326,5 @@ def test_a_restored_spot_trainer_starts_its_next_step_with_the_same_tokens_and_p
     for one in (spot, restored):
         one.train_size = MicroStepSize(48)
         one.buffer.random.seed(3)
-        steps = iter(range(9))
-        one.run(lambda steps=steps: next(steps, None) is None)
+        run_idle(one, 9)
     assert content_hash(restored.trainer.model.state_dict()) == content_hash(spot.trainer.model.state_dict())

@@ -477,7 +477,8 @@ def test_a_folder_keeps_the_counts_and_a_grown_drafter_has_them_too(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"token_ids": [1]}', '{"token_ids": [61], "counts": [1]}',
-                                  '{"token_ids": [1], "counts": [-1]}', '{"token_ids": [1, 2], "counts": ["x", 1]}',
+                                  '{"token_ids": [1], "counts": [-1]}',
+                                  '{"token_ids": [1, 2], "counts": ["x", 1]}',
                                   '{"token_ids": [-1], "counts": [1]}'])  # fmt: skip
 def test_damaged_counts_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
     save_drafter(tmp_path / "a", MODEL, torch.float32)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import HashStore
 
@@ -23,14 +22,13 @@ from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.formats.folder import load_drafter, save_drafter
 from tlt.drafter.measure import Tally
 from tlt.drafter.model import DraftModel, drafter_shape
-from tlt.hf.config import load_model_config as load_config
-from tlt.hf.weights import content_hash, load_tensors, save_model
+from tlt.hf.weights import content_hash
 from tlt.ranks.world import World
 from tlt.report.timeline import Timeline
 from tlt.rollout.watched_drafter import RankState
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Request, SamplingParams, UserError
+from tlt.types import Request, SamplingParams
 
 STALE = pytest.mark.parametrize(
     "stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"]
@@ -278,23 +276,3 @@ def test_training_publishing_measuring_and_undoing_leave_the_target_alone() -> N
     assert (content_hash(tensors_of(TARGET)), content_hash(POLICY.state_dict())) == before
     assert not any(tensor.requires_grad for tensor in tensors_of(TARGET).values())
     assert not any("embed" in name or "head" in name for name in parts.model.state_dict())
-
-
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_tying_is_never_skipped_in_silence(tmp_path: Path, is_tied: bool) -> None:
-    """Another head beside a tied config, or none beside an untied one: refused by name; a tied engine has
-    one matrix."""
-    tensors = {name: tensor.float() for name, tensor in POLICY.state_dict().items()}
-    save_model(tmp_path / "m", CONFIG, tensors, dtype=torch.float32, source=None, extra={"eos_token_id": 1})
-    file, config = tmp_path / "m" / "model.safetensors", tmp_path / "m" / "config.json"
-    if is_tied:
-        stored = load_file(file)
-        stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + 1
-        save_file(stored, file)
-    else:
-        config.write_text(
-            config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
-        )
-    with pytest.raises(UserError, match=r"lm_head\.weight"):
-        load_tensors(tmp_path / "m", load_config(tmp_path / "m"), torch.float32)
-    assert TARGET.head_VE is TARGET.embedding_VE
