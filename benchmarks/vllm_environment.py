@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.peers import PeerError, setup_vllm_tests
+from benchmarks.peers import setup_vllm_tests
+from benchmarks.real_size.competitors import PeerError
 
 
 def main() -> int:

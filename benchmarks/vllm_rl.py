@@ -1,15 +1,15 @@
-"""Is a run that generates with vLLM the run that generates with TLT's own engine? The countdown recipe,
-small, one seed.
+"""Compares a run that generates with vLLM with the same run that generates with TLT's own engine.
 
     python -m benchmarks.vllm_rl --out benchmarks/results/vllm-rl      with an interpreter that has vLLM
 
-    tlt     engine tlt, one rank           vllm    engine vllm, one rank
-    killed  as vllm, but killed by SIGKILL in the middle of a rollout, and resumed: the journal is read, the rest generated
+    tlt     engine tlt, one rank
+    vllm    engine vllm, one rank
+    killed  as vllm, but killed in the middle of a rollout and resumed from its journal
 
-All responses of every step are compared, token by token. The engines add numbers in different orders, so a
-response differs where two tokens are nearly as likely: the margin there, noise included, is computed anew
-in float64 by transformers, from the policy that the step had. From then on the runs train on different
-responses.
+The runs are of the Countdown recipe, small, with one seed. All responses of every step are compared, token by
+token. The engines add numbers in different orders, so a response may differ where two tokens are nearly as
+likely: transformers computes the margin there, noise included, in float64 from the step's policy. From then
+on the runs train on different responses.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from tlt.types import Finished, Request, SamplingParams
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/countdown/quickstart.toml"
 SMALL = {
-    "run.num_ranks": 1, "run.checkpoint_every": 5, "run.time_limit_minutes": 60, "rollout.problems_per_step": 8,
-    "rollout.samples_per_problem": 4, "rollout.max_batch_size": 32, "sampling.max_tokens": 128, "evaluation.num_problems": 0,
+    "run.num_ranks": 1, "run.checkpoint_every": 5, "run.time_limit_minutes": 60,
+    "rollout.problems_per_step": 8, "rollout.samples_per_problem": 4, "rollout.max_batch_size": 32,
+    "sampling.max_tokens": 128, "evaluation.num_problems": 0,
     "task.options": '{"mix": {"2": 1.0}, "max_number": 15, "max_target": 60}', "vllm.compile": "false",
 }  # fmt: skip
 """Puzzles of two numbers, which are solved within few tokens."""
@@ -52,8 +53,8 @@ Place = tuple[int, str, int]
 
 
 def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
-    """Runs `tlt WORDS…`, and keeps every step's responses and policy in the folder. kill: (step, engine
-    step in it) at which the process kills itself; () for no kill."""
+    """Runs `tlt WORDS…` and keeps every step's responses and policy in the folder. kill: (step, engine step
+    in it) at which the process kills itself; (): never."""
     from tlt.cli.main import main
     from tlt.training import loop
     from tlt.vllm.engine import VllmEngine
@@ -69,9 +70,8 @@ def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
         phase = sample(run)
         with (folder / "responses.jsonl").open("a") as file:
             for rollout in phase.rollouts:
-                file.write(
-                    json.dumps({"step": run.step, "recalled": phase.recalled_tokens, **vars(rollout)}) + "\n"
-                )
+                record = {"step": run.step, "recalled": phase.recalled_tokens, **vars(rollout)}
+                file.write(json.dumps(record) + "\n")
         return phase
 
     def count(engine: VllmEngine, captures: bool = False) -> list[Finished]:
@@ -107,20 +107,14 @@ def run_arm(
 
 
 def read_arm(arm: str, folder: Path) -> dict[str, Any]:
-    return {
-        "arm": arm,
-        "steps": [record.figures() for record in read_metrics(folder / "run" / "metrics.jsonl")],
-    }
+    records = read_metrics(folder / "run" / "metrics.jsonl")
+    return {"arm": arm, "steps": [record.figures() for record in records]}
 
 
 def attempt(folder: Path, kill: str, words: Sequence[str]) -> int:
     command = [sys.executable, "-m", "benchmarks.vllm_rl", "--child", str(folder), kill, *words]
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "NO_COLOR": "1",
-    }
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     with (folder / "said.txt").open("a") as said:
         return subprocess.run(command, env=environ, stdout=said, stderr=said, check=False).returncode
 
@@ -131,17 +125,14 @@ def attempt(folder: Path, kill: str, words: Sequence[str]) -> int:
 def read_responses(folder: Path) -> tuple[dict[Place, dict[str, Any]], dict[int, int]]:
     """Returns the responses by place, and the tokens that each step took from a journal."""
     lines = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
-    return {(one["step"], one["problem_id"], one["sample_index"]): one for one in lines}, {
-        one["step"]: one["recalled"] for one in lines
-    }
+    by_place = {(one["step"], one["problem_id"], one["sample_index"]): one for one in lines}
+    return by_place, {one["step"]: one["recalled"] for one in lines}
 
 
 def compare(name: str, one: Path, other: Path) -> dict[str, Any]:
-    """Returns how far two arms have the same tokens, and what separates them where they no longer do."""
+    """Returns how far two arms have the same tokens, and the margins where they part."""
     (ours, _), (theirs, recalled) = read_responses(one), read_responses(other)
-    assert theirs.keys() <= ours.keys(), (
-        "the runs answer the same problems, the second one perhaps for fewer steps"
-    )
+    assert theirs.keys() <= ours.keys(), "the second run has the same problems, perhaps fewer steps"
     ours = {place: ours[place] for place in theirs}
     differing = [place for place in ours if ours[place]["token_ids"] != theirs[place]["token_ids"]]
     first = min((place[0] for place in differing), default=None)
@@ -157,10 +148,8 @@ def compare(name: str, one: Path, other: Path) -> dict[str, Any]:
     }
     if first is not None:
         at_first = [place for place in differing if place[0] == first]
-        found |= {
-            "of_that_step": sum(place[0] == first for place in ours),
-            "differ_in_that_step": len(at_first),
-        }
+        found["of_that_step"] = sum(place[0] == first for place in ours)
+        found["differ_in_that_step"] = len(at_first)
         policy = load_file(one / f"policy-{first}.safetensors")
         found["margins"] = list(margins(policy, [(ours[place], theirs[place]) for place in at_first]))
     return found
@@ -169,8 +158,7 @@ def compare(name: str, one: Path, other: Path) -> dict[str, Any]:
 def margins(
     policy: dict[str, torch.Tensor], pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields where each pair of responses parts, and by how much the law prefers one token over the other,
-    in float64."""
+    """Yields the token at which each pair of responses parts, and the law's margin there, in float64."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(RECIPE.parent / "base", dtype=torch.float64)
@@ -178,9 +166,8 @@ def margins(
     assert not unexpected, unexpected
     assert set(missing) <= {"lm_head.weight"}, missing
     for one, other in pairs:
-        index = next(
-            i for i, (a, b) in enumerate(zip(one["token_ids"], other["token_ids"], strict=False)) if a != b
-        )
+        pair = zip(one["token_ids"], other["token_ids"], strict=False)
+        index = next(i for i, (a, b) in enumerate(pair) if a != b)
         prefix = [*one["prompt_ids"], *one["token_ids"][:index]]
         request = request_of(one)
         with torch.no_grad():
@@ -188,12 +175,8 @@ def margins(
         noise_V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[len(prefix)]]), len(logits_V))[0, 0]
         scores_V = logits_V + noise_V
         a, b = one["token_ids"][index], other["token_ids"][index]
-        best_2 = set(scores_V.topk(2).indices.tolist())
-        yield {
-            "index": index,
-            "margin": float((scores_V[a] - scores_V[b]).abs()),
-            "are_the_best_two": best_2 == {a, b},
-        }
+        margin, best_2 = float((scores_V[a] - scores_V[b]).abs()), set(scores_V.topk(2).indices.tolist())
+        yield {"index": index, "margin": margin, "are_the_best_two": best_2 == {a, b}}
 
 
 def request_of(response: dict[str, Any]) -> Request:
@@ -206,19 +189,17 @@ def request_of(response: dict[str, Any]) -> Request:
 
 def to_markdown(report: dict[str, Any]) -> str:
     by_arm = {run["arm"]: run["steps"] for run in report["runs"]}
-    columns = [
-        "step",
-        *(f"{arm}: {what}" for what in ("reward", "tokens", "rollout, s", "step, s") for arm in by_arm),
-    ]
+    figures = {
+        "reward": ("rewards/mean", ".3f"),
+        "tokens": ("rollout/num_tokens", "d"),
+        "rollout, s": ("rollout/seconds", ".1f"),
+        "step, s": ("step_seconds", ".1f"),
+    }
+    columns = ["step", *(f"{arm}: {name}" for name in figures for arm in by_arm)]
     rows = []
     for index, steps in enumerate(zip_longest(*by_arm.values(), fillvalue={})):
-        keys = (
-            ("rewards/mean", ".3f"),
-            ("rollout/num_tokens", "d"),
-            ("rollout/seconds", ".1f"),
-            ("step_seconds", ".1f"),
-        )
-        rows.append([index + 1, *(number(step.get(key), form) for key, form in keys for step in steps)])
+        row = [number(step.get(key), form) for key, form in figures.values() for step in steps]
+        rows.append([index + 1, *row])
     found = [describe(found) for found in report["comparisons"]]
     title = "A run with vLLM beside the same run with our own engine"
     return markdown(title, report, report["configuration"], *found, table(columns, rows))
@@ -226,21 +207,18 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def describe(found: dict[str, Any]) -> str:
     """Returns a comparison in words."""
-    name, num = found["name"], found["responses"]
-    recalled = ", ".join(
-        f"{tokens} tokens of step {int(step) + 1}" for step, tokens in found["recalled_tokens"].items()
-    )
+    name, num, tokens = found["name"], found["responses"], f"{found['tokens_before']} tokens"
+    steps = found["recalled_tokens"].items()
+    recalled = ", ".join(f"{taken} tokens of step {int(step) + 1}" for step, taken in steps)
     from_journal = f" From the journal came {recalled}." if recalled else ""
     if found["first_difference"] is None:
-        return f"**{name}**: all {num} responses have the same tokens ({found['tokens_before']} tokens).{from_journal}"
+        return f"**{name}**: all {num} responses have the same tokens ({tokens}).{from_journal}"
     worst = max(margin["margin"] for margin in found["margins"])
     return (
-        f"**{name}**: {found['responses_before']} of {num} responses, {found['tokens_before']} tokens, have "
-        "the same tokens,"
-        f" all of the steps before step {found['first_difference'] + 1}. There "
-        f"{found['differ_in_that_step']} of"
-        f" {found['of_that_step']} part, where the law's two best tokens are {worst:.1e} apart at "
-        f"most.{from_journal}"
+        f"**{name}**: {found['responses_before']} of {num} responses, {tokens}, have the same tokens, all of"
+        f" the steps before step {found['first_difference'] + 1}. There {found['differ_in_that_step']} of"
+        f" {found['of_that_step']} part, where the law's two best tokens are {worst:.1e} apart at"
+        f" most.{from_journal}"
     )
 
 
@@ -249,9 +227,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     command += f" --killed-steps {options.killed_steps} --kill-after {options.kill_after}"
     report: dict[str, Any] = {"command": command, "environment": environment(), "runs": [], "comparisons": []}
     said = ", ".join(f"{key} = {value}" for key, value in SMALL.items() if key != "run.time_limit_minutes")
-    report["configuration"] = (
-        f"`recipes/countdown/quickstart.toml` with {said}; float32, one thread. Steps count from 1."
-    )
+    recipe = f"`recipes/countdown/quickstart.toml` with {said}"
+    report["configuration"] = f"{recipe}; float32, one thread. Steps count from 1."
     for arm in ARMS:
         steps = options.killed_steps if arm == "killed" else options.steps
         report["runs"].append(run_arm(arm, folder / arm, steps, f"{options.kill_step},{options.kill_after}"))
@@ -272,9 +249,7 @@ def main() -> None:
     parser.add_argument("--killed-steps", type=int, default=8, help="policy updates of the third arm")
     parser.add_argument("--kill-step", type=int, default=6, help="step in which it is killed, from 0 on")
     parser.add_argument("--kill-after", type=int, default=20, help="engine steps in it before that")
-    parser.add_argument(
-        "--folder", type=Path, help="keep the runs there; those that have ended there are not run again"
-    )
+    parser.add_argument("--folder", type=Path, help="keeps the runs; ended ones are not run again")
     options = parser.parse_args()
     if options.folder is not None:
         measure(options, options.folder)

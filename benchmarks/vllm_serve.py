@@ -1,14 +1,13 @@
-"""`vllm serve` with the law as its plug-in, driven by the `openai` client: does the same seed give the same
-text?
+"""Checks by the `openai` client that `vllm serve` with the law as its plug-in gives the same text for a seed.
 
-    64 seeds ─┬─ one after another, alone          ┐    the law: without drafts, with EAGLE, with n-gram
-              └─ all at once, with 32 other requests ┘  vLLM itself: without drafts, with EAGLE
+    64 seeds ─┬─ one after another, alone            ┐    the law: without drafts, with EAGLE, with n-gram
+              └─ all at once, with 32 other requests ┘    vLLM itself: without drafts, with EAGLE
 
     python -m benchmarks.vllm_serve --out benchmarks/results/vllm-serve
 
-Runs in an environment that holds tlt, vLLM and the client (`make vllm-test` makes one). Beside it stand
-what vLLM's users combine with a seed (penalties, grammars, n > 1, …), and what `tlt audit --url` says of
-the servers that draft.
+Runs in an environment that has tlt, vLLM and the client (`make vllm-test` makes one). It also tries the
+options that users combine with a seed (penalties, grammars, n > 1, …), and runs `tlt audit --url` on the
+servers that draft.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any
 from benchmarks.command import make_parser
 from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterExport, export
-from tlt.io.files import dumps, write_json
+from tlt.io.files import dumps, with_folder, write_json
 from tlt.tasks.base import make_problems
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,36 +72,18 @@ COMBINED: Mapping[str, Mapping[str, Any]] = {
 def serving(
     folder: Path, name: str, *arguments: str, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Starts vLLM's server in processes of its own, with this tree's plug-in; yields its address. The log:
-    FOLDER/NAME.log."""
+    """Starts vLLM's server with this tree's plug-in; yields its address. Its log is FOLDER/NAME.log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(BASE),
-        "--served-model-name",
-        "m",
-    ]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        *arguments,
-    ]
-    child_environ = {**os.environ, **serving_environment(folder), **(environ or {})}
+    options = {"model": BASE, "served-model-name": "m", "host": "127.0.0.1", "port": port, "dtype": "float32"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += [f"--{key}={value}" for key, value in options.items()]
+    command += ["--enforce-eager", *arguments]
+    inherited = {**os.environ, **serving_environment(folder), **(environ or {})}
     log = folder / f"{name}.log"
-    with log.open("w") as output:
-        child = subprocess.Popen(
-            command, cwd=ROOT, env=child_environ, stdout=output, stderr=output, process_group=0
-        )
+    with log.open("w") as said:
+        child = subprocess.Popen(command, cwd=ROOT, env=inherited, stdout=said, stderr=said, process_group=0)
     try:
         _wait(child, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
@@ -111,13 +92,12 @@ def serving(
 
 
 def serving_environment(folder: Path) -> dict[str, str]:
-    """Returns what a server's environment needs for vLLM to find this tree's plug-in, installed or not."""
+    """Returns the variables with which vLLM finds this tree's plug-in, installed or not."""
     site = folder / "site"
     (info := site / "tlt_rl_of_this_tree-0.dist-info").mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tlt-rl-of-this-tree\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\ntlt_law = tlt.vllm.inside.plugin:register\n"
-    )
+    plugin = "tlt_law = tlt.vllm.inside.plugin:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin}\n")
     return {
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(site))),
         "OMP_NUM_THREADS": "1",
@@ -147,7 +127,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
         child.wait(60)
     with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # its engine and workers are in its group
+        os.killpg(child.pid, signal.SIGKILL)  # with its engine and workers
     child.wait()
 
 
@@ -163,7 +143,7 @@ def client_of(url: str) -> Any:
 
 
 def asks(url: str) -> Ask:
-    """Returns what asks a server for a completion, by keywords of the client's."""
+    """Returns the function that asks a server for a completion, by the client's keywords."""
     client = client_of(url)
     return lambda **asked: client.completions.create(model="m", **{"temperature": 1.0, **asked})
 
@@ -173,27 +153,18 @@ def prompts(num: int) -> list[str]:
 
 
 def seeded(num: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Returns the requests that are compared: every seed another one, a quarter of them truncated at
-    temperature 0.7."""
+    """Returns the compared requests: each with its own seed, a quarter truncated at temperature 0.7."""
     texts = prompts(16)
+    plain = [{"prompt": texts[seed % 16], "seed": seed, "max_tokens": max_tokens} for seed in range(num)]
     truncated: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
-    return [
-        {
-            "prompt": texts[seed % 16],
-            "seed": seed,
-            "max_tokens": max_tokens,
-            **(truncated if seed % 4 == 3 else {}),
-        }
-        for seed in range(num)
-    ]
+    return [{**one, **(truncated if seed % 4 == 3 else {})} for seed, one in enumerate(plain)]
 
 
 def others(num: int) -> list[dict[str, Any]]:
-    """Returns requests of other people: without seeds, some for several responses at once."""
-    texts = prompts(num)
-    return [
-        {"prompt": texts[i], "max_tokens": 40 + 3 * i, "temperature": 0.9, "n": 1 + i % 2} for i in range(num)
-    ]
+    """Returns the other requests of the server: without seeds, some for several responses."""
+    common = {"temperature": 0.9}
+    texts = enumerate(prompts(num))
+    return [{"prompt": text, "max_tokens": 40 + 3 * i, "n": 1 + i % 2, **common} for i, text in texts]
 
 
 def texts_of(completion: Any) -> list[str]:
@@ -214,8 +185,7 @@ def in_company(ask: Ask, requests: Sequence[dict[str, Any]], company: Sequence[d
 
 
 def combined(ask: Ask, max_tokens: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """Returns, of every combination, the texts of these seeds; or the sentence by which the server refuses
-    it."""
+    """Returns each combination's texts for these seeds, or the sentence with which the server refuses it."""
     import openai
 
     text, found = prompts(1)[0], dict[str, Any]()
@@ -233,46 +203,24 @@ def speculation(url: str) -> dict[str, float] | None:
     """Returns the server's counts of drafted and accepted tokens; None: it does not draft."""
     with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    names = {
-        "drafted": "vllm:spec_decode_num_draft_tokens_total",
-        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-    }
-    found = {
-        key: sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
-        for key, name in names.items()
-    }
+    names = {"drafted": "draft", "accepted": "accepted"}
+    found = {}
+    for key, word in names.items():
+        start = f"vllm:spec_decode_num_{word}_tokens_total{{"
+        found[key] = sum(float(line.split()[-1]) for line in lines if line.startswith(start))
     return found if found["drafted"] else None
 
 
 VERDICTS = {0: "lossless", 1: "not lossless", 3: "undecided"}
-"""What the exit codes of `tlt audit` say."""
+"""Verdicts by the exit codes of `tlt audit`."""
 
 
 def audit(url: str, num: int, folder: Path) -> dict[str, Any]:
     """Returns the verdict of `tlt audit --url`, and its sentence."""
-    command = [
-        sys.executable,
-        "-m",
-        "tlt",
-        "audit",
-        str(BASE),
-        "--task",
-        "countdown",
-        "--num",
-        str(num),
-        "--samples",
-        "4",
-    ]
-    command += [
-        "--url",
-        url,
-        "--engine-model",
-        "m",
-        "--max-tokens",
-        "256",
-        "--out",
-        str(folder / "audit.json"),
-    ]
+    options = {"task": "countdown", "num": num, "samples": 4, "url": url, "engine-model": "m"}
+    options |= {"max-tokens": 256, "out": folder / "audit.json"}
+    command = [sys.executable, "-m", "tlt", "audit", str(BASE)]
+    command += [word for key, value in options.items() for word in (f"--{key}", str(value))]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, cwd=ROOT, text=True, capture_output=True, check=False)
     if done.returncode not in VERDICTS:
@@ -287,26 +235,19 @@ def main() -> int:
     parser = make_parser("vllm_serve", __doc__, "benchmarks/results/vllm-serve")
     parser.add_argument("--num", type=int, default=64, help="seeds")
     parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--audit-num", type=int, default=16, help="audited problems, four responses each")
     parser.add_argument(
-        "--audit-num", type=int, default=16, help="problems of the audit, four responses each"
-    )
-    parser.add_argument(
-        "--parts", type=Path, help="folder that keeps what was found of each server, to go on from there"
+        "--parts", type=Path, help="folder that keeps each server's results, to continue from"
     )
     options = parser.parse_args()
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="tlt-vllm-serve-") as name:
         folder = Path(name)
-        export(
-            DrafterExport.model_validate(
-                {"drafter": DRAFTER, "target": BASE, "to": folder / "eagle", "format": "vllm-eagle"}
-            )
-        )
-        eagle = {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
+        eagle = export_eagle(folder, DRAFTER, BASE)
         servers: dict[str, tuple[str, ...]] = {
             "law, off": LAW,
-            "law, EAGLE": (*LAW, "--speculative-config", dumps(eagle)),
-            "vLLM, EAGLE": ("--speculative-config", dumps(eagle)),
+            "law, EAGLE": (*LAW, *eagle),
+            "vLLM, EAGLE": eagle,
             "law, n-gram": (*LAW, *NGRAM),
             "vLLM, off": (),
         }
@@ -327,36 +268,38 @@ def main() -> int:
     text = to_markdown(report)
     write_report(options.out, report, text)
     print(text)
-    kept = [
-        keeps(found, options.num) for server, found in report["servers"].items() if server.startswith("law")
-    ]
-    return 0 if all(kept) else 1
+    ours = [found for server, found in report["servers"].items() if server.startswith("law")]
+    return 0 if all(keeps(found, options.num) for found in ours) else 1
+
+
+def export_eagle(folder: Path, drafter: Path, target: Path) -> tuple[str, str]:
+    """Exports the drafter into the folder; returns the arguments with which vLLM drafts by it."""
+    asked = {"drafter": drafter, "target": target, "to": folder / "eagle", "format": "vllm-eagle"}
+    export(DrafterExport.model_validate(asked))
+    drafting = {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
+    return "--speculative-config", dumps(drafting)
 
 
 def kept_or_measured(
     name: str, arguments: Sequence[str], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """Returns what was found of a server: by an earlier, unfinished run with the same --parts, or now."""
-    if options.parts is None:
-        return measure(name, arguments, options, folder)
-    path = options.parts / f"{name.replace(', ', '-')}.json"
+    """Returns a server's results: from an unfinished run with the same --parts, or measured now."""
+    path = (options.parts or folder) / f"{name.replace(', ', '-')}.json"
     if not path.exists():
-        found = measure(name, arguments, options, folder)
-        options.parts.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
+        write_json(with_folder(path), measure(name, arguments, options, folder))
     kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return kept
 
 
 def measure(name: str, arguments: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Asks one server everything. Of vLLM's own sampling, a few seeds alone are enough."""
+    """Measures one server. For vLLM's own sampling a few seeds alone are enough."""
     with serving(folder, name.replace(", ", "-"), "--max-num-seqs", "64", *arguments) as url:
         ask, requests = asks(url), seeded(options.num, options.max_tokens)
         num_alone = options.num if name.startswith("law") else options.num // 8
         found = {
             "alone": alone(ask, requests[:num_alone]),
             "company": in_company(ask, requests, others(NUM_OTHERS)),
-            # the CPU build's own engine ends itself at some of these where it drafts, without the law
+            # without the law, the CPU build's engine crashes at some of these where it drafts
             "combined": {} if name == "vLLM, EAGLE" else combined(ask, options.max_tokens, range(1000, 1004)),
             "speculation": speculation(url),
         }
@@ -371,7 +314,7 @@ def reference_of(server: str, measured: Mapping[str, dict[str, Any]]) -> dict[st
 
 
 def summarize(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts the texts that are those of the same sampling without drafts, in company."""
+    """Counts the texts that equal those of the same sampling without drafts, in company."""
     num_alone = len(found["alone"])
     return {
         "num_alone": num_alone,
@@ -388,8 +331,8 @@ def summarize(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[st
 
 
 def children(texts: Sequence[Sequence[str]]) -> int:
-    """Counts the neighbouring seeds of which the first one's later children are the second one's earlier
-    ones."""
+    """Counts the neighbouring seeds whose n = 3 responses overlap: the first's last two are the second's
+    first two."""
     return _num_equal([three[:2] for three in texts[1:]], [three[1:] for three in texts[:-1]])
 
 
@@ -398,56 +341,37 @@ def _num_equal(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def keeps(found: Mapping[str, Any], num: int) -> bool:
-    """Returns whether a server has kept what the law promises."""
-    counts = [count for count in found["combined"].values() if not isinstance(count, str)]
+    """Returns whether a server keeps the law's promise."""
+    counts = {count for count in found["combined"].values() if not isinstance(count, str)}
     is_convicted = found["audit"] is not None and found["audit"]["verdict"] == "not lossless"
-    return (
-        found["alone"] == found["company"] == num
-        and set(counts) == {4}
-        and found["children"] == 3
-        and not is_convicted
-    )
+    is_same = found["alone"] == found["company"] == num and counts == {4} and found["children"] == 3
+    return is_same and not is_convicted
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     num, servers = report["num"], report["servers"]
-    rows = [
-        [
-            server,
-            f"{found['alone']} of {found['num_alone']}",
-            f"{found['company']} of {num}",
-            _accepted(found["speculation"]),
-            "" if found["audit"] is None else found["audit"]["verdict"],
-        ]
-        for server, found in servers.items()
-    ]
-    names = list(next(iter(servers.values()))["combined"])
-    combinations = [
-        [name, *(_cell(found["combined"].get(name)) for found in servers.values())] for name in names
-    ]
-    said = [f"{found['children']} of 3" if found["combined"] else "–" for found in servers.values()]
-    combinations.append(["child i of seed s is seed s + i", *said])
-    audits = [
-        f"- {server}: {found['audit']['said']}"
-        for server, found in servers.items()
-        if found["audit"] is not None
-    ]
+    audited = {server: found["audit"] for server, found in servers.items() if found["audit"] is not None}
+    rows = []
+    for server, found in servers.items():
+        verdict = audited[server]["verdict"] if server in audited else ""
+        alone, together = f"{found['alone']} of {found['num_alone']}", f"{found['company']} of {num}"
+        rows.append([server, alone, together, _accepted(found["speculation"]), verdict])
+    names = next(iter(servers.values()))["combined"]
+    combinations = [[name, *(_cell(of["combined"].get(name)) for of in servers.values())] for name in names]
+    children = [f"{found['children']} of 3" if found["combined"] else "–" for found in servers.values()]
     blocks = [
-        f"{num} seeds through the `openai` client, a quarter of them at temperature 0.7 with top-p 0.9. "
-        "Counted are the texts"
-        " that are those of the same sampling without drafts, asked for in company"
-        f" ({report['distinct']} different ones). Company: all {num} at once, and {report['others']} "
-        "requests of other"
-        " people's without seeds.",
+        f"{num} seeds through the `openai` client, a quarter of them at temperature 0.7 with top-p 0.9."
+        " Counted are the texts that are those of the same sampling without drafts, asked for in company"
+        f" ({report['distinct']} different ones). Company: all {num} at once, and {report['others']} requests"
+        " of other people's without seeds.",
         table(["server", "alone", "in company", "drafts accepted", "tlt audit --url"], rows),
-        "On a CPU, vLLM's own sampling with drafts is not lossless: vllm issue 55005, a known bug of its "
-        "CPU builds. Nothing"
-        " here says that of GPUs. What the audit said:",
-        "\n".join(audits),
-        "Four seeds with what users combine them with; equal to the same server's without drafts, or "
-        "refused (HTTP 400)."
-        " vLLM's own sampling with EAGLE is not asked: on this CPU its engine ends itself at one of them.",
-        table(["asked for", *servers], combinations),
+        "On a CPU, vLLM's own sampling with drafts is not lossless: vllm issue 55005, a known bug of its CPU"
+        " builds. Nothing here says that of GPUs. What the audit said:",
+        "\n".join(f"- {server}: {found['said']}" for server, found in audited.items()),
+        "Four seeds with what users combine them with; equal to the same server's without drafts, or refused"
+        " (HTTP 400). vLLM's own sampling with EAGLE is not asked: on this CPU its engine ends itself at one"
+        " of them.",
+        table(["asked for", *servers], [*combinations, ["child i of seed s is seed s + i", *children]]),
         "\n".join(f"- refused, {name}: {found}" for name, found in refusals(servers).items()),
     ]
     return markdown("`vllm serve` with the law as its plug-in", report, *blocks)

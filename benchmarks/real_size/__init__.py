@@ -1,2 +1,1 @@
-"""Our engine beside vLLM and llama.cpp at real sizes: the same prompts, lengths, types and threads, in
-turns (__main__.py)."""
+"""Our engine beside vLLM and llama.cpp on the same work, in turns (__main__.py)."""

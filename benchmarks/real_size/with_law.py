@@ -1,8 +1,8 @@
 """A competitor's process with our law: our own engine, or vLLM with the law inside.
 
-off · 4x1x4, 8 (a chain), …    the strategy that is named, or none
-cold                           adaptive; the engine, or in vLLM its tuner, has seen nothing
-warm                           adaptive; it has seen the batches before
+off · 4x1x4, 8 (a chain), …    no strategy, or this one
+cold                           adaptive, with a fresh engine (in vLLM: a fresh tuner)
+warm                           adaptive, with the engine of the batches before
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.types import Request, Rollout, SamplingParams, resolve_dtype
 
 MAX_DRAFT = 15
-"""Tokens that vLLM drafts at a time, at most."""
+"""Tokens that vLLM may draft at a time."""
 
 
 def speculation(way: str) -> str:
@@ -41,13 +41,13 @@ def speculation(way: str) -> str:
 
 
 def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
-    """Loads model and drafter, and where vLLM is asked for starts it."""
+    """Loads model and drafter; starts vLLM if it is the job's engine."""
     torch.set_num_threads(job["threads"])
     _free_main_thread()
     dtype, folder = resolve_dtype(job["dtype"]), job["drafter"]
     model = open_model(Path(job["model"]), dtype)
     drafter = None if folder is None else load_stored_drafter(Path(folder), model)
-    untrained = DrafterSection(train=False)  # nothing here trains: remember nothing for it
+    untrained = DrafterSection(train=False)  # keeps nothing for training
     settings = EngineSettings(dtype=dtype, window=job["window"], drafting=untrained)
     versions = {"torch": version("torch")}
     if job["engine"] == "law":
@@ -56,15 +56,15 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
 
 
 def _free_main_thread() -> None:
-    """Where OpenMP's threads are bound to cores, so is the main one, and what it starts would inherit its
-    core: the law's own thread would share that core with it. Only OpenMP's others stay bound."""
+    """Unbinds the main thread where OpenMP's threads are bound to cores: threads that it starts, such as the
+    law's, would inherit its core and share it."""
     if cores := os.environ.get("GOMP_CPU_AFFINITY"):
         torch.ones(1 << 20).sum()  # starts them
         os.sched_setaffinity(0, map(int, cores.split()))
 
 
 class Ours:
-    """Our own engines, with one copy of the weights. Those of a batch size live until another one comes."""
+    """Our own engines, which share one copy of the weights. A new batch size replaces them all."""
 
     def __init__(self, model: Model, drafter: StoredDrafter | None, settings: EngineSettings) -> None:
         self.model, self.drafter, self.settings = model, drafter, settings
@@ -92,7 +92,7 @@ class Ours:
 def _in_vllm(
     job: Job, model: Model, drafter: StoredDrafter | None, settings: EngineSettings
 ) -> Callable[[Work], Took]:
-    """Returns what measures vLLM with the law inside, which lives as long as its process."""
+    """Returns the function that measures vLLM with the law inside."""
     engine = build_backend(
         model,
         dataclasses.replace(
@@ -100,7 +100,7 @@ def _in_vllm(
             speculation=job["speculation"],
             max_batch_size=job["max_batch_size"],
             engine="vllm",
-            vllm=VllmSection(max_draft_tokens=MAX_DRAFT),
+            vllm=VllmSection(max_draft_tokens=MAX_DRAFT, compile=not job["eager"]),
             kv_gib=job["kv_gib"],
         ),
         None if job["speculation"] == "off" else drafter,
@@ -117,8 +117,9 @@ def _in_vllm(
 
 def run(engine: RolloutBackend, work: Work) -> Took:
     """Generates the batch. No token ends a response."""
-    params = SamplingParams(work.temperature, max_tokens=work.num_tokens)
-    requests = [Request(name, 0, tuple(ids), params, "rollout", work.index) for name, ids in work.prompts]
+    params = [SamplingParams(work.temperature, max_tokens=length) for length in work.lengths]
+    prompts = zip(work.prompts, params, strict=True)
+    requests = [Request(name, 0, tuple(ids), one, "rollout", work.index) for (name, ids), one in prompts]
     engine.stats, rollouts, watch = EngineStats(), list[Rollout](), Watch()
     engine.add(requests)
     while not engine.is_idle:
@@ -134,7 +135,7 @@ def _has_begun(engine: RolloutBackend) -> bool:
 
 
 def hash_tokens(rollouts: Sequence[Rollout]) -> str:
-    """Returns a digest of all tokens, whatever the order in which the responses ended."""
+    """Returns a digest of all tokens, independent of the order in which the responses ended."""
     ordered = sorted((rollout.problem_id, rollout.token_ids) for rollout in rollouts)
     return hashlib.sha256(repr(ordered).encode()).hexdigest()[:16]
 

