@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tlt
-from tests.unit.report.test_report import record
+from tests.unit.report.records import record
 from tlt.bench.report import header, with_changes
 from tlt.bench.train import OFF, VARIANTS, Plan, describe_round
 from tlt.bench.train_report import Turn, ceiling, phase_seconds, summarize_runs, train_markdown

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import step_at_size
 from benchmarks.command import carry_out
 from benchmarks.growth import kept
-from tests.unit.report.test_report import record
+from tests.unit.report.records import record
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan_speed import leave_one_out, paper_rows
-from tests.unit.report.test_report import record
+from tests.unit.report.records import record
 from tlt.config.load import load_config
 from tlt.plan.recorded import RecordedRun, TunedPace, assume_recorded, beside, tuner_of
 from tlt.plan.speed import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.report.test_report import record
+from tests.unit.report.records import record
 from tlt.accounts import NAN
 from tlt.config.load import load_config
 from tlt.report import trackers

@@ -1,0 +1,212 @@
+"""metrics.jsonl, its older lines, and the paired test."""
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.report.records import record
+from tlt.accounts import (
+    DrafterCheck,
+    IdleRecord,
+    LengthStats,
+    RewardSummary,
+    RolloutRecord,
+    UpdateMetrics,
+    percentile,
+)
+from tlt.io.files import dumps, write_jsonl
+from tlt.report.record import MetricsWriter, StepRecord, paired_sign_flip_test, read_metrics
+from tlt.types import UserError
+
+
+def test_a_record_survives_the_file(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run" / "metrics.jsonl", 0) as writer:
+        writer.write(record(0))
+    assert read_metrics(writer.path) == [record(0)]
+    line = json.loads(writer.path.read_text())
+    assert line["rollout"]["response_tokens"].keys() == {"mean", "p50", "p95", "max"}
+
+
+def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path: Path) -> None:
+    empty = {"accept_length": math.nan, "accept_by_depth": ()}
+    nothing = record(
+        0, update={"grad_norm": math.inf}, rollout=dict(empty, response_tokens=LengthStats.of([]))
+    )
+    with MetricsWriter(tmp_path / "metrics.jsonl", 0) as writer:
+        writer.write(nothing)
+    text = writer.path.read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    (back,) = read_metrics(writer.path)
+    assert math.isnan(back.rollout.accept_length)
+    assert math.isnan(back.rollout.response_tokens.mean)
+    assert json.loads(dumps({"a": np.float32("nan"), "b": torch.tensor(2.5), "c": np.int64(3)})) == {
+        "a": None,
+        "b": 2.5,
+        "c": 3,
+    }
+
+
+NOT_THERE: Any = pytest.approx(math.nan, nan_ok=True)
+
+OLD = {
+    "step": 4, "policy_version": 3, "algorithm": "grpo", "step_seconds": 3.5, "cpu_seconds": 5.5, "finished_at": 9.0,
+    "rollout_seconds": 1.5, "num_responses": 8, "num_tokens": 80, "truncated_share": 0.125, "tokens_per_second": 53.0,
+    "response_tokens": {"mean": 10.0, "p50": 9.0, "p95": None, "max": 12}, "num_migrated": 2, "accept_length": None,
+    "accept_by_depth": [0.5, None], "strategy_seconds": {"off": 1.0}, "strategy_speed": {}, "strategy_predicted": {},
+    "reward_mean": 0.25, "solve_rate": 0.375, "reward_errors": 1, "first_reward_error": "why", "reward_parts": {"a": 0.5},
+    "solve_rate_by_task": {"sums": 0.5}, "zero_variance_groups": 2, "loss": -0.5, "grad_norm": 0.75, "entropy": 0.2,
+    "clip_fraction": 0.0, "kl": None, "lr": 1e-4, "engine_trainer_logprob_gap": 1e-7, "update_seconds": 1.25,
+    "drafter_version": 7, "drafter_acceptance": 0.7, "retrieval_acceptance": 0.3, "drafter_training": "trained",
+    "drafter_set_aside": "", "drafter_loss": 2.5, "drafter_tokens": 40, "drafter_captured_tokens": 30,
+    "drafter_recomputed_tokens": 10, "drafter_train_seconds": 0.5, "drafter_refreshes": 2, "idle_seconds": 0.75,
+    "harvested_share": 0.5, "preemption_seconds": [0.01], "idle_seconds_by_use": {"rest": 0.25}, "idle_gain": {"train": 0.1},
+    "ahead_tokens": 5,
+}  # fmt: skip
+"""A line as it was written while all fields stood side by side, and some did not exist."""
+
+
+def test_a_line_of_an_older_tlt_reads_as_the_records_of_today() -> None:
+    found = StepRecord.from_json(json.dumps(OLD))
+    assert (found.step, found.policy_version, found.algorithm, found.step_seconds) == (4, 3, "grpo", 3.5)
+    assert found.rollout == RolloutRecord(
+        1.5, 8, 80, found.rollout.response_tokens, 0.125, 53.0, NOT_THERE,
+        (0.5, NOT_THERE), {"off": 1.0}, {}, {}, num_migrated=2,
+        draft_acceptance_rate=NOT_THERE, draft_mean_acceptance_length=NOT_THERE,
+    )  # fmt: skip
+    assert found.rollout.response_tokens == LengthStats(10.0, 9.0, NOT_THERE, 12)
+    assert found.rewards == RewardSummary(0.25, 0.375, 1, "why", {"a": 0.5}, solve_rate_by_task={"sums": 0.5})
+    gaps = {"engine_trainer_logprob_gap": 1e-7, "engine_trainer_logprob_gap_max": NOT_THERE}
+    losses = {
+        "loss": -0.5,
+        "grad_norm": 0.75,
+        "entropy": 0.2,
+        "clip_fraction": 0.0,
+        "kl": NOT_THERE,
+        "lr": 1e-4,
+    }
+    assert found.update == UpdateMetrics(**losses, **gaps, zero_variance_groups=2, seconds=1.25)
+    measured = DrafterCheck(7, 0.7, 0.3, "trained", before=NOT_THERE, coverage=NOT_THERE)
+    assert found.drafter == dataclasses.replace(
+        measured, tokens=40, loss=2.5, captured_tokens=30, recomputed_tokens=10, train_seconds=0.5
+    )
+    assert found.idle == IdleRecord(0.75, 0.5, (0.01,), {"rest": 0.25}, {"train": 0.1}, ahead_tokens=5)
+    assert dumps(json.loads(StepRecord.from_json(found.to_json()).to_json())) == found.to_json(), (
+        "written, it is one of today"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(Path("benchmarks/results").glob("*/metrics.jsonl")), ids=str)
+def test_the_records_of_the_published_runs_still_read(path: Path) -> None:
+    records, lines = read_metrics(path), [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r.rewards.mean, r.update.loss, r.idle.seconds) for r in records] == [
+        (line["reward_mean"], line["loss"], line["idle_seconds"]) for line in lines
+    ]
+
+
+def test_generated_logprobs_that_are_not_finite_are_null_in_the_users_file(tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    write_jsonl(path, [{"text": "naïve", "logprobs": [-0.5, math.nan, -math.inf]}])
+    assert path.read_text(encoding="utf-8") == '{"text": "naïve", "logprobs": [-0.5, null, null]}\n'
+
+
+def test_resuming_drops_later_records_and_a_torn_line_and_never_repeats_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, 0) as writer:
+        for step in range(5):
+            writer.write(record(step, update={"loss": 1.0}))
+    with path.open("a") as file:
+        file.write('{"step": 5, "reward_m')
+    with MetricsWriter(path, 3) as writer:
+        assert [r.step for r in read_metrics(path)] == [0, 1, 2]
+        with pytest.raises(AssertionError):
+            writer.write(record(2))
+        writer.write(record(3, update={"loss": 2.0}))
+        assert [(r.step, r.update.loss) for r in read_metrics(path)] == [
+            (0, 1.0),
+            (1, 1.0),
+            (2, 1.0),
+            (3, 2.0),
+        ], "not flushed"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 1}', "nonsense", "[]", "3", dumps(dataclasses.asdict(record(1)) | {"surplus": 1})]
+)
+def test_a_line_that_is_no_record_is_refused_with_its_place(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(record(0).to_json() + "\n" + line + "\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2"):
+        read_metrics(path)
+    with pytest.raises(UserError, match=r"no such file"):
+        read_metrics(tmp_path / "other.jsonl")
+
+
+def test_percentiles_are_interpolated_and_nan_of_nothing() -> None:
+    assert percentile([1, 2, 3, 4], 50) == 2.5
+    assert math.isnan(percentile([], 50))
+    assert LengthStats.of([7]) == LengthStats(7.0, 7.0, 7.0, 7)
+
+
+# -- the paired test -----------------------------------------------------------------------------------------
+
+
+def brute_force_p(before: list[float], after: list[float]) -> float:
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    patterns = itertools.product((1, -1), repeat=len(differences))
+    sums = [sum(s * d for s, d in zip(signs, differences, strict=True)) for signs in patterns]
+    return sum(value >= sum(differences) - 1e-9 for value in sums) / len(sums)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_exact_sign_flip_test_equals_enumeration(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    before, after = (generator.integers(0, 5, 9) / 4 for _ in range(2))
+    assert paired_sign_flip_test(before.tolist(), after.tolist()) == brute_force_p(
+        before.tolist(), after.tolist()
+    )
+
+
+def test_the_sampled_sign_flip_test_agrees_with_the_exact_one() -> None:
+    generator = np.random.default_rng(1)
+    before = generator.random(14)
+    after = before + generator.normal(0.15, 0.4, 14)
+    exact = paired_sign_flip_test(before, after)
+    sampled = paired_sign_flip_test(before, after, num_permutations=16_000, seed=3)
+    assert 0.01 < exact < 0.9
+    assert abs(sampled - exact) < 5 * math.sqrt(
+        exact * (1 - exact) / 16_000
+    )  # wrong once in 10^6; the seed is fixed
+    assert sampled == paired_sign_flip_test(before, after, num_permutations=16_000, seed=3)
+
+
+def test_the_sign_flip_test_knows_its_extremes() -> None:
+    assert paired_sign_flip_test([0.0] * 10, [1.0] * 10) == 2**-10
+    assert paired_sign_flip_test([1.0] * 10, [0.0] * 10) == 1.0
+    assert paired_sign_flip_test([0.5] * 300, [0.5] * 300) == 1.0
+    assert paired_sign_flip_test([0.0] * 256, [1.0] * 256, num_permutations=999) == 1 / 1000
+    with pytest.raises(ValueError, match="2 scores before and 1 after"):
+        paired_sign_flip_test([1, 2], [1])
+    with pytest.raises(ValueError, match="not finite"):
+        paired_sign_flip_test([1.0], [math.nan])
+
+
+def test_the_sign_flip_test_keeps_its_error_rate() -> None:
+    """Where nothing changed, p <= 0.05 in at most 5 % of cases (here of 400; more than 9 % has a chance
+    below 0.001)."""
+    generator = np.random.default_rng(5)
+    num_rejected = 0
+    for _ in range(400):
+        scores = generator.binomial(4, generator.random(64)[:, None], size=(64, 2)) / 4
+        num_rejected += (
+            paired_sign_flip_test(scores[:, 0], scores[:, 1], num_permutations=400, seed=1) <= 0.05
+        )
+    assert 0.02 < num_rejected / 400 < 0.09
