@@ -1,5 +1,4 @@
-"""Why an attempt of a run ended, and whether another one follows. Knows no processes, and not what they
-compute."""
+"""Why an attempt of a run ended, and whether another one follows."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,27 +16,27 @@ from typing import NoReturn
 from tlt.io.secrets import hide
 from tlt.io.text import visible
 from tlt.launch.signals import say
+from tlt.types import UserError
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 
 REPORTS = "TLT_REPORTS"
-"""Variable that names the folder in which launched ranks write down why they fail."""
+"""Environment variable that names the folder for the launched ranks' failure reports."""
 
 
 class RankAwaited(RuntimeError):
-    """Ranks have waited for others that did not come, or that showed no sign of life."""
+    """Other ranks did not come, or showed no sign of life."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank failed, as it wrote it down itself; of several, the first in `time` mostly caused the
-    others.
+    """A rank's own report of its failure. The earliest failure usually caused the others.
 
-    traceback: empty where the rank has left by itself.
-    time: of a clock that only grows.
-    is_awaiting: whether nothing was wrong here: another rank did not come.
+    traceback: empty if the rank left because of another one.
+    time: seconds of a monotonic clock.
+    is_awaiting: whether it failed only because another rank did not come.
     """
 
     rank: int
@@ -48,18 +48,32 @@ class RankFailure:
 
     @property
     def line(self) -> str:
+        """The failure in one line."""
         return f"rank {self.rank} {'failed' if self.traceback else 'has left'}: {self.message}"
 
+    @staticmethod
+    def of(error: Exception, rank: int) -> RankFailure:
+        """Returns the report of an exception that is being handled."""
+        is_mistake = isinstance(error, UserError)
+        message = str(error) if is_mistake else traceback.format_exception_only(error)[-1].strip()
+        is_awaiting = isinstance(error, RankAwaited)
+        return RankFailure(rank, is_mistake, message, traceback.format_exc(), time.monotonic(), is_awaiting)
+
+    @staticmethod
+    def read(path: Path) -> RankFailure:
+        """Reads a report that `write` has written."""
+        return RankFailure(**json.loads(path.read_text()))
+
     def write(self, folder: Path) -> None:
-        """Writes it down for the launcher, whole."""
+        """Writes the report for the launcher, whole or not at all."""
         partial = folder / f".{self.rank}"
         partial.write_text(json.dumps(asdict(self)))
         partial.rename(folder / f"rank{self.rank}.json")
 
 
 def leave(message: str) -> NoReturn:
-    """Ends this rank, from whatever thread, on account of another one: says why to whoever collects that,
-    or on stderr."""
+    """Ends this process, from any thread, because of another rank. Reports why to the launcher, or on
+    stderr."""
     try:
         failure = RankFailure(int(os.environ["RANK"]), False, message, "", time.monotonic(), is_awaiting=True)
         failure.write(Path(os.environ[REPORTS]))
@@ -70,9 +84,12 @@ def leave(message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class AttemptFailure:
-    """Why an attempt ended. causes: a line for each rank at fault, who and of what.
-    traceback: empty where nobody left one.
-    is_awaiting: whether it ended since a rank was awaited in vain."""
+    """Why an attempt ended.
+
+    causes: a line for each rank at fault.
+    traceback: empty if there is none.
+    is_awaiting: whether it ended because a rank was awaited in vain.
+    """
 
     causes: tuple[str, ...]
     traceback: str = ""
@@ -81,8 +98,7 @@ class AttemptFailure:
 
     @property
     def place(self) -> str | None:
-        """Returns the line of code that failed, the innermost of the traceback; None: whoever was killed
-        could not say it."""
+        """The line of code that failed, the innermost of the traceback; None: there is no traceback."""
         frames = re.findall(r'^ +File "(.+)", line (\d+), in (.+)$', self.traceback, re.MULTILINE)
         return ":".join(frames[-1]) if frames else None
 
@@ -90,32 +106,31 @@ class AttemptFailure:
 def find_cause(
     reports: Collection[RankFailure], first: Collection[int], how: Callable[[int], str]
 ) -> AttemptFailure:
-    """Returns why an attempt failed: as a user's mistake if any rank found one, otherwise as the ranks that
-    ended first put it. The others' failures follow from that: of a broken connection, or because they were
-    ended. A rank that was killed could not put it at all.
+    """Returns why an attempt failed: a user's mistake if any rank reported one, otherwise what the ranks that
+    ended first reported. The others failed because of those. A killed rank has no report.
 
     first: the ranks that ended first.
-    how: says of a rank how its process ended.
+    how: returns how a rank's process ended.
     """
-    mistakes = [report for report in reports if report.is_user_error]
-    if mistakes:
-        return AttemptFailure((min(mistakes, key=_time).message,), is_user_error=True)
+    ordered = sorted(reports, key=lambda report: report.time)
+    if mistake := next((report for report in ordered if report.is_user_error), None):
+        return AttemptFailure((mistake.message,), is_user_error=True)
     silent = sorted(set(first) - {report.rank for report in reports})
     if silent:
         return AttemptFailure(tuple(f"rank {rank} ended without a word: {how(rank)}" for rank in silent))
-    cause = min((report for report in reports if report.rank in first), key=_time)
+    cause = next(report for report in ordered if report.rank in first)
     return AttemptFailure((cause.line,), cause.traceback, is_awaiting=cause.is_awaiting)
 
 
 class Restarts:
-    """Decides whether the ranks are started again, and says so in one line.
+    """Decides whether the ranks are started again, and prints the decision in one line.
 
-    A user's mistake would come again, and so would an error at the line of code where the last attempt
-    failed, unless something was saved in between.
+    There is no restart after a user's mistake, nor after an error at the line of code where the last attempt
+    failed, unless something was saved in between: both would come again.
 
-    limit: of restarts in all.
-    progress: says where another attempt would go on.
-    log: file that tracebacks are appended to.
+    limit: most restarts.
+    progress: returns where another attempt would resume.
+    log: file that tracebacks are appended to; None: they go to stderr.
     """
 
     def __init__(
@@ -126,53 +141,41 @@ class Restarts:
     ) -> None:
         self.limit, self.num_done = limit, 0
         self._progress, self._log = progress, log
-        self._last: tuple[str, str] | None = (
-            None  # (line of code, where the attempt that failed there would have gone on)
-        )
+        self._last: tuple[str, str] | None = None  # (line of code that failed, progress then)
 
     def follows(self, failure: AttemptFailure) -> bool:
-        """Returns whether another attempt follows, and says where it goes on, or why none does."""
+        """Returns whether another attempt follows, and prints where it resumes, or why there is none."""
         if failure.is_user_error or self.limit == 0:
-            _tell(failure)
-            return False
+            return _give_up(failure)
         progress = self._progress()
-        same = None if failure.place is None else (failure.place, progress)
+        now = None if failure.place is None else (failure.place, progress)
         if self.num_done == self.limit:
-            _tell(failure, f"not started again: run.max_restarts is {self.limit}")
-            return False
-        if same is not None and same == self._last:
-            _tell(
-                failure,
-                f"not started again: it failed there before, and nothing was saved since ({progress})",
-            )
-            return False
-        self._last = same
+            return _give_up(failure, f"; not started again: run.max_restarts is {self.limit}")
+        if now is not None and now == self._last:
+            why = f"it failed there before, and nothing was saved since ({progress})"
+            return _give_up(failure, f"; not started again: {why}")
+        self._last = now
         self.num_done += 1
-        written = self._write(failure)
-        say(
-            f"{'; '.join(failure.causes)}; starting again {progress} (restart {self.num_done} of "
-            f"{self.limit}{written})"
-        )
+        counted = f"restart {self.num_done} of {self.limit}{self._write(failure)}"
+        say(f"{'; '.join(failure.causes)}; starting again {progress} ({counted})")
         return True
 
     def _write(self, failure: AttemptFailure) -> str:
-        """Appends the traceback to the log; returns where it is."""
+        """Appends the traceback to the log, or prints it; returns where it is."""
         if not failure.traceback:
             return ""
-        text = hide(visible(f"{'; '.join(failure.causes)}\n{failure.traceback}"))
         if self._log is None or not self._log.parent.is_dir():
             sys.stderr.write(hide(visible(failure.traceback)))
             return ""
+        text = hide(visible(f"{'; '.join(failure.causes)}\n{failure.traceback}"))
         with self._log.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         return f", traceback in {self._log}"
 
 
-def _tell(failure: AttemptFailure, why: str | None = None) -> None:
+def _give_up(failure: AttemptFailure, why: str = "") -> bool:
+    """Prints the failure; returns False."""
     sys.stderr.write(hide(visible(failure.traceback)))
     for cause in failure.causes:
-        say(f"error: {cause}" + (f"; {why}" if why else ""))
-
-
-def _time(failure: RankFailure) -> float:
-    return failure.time
+        say(f"error: {cause}{why}")
+    return False

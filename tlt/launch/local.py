@@ -1,19 +1,17 @@
-"""Starts the ranks of a run on this machine, again where one has died, and says why they ended. Knows not
-what they compute.
+"""Starts the ranks of a run on this machine, restarts them if one has died, and reports why they ended.
 
-    tlt train ── launch ─┬─ somebody has started this rank (place.py), or one is enough: the entry runs right here
-                         └─ torch's elastic agent ─┬─ rank 0: entry(argument, stop)      one agent and one store an attempt:
-                              ▲                    └─ rank 1: entry(argument, stop)      nothing old is there to be read
+    tlt train ── launch ─┬─ this process is a rank (place.py), or there is one rank: runs the entry here
+                         └─ torch's elastic agent ─┬─ rank 0: entry(argument, stop)
+                              ▲                    └─ rank 1: entry(argument, stop)
                               └─ Supervisor (signals.py): hears SIGINT and SIGTERM, sets `stop` in every rank
 
-The first signal, to the launcher or to any rank, only sets `stop`, which the entries poll; the agent
-waits. The second Ctrl-C, or the end of the grace period, kills the ranks at once. After a signal no
-attempt follows.
+Every attempt has its own agent and store. The first signal, to the launcher or to any rank, only sets `stop`,
+which the entries poll; the agent waits. The second Ctrl-C, or the end of the grace period, kills the ranks at
+once. After a signal no attempt follows.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pkgutil
@@ -21,8 +19,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +33,6 @@ from tlt.launch.failures import (
     EXIT_USER_ERROR,
     REPORTS,
     AttemptFailure,
-    RankAwaited,
     RankFailure,
     Restarts,
     find_cause,
@@ -68,16 +63,16 @@ def launch(
 ) -> int:
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
 
-    0: all ranks returned. 2: a rank raised UserError; its one line is on stderr. 1: a rank failed otherwise;
-    its own traceback is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped
-    by SIGINT, SIGTERM, which the launcher or a rank has heard, all ranks having returned, one being awaited
-    in vain, or the grace period being over.
+    0: all ranks returned.
+    1: a rank failed; its traceback is on stderr, once, or one line that names the rank that was killed.
+    2: a rank raised UserError; its one line is on stderr.
+    130, 143: SIGINT, SIGTERM has stopped the run.
 
-    argument: any text that `entry` understands: a configuration as JSON, or JSON that holds one and what else
-        the ranks need.
+    argument: any text that `entry` understands, such as a configuration as JSON.
     entry: an importable function, or "package.module:function".
-    grace_seconds: how long the ranks may take to finish after the first signal.
-    restarts: whether they are started again where one has failed; None: they are not.
+    grace_seconds: seconds for the ranks to finish after the first signal.
+    monitor_seconds: seconds between two looks of torch's agent at the ranks.
+    restarts: decides about restarts after a failure; None: there are none.
     """
     if num_ranks < 1:
         raise UserError(f"ranks: {num_ranks} is too few; give 1 or more")
@@ -101,7 +96,7 @@ def launch(
 
 
 def is_rank(num_ranks: int) -> bool:
-    """Whether this process is a rank itself: the only one, or one that torchrun or Slurm has started."""
+    """Returns whether this process is a rank itself: the only one, or started by torchrun or Slurm."""
     return num_ranks == 1 or find_place() is not None
 
 
@@ -128,13 +123,13 @@ def _resolve(entry: Entry | str) -> Entry:
     return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
 
 
-# -- several ranks: what each of them runs -------------------------------------------------------------------
+# -- several ranks: the code of each -------------------------------------------------------------------------
 
 
 def _run_rank(
     entry: Entry | str, argument: str, report_dir: str, shared_stop: SharedStop, launcher: int
 ) -> None:
-    """Runs one launched rank. It writes a failure down for the launcher; the exit code says the rest."""
+    """Runs one launched rank. Reports a failure to the launcher; the exit code says the rest."""
     stop = StopRequest(shared_stop)
     is_finished = listen_as_rank(stop, launcher)
     os.environ[REPORTS] = report_dir
@@ -143,16 +138,11 @@ def _run_rank(
         _resolve(entry)(argument, stop)
         is_finished.set()
     except Exception as error:  # whatever it is, the launcher has to hear of it before this process ends
-        rank = int(os.environ["RANK"])
-        is_user_error = isinstance(error, UserError)
-        message = str(error) if is_user_error else traceback.format_exception_only(error)[-1].strip()
-        is_awaiting = isinstance(error, RankAwaited)
-        RankFailure(
-            rank, is_user_error, message, traceback.format_exc(), time.monotonic(), is_awaiting
-        ).write(Path(report_dir))
+        failure = RankFailure.of(error, int(os.environ["RANK"]))
+        failure.write(Path(report_dir))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_USER_ERROR if is_user_error else EXIT_FAILURE)
+        os._exit(EXIT_USER_ERROR if failure.is_user_error else EXIT_FAILURE)
 
 
 # -- several ranks: the launcher -----------------------------------------------------------------------------
@@ -180,7 +170,7 @@ def _attempt(
         max_restarts=0,  # the agent's own restarts know no user's mistakes, and would share a store
         monitor_interval=monitor_seconds,
         start_method="spawn",
-        signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are the supervisor's; Ctrl-\ stays the agent's
+        signals_to_handle="SIGQUIT",  # Ctrl-\; SIGINT and SIGTERM are the supervisor's
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     try:
@@ -195,9 +185,7 @@ def _attempt(
         exit_codes |= {rank: child.exitcode for rank, child in failed.failures.items()}
         ended = ([rank for rank in group if exit_codes.get(rank) != EXIT_OK] for group in supervisor.deaths)
         first = next(filter(None, ended), list(exit_codes))
-        reports = [
-            RankFailure(**json.loads(path.read_text())) for path in Path(report_dir).glob("rank*.json")
-        ]
+        reports = [RankFailure.read(path) for path in Path(report_dir).glob("rank*.json")]
         return find_cause(reports, first, lambda rank: how_it_ended(exit_codes.get(rank)))
     finally:
         shutil.rmtree(report_dir, ignore_errors=True)
@@ -205,10 +193,9 @@ def _attempt(
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Silences the agent's own account of what `Restarts` says."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")
-    ]
+    """Silences the agent's own messages about failures, which `Restarts` prints."""
+    names = "torch.distributed.elastic", "torch.multiprocessing.spawn"
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
@@ -221,21 +208,21 @@ def _quiet_agent() -> Iterator[None]:
 
 @contextmanager
 def _environment(threads_per_rank: int) -> Iterator[None]:
-    """Sets what the ranks inherit. The store of the rendezvous is not shared with them: across restarts
-    gloo would read stale addresses from it (torch issue 135712). RES_OPTIONS: a reverse look-up of
-    localhost may otherwise take 5 s. Ranks of one machine talk over its loopback: other machines cannot
-    reach them. Other users of this one can; those who do not know the attempt's secret say nothing that
-    its ranks would read (docs/security.md)."""
+    """Sets the ranks' environment.
+
+    Ranks of one machine talk over its loopback, which other machines cannot reach. Other users of this
+    machine can, but ranks read nothing from processes that do not know the attempt's secret
+    (docs/security.md).
+    """
     added = {
         "OMP_NUM_THREADS": str(threads_per_rank),
+        # gloo would read an earlier attempt's addresses from a shared store (torch issue 135712)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # otherwise a reverse look-up of localhost may take 5 s
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
-        **(
-            {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-            if sys.platform == "linux"
-            else {}
-        ),
     }
+    if sys.platform == "linux":
+        added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     previous = {name: os.environ.get(name) for name in (*added, SECRET, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
     os.environ.update(added)
     try:

@@ -1,6 +1,5 @@
-"""The rendezvous of an elastic agent that is the only one, so that there is nothing to agree on and no
-port to open: torch's own opens one to all networks. Knows no ranks; they meet in a store of their own
-(store.py)."""
+"""The rendezvous of torch's elastic agent on one machine. It opens no port, where torch's own rendezvous
+opens one to all networks. The ranks meet in another store (ranks/store.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ NAME = "tlt-one-machine"
 
 
 class OneMachine(RendezvousHandler):
-    """Tells the agent that it is all there is, and its ranks a free port of the loopback."""
+    """A rendezvous of one agent, which gives its ranks a free port of the loopback."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
@@ -36,7 +35,7 @@ class OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Has nobody to tell."""
+        """Does nothing."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -46,6 +45,6 @@ class OneMachine(RendezvousHandler):
 
 
 def register_rendezvous() -> str:
-    """Makes the rendezvous known to torch's launcher; returns its name there."""
+    """Registers the rendezvous with torch's launcher; returns its name."""
     rendezvous_handler_registry.register(NAME, OneMachine)
     return NAME

@@ -1,11 +1,11 @@
-"""Who this process is among the ranks, as whoever started it has written into the environment. Reads that
-alone: it joins nobody and starts nothing.
+"""This process's place among the ranks, read from the launcher's environment variables.
 
-    torchrun, Kubernetes, Ray, tlt train   RANK · WORLD_SIZE · LOCAL_RANK · LOCAL_WORLD_SIZE · MASTER_ADDR · MASTER_PORT
-    srun, where RANK is absent             SLURM_PROCID · SLURM_NTASKS · SLURM_LOCALID · SLURM_NODELIST …
+    torchrun, Kubernetes, Ray, tlt train   RANK · WORLD_SIZE · LOCAL_RANK · LOCAL_WORLD_SIZE · MASTER_ADDR ·
+    MASTER_PORT srun, where RANK is absent             SLURM_PROCID · SLURM_NTASKS · SLURM_LOCALID ·
+    SLURM_NODELIST …
 
-What the launcher says is the truth: WORLD_SIZE is the number of ranks. Where two of its words contradict
-each other, or the user's configuration, that is one line.
+The launcher decides: WORLD_SIZE is the number of ranks. A contradiction between its variables, or with the
+user's configuration, is an error of one line.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from itertools import islice
 from tlt.types import UserError
 
 ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""Variables in which launchers count how often they have started the same ranks again."""
+"""Variables in which launchers count restarts of the same ranks."""
 SECRET = "TLT_SECRET"
-"""Variable by which a launcher gives its ranks a word that nobody else knows."""
+"""Variable by which a launcher gives its ranks a secret."""
 MAX_HOSTS = 2**16
-"""As many nodes as Slurm knows at most; a list of more is a mistake, and not to be held in memory."""
+"""Slurm's most nodes; a longer list is a mistake, and is not expanded in memory."""
 
 _RANGE = "[0-9]{1,18}(?:-[0-9]{1,18})?"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Says which of the ranks a process is.
+    """A process's place among the ranks.
 
-    local_rank, local_world_size: its number among the ranks of its machine, and how many they are.
+    local_rank: its number among the ranks of its machine.
+    local_world_size: number of ranks of its machine.
     master_addr, master_port: where the ranks meet.
-    is_server: whether this one opens that port, for the launcher has not.
-    secret: names the ranks' part of the store, for whoever does not know it to write elsewhere; empty: all of
-        it is theirs.
-    has_own_gpu: whether the launcher shows each rank one GPU, its own.
+    is_server: whether this process opens that port; otherwise the launcher does.
+    has_own_gpu: whether the launcher shows each rank its own GPU alone.
     is_restart: whether the launcher has started these ranks before.
+    secret: prefix of the ranks' part of the store, which other users do not know; empty: no prefix.
     """
 
     rank: int
@@ -58,56 +58,50 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """Returns this process's place; None: nobody has started it as a rank, so it is on its own or starts
-    the ranks itself. A step of Slurm's with one task is no rank: `tlt train` starts them all there. Raises
-    UserError for what cannot be."""
+    """Returns this process's place; None: no launcher has started it as a rank. A Slurm step with one task is
+    no rank, because `tlt train` starts all ranks there. Raises UserError for contradictions."""
     if "RANK" in environ:
         place = _torchrun_place(environ)
-    elif (
-        "SLURM_PROCID" in environ
-        and _slurm_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1) > 1
-    ):
-        place = _slurm_place(environ)
-    else:
+    elif "SLURM_PROCID" not in environ or _slurm_num_tasks(environ, default=1) <= 1:
         return None
+    else:
+        place = _slurm_place(environ)
     for name, value, limit_name, limit in (
         ("rank", place.rank, "ranks", place.world_size),
         ("local rank", place.local_rank, "ranks of its machine", place.local_world_size),
     ):
         if not 0 <= value < limit:
             raise UserError(
-                f"{_source(environ)}: {name} {value}, but there are {limit} {limit_name}; start all ranks "
-                "alike"
+                f"{_source(environ)}: {name} {value}, but there are {limit} {limit_name}; "
+                "start all ranks alike"
             )
     if place.local_world_size > place.world_size:
-        of_machine, of_all = place.local_world_size, place.world_size
         raise UserError(
-            f"{_source(environ)}: {of_machine} ranks on this machine, but {of_all} in all; start all ranks "
-            "alike"
+            f"{_source(environ)}: {place.local_world_size} ranks on this machine, but {place.world_size} in "
+            "all; start all ranks alike"
         )
     return place
 
 
 def check_num_ranks(place: Place | None, num_ranks: int) -> None:
-    """Raises UserError where the user asks for another number of ranks than the launcher has started."""
+    """Raises UserError if the user asks for another number of ranks than the launcher has started."""
     if place is not None and place.world_size != num_ranks:
         raise UserError(
             f"run.num_ranks: is {num_ranks}, but {place.world_size} ranks were started (WORLD_SIZE or "
-            "SLURM_NTASKS); "
-            f"remove it, or give --run.num_ranks {place.world_size}"
+            f"SLURM_NTASKS); remove it, or give --run.num_ranks {place.world_size}"
         )
 
 
 def _source(environ: Mapping[str, str]) -> str:
-    return (
-        "RANK, WORLD_SIZE, LOCAL_RANK" if "RANK" in environ else "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
-    )
+    """Returns the names of the variables that were read."""
+    names = "RANK, WORLD_SIZE, LOCAL_RANK", "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
+    return names["RANK" not in environ]
 
 
 def read_number(
     environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is"
 ) -> int:
-    """Returns the number that a variable holds. because: why it has to be set, where there is no default."""
+    """Returns the number in a variable. because: why it must be set, if there is no default."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -128,9 +122,7 @@ def _port(environ: Mapping[str, str], default: int | None = None) -> int:
 def _torchrun_place(environ: Mapping[str, str]) -> Place:
     rank, world_size = read_number(environ, "RANK"), read_number(environ, "WORLD_SIZE")
     local_rank, local_world_size = 0, 1
-    if (
-        "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ
-    ):  # neither: a process to a machine, as Kubernetes starts them
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:  # Kubernetes sets neither: one per machine
         local_rank = read_number(environ, "LOCAL_RANK", because="LOCAL_WORLD_SIZE is")
         local_world_size = read_number(environ, "LOCAL_WORLD_SIZE", because="LOCAL_RANK is")
     address, port = "127.0.0.1", 0
@@ -159,22 +151,20 @@ def _is_restart(environ: Mapping[str, str]) -> bool:
 # -- Slurm ---------------------------------------------------------------------------------------------------
 
 
-def _slurm_number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    name = next((name for name in names if name in environ), names[-1])
+def _slurm_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     return read_number(environ, name, default, because="SLURM_PROCID is")
 
 
+def _slurm_num_tasks(environ: Mapping[str, str], default: int | None = None) -> int:
+    of_step = "SLURM_STEP_NUM_TASKS"
+    return _slurm_number(environ, of_step if of_step in environ else "SLURM_NTASKS", default)
+
+
 def _slurm_place(environ: Mapping[str, str]) -> Place:
-    """Reads what srun sets for every task. A step's own variables go before those of the job."""
-    rank = _slurm_number(environ, "SLURM_PROCID")
-    world_size = _slurm_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    nodes = (
-        environ.get("SLURM_STEP_NODELIST")
-        or environ.get("SLURM_NODELIST")
-        or environ.get("SLURM_JOB_NODELIST")
-        or ""
-    )
-    hosts = expand_hosts(nodes)
+    """Returns the place that srun's variables give. A step's own variables go before the job's."""
+    rank, world_size = _slurm_number(environ, "SLURM_PROCID"), _slurm_num_tasks(environ)
+    nodes = (environ.get(f"SLURM_{which}NODELIST") for which in ("STEP_", "", "JOB_"))
+    hosts = expand_hosts(next(filter(None, nodes), ""))
     if not hosts:
         raise UserError("SLURM_NODELIST: SLURM_PROCID is set, but this is not; start the ranks with srun")
     step = sum(_slurm_number(environ, name, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -184,7 +174,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
         _slurm_number(environ, "SLURM_LOCALID"),
         _tasks_here(environ, world_size, len(hosts)),
         environ.get("MASTER_ADDR") or hosts[0],
-        _port(environ, default=15000 + step % 10000),  # below the ports that systems give away themselves
+        _port(environ, default=15000 + step % 10000),  # below the ports that systems assign themselves
         is_server=rank == 0,
         has_own_gpu=len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1,  # srun --gpus-per-task=1
         is_restart=_is_restart(environ),
@@ -193,8 +183,8 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> int:
-    """Returns the tasks on this machine, from a list such as "4(x2),3": two machines with 4 and one with
-    3."""
+    """Returns the number of tasks on this machine, from a list such as "4(x2),3": 4, 4 and 3 on three
+    machines."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if text is None:
         return num_tasks if num_hosts == 1 else -(-num_tasks // num_hosts)
@@ -204,15 +194,15 @@ def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> i
     node = _slurm_number(environ, "SLURM_NODEID", default=0)
     if sum(counts) != num_tasks or node >= len(counts):
         raise UserError(
-            f"SLURM_TASKS_PER_NODE: {text} does not make SLURM_NTASKS = {num_tasks}; start the ranks with "
-            "srun"
+            f"SLURM_TASKS_PER_NODE: {text} does not make SLURM_NTASKS = {num_tasks}; "
+            "start the ranks with srun"
         )
     return counts[node]
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Returns the hosts of a list as Slurm writes it: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7
-    and login. Raises UserError for a list that Slurm would not write."""
+    """Returns the hosts of Slurm's compact list: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7 and login.
+    Raises UserError for a list that Slurm would not write."""
     item = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"
     if not re.fullmatch(rf"(?:{item}(?:,{item})*)?", nodelist):
         raise UserError(f"SLURM_NODELIST: {nodelist!r} is no list of hosts; start the ranks with srun")
@@ -230,7 +220,7 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def _numbers(part: str) -> list[str]:
-    """Returns the numbers of "01-03", with as many digits as the first, or of "7"; of too many, some."""
+    """Returns the numbers of "01-03", with the first one's digits, or of "7"; MAX_HOSTS + 1 at most."""
     first, _, last = part.partition("-")
     numbers = range(int(first), int(last or first) + 1)
     return [str(number).zfill(len(first)) for number in numbers[: MAX_HOSTS + 1]]

@@ -1,13 +1,12 @@
-"""Runs the ranks as actors on an existing Ray cluster, and all of them again where one has died. Knows not
-what they compute.
+"""Runs the ranks as actors on an existing Ray cluster, and restarts all of them if one has died.
 
-    driver ── placement group ─┬─ actor on node a: rank 0: entry(argument, stop)       plain actors: no Ray Train, whose
-       ▲                       ├─ actor on node a: rank 1                              checkpoints and restarts would be
-       │                       └─ actor on node b: rank 2                              there beside our own
-       └─ waits for the first that ends; one has died ─▶ ends the others ─▶ another attempt, in a new placement group
+    driver ── placement group ─┬─ actor on node a: rank 0: entry(argument, stop)
+       ▲                       ├─ actor on node a: rank 1
+       │                       └─ actor on node b: rank 2
+       └─ waits for the first that ends; one has died ─▶ ends the others ─▶ next attempt, in a new group
 
-The actors live as long as the driver: whatever kills it, Ray ends them. Ranks meet as everywhere
-(store.py), where rank 0 is.
+Ray ends the actors with the driver. The ranks meet on rank 0's store (ranks/store.py). Ray Train is not used:
+it has its own checkpoints and restarts.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import os
 import pkgutil
 import socket
 import time
-import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +39,7 @@ from tlt.types import UserError
 
 _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 3.0
-"""So long after the first failure the driver waits for others: the death that caused it may reach it
-later."""
+"""Seconds that the driver waits after the first failure for the death that may have caused it."""
 
 _REACH_SECONDS = 10.0
 
@@ -61,9 +58,9 @@ class RankNeeds:
 
 
 def connect() -> Any:
-    """Returns the module `ray`, connected to the cluster that RAY_ADDRESS names or that this machine
-    belongs to. Raises UserError where it is not installed, or there is none."""
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # every line of the ranks' is said, however often
+    """Returns the module `ray`, connected to the cluster of RAY_ADDRESS or of this machine. Raises UserError
+    if Ray is not installed, or there is no cluster."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # print every line of the ranks
     try:
         import ray
     except ImportError:
@@ -75,15 +72,15 @@ def connect() -> Any:
         except ConnectionError as error:
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"run.launcher: ray, but no Ray cluster was found ({reason}); run ray start --head, or set "
-                "RAY_ADDRESS"
+                f"run.launcher: ray, but no Ray cluster was found ({reason}); "
+                "run ray start --head, or set RAY_ADDRESS"
             ) from None
     return ray
 
 
 def _reach(address: str) -> None:
-    """Raises ConnectionError where nobody listens at HOST:PORT: Ray itself would try for minutes. Others
-    are Ray's to read."""
+    """Raises ConnectionError if nobody listens at HOST:PORT; Ray itself would try for minutes. Other forms of
+    addresses are left to Ray."""
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
         try:
@@ -93,7 +90,7 @@ def _reach(address: str) -> None:
 
 
 def num_cluster_gpus() -> int:
-    """Returns the GPUs of all nodes."""
+    """Returns the number of GPUs of all nodes."""
     return int(connect().cluster_resources().get("GPU", 0))
 
 
@@ -108,8 +105,9 @@ def launch_on_ray(
 ) -> int:
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command, as `launch` does.
 
-    describe: returns the argument for an attempt that begins now: machines of a cluster do not share a clock.
-    patience: seconds for which it waits for room on the cluster, which may have to grow.
+    describe: returns the argument for an attempt that begins now; machines of a cluster do not share a clock.
+    patience: seconds to wait for room on the cluster, which may have to grow.
+    grace_seconds: seconds for the ranks to finish after the first signal.
     """
     ray = connect()
     stop = StopRequest()
@@ -128,7 +126,7 @@ def launch_on_ray(
 
 @contextmanager
 def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iterator[list[Any]]:
-    """Yields an actor for every rank, as close to each other as the cluster allows, and ends them."""
+    """Yields an actor for every rank, packed onto few nodes, and ends the actors."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -136,26 +134,26 @@ def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iter
     actors: list[Any] = []
     try:
         if not group.wait(timeout_seconds=patience):
-            has = {
-                name: number for name, number in ray.available_resources().items() if name in ("CPU", "GPU")
-            }
+            free = {name: num for name, num in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise UserError(
                 f"run.num_ranks: the Ray cluster had no room for {num_ranks} × {needs.bundle} within "
-                f"{patience:g} s, free are"
-                f" {has}; give fewer, or add nodes"
+                f"{patience:g} s, free are {free}; give fewer, or add nodes"
             )
         environ = {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": str(needs.num_threads)}
-        environ |= {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-        kind = ray.remote(RankActor)
+        if "PYTHONPATH" in os.environ:
+            environ["PYTHONPATH"] = os.environ["PYTHONPATH"]
         for index in range(num_ranks):
-            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            options: dict[str, Any] = {
-                "num_cpus": needs.num_threads,
-                "num_gpus": needs.num_gpus,
-                "scheduling_strategy": where,
-            }
-            options |= {"max_restarts": 0, "max_concurrency": 2, "runtime_env": {"env_vars": environ}}
-            actors.append(kind.options(**options).remote())
+            kind = ray.remote(RankActor).options(
+                num_cpus=needs.num_threads,
+                num_gpus=needs.num_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+                max_restarts=0,
+                max_concurrency=2,
+                runtime_env={"env_vars": environ},
+            )
+            actors.append(kind.remote())
         yield actors
     finally:
         for actor in actors:
@@ -164,7 +162,7 @@ def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iter
 
 
 class RankActor:
-    """Holds one rank. `stop` is heard while `run` runs: Ray gives the actor two threads."""
+    """The actor of one rank. It has two threads, so that `stop` is heard while `run` runs."""
 
     def __init__(self) -> None:
         self._stop = StopRequest()
@@ -176,49 +174,42 @@ class RankActor:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return (
-            ray.get_runtime_context().get_node_id(),
-            ray.util.get_node_ip_address(),
-            socket.gethostname(),
-            port,
-        )
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return node, address, socket.gethostname(), port
 
-    def run(
-        self, environ: Mapping[str, str], folder: str, entry: str, argument: str
-    ) -> dict[str, Any] | None:
-        """Runs the entry in the driver's folder; returns a RankFailure as a dictionary, or None."""
+    def run(self, environ: Mapping[str, str], folder: str, entry: str, argument: str) -> RankFailure | None:
+        """Runs the entry in the driver's folder; returns its failure, if any."""
         os.environ.update(environ)
         try:
             if not Path(folder).is_dir():
                 raise UserError(
-                    f"working directory: {folder} is not on {socket.gethostname()}; start in one that all "
-                    "nodes share"
+                    f"working directory: {folder} is not on {socket.gethostname()}; "
+                    "start in one that all nodes share"
                 )
             os.chdir(folder)
             pkgutil.resolve_name(entry)(argument, self._stop)
         except Exception as error:  # whatever it is, the driver has to hear of it in words
-            is_mistake = isinstance(error, UserError)
-            message = str(error) if is_mistake else traceback.format_exception_only(error)[-1].strip()
-            return asdict(
-                RankFailure(
-                    int(environ["RANK"]), is_mistake, message, traceback.format_exc(), time.monotonic()
-                )
-            )
+            return RankFailure.of(error, int(environ["RANK"]))
         return None
 
     def stop(self, number: int) -> None:
+        """Asks the entry to stop, as a signal would."""
         from signal import Signals
 
         self._stop.signal = Signals(number)
 
 
 class RayAttempt:
-    """One life of all ranks."""
+    """One attempt of all ranks.
+
+    reports: the ranks' reports of their failures.
+    ended: ranks that have failed or died, and how.
+    """
 
     def __init__(self, ray: Any, actors: list[Any], has_own_gpu: bool) -> None:
         self._ray = ray
         self.reports: list[RankFailure] = []
-        self.ended: dict[int, str] = {}  # ranks that have failed or died, and how
+        self.ended: dict[int, str] = {}
         try:
             places = ray.get([actor.place.remote() for actor in actors])
         except ray.exceptions.RayActorError as error:
@@ -232,8 +223,8 @@ class RayAttempt:
     def run(
         self, entry: str, argument: str, stop: StopRequest, grace_seconds: float
     ) -> AttemptFailure | None:
-        """Waits until all ranks have returned, or one has failed, or the grace period after a signal is
-        over."""
+        """Waits until all ranks have returned, one has failed, or the grace period after a signal is over.
+        Returns the failure, if any."""
         jobs = {
             actor.run.remote(environ, os.getcwd(), entry, argument): rank
             for rank, (actor, environ) in enumerate(zip(self.actors, self.environs, strict=True))
@@ -253,14 +244,14 @@ class RayAttempt:
         return None
 
     def _cause(self, jobs: dict[Any, int]) -> AttemptFailure:
-        """Returns why the attempt failed, once it is known whether somebody has died."""
+        """Returns why the attempt failed, after waiting for a death that may have caused it."""
         until = time.monotonic() + _SETTLE_SECONDS
         while jobs and len(self.reports) == len(self.ended) and time.monotonic() < until:
             self._collect(jobs, _POLL_SECONDS)
         return find_cause(self.reports, list(self.ended), lambda rank: self.ended[rank])
 
     def _collect(self, jobs: dict[Any, int], seconds: float) -> None:
-        """Takes note of ranks that have ended."""
+        """Records the ranks that have ended."""
         done, _ = self._ray.wait(list(jobs), num_returns=1, timeout=seconds)
         for job in done:
             rank = jobs.pop(job)
@@ -270,7 +261,7 @@ class RayAttempt:
                 self.ended[rank] = _died(error, self.hosts[rank])
                 continue
             if report is not None:  # hosts' clocks may differ
-                self.reports.append(RankFailure(**{**report, "time": time.monotonic()}))
+                self.reports.append(replace(report, time=time.monotonic()))
                 self.ended[rank] = "failed"
 
 
@@ -280,28 +271,24 @@ def _environs(places: list[tuple[str, str, str, int]], has_own_gpu: bool) -> lis
     seen: Counter[str] = Counter()
     environs, secret = [], uuid.uuid4().hex
     for rank, (node, *_) in enumerate(places):
-        values = {
-            "RANK": rank,
-            "WORLD_SIZE": len(places),
-            "LOCAL_RANK": seen[node],
-            "LOCAL_WORLD_SIZE": per_node[node],
-        }
-        values |= {"MASTER_PORT": places[0][3], "TLT_OWN_GPU": int(has_own_gpu)}
-        seen[node] += 1
         environs.append(
             {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "LOCAL_RANK": str(seen[node]),
+                "LOCAL_WORLD_SIZE": str(per_node[node]),
                 "MASTER_ADDR": places[0][1],
+                "MASTER_PORT": str(places[0][3]),
+                "TLT_OWN_GPU": str(int(has_own_gpu)),
                 SECRET: secret,
-                **{name: str(value) for name, value in values.items()},
             }
         )
+        seen[node] += 1
     return environs
 
 
 def _died(error: Exception, host: str) -> str:
-    """Returns in words what Ray knows of an actor's death."""
-    return (
-        f"its node, {host}, has died"
-        if "its node has died" in str(error)
-        else f"killed on {host} (out of memory?)"
-    )
+    """Returns how an actor has died, for the message."""
+    if "its node has died" in str(error):
+        return f"its node, {host}, has died"
+    return f"killed on {host} (out of memory?)"

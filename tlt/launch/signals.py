@@ -1,9 +1,9 @@
-"""Decent stops: how launcher and ranks react to SIGINT, SIGTERM and the death of a rank. Does not start them.
+"""How launcher and ranks react to SIGINT, SIGTERM and the death of a rank.
 
     terminal, kill ──▶ Supervisor, a thread of the launcher ──▶ sets SharedStop; kills at the second Ctrl-C
                              ▲ sees SharedStop set, and in which order the ranks end
-    terminal, kill ──▶ a thread of every rank ────────────────▶ sets SharedStop, which every rank's entry polls
-    torch's agent  ──▶ the same thread: another rank has failed ▶ the rank leaves at once
+    terminal, kill ──▶ a thread of every rank ───────────────▶ sets SharedStop, which every rank's entry polls
+    torch's agent  ──▶ the same thread: another rank failed ──▶ the rank leaves at once
 
 Ctrl-C reaches the whole process group of a terminal. Without this module the agent would pass it on and
 kill after 30 s, and a rank would die of KeyboardInterrupt in the middle of a step.
@@ -33,49 +33,51 @@ from tlt.launch.place import find_place
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 120.0
-"""How long ranks may take to finish after the first signal, or their launcher's death, before they are
-killed or leave."""
+"""Seconds for ranks to finish after the first signal or their launcher's death, before they are killed or
+leave."""
 REPEAT_SECONDS = 1.0
-"""Two signals within this time count as one: torchrun sends its ranks the SIGINT that the terminal has
-sent them already."""
+"""Two signals within this time count as one: torchrun repeats the SIGINT that the terminal has sent to its
+ranks."""
 
 
 class SharedStop:
-    """The first signal that a process of a launch has heard, in memory that all of them see. It has no
-    lock: a process that is killed would take it along."""
+    """The first signal that a process of a launch has heard, in memory that they share. It has no lock, which
+    a killed process might keep."""
 
     def __init__(self) -> None:
         self._number = multiprocessing.get_context("spawn").RawValue(ctypes.c_int, 0)
 
     @property
     def heard(self) -> signal.Signals | None:
+        """The signal; None: none was heard."""
         return signal.Signals(self._number.value) if self._number.value else None
 
     def set(self, number: signal.Signals) -> None:
+        """Keeps the signal if it is the first."""
         self._number.value = self._number.value or number
 
 
 class StopRequest:
-    """Whether this process was asked to stop. The entry polls `is_set()` (about 1 µs), finishes its step
-    and returns."""
+    """A request to stop this process. The entry polls `is_set()` (about 1 µs), finishes its step and
+    returns."""
 
     def __init__(self, shared: SharedStop | None = None) -> None:
         self.signal: signal.Signals | None = None
         self._shared = shared
 
     def is_set(self) -> bool:
+        """Returns whether this process or another of its launch was asked to stop."""
         return self.signal is not None or (self._shared is not None and self._shared.heard is not None)
 
     def ask(self, number: signal.Signals) -> None:
-        """Asks this process to stop, and with it all of its launch."""
+        """Asks this process and all others of its launch to stop."""
         self.signal = number
         if self._shared is not None:
             self._shared.set(number)
 
 
 def say(text: str) -> None:
-    """Prints one line of the launcher's to stderr. Where nobody can read it (`2>&1 | head`) it is lost,
-    and ends nothing."""
+    """Prints a line to stderr. If stderr is closed (`2>&1 | head`), the line is lost without an error."""
     with contextlib.suppress(OSError):
         sys.stderr.write(hide(visible(f"tlt: {text}\n")))
         sys.stderr.flush()
@@ -86,7 +88,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
-    """Sets `stop` at the first signal; a second Ctrl-C, more than a second later, ends the process at
+    """Sets `stop` at the first signal. A second Ctrl-C, more than a second later, ends the process at
     once."""
     received_at = float("-inf")
 
@@ -115,14 +117,14 @@ def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
 
 
 def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
-    """Starts the threads by which a launched rank hears signals and notices that its launcher is gone. The
-    rank sets the event returned here when its entry has returned. Where the launcher is gone already, the
-    rank leaves at once: nobody has heard of it, and nothing is under way.
+    """Starts the threads by which a launched rank hears signals and notices the launcher's death. Returns the
+    event that the rank sets when its entry has returned. If the launcher is dead already, the rank leaves at
+    once.
 
-    launcher: the process that has started this rank, as it knows itself: a rank imports for seconds, and
-        would take whoever has inherited it since for its launcher. The signals stay blocked, as the rank
-        was born with them (see `Supervisor`): so the thread hears them also while the main thread waits
-        inside a collective.
+    The rank inherits blocked signals (see `Supervisor`), and they stay blocked. So a thread hears them even
+    while the main thread waits in a collective.
+
+    launcher: id of the launcher's process, from the launcher itself; after its death the parent is another.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if os.getppid() != launcher:
@@ -134,8 +136,8 @@ def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
 
 
 def _hear_signals(launcher: int, stop: StopRequest) -> None:
-    """Turns signals into requests to stop, but for a SIGTERM of the launcher: its agent ends this rank
-    since another failed."""
+    """Turns signals into requests to stop. A SIGTERM of the launcher ends the process: its agent ends this
+    rank because another failed."""
     while True:
         heard = signal.sigwaitinfo(STOP_SIGNALS)
         if heard.si_signo == signal.SIGTERM and heard.si_pid == launcher:
@@ -146,9 +148,9 @@ def _hear_signals(launcher: int, stop: StopRequest) -> None:
 def _leave_when_orphaned(
     launcher: int, stop: StopRequest, is_finished: threading.Event, grace_seconds: float = GRACE_SECONDS
 ) -> None:
-    """Stops as for a signal when the launcher was killed, then leaves. torch's wrapper around a rank would
-    wait forever for the launcher to have read its return value; and a rank that waits for one that has
-    died would be ended by nobody: it leaves when its grace is over."""
+    """Asks the rank to stop when the launcher has died, and ends the process when its entry has returned or
+    the grace period is over. Otherwise torch's wrapper around a rank would wait forever for the launcher to
+    read its return value, and nobody would end a rank that waits for a dead one."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     stop.signal = signal.SIGTERM
@@ -160,17 +162,16 @@ def _leave_when_orphaned(
 
 
 class Supervisor(threading.Thread):
-    """Hears SIGINT and SIGTERM, and sees ranks end, while the main thread is busy with torch's agent.
+    """A thread that hears SIGINT and SIGTERM, and sees ranks end, while the main thread is in torch's agent.
 
-    The main thread blocks both signals, and so the ranks are born with them blocked: a Ctrl-C while they
-    still import waits until they listen. The signals are delivered to this thread instead; Python writes
-    their number to a socket (wakeup fd), which works however long the main thread stays inside C++. A signal
-    that one rank alone has heard stops the run as well.
+    The main thread blocks both signals, and the ranks inherit that, so a Ctrl-C waits until they have
+    imported and listen. This thread receives the signals instead: Python writes their number to a socket
+    (wakeup fd), even while the main thread is inside C++. A signal that one rank alone has heard stops the
+    run as well.
 
-    grace_seconds: how long the ranks may take to finish after the first signal; then they are killed.
-    deaths: the ranks that have ended, in the order of time; those that ended together are one group. The
-        agent looks ten times a second and then ends all others. This thread is woken by the first death:
-        so the first group holds the cause.
+    grace_seconds: seconds for the ranks to finish after the first signal; then they are killed.
+    deaths: groups of ranks that ended together, in the order of time. The first death wakes this thread,
+        before the agent ends the other ranks. So the first group holds the cause.
     """
 
     def __init__(self, num_ranks: int, grace_seconds: float) -> None:
@@ -181,8 +182,8 @@ class Supervisor(threading.Thread):
         self.deaths: list[list[int]] = []
         self.num_ranks, self._grace_seconds = num_ranks, grace_seconds
         self._others = set(multiprocessing.active_children())
-        self._alive: dict[int, int] = {}  # what becomes readable when a rank ends ─▶ its number
-        self._lock = threading.Lock()  # of what is known of the ranks
+        self._alive: dict[int, int] = {}  # file descriptor that becomes readable when a rank ends ─▶ rank
+        self._lock = threading.Lock()  # for processes, deaths and _alive
         self._is_stopping = False
         self._deadline, self._repeats_until = float("inf"), float("-inf")
         self._read, self._write = socket.socketpair()
@@ -220,20 +221,16 @@ class Supervisor(threading.Thread):
                         self._hear(signal.Signals(number))
             if self.stop.heard is not None and not self._is_stopping:
                 self._begin_stop()
-                self._repeats_until = (
-                    time.monotonic() + REPEAT_SECONDS
-                )  # the terminal sends one Ctrl-C to all of us
+                self._repeats_until = time.monotonic() + REPEAT_SECONDS  # a Ctrl-C reaches all processes
             if len(self.processes) < self.num_ranks:
                 self._find_ranks()
             if time.monotonic() > self._deadline and not self.has_killed:
-                self._kill(
-                    f"not finished after {self._grace_seconds:g} s: the ranks were killed; the step under "
-                    "way is lost"
-                )
+                late = f"not finished after {self._grace_seconds:g} s"
+                self._kill(f"{late}: the ranks were killed; the step under way is lost")
 
     def forget_ranks(self) -> None:
-        """Looks out for the ranks of another attempt. The main thread calls it, when those of the last one
-        have ended."""
+        """Prepares for the next attempt. The main thread calls it when the last attempt's ranks have
+        ended."""
         with self._lock:
             self._others = set(multiprocessing.active_children())
             self.processes, self.deaths, self._alive = [], [], {}
@@ -245,8 +242,7 @@ class Supervisor(threading.Thread):
                 self._wake()
 
     def _find_ranks(self) -> None:
-        """Finds the ranks' processes, which the agent keeps to itself: it starts them in order and numbers
-        their names."""
+        """Finds the ranks' processes, which the agent does not expose, by the numbers in their names."""
         with self._lock:
             children = set(multiprocessing.active_children()) - self._others
             if len(children) == self.num_ranks:
@@ -268,7 +264,7 @@ class Supervisor(threading.Thread):
             self._wake()
 
     def _wake(self) -> None:
-        """Lets ranks go on that somebody has stopped (SIGSTOP): they could neither finish their step nor
+        """Continues ranks that somebody has stopped (SIGSTOP), so that they can finish their step or
         leave."""
         for rank in self._alive.values():
             pid = self.processes[rank].pid

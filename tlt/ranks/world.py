@@ -1,8 +1,5 @@
-"""The world of ranks: who this process is, where it computes, and the few collectives that the package needs.
-
-Every rank of the world calls each collective, or none does. This file does not know who started the ranks
-(launch.py) nor how work is shared out while they generate (work_queue.py).
-"""
+"""The world of ranks: this process's rank and device, and the few collectives that the package needs. Every
+rank calls each collective."""
 
 from __future__ import annotations
 
@@ -27,19 +24,19 @@ from tlt.ranks.store import Watch, attempt_store, leave_when_over, leave_when_si
 from tlt.types import UserError
 
 TIMEOUT_SECONDS = 600.0
-"""How long ranks wait for each other where nobody says otherwise (run.timeout_seconds)."""
+"""Default of run.timeout_seconds: how long ranks wait for each other."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Says who this process is among the ranks.
+    """This process's place among the ranks.
 
     local_rank: its number on this machine.
     device: where it computes.
-    store: this attempt's part of the c10d Store (a HashStore when this process is alone).
-    group: the default process group, or None when this process is alone: then no collective communicates.
-    timeout_seconds: how long a collective waits for the other ranks; infinite when this process is alone.
-    watch: who ends this process where the attempt or its store is gone, until `shutdown`; None: nobody does.
+    store: this attempt's part of the c10d Store; a HashStore if this process is alone.
+    group: the process group; None: this process is alone, and no collective communicates.
+    timeout_seconds: how long a collective waits for the other ranks; infinite if this process is alone.
+    watch: of the threads that end this process if the attempt or its store is gone; None: there are none.
     """
 
     rank: int
@@ -58,8 +55,10 @@ class World:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The kind of device that ranks compute on ("cpu" or "cuda"), and why, in a few words for the user.
-    num_idle: GPUs that no rank has, though it might."""
+    """The device that ranks compute on, "cpu" or "cuda", with the reason for the user.
+
+    num_idle: GPUs that no rank uses.
+    """
 
     name: str
     reason: str
@@ -67,12 +66,12 @@ class DeviceChoice:
 
 
 def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
-    """Decides what `run.device` means on a machine. Every rank has a GPU of its own, or all compute on the
-    CPU.
+    """Decides what `run.device` means on a machine. Every rank has its own GPU, or all compute on the CPU.
+    Raises UserError if GPUs are wanted or present, but not one for every rank: nothing falls back in silence.
 
-    wanted: "auto", "cpu" or "cuda".   num_ranks, num_gpus: of this machine.
-    Raises UserError where GPUs are wanted, or there are some, but not one for every rank: nothing falls
-    back in silence.
+    wanted: "auto", "cpu" or "cuda".
+    num_ranks: ranks of this machine.
+    num_gpus: GPUs of this machine.
     """
     if wanted == "cpu":
         return DeviceChoice("cpu", "run.device is cpu")
@@ -90,10 +89,11 @@ def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The ranks of an attempt, who have met on a store and have no process group yet.
+    """The ranks of an attempt that have met on a store, before they form a process group.
 
-    number: of the attempt, from 1 on.  store: this attempt's part of it.
-    watch: who ends this process once another attempt begins.
+    number: the attempt's number, from 1.
+    store: the attempt's part of the store.
+    watch: of the thread that ends this process once another attempt begins.
     """
 
     place: Place
@@ -103,11 +103,12 @@ class Rendezvous:
 
     @property
     def is_restart(self) -> bool:
+        """Whether the ranks were started before."""
         return self.place.is_restart or self.number > 1
 
 
 def meet_ranks(place: Place, timeout_seconds: float) -> Rendezvous:
-    """Waits for all ranks. Raises UserError where some do not come in time."""
+    """Waits for all ranks. Raises UserError if some do not come in time."""
     if place.world_size == 1:
         return Rendezvous(place, 1, dist.HashStore(), Watch())
     store = open_store(place, timeout_seconds)
@@ -121,33 +122,39 @@ def init_process_group_from_env(
     met: Rendezvous | None = None,
     group_of_one: bool = False,
 ) -> World:
-    """Joins the ranks that the environment names (place.py). Where it names none this process is a world of
-    one, and no process group is made. gloo serves tensors on the CPU; NCCL serves those on a GPU. With a GPU
-    both are set up, and objects travel over gloo.
+    """Joins the ranks that the environment names (place.py). If it names none, this process is a world of one
+    without a process group. gloo serves tensors on the CPU, NCCL those on a GPU; with a GPU both are set up,
+    and objects travel over gloo.
 
-    met: the ranks, where they have met already.
-    group_of_one: a process that is alone gets a group nevertheless; FSDP shards over nothing else.
+    met: the ranks, if they have met already.
+    group_of_one: whether a process that is alone gets a group, which FSDP needs.
     """
     place = (find_place() or Place(0, 1)) if met is None else met.place
     device = _device_of(place, torch.device(device))
     if place.world_size == 1 and not group_of_one:
         return World(0, 1, place.local_rank, device, dist.HashStore(), None)
     met = met or meet_ranks(place, timeout_seconds)
-    store = met.store
-    timeout = timedelta(seconds=timeout_seconds)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    group_store, rank, world_size = dist.PrefixStore("group", store), place.rank, place.world_size
-    dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
+    rank, world_size = place.rank, place.world_size
+    dist.init_process_group(
+        _backend(device),
+        store=dist.PrefixStore("group", met.store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
     if world_size > 1:
         leave_when_silent(met.watch, timeout_seconds, f"{place.master_addr}:{place.master_port}")
-    return World(
-        rank, world_size, place.local_rank, device, store, dist.group.WORLD, timeout_seconds, met.watch
-    )
+    group = dist.group.WORLD
+    return World(rank, world_size, place.local_rank, device, met.store, group, timeout_seconds, met.watch)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _device_of(place: Place, device: torch.device) -> torch.device:
-    """Returns the rank's device; a GPU becomes the current one. Raises UserError where the machine has
-    none for it."""
+    """Returns the rank's device; a GPU becomes the current one. Raises UserError if the machine has none for
+    it."""
     if device.type != "cuda":
         return device
     index, found = 0 if place.has_own_gpu else place.local_rank, torch.cuda.device_count()
@@ -161,30 +168,24 @@ def _device_of(place: Place, device: torch.device) -> torch.device:
 
 
 def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
-    """Returns the world of the default process group that somebody else has made (accelerate, torchrun's
-    own program), with a group and a part of its store that nobody else uses. Without one this process is a
-    world of its own. Every rank calls it."""
+    """Returns the world of the default process group that somebody else has made, such as accelerate. It gets
+    its own group and its own part of the store. Without a process group this process is a world of one. A
+    collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World(0, 1, 0, device, dist.HashStore(), None)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_seconds))
+    group = dist.new_group(backend=_backend(device), timeout=timedelta(seconds=timeout_seconds))
     names: list[str] = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, src=0, group=group)
-    rank, world_size, local_rank = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        int(os.environ.get("LOCAL_RANK", "0")),
-    )
-    store = dist.PrefixStore(
-        names[0], dist.distributed_c10d._get_default_store()
-    )  # torch has no public name for it
-    return World(rank, world_size, local_rank, device, store, group, timeout_seconds)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    default_store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    store = dist.PrefixStore(names[0], default_store)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, store, group, timeout_seconds)
 
 
 def shutdown(world: World) -> None:
-    """Leaves the world, together with all other ranks. Drop models, optimizers and work queues first: what
-    still refers to the group when the interpreter shuts down makes gloo abort (about 30 % of runs without
-    the barrier and the collection)."""
+    """Leaves the world, together with all other ranks. Drop models, optimizers and work queues first: objects
+    that refer to the group when the interpreter shuts down make gloo abort (in 30 % of runs without the
+    barrier and the collection)."""
     if world.group is None:
         return
     dist.barrier(world.group)
@@ -195,7 +196,7 @@ def shutdown(world: World) -> None:
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
-    """Returns every rank's value, in the order of ranks, on every rank. Values are pickled: keep them
+    """Returns every rank's value, in the order of ranks, on every rank. Values are pickled, so keep them
     small."""
     if world.group is None:
         return [value]
@@ -205,14 +206,14 @@ def gather_objects(world: World, value: Any) -> list[Any]:
 
 
 def any_rank(world: World, is_true: bool) -> bool:
-    """Returns whether it is true on any rank, the same answer on all: ranks see a signal at different
-    times and must act on it together."""
+    """Returns on every rank whether it is true on any. Ranks see a signal at different times and must act on
+    it together."""
     return any(gather_objects(world, is_true))
 
 
 def broadcast_json(world: World, value: Any) -> Any:
-    """Returns the leader's value on every rank: what follows from a file or from a clock is for one rank
-    to decide. It travels as JSON."""
+    """Returns the leader's value on every rank; it travels as JSON. What follows from a file or a clock is
+    for one rank to decide."""
     return value if world.group is None else json.loads(broadcast_bytes(world, json.dumps(value).encode()))
 
 
@@ -231,29 +232,24 @@ def broadcast_bytes(world: World, data: bytes) -> bytes:
 
 
 def refuse_together(world: World, mistake: str | None) -> None:
-    """Raises UserError on all ranks where any has found a mistake: the first one's, with its rank and
-    host."""
-    found = gather_objects(world, None if mistake is None else (mistake, socket.gethostname()))
-    for rank, one in enumerate(found):
-        if one is not None:
-            message, host = one
+    """Raises UserError on all ranks if any has found a mistake: the first one's, with its rank and host."""
+    for rank, (message, host) in enumerate(gather_objects(world, (mistake, socket.gethostname()))):
+        if message is not None:
             raise UserError(f"rank {rank} on {host}: {message}" if world.group is not None else message)
 
 
 def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> float:
-    """Replaces each tensor by sum(weight × tensor) / sum(weight) over the ranks, in place, and returns the
-    total weight.
+    """Replaces each tensor by sum(weight × tensor) / sum(weight) over the ranks, in place. Returns the total
+    weight.
 
-    With a total of 0 nothing changes. A rank of weight 0 contributes nothing, not even its NaNs; a rank
-    that has all the weight passes its tensors on bit for bit (weights are normalized first: a factor of
-    exactly 1). The tensors travel as one flat bucket on the first one's device, in float64 if any is
-    float64 and in float32 otherwise; shapes and order must agree over the ranks. They may lie on several
-    devices (AdamW counts its steps on the CPU).
+    With a total of 0 nothing changes. A rank of weight 0 contributes nothing, not even its NaNs. A rank that
+    has all the weight passes its tensors on bit for bit, because weights are normalized first. The tensors
+    travel as one flat bucket on the first one's device, in float64 if any is float64 and in float32
+    otherwise. Shapes and order must agree over the ranks. Tensors may lie on several devices (AdamW counts
+    its steps on the CPU).
     """
     assert weight >= 0, f"weight {weight}"
-    assert all(tensor.is_floating_point() for tensor in tensors), (
-        "only floating-point tensors have an average"
-    )
+    assert all(tensor.is_floating_point() for tensor in tensors), "not all tensors are floating-point"
     if world.group is None:
         return weight
     weights = torch.zeros(world.world_size, dtype=torch.float64)

@@ -1,11 +1,10 @@
-"""What a run computes from, to which a run that goes on is held: configuration, problems, base model, reward
-code.
+"""The inputs of a run, to which a resumed run is held: configuration, problems, base model, reward code.
 
-    begins     Inputs ─▶ manifest of every checkpoint, header of every journal
-    goes on    Inputs ◀─ compared ─▶ what they were: the same, or one line that says what is not
+    new run        Inputs ─▶ manifest of every checkpoint, header of every journal
+    resumed run    Inputs ◀─ compared ─▶ the earlier ones: the same, or one line that says what differs
 
-Reward code may change, for people mend it; that is said. A key that says how long and on what a run runs
-may change, too. Of data and model there are digests alone: these say that something is another, not what.
+Reward code may change, because people fix it; the user is told. Keys that say how long and on what a run runs
+may change, too. Data and model are compared by digests, which say that something differs, not what.
 """
 
 from __future__ import annotations
@@ -33,8 +32,13 @@ MAY_CHANGE_ON_RESUME = {
         "device",
         "checkpoint_every",
         "keep_checkpoints",
-    }
-    | {"journal", "time_limit_minutes", "launcher", "max_restarts", "timeout_seconds", "keep_responses"},
+        "journal",
+        "time_limit_minutes",
+        "launcher",
+        "max_restarts",
+        "timeout_seconds",
+        "keep_responses",
+    },
     "rollout": {"replay"},
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
 }
@@ -47,25 +51,25 @@ _MODEL_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""Files of a base model, beside its weights, on which tokens and their probabilities depend."""
+"""Files of a base model, besides its weights, on which tokens and their probabilities depend."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NAMES = {"train": "training problems", "test": "held-out problems"}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """config: the resolved configuration, as JSON has it.
-    problems: by split, digest of the problems with all that they are scored by.
-    model: by name, digests of the base model's files beside its weights.
-    weights: identifies those with which the policy began, as the KL's reference does; empty: nobody has
-        looked.
-    code: by module, digest of the user's tasks and reward functions."""
+    """The inputs of a run, as digests; by default nothing is known, and any other inputs agree."""
 
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The resolved configuration itself, as JSON."""
     problems: dict[str, str] = field(default_factory=dict)
+    """Digest of the problems, with everything that they are scored by, by split."""
     model: dict[str, str] = field(default_factory=dict)
+    """Digests of the base model's files besides its weights, by name."""
     weights: str = ""
+    """Digest of the policy's first weights, which are also the KL's reference; empty: unknown."""
     code: dict[str, str] = field(default_factory=dict)
+    """Digest of the user's tasks and reward functions, by module."""
 
     @staticmethod
     def of(
@@ -75,19 +79,30 @@ class Inputs:
         weights: str = "",
         adapter: Path | None = None,
     ) -> Inputs:
-        """Returns the inputs of a run. problems: by split.
-        model, adapter: folders of what the policy starts from."""
-        digests = {split: digest_of_problems(some) for split, some in problems.items()}
-        paths = [
-            *map(model.joinpath, _MODEL_FILES),
-            *(map(adapter.joinpath, _ADAPTER_FILES) if adapter else ()),
-        ]
-        files = {path.name: _digest(path) for path in paths if path.is_file()}
-        code = {module: _digest(path) for module, path in code_of(config).items()}
-        return Inputs(config.model_dump(mode="json"), digests, files, weights, code)
+        """Returns the inputs of a run.
+
+        problems: problems by split.
+        model: folder of the base model.
+        adapter: folder of the adapter that the policy starts from, if any.
+        """
+        paths = [model / name for name in _MODEL_FILES]
+        if adapter is not None:
+            paths += [adapter / name for name in _ADAPTER_FILES]
+        return Inputs(
+            config.model_dump(mode="json"),
+            {split: digest_of_problems(some) for split, some in problems.items()},
+            {path.name: _digest(path) for path in paths if path.is_file()},
+            weights,
+            {module: _digest(path) for module, path in code_of(config).items()},
+        )
 
     def refuse_other(self, was: Inputs, config: Config, when: str) -> None:
-        """Raises UserError where a run had others. config: that of these.  when: it had them."""
+        """Raises UserError if the run had other inputs.
+
+        was: the run's earlier inputs.
+        config: the configuration of these.
+        when: when the run had the earlier ones, for the message.
+        """
         remedy = "or begin a new run in another --run.out_dir"
         if (change := find_change(was.config, config)) is not None:
             key, old, new = change
@@ -98,8 +113,7 @@ class Inputs:
             if self.problems.get(split, digest) != digest:
                 raise UserError(
                     f"--resume: the {_NAMES[split]} are not those of the run {when}; bring back the data or "
-                    "the task that they"
-                    f" come from, {remedy}"
+                    f"the task that they come from, {remedy}"
                 )
         names = (*_MODEL_FILES, *_ADAPTER_FILES)
         files = [name for name in names if was.model and self.model.get(name) != was.model.get(name)]
@@ -108,25 +122,24 @@ class Inputs:
         if files:
             raise UserError(
                 f"--resume: model.path: {config.model.path} has other {files[0]} than the base model "
-                f"{when}; bring that back,"
-                f" {remedy}"
+                f"{when}; bring that back, {remedy}"
             )
 
     def changed_code(self, was: Inputs) -> list[str]:
-        """Returns the user's modules that are not as they were."""
+        """Returns the user's modules that have changed."""
         return [module for module, digest in was.code.items() if self.code.get(module, digest) != digest]
 
 
 NO_INPUTS: Final = Inputs()
-"""Of which nothing is known: any others pass for them."""
+"""Unknown inputs."""
 
 
 def find_change(was: Values, config: Config) -> tuple[str, Any, Any] | None:
-    """Returns the first key (section.key, old, new) that a resumed run may not change, and that is
-    changed. A key that only one of two versions of TLT knows does not count."""
+    """Returns (section.key, old value, new value) of the first changed key that a resumed run may not change.
+    A key that only one of two versions of TLT knows does not count."""
     for section, values in config.model_dump(mode="json").items():
+        before = was.get(section, {})
         for key, value in values.items():
-            before = was.get(section, {})
             if key in before and before[key] != value and not _may_change(section, key, config):
                 return f"{section}.{key}", before[key], value
     return None
@@ -139,26 +152,25 @@ def _may_change(section: str, key: str, config: Config) -> bool:
 
 
 def digest_of_problems(problems: Sequence[Problem]) -> str:
-    """Returns what identifies problems, in their order, with all that they are scored by. A value that
-    JSON does not have counts by its type alone."""
+    """Returns the digest of problems in their order, with everything that they are scored by. Of a value that
+    JSON does not have only the type counts."""
     digest = hashlib.sha256()
     for problem in problems:
         record = sorted(problem.data.items(), key=lambda item: str(item[0]))
         facts = [problem.problem_id, problem.prompt_ids, record]
-        digest.update(
-            json.dumps(facts, skipkeys=True, default=lambda value: type(value).__name__).encode() + b"\n"
-        )
+        text = json.dumps(facts, skipkeys=True, default=lambda value: type(value).__name__)
+        digest.update(f"{text}\n".encode())
     return digest.hexdigest()
 
 
 def code_of(config: Config) -> dict[str, Path]:
-    """Returns module → file of the user's own tasks and reward functions, as far as they are files."""
+    """Returns the files of the user's own tasks and reward functions, by module."""
     found = {name.partition(":")[0]: source_of(name) for name in _names_of(config)}
     return {module: path for module, path in found.items() if path is not None}
 
 
 def _names_of(config: Config) -> Iterator[str]:
-    """Yields the names of all tasks and reward functions, those of a mixture's parts too."""
+    """Yields the names of all tasks and reward functions, a mixture's parts included."""
     yield config.task.name
     yield from config.rewards.functions
     for part in config.task.options.get("tasks", ()):

@@ -1,15 +1,16 @@
-"""The journal: what the replicas have generated since the latest checkpoint, written as it comes about. A run
-that goes on takes it from there, and generates none of it twice.
+"""The journal: the responses that the replicas have generated since the latest checkpoint, written at once. A
+resumed run reads them, and generates none of them twice.
 
-    journal/step-00000020/replica-00001.0     header ▏ 1,000 tokens of a response ▏ the next 1,000 ▏ the response ▏ its reward
-            └ of the latest checkpoint  └ attempt: each writes files of its own
+    journal/step-00000020/replica-00001.0     header ▏ 1,000 tokens of a response ▏ the next 1,000 ▏ …
+                 │                      │     … ▏ a finished response ▏ its reward
+                 └ latest checkpoint    └ attempt: each writes its own files
 
-    begin(phase)     rank 0 reads what earlier attempts have left of it ─▶ told to all ranks ─▶ fewer and shorter requests
-    new checkpoint   begins a new folder; the one before stays, for responses of steps after that checkpoint may stand in it
+    begin(phase)     rank 0 reads the phase's earlier records ─▶ all ranks: fewer and shorter requests
+    new checkpoint   begins a new folder; the one before stays, because it may hold responses of later steps
 
-So the steps since the checkpoint are redone as updates alone. What is lost, or not as it was written, is
-generated again, by the law with the same tokens. Files survive the death of any process, and of a machine
-as far as its file system had written them. Knows neither engine nor queue.
+So the steps since the checkpoint are redone as updates alone. Lost or damaged responses are generated again;
+the law gives the same tokens. Files survive the death of any process, and of a machine as far as its file
+system had written them.
 """
 
 from __future__ import annotations
@@ -40,20 +41,19 @@ from tlt.types import LAW_VERSION, Key, Request, Reward, Rollout, key_of
 
 _FORMAT = 2
 RUNNING_TOKENS = 1000
-"""A response that runs is written whenever it has grown by so many tokens: at most these are generated
-again."""
+"""A running response is written whenever it has grown by this many tokens, the most to be generated again."""
 _NAME = re.compile(r"replica-(\d{5})\.(\d+)", re.ASCII)
 _STEPS = 32
-"""Engine steps between two looks at what runs."""
+"""Engine steps between two checks of the running responses."""
 
 
 class FileJournal(Journal):
     """The journal of one replica, in the run's folder `journal`.
 
     run: the run's id.
-    saved: returns the latest checkpoint that is whole.
-    follows: digest of the one that came before what `saved` returns now. A file that was begun after neither
-        of the two is not of this run's policies: it is removed, and `say` is told so.
+    saved: returns the latest whole checkpoint.
+    follows: digest of the checkpoint before the one that `saved` returns now. A file that follows neither is
+        not of this run's policies; it is removed, and `say` is called with a line.
     inputs: what the run computes from.
     """
 
@@ -69,8 +69,7 @@ class FileJournal(Journal):
         inputs: Inputs = NO_INPUTS,
     ) -> None:
         self.folder, self.world, self.timeline, self.inputs = folder, world, timeline, inputs
-        self._saved, self._base, self._before = saved, saved(), saved().step
-        self._run = run
+        self._run, self._saved, self._base = run, saved, saved()
         self._file: int | None = None
         self._phase, self._written = "", dict[Key, int]()
         self._num_steps = 0
@@ -131,33 +130,26 @@ class FileJournal(Journal):
 
     def _create(self) -> int:
         folder = folder_of(self.folder, self._base.step)
-        self.folder.mkdir(
-            exist_ok=True
-        )  # without its parent, which is the run's folder: one that was removed stays so
+        self.folder.mkdir(exist_ok=True)  # without its parent: a run's folder that was removed stays removed
         folder.mkdir(exist_ok=True)
-        names = (path.name for path in folder.iterdir())
-        earlier = [
-            int(match[2])
-            for match in map(_NAME.fullmatch, names)
-            if match and int(match[1]) == self.world.rank
-        ]
-        path = folder / f"replica-{self.world.rank:05d}.{max(earlier, default=-1) + 1}"
+        name = f"replica-{self.world.rank:05d}."
+        earlier = [int(path.name[len(name) :]) for path in _files_in(folder, f"{name}*")]
+        path = folder / f"{name}{max(earlier, default=-1) + 1}"
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         whose = {"run": self._run, "checkpoint": self._base.digest, "inputs": asdict(self.inputs)}
         _write(file, JournalRecord({"kind": "journal", "format": _FORMAT, "law": LAW_VERSION, **whose}))
         return file
 
     def _follow_checkpoint(self) -> None:
-        """Goes on in a new folder where a checkpoint has become whole, and removes what lies before the
-        one before it."""
-        now = self._saved()
-        if now == self._base:
+        """Begins a new folder if there is a new whole checkpoint, and removes the folders before that of the
+        checkpoint before it."""
+        if (now := self._saved()) == self._base:
             return
         self.close()
-        self._before, self._base = self._base.step, now
+        before, self._base = folder_of(self.folder, self._base.step), now
         if self.world.is_leader:
             for folder in self.folder.glob("step-*"):
-                if folder.name < folder_of(self.folder, self._before).name:
+                if folder.name < before.name:
                     shutil.rmtree(folder)
 
 
@@ -168,11 +160,11 @@ def _write(file: int, record: JournalRecord) -> None:
 
 
 def fingerprint(prompt_ids: tuple[int, ...]) -> int:
-    """Returns a number by which a prompt is known again."""
+    """Returns a checksum of a prompt."""
     return crc32(np.array(prompt_ids, "<i4").tobytes())
 
 
-# ── what earlier attempts have left ─────────────────────────────────────────────────────────────────────────
+# ── records of earlier attempts ────────────────────────────────────────────────────────────────────────────
 
 Location = tuple[Path, int]
 """A record's file, and where it begins there."""
@@ -181,9 +173,9 @@ Location = tuple[Path, int]
 def find_phases(
     folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
 ) -> dict[str, list[Location]]:
-    """Returns the records of every phase, in the order written, of the run's files that follow one of
-    these checkpoints (their digests). Other files are removed, and `say` is told of them, and of what is
-    damaged."""
+    """Returns the locations of every phase's records, in the order written, in the run's files that follow
+    one of these checkpoints (digests). Other files are removed. `say` is called with a line for each of them,
+    and for damage."""
     phases: dict[str, list[Location]] = defaultdict(list)
     for path in _files_in(folder):
         if not path.is_file():
@@ -198,35 +190,30 @@ def find_phases(
             for place, record in read_records(file):
                 phases[record.about["phase"]].append((path, place))
             if num_left := path.stat().st_size - file.tell():
-                say(
-                    f"{path}: its last {num_left:,} bytes are torn or damaged; what they held is generated "
-                    "again"
-                )
+                damage = f"its last {num_left:,} bytes are torn or damaged"
+                say(f"{path}: {damage}; what they held is generated again")
     return phases
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """Returns the files of all replicas and attempts, the earliest checkpoint's first."""
-    return sorted(path for path in folder.glob("step-*/replica-*") if _NAME.fullmatch(path.name))
+def _files_in(folder: Path, pattern: str = "step-*/replica-*") -> list[Path]:
+    """Returns the journal's files, by default of all replicas and attempts, the earliest checkpoint's
+    first."""
+    return sorted(path for path in folder.glob(pattern) if _NAME.fullmatch(path.name))
 
 
 def read_header(folder: Path) -> Mapping[str, Any] | None:
-    """Returns the header of a journal's newest file that has one, without looking whose it is; None: none
-    has."""
+    """Returns the header of a journal's newest file that has one, of any run; None: none has."""
     for path in reversed([path for path in _files_in(folder) if path.is_file()]):
         with path.open("rb") as file:
             header = read_record(file)
-        if (
-            header is not None
-            and header.about.get("kind") == "journal"
-            and header.about.get("format") == _FORMAT
-        ):
-            return header.about
+        about = {} if header is None else header.about
+        if (about.get("kind"), about.get("format")) == ("journal", _FORMAT):
+            return about
     return None
 
 
 def _fault(header: JournalRecord | None, run: str, checkpoints: set[str]) -> str:
-    """Returns why the file with this header is not of the run as it stands; empty: it is."""
+    """Returns why the file with this header does not belong to the run; empty: it does."""
     about = {} if header is None else header.about
     if about.get("kind") != "journal":
         return "has no header as it was written"
@@ -234,15 +221,13 @@ def _fault(header: JournalRecord | None, run: str, checkpoints: set[str]) -> str
         return f"has format {about.get('format')} and law {about.get('law')}, not {_FORMAT} and {LAW_VERSION}"
     if about.get("run") != run:
         return f"is of another run, {about.get('run')}"
-    return (
-        ""
-        if about.get("checkpoint") in checkpoints
-        else "does not follow the checkpoint that the run goes on from"
-    )
+    if about.get("checkpoint") not in checkpoints:
+        return "does not follow the checkpoint that the run goes on from"
+    return ""
 
 
 def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecord]]:
-    """Yields the records at these places, each with its file."""
+    """Yields the records at these locations, each with its file."""
     for path, place in places:
         with path.open("rb") as file:
             file.seek(place)
@@ -252,9 +237,9 @@ def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecor
 
 
 def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]:
-    """Returns of every response what is known of it: of several files the best, one with a reward before
-    one that is finished before one that has most tokens. Stretches of a response and its reward count only
-    behind what they follow in their file."""
+    """Returns the best record of every response. Within a file its stretches and its reward are joined; those
+    that do not follow each other are left out. Of several files the one with a reward counts, then the
+    finished one, then the one with most tokens."""
     known: dict[tuple[Path, str, int], JournalRecord] = {}
     for path, record in records:
         problem_id, sample_index = record.about["key"]
@@ -267,9 +252,8 @@ def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]
         elif record.about["kind"] == "reward":
             known[place] = replace(before, about={**before.about, "reward": record.about["reward"]})
         elif before.num_tokens == record.about["first"]:
-            known[place] = JournalRecord(
-                before.about, before.tokens + record.tokens, before.numbers + record.numbers
-            )
+            tokens, numbers = before.tokens + record.tokens, before.numbers + record.numbers
+            known[place] = JournalRecord(before.about, tokens, numbers)
     best: dict[Key, JournalRecord] = {}
     for (_, problem_id, sample_index), record in known.items():
         other = best.get((problem_id, sample_index))
@@ -283,8 +267,8 @@ def _worth(record: JournalRecord) -> tuple[bool, bool, int]:
 
 
 def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecord]) -> Recalled:
-    """Returns what these records leave to do of the requests. A response to another prompt is none of
-    theirs."""
+    """Returns what these records answer of the requests, and what is left to do. A response to another prompt
+    does not count."""
     known = {tuple(record.about["key"]): record for record in records}
     rollouts: list[Rollout] = []
     rewards: dict[Key, Reward] = {}
@@ -298,15 +282,19 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
             elif record.about["kind"] == "part":
                 unit.append(replace(request, token_ids=record.token_ids, logprobs=record.logprobs))
             else:
-                rollouts.append(_to_rollout(request, record))
+                rollouts.append(
+                    Rollout(
+                        request.problem_id,
+                        request.sample_index,
+                        request.prompt_ids,
+                        record.token_ids,
+                        record.logprobs,
+                        record.about["reason"],
+                        record.about["version"],
+                    )
+                )
                 if "reward" in record.about:
                     rewards[key_of(request)] = Reward(**record.about["reward"])
         if unit:
             units.append(unit)
     return Recalled(units, rollouts, rewards)
-
-
-def _to_rollout(request: Request, record: JournalRecord) -> Rollout:
-    reason, version = record.about["reason"], record.about["version"]
-    stretch = record.token_ids, record.logprobs
-    return Rollout(request.problem_id, request.sample_index, request.prompt_ids, *stretch, reason, version)

@@ -1,11 +1,10 @@
-"""The records of a journal's file: appended, and each whole or found out. Knows neither who writes them nor
-what for.
+"""The records of a journal's file. They are appended; a checksum tells whether one is whole.
 
     record     bytes of the payload, u32 │ CRC-32 of the payload, u32 │ payload
     payload    a line of JSON │ token ids, int32 │ log-probabilities, float64
 
-A process that is killed tears the last record at most. One that is not as it was written ends its file,
-for nothing says where the next one begins.
+A killed process tears at most the last record. A damaged record ends its file, because nothing says where the
+next one begins.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """about: facts, of kinds that JSON has.
-    tokens, numbers: a stretch of a response as the file holds it, its token ids and their
-        log-probabilities; empty where the record is about none."""
+    """A record: facts, and a stretch of a response, which may be empty."""
 
     about: Mapping[str, Any]
+    """The facts, as JSON."""
     tokens: bytes = field(default=b"", repr=False)
+    """The stretch's token ids, as in the file."""
     numbers: bytes = field(default=b"", repr=False)
+    """The stretch's log-probabilities, as in the file."""
 
     @staticmethod
     def of(
@@ -54,13 +54,13 @@ class JournalRecord:
         return tuple(np.frombuffer(self.numbers, _LOGPROB).tolist())
 
     def encode(self) -> bytes:
-        """Returns the record as a file holds it."""
+        """Returns the record's bytes."""
         payload = json.dumps(self.about).encode() + b"\n" + self.tokens + self.numbers
         return _FRAME.pack(len(payload), crc32(payload)) + payload
 
     @staticmethod
     def decode(payload: bytes) -> JournalRecord:
-        """Returns the record in a payload. Raises ValueError where there is none."""
+        """Returns the record in a payload. Raises ValueError if there is none."""
         line, _, stretch = payload.partition(b"\n")
         about = json.loads(line)
         num, rest = divmod(len(stretch), _TOKEN.itemsize + _LOGPROB.itemsize)
@@ -71,7 +71,7 @@ class JournalRecord:
 
 
 def read_record(file: BinaryIO) -> JournalRecord | None:
-    """Reads the next record. None, and the file stands where it stood: there is none as it was written."""
+    """Reads the next record; None: there is no whole one, and the file's position stays."""
     start = file.tell()
     frame = file.read(_FRAME.size)
     if len(frame) == _FRAME.size:
@@ -87,11 +87,9 @@ def read_record(file: BinaryIO) -> JournalRecord | None:
 
 
 def read_records(file: BinaryIO) -> Iterator[tuple[int, JournalRecord]]:
-    """Yields the records from here on, each with its place in the file, which stands behind the last of
-    them at the end."""
-    while True:
-        place = file.tell()
-        record = read_record(file)
-        if record is None:
-            return
+    """Yields (position, record) for the records from here on. At the end the file stands behind the last
+    one."""
+    place = file.tell()
+    while (record := read_record(file)) is not None:
         yield place, record
+        place = file.tell()

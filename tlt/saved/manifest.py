@@ -1,13 +1,12 @@
-"""The manifest of a checkpoint: all its files with their digests, and what fits on a page of what they hold.
-A folder counts as a checkpoint through it alone; so it is written last.
+"""The manifest of a checkpoint: its files with their digests, and a short description of their contents. It
+is written last, and makes the folder a checkpoint.
 
     manifest.json   {"manifest": {step, ranks, version, run, inputs, counters, files: {name: bytes, SHA-256},
                                   tensors: {name: pieces}},
                      "sha256": of the manifest}
 
-Whatever is wrong with a checkpoint is one line with the file, the fault and the way on. Nothing goes back to
-an older one by
-itself: that is the user's to decide.
+A fault of a checkpoint is one line with the file, the fault and the remedy. A run never goes back to an older
+checkpoint by itself; the user decides.
 """
 
 from __future__ import annotations
@@ -32,37 +31,38 @@ FORMAT = 3
 _NAME = re.compile(r"step-(\d{8})")
 _FILES = re.compile(r"rank-\d{5}\.(safetensors|json)")
 _OLD_FORMAT = "training.pt"
-"""A file of the checkpoints before this format, which held a pickle."""
+"""A file of older versions' checkpoints, a pickle."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: updates done.
-    num_ranks: that wrote it.
-    law: version of the sampling law.
-    tlt: version of the package.
-    run: the run's id, as trackers know it.
-    inputs: what the run computes from.
-    counters: what all ranks hold alike, as JSON.
-    files, tensors: by name."""
+    """The contents of manifest.json."""
 
     format: int
     step: int
+    """Updates done."""
     num_ranks: int
+    """Ranks that wrote it."""
     law: int
+    """Version of the sampling law."""
     tlt: str
+    """Version of the package."""
     run: str
+    """The run's id."""
     inputs: Inputs
+    """What the run computes from."""
     counters: dict[str, Any]
+    """State besides tensors that all ranks share, as JSON."""
     files: dict[str, FileDigest]
     tensors: dict[str, StoredTensor]
 
     @property
     def digest(self) -> str:
-        """Identifies the checkpoint by all that it holds."""
+        """The SHA-256 of the contents, which identifies the checkpoint."""
         return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()
 
     def to_json(self) -> str:
+        """Returns the text of manifest.json."""
         return _canonical({"manifest": asdict(self), "sha256": self.digest}) + "\n"
 
 
@@ -82,21 +82,19 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step of a checkpoint's folder; None: the name is no checkpoint's."""
+    """Returns the step in a checkpoint folder's name; None: it is no such name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def all_checkpoints(checkpoints: Path) -> list[Path]:
     """Returns the folders that have a checkpoint's name, whole or damaged, the newest first."""
-    found = (
-        [path for path in checkpoints.iterdir() if step_of(path) is not None] if checkpoints.is_dir() else []
-    )
-    return sorted(found, reverse=True)
+    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted((path for path in found if step_of(path) is not None), reverse=True)
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """Returns the newest, whole or damaged: where a run goes on, or says why it cannot."""
+    """Returns the newest checkpoint, whole or damaged; None: there is none."""
     return next(iter(all_checkpoints(checkpoints)), None)
 
 
@@ -104,8 +102,7 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of the checkpoint in a folder. UserError, one line, for anything that is wrong
-    with it."""
+    """Returns the manifest of the checkpoint in a folder. Raises UserError if anything is wrong with it."""
     file = path / MANIFEST
     try:
         text = read_file(file)
@@ -113,8 +110,7 @@ def read_manifest(path: Path) -> Manifest:
         if (path / _OLD_FORMAT).exists():
             raise UserError(
                 f"{path}: was written by an older version of TLT and cannot be resumed; go on with the "
-                "version that wrote it,"
-                " or start a new run in another --run.out_dir"
+                "version that wrote it, or start a new run in another --run.out_dir"
             ) from None
         raise damaged(path, MANIFEST, "is missing") from None
     except OSError as error:
@@ -150,20 +146,18 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
     if manifest.law != LAW_VERSION:
         raise UserError(
             f"{path}: was sampled by version {manifest.law} of the law, this TLT has version {LAW_VERSION} "
-            "and would draw other"
-            f" tokens; go on with TLT {manifest.tlt}, or start a new run in another --run.out_dir"
+            f"and would draw other tokens; go on with TLT {manifest.tlt}, or start a new run in another "
+            "--run.out_dir"
         )
     return manifest
 
 
 def _contradiction(manifest: Manifest) -> str:
-    """Returns what cannot be true of any checkpoint; empty: nothing. An editor can bring the digest up to
-    date, too."""
+    """Returns what cannot be true of any checkpoint, although the digest is right; empty: nothing."""
     if strange := [name for name in manifest.files if not _FILES.fullmatch(name)]:
         return f"no checkpoint has a file {strange[0]!r}"
-    if {f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)} != {
-        n for n in manifest.files if n.endswith(".json")
-    }:
+    of_ranks = {f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)}
+    if of_ranks != {name for name in manifest.files if name.endswith(".json")}:
         return f"its files are not those of {manifest.num_ranks} ranks"
     for name, tensor in manifest.tensors.items():
         if not tensor.is_whole or not all(file in manifest.files for file, _, _ in tensor.pieces):
@@ -172,8 +166,8 @@ def _contradiction(manifest: Manifest) -> str:
 
 
 def verify(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises UserError for the first of these files that is not as it was written, or holds other pieces
-    than it should."""
+    """Raises UserError for the first of these files that is missing, damaged, or holds other pieces than the
+    manifest says."""
     for name in sorted(names):
         expected = manifest.files.get(name)
         if expected is None:
@@ -190,35 +184,33 @@ def verify(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         if found != expected:
             raise damaged(path, name, "is not as it was written (its SHA-256 differs)")
         if name.endswith(".safetensors"):
-            said = _pieces_in(name, manifest.tensors)
-            if said != _pieces_in(name, read_headers([path / name])):
+            found_pieces = _pieces_in(name, read_headers([path / name]))
+            if found_pieces != _pieces_in(name, manifest.tensors):
                 raise damaged(path, MANIFEST, f"contradicts {name} about the pieces in it")
 
 
 def _pieces_in(file: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns what one file holds of the tensors."""
-    found = {
-        name: tuple(piece for piece in tensor.pieces if piece[0] == file) for name, tensor in tensors.items()
-    }
-    return {name: replace(tensors[name], pieces=pieces) for name, pieces in found.items() if pieces}
+    """Returns the tensors with their pieces in one file alone."""
+    found = {}
+    for name, tensor in tensors.items():
+        if pieces := tuple(piece for piece in tensor.pieces if piece[0] == file):
+            found[name] = replace(tensor, pieces=pieces)
+    return found
 
 
 def damaged(path: Path, file: str, fault: str) -> UserError:
-    """Returns the error for a file of a checkpoint, with the way on: by an explicit choice the next older
-    one, if any."""
+    """Returns the error for a damaged file of a checkpoint. Its remedy names the next older checkpoint, if
+    any."""
     older = [other for other in all_checkpoints(path.parent) if other.name < path.name]
+    remedy = "start a new run in another --run.out_dir: there is no older checkpoint"
     if older:
-        remedy = f"bring the file back, or go on from the checkpoint before it: tlt train --resume {older[0]}"
-    else:
-        remedy = (
-            "bring the file back, or start a new run in another --run.out_dir: there is no older checkpoint"
-        )
-    return UserError(f"{path / file}: {fault}; {remedy}")
+        remedy = f"go on from the checkpoint before it: tlt train --resume {older[0]}"
+    return UserError(f"{path / file}: {fault}; bring the file back, or {remedy}")
 
 
 def describe_state(tensors: Mapping[str, tuple[str, tuple[int, ...]]], manifest: Manifest) -> str:
-    """Returns how the tensors of a run, name → (type, shape), differ from those of a checkpoint, in a few
-    words; empty: not."""
+    """Returns in a few words how a run's tensors, name → (dtype, shape), differ from a checkpoint's; empty:
+    they do not."""
     stored = {name: (tensor.code, tensor.shape) for name, tensor in manifest.tensors.items()}
     differing = sorted({name for name, _ in stored.items() ^ tensors.items()})
     if not differing:

@@ -1,11 +1,11 @@
-"""Replay: the responses of another run with the same seed are references, so that a sweep, or a run repeated
-after a change of code, drafts from what was said before. The law fixes each token; so they change time alone.
+"""Replay: the responses of another run with the same seed become references. So a sweep, or a run repeated
+after a change of code, drafts from earlier responses. The law fixes each token; replay changes time alone.
 
-    RUN/responses/rollout-00000012.jsonl ─▶ rank 0 reads ─▶ all ranks: references of step 12 ─▶ its phase ─▶ forgotten
+    RUN/responses/rollout-00000012.jsonl ─▶ rank 0 ─▶ all ranks: references of step 12 ─▶ its phase ─▶ dropped
 
-What idle ranks have generated ahead goes first: it is of this run's own policy, one update ago; the other
-run's response goes on where it ends. In an evaluation the other run's responses, which are as many updates
-old, go before this one's last. Knows no drafter.
+A response that idle ranks have generated ahead goes first, because it is of this run's own policy, one update
+ago; the other run's response continues where it ends. In an evaluation the other run's response replaces this
+run's last one, because it is of as many updates.
 """
 
 from __future__ import annotations
@@ -32,22 +32,28 @@ _SAME = {
     "model": ("chat_template_kwargs",),
     "rollout": ("problems_per_step",),
 }
-"""Keys, by section, by which a step's problems, prompts and noise are the same in two runs."""
+"""Keys, by section, that must agree for two runs to have the same problems, prompts and noise."""
 
 
 class Replay:
-    """Lends a run the responses of another; this one of none."""
+    """Lends a run the responses of another run. This base lends none."""
 
     def lend(self, purpose: Purpose, policy_step: int, number: int) -> AbstractContextManager[None]:
-        """Makes them references within. policy_step: of the requests.
-        number: of the step, or of updates before an evaluation. Every rank calls it."""
+        """Makes the responses of a phase references within the context. A collective.
+
+        policy_step: policy step of the requests.
+        number: number of the step, or of updates before an evaluation.
+        """
         return nullcontext()
 
 
 @dataclass
 class ReplayOf(Replay):
-    """Lends a run the responses of the run in `folder`. prompts: of this run's problems, by purpose.
-    say: is told, once each, where they end and what of them cannot be read."""
+    """Lends a run the responses of the run in `folder`.
+
+    prompts: this run's prompts, by purpose.
+    say: called with a line when the responses end, and for each file that cannot be read.
+    """
 
     folder: Path
     references: References
@@ -64,12 +70,11 @@ class ReplayOf(Replay):
         found = broadcast_json(self.world, self._read(purpose, number) if self.world.is_leader else None)
         for problem_id, sample_index, token_ids in found:
             key = Request(problem_id, sample_index, (), self.params, purpose, policy_step).key
-            own = self.references.get(key) if purpose == "rollout" else None
-            if own is None:
-                self.references.keep(key, token_ids, REPLAY)
-            else:
-                self.references.keep(key, [*own.token_ids, *token_ids[len(own.token_ids) :]], own.version)
             keys.append(key)
+            if purpose == "rollout" and (own := self.references.get(key)) is not None:
+                self.references.keep(key, [*own.token_ids, *token_ids[len(own.token_ids) :]], own.version)
+            else:
+                self.references.keep(key, token_ids, REPLAY)
         try:
             yield
         finally:
@@ -77,8 +82,8 @@ class ReplayOf(Replay):
                 self.references.drop(key)
 
     def _read(self, purpose: Purpose, number: int) -> Sequence[tuple[str, int, Sequence[int]]]:
-        """Returns (problem, sample, token ids) of the responses to this run's prompts. A guess is worth no
-        run's end: what cannot be read is said, and left out."""
+        """Returns (problem, sample, token ids) of the responses to this run's prompts. A file that cannot be
+        read is reported and left out, for it changes time alone."""
         path = path_of(self.folder, purpose, number)
         if not path.exists():
             if purpose == "rollout" and not self.is_over:
@@ -87,9 +92,8 @@ class ReplayOf(Replay):
                     f"rollout.replay: {self.folder} has kept nothing of step {number + 1}; it goes on without"
                 )
             return []
-        bounds: dict[str, Any] = {"vocab_size": self.model.vocab_size, "window": self.model.max_positions}
         try:
-            return read_answers(path, self.prompts[purpose], **bounds)
+            return read_answers(path, self.prompts[purpose], self.model)
         except UserError as error:
             self.say(f"rollout.replay: {error}; this file is left out")
             return []
@@ -101,8 +105,8 @@ def prompts_of(problems: Sequence[Problem]) -> Prompts:
 
 
 def check_replay(config: Config, problems: Sequence[Problem], model: ModelConfig) -> None:
-    """Raises UserError where the run that is to be replayed is none, has kept nothing, or was asked for
-    other tokens."""
+    """Raises UserError if the run to replay does not exist, has kept nothing, or has other prompts or
+    noise."""
     folder = config.rollout.replay
     if folder is None:
         return
@@ -114,33 +118,33 @@ def check_replay(config: Config, problems: Sequence[Problem], model: ModelConfig
         for key in keys:
             theirs, ours = other.get(section, {}).get(key), own[section][key]
             if theirs != ours:
-                differs = f"{folder} has {section}.{key} {theirs!r}, this run {ours!r}, and so other problems or other noise"
-                raise UserError(f"rollout.replay: {differs}; give a run with the same, or leave it out")
+                raise UserError(
+                    f"rollout.replay: {folder} has {section}.{key} {theirs!r}, this run {ours!r}, and so "
+                    "other problems or other noise; give a run with the same, or leave it out"
+                )
     kept = [*kept_by(folder, "rollout"), *kept_by(folder, "evaluation")]
     if not kept:
         raise UserError(
             f"rollout.replay: {folder} has kept no responses; repeat it with --run.keep_responses true"
         )
-    answers = read_answers(
-        kept[0], prompts_of(problems), vocab_size=model.vocab_size, window=model.max_positions
-    )
+    answers = read_answers(kept[0], prompts_of(problems), model)
     if kept[0].name.startswith("rollout") and not answers:
         theirs, ours = (values["task"].get("data") for values in (other, own))
-        differs = (
-            f"{kept[0]} answers none of this run's prompts (task.data is {theirs} there, and {ours} here)"
+        raise UserError(
+            f"rollout.replay: {kept[0]} answers none of this run's prompts (task.data is {theirs} there, and "
+            f"{ours} here); give a run with the same prompts, or leave it out"
         )
-        raise UserError(f"rollout.replay: {differs}; give a run with the same prompts, or leave it out")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Returns the configuration as it was written: another version's may have other keys."""
+    """Returns the run's configuration as it was written; another version of TLT may have other keys."""
     try:
         values = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         values = None
     if not isinstance(values, dict) or not all(isinstance(section, dict) for section in values.values()):
         raise UserError(
-            f"rollout.replay: {folder} holds no run (no config.json that can be read); give the folder of a "
-            "run"
+            f"rollout.replay: {folder} holds no run (no config.json that can be read); "
+            "give the folder of a run"
         )
     return values

@@ -1,5 +1,5 @@
-"""Responses as files hold them, one a line (`tlt generate`, run.keep_responses), read again: their ids,
-checked against a model. Knows no use of them beyond drafting."""
+"""Reads files of responses, one a line (`tlt generate`, run.keep_responses), and checks their token ids
+against a model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 from tlt.drafter.drafting.references import References
 from tlt.io.files import Record, read_jsonl
-from tlt.types import Request, Rollout, UserError
+from tlt.models.decoder import ModelConfig
+from tlt.types import Key, Request, Rollout, UserError, key_of
 
 Ids = tuple[int, ...]
 
 
 def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]:
-    """Reads responses to train a drafter on; only their ids are needed."""
+    """Reads responses to train a drafter on; their log-probabilities are left out."""
     read = _read(path, "--responses", vocab_size=vocab_size, window=window)
     return [
         Rollout(f"line {i}", 0, prompt, tokens, (), "stop", 0) for i, (_, prompt, tokens) in enumerate(read)
@@ -22,40 +23,35 @@ def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]
 
 
 def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
-    """Reads responses to draft the answers to these requests from: those to the same prompts, by problem
-    and sample. Raises UserError where there is none among them."""
-    asked = {(request.problem_id, request.sample_index, request.prompt_ids): request for request in requests}
+    """Reads references for these requests: responses to the same prompt, by problem and sample. Raises
+    UserError if there is none."""
+    asked = {(key_of(request), request.prompt_ids): request for request in requests}
     references, num_read = References(None), 0
-    for (problem_id, sample_index), prompt_ids, token_ids in _read(
-        path, "--references", vocab_size=vocab_size, window=window
-    ):
+    for key, prompt_ids, token_ids in _read(path, "--references", vocab_size=vocab_size, window=window):
         num_read += 1
-        if (request := asked.get((problem_id, sample_index, prompt_ids))) is not None:
+        if (request := asked.get((key, prompt_ids))) is not None:
             references.keep(request.key, token_ids)
     if not len(references):
         raise UserError(
             f"--references: {path} has {num_read} responses, but none to a problem and sample that is asked "
-            "for here; "
-            "give a file that tlt generate has written for these prompts"
+            "for here; give a file that tlt generate has written for these prompts"
         )
     return references
 
 
-def read_answers(
-    path: Path, prompts: Mapping[str, Ids], *, vocab_size: int, window: int
-) -> list[tuple[str, int, Ids]]:
-    """Reads the responses to these prompts, given by problem: (problem, sample, token ids) of each."""
-    found, read = [], _read(path, "rollout.replay", vocab_size=vocab_size, window=window)
-    for (problem_id, sample_index), prompt_ids, token_ids in read:
-        if prompts.get(problem_id) == prompt_ids and type(sample_index) is int:
-            found.append((problem_id, sample_index, token_ids))
-    return found
+def read_answers(path: Path, prompts: Mapping[str, Ids], model: ModelConfig) -> list[tuple[str, int, Ids]]:
+    """Reads the responses to these prompts, given by problem. Returns (problem, sample, token ids) of
+    each."""
+    read = _read(path, "rollout.replay", vocab_size=model.vocab_size, window=model.max_positions)
+    return [
+        (problem_id, sample_index, token_ids)
+        for (problem_id, sample_index), prompt_ids, token_ids in read
+        if prompts.get(problem_id) == prompt_ids and type(sample_index) is int
+    ]
 
 
-def _read(
-    path: Path, option: str, *, vocab_size: int, window: int
-) -> Iterator[tuple[tuple[str, int], Ids, Ids]]:
-    """Yields (problem and sample, ids of the prompt, ids of the response) of every line."""
+def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[tuple[Key, Ids, Ids]]:
+    """Yields (key, prompt ids, response ids) of every line."""
     for place, record in read_jsonl(path, option):
         ids = response_ids(place, record, vocab_size=vocab_size, window=window)
         yield (str(record.get("problem_id")), record.get("sample_index", 0)), *ids
@@ -63,7 +59,7 @@ def _read(
 
 def response_ids(place: str, record: Record, *, vocab_size: int, window: int) -> tuple[Ids, Ids]:
     """Returns the ids of the prompt and of the response. Raises UserError for ids that the model does not
-    have or hold."""
+    know, and for more than fit in its window."""
     from tlt.hf.tokenizer import check_prompt
 
     ids: list[Ids] = []
@@ -73,8 +69,7 @@ def response_ids(place: str, record: Record, *, vocab_size: int, window: int) ->
             raise UserError(f"{place}: {key} must be a list of whole numbers, as tlt generate writes it")
         ids.append(tuple(value))
     prompt_ids, token_ids = ids
-    if len(prompt_ids) + len(token_ids) > window:
-        length = len(prompt_ids) + len(token_ids)
+    if (length := len(prompt_ids) + len(token_ids)) > window:
         raise UserError(f"{place}: has {length} tokens but the model's window is {window}; remove the line")
     check_prompt(prompt_ids + token_ids, place, vocab_size=vocab_size, window=window + 1)
     return prompt_ids, token_ids

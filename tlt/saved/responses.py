@@ -1,17 +1,16 @@
-"""A run's responses with their rewards, as JSON lines: for people to read, and for other runs to draft from
-(replay.py). The run that writes them reads none of them.
+"""Writes a run's responses with their rewards as JSON lines, for people and for other runs (replay.py).
 
     responses/rollout-00000012.jsonl      of step 12, as metrics.jsonl counts
     responses/evaluation-00000020.jsonl   of the evaluation after 20 updates
 
-A line has what `tlt generate` writes (but logprobs), and whose response it is: purpose, policy_step (both
-of the noise's key), policy_version, reward (null: it could not be scored), is_solved, and where there are
-any reward_parts and reward_error.
+A line has what `tlt generate` writes, except logprobs, and also: purpose and policy_step of the noise's key,
+policy_version, reward (null: it could not be scored), is_solved, and, if there are any, reward_parts and
+reward_error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from tlt.io.files import Record, write_jsonl
@@ -22,18 +21,18 @@ FOLDER = "responses"
 
 
 def path_of(run: Path, purpose: Purpose, number: int) -> Path:
-    """Returns the file of a step, or of the evaluation after so many updates."""
+    """Returns the file of a step, or of the evaluation after `number` updates."""
     return run / FOLDER / f"{purpose}-{number:08d}.jsonl"
 
 
 def kept_by(run: Path, purpose: Purpose) -> list[Path]:
-    """Returns the files that a run has kept, the earliest first."""
+    """Returns the files of a run, the earliest first."""
     return sorted((run / FOLDER).glob(f"{purpose}-*.jsonl"))
 
 
 def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
-    """Removes what an earlier attempt has kept of steps from `step` on, and of evaluations that are not
-    among these."""
+    """Removes an earlier attempt's files of steps from `step` on, and of evaluations that are not in
+    `evaluated`."""
     remains_of: dict[Purpose, Container[int]] = {"rollout": range(step), "evaluation": evaluated}
     for purpose, remains in remains_of.items():
         for path in kept_by(run, purpose):
@@ -43,41 +42,35 @@ def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
 
 
 class KeptResponses:
-    """Writes the files of a run into its folder. decode: response tokens → text."""
+    """Writes a run's responses into its folder. decode: response tokens → text."""
 
     def __init__(self, run: Path, decode: Callable[[Sequence[int]], str]) -> None:
         self.run, self.decode = run, decode
 
     def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
-        """Keeps a phase's responses. number: as `path_of` wants it."""
+        """Writes a phase's responses. number: see `path_of`."""
         path = path_of(self.run, purpose, number)
         path.parent.mkdir(exist_ok=True)
-        write_jsonl(path, self._records({"purpose": purpose, "policy_step": policy_step}, phase))
+        pairs = zip(phase.rollouts, phase.rewards, strict=True)
+        write_jsonl(path, (self.record(purpose, policy_step, *pair) for pair in pairs))
 
-    def _records(self, about: Record, phase: PhaseResult) -> Iterable[Record]:
-        for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
-            yield {
-                **self._response(rollout),
-                **about,
-                "policy_version": rollout.policy_version,
-                **_judgement(reward),
-            }
-
-    def _response(self, rollout: Rollout) -> Record:
-        return {
+    def record(self, purpose: Purpose, policy_step: int, rollout: Rollout, reward: Reward) -> Record:
+        """Returns the line of a response."""
+        line: Record = {
             "problem_id": rollout.problem_id,
             "sample_index": rollout.sample_index,
             "prompt_ids": rollout.prompt_ids,
             "token_ids": rollout.token_ids,
             "text": self.decode(rollout.token_ids),
             "finish_reason": rollout.finish_reason,
+            "purpose": purpose,
+            "policy_step": policy_step,
+            "policy_version": rollout.policy_version,
+            "reward": reward.value if reward.is_scored else None,
+            "is_solved": reward.is_solved,
         }
-
-
-def _judgement(reward: Reward) -> Record:
-    found: Record = {"reward": reward.value if reward.is_scored else None, "is_solved": reward.is_solved}
-    if reward.parts:
-        found["reward_parts"] = dict(reward.parts)
-    if reward.error:
-        found["reward_error"] = reward.error
-    return found
+        if reward.parts:
+            line["reward_parts"] = dict(reward.parts)
+        if reward.error:
+            line["reward_error"] = reward.error
+        return line

@@ -1,5 +1,4 @@
-"""A run's folder: whether a run has begun in it, that one process at a time writes there, why it cannot.
-Knows files alone."""
+"""A run's folder: whether a run has begun in it, a lock for its one writer, and errors of writing there."""
 
 from __future__ import annotations
 
@@ -19,29 +18,32 @@ _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
 
 def has_begun(folder: Path) -> bool:
     """Returns whether a run has begun in the folder: it has left a step, an evaluation or a checkpoint. An
-    attempt that ended before, such as one whose task was at fault, has nothing to keep."""
+    attempt that ended earlier, for example because its task was faulty, has nothing to keep."""
     files = (folder / name for name in ("metrics.jsonl", "evaluations.jsonl"))
-    has_left = any(file.is_file() and file.stat().st_size for file in files) or any(
-        folder.glob("checkpoints/step-*")
-    )
+    has_lines = any(file.is_file() and file.stat().st_size for file in files)
+    has_left = has_lines or any(folder.glob("checkpoints/step-*"))
     return has_left and (folder / "config.json").exists()
 
 
 def can_go_on(folder: Path) -> bool:
-    """Returns whether there is something to go on from in the folder: a run that has begun, or responses
-    of one that had not come so far."""
-    return has_begun(folder) or any(folder.glob("journal/step-*/*"))
+    """Returns whether a run can go on in the folder: one has begun there, or an attempt has left
+    responses."""
+    return has_begun(folder) or _has_journal(folder)
+
+
+def _has_journal(folder: Path) -> bool:
+    return any(folder.glob("journal/step-*/*"))
 
 
 def forget_journal(folder: Path) -> bool:
-    """Removes the responses of an attempt that is not gone on with. Returns whether there were any."""
-    had_any = any(folder.glob("journal/step-*/*"))
+    """Removes the responses of an earlier attempt. Returns whether there were any."""
+    had_any = _has_journal(folder)
     shutil.rmtree(folder / "journal", ignore_errors=True)
     return had_any
 
 
 def refuse_begun(folder: Path) -> None:
-    """Raises UserError where a run has begun in the folder."""
+    """Raises UserError if a run has begun in the folder."""
     if has_begun(folder):
         raise UserError(
             f"run.out_dir: {folder} holds a run already;"
@@ -50,9 +52,8 @@ def refuse_begun(folder: Path) -> None:
 
 
 class FolderLock:
-    """Holds a folder until `release`, or until the process ends, however it ends: the kernel keeps the
-    lock. Makes the folder. Raises UserError where another process holds it, or nothing can be written
-    there."""
+    """A lock of the kernel on a folder, held until `release` or the end of the process. Makes the folder.
+    Raises UserError if another process holds the lock, or nothing can be written there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,13 +70,12 @@ class FolderLock:
         except BlockingIOError:
             self.release()
             raise UserError(
-                f"run.out_dir: another process is running in {folder}; wait for its end, stop it, or give "
-                "another --run.out_dir"
+                f"run.out_dir: another process is running in {folder}; wait for its end, stop it, "
+                "or give another --run.out_dir"
             ) from None
 
     def check(self) -> None:
-        """Raises UserError where the folder has been removed, or another lies in its place: nothing is to
-        be written there."""
+        """Raises UserError if the folder has been removed or replaced."""
         try:
             is_there = os.path.samestat(os.fstat(self._opened), os.stat(self._folder))
         except FileNotFoundError:
@@ -84,15 +84,14 @@ class FolderLock:
             raise _removed(self._folder)
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Releases the lock."""
         if not self._file.closed:
             self._file.close()
             os.close(self._opened)
 
 
 def explain_os_error(error: OSError, folder: Path) -> UserError | None:
-    """Returns a run's error of the system as what is wrong with its folder, or with the disk; None: it is
-    neither."""
+    """Returns the UserError for an OSError that is due to the run's folder or the disk; None: it is not."""
     named = Path(error.filename) if isinstance(error.filename, str | Path) else None
     is_inside = named is not None and named.is_relative_to(folder)
     if error.errno == errno.ENOENT and not folder.exists():
@@ -106,7 +105,6 @@ def explain_os_error(error: OSError, folder: Path) -> UserError | None:
 
 def _removed(folder: Path) -> UserError:
     return UserError(
-        f"run.out_dir: {folder} has been removed, or moved, under the run; bring it back, then tlt train "
-        f"--resume {folder}, or"
-        " begin a new run"
+        f"run.out_dir: {folder} has been removed, or moved, under the run; bring it back, "
+        f"then tlt train --resume {folder}, or begin a new run"
     )

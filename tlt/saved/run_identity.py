@@ -1,5 +1,5 @@
-"""What a folder says of the run that has begun in it, and who goes on with it is held to: its id and its
-inputs, by the checkpoint that it would go on from, or by its journal where there is none."""
+"""The identity of the run in a folder: its id and its inputs, to which a resumed run is held. They stand in
+the newest checkpoint, or, if there is none, in the journal."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ _INPUTS = TypeAdapter(Inputs)
 
 @dataclass(frozen=True)
 class Begun:
-    """run: its id.  inputs: what it computes from.  when: it was so, for people."""
+    """A run that has begun in a folder."""
 
     run: str
+    """Its id."""
     inputs: Inputs
     when: str
+    """When it had these inputs, for messages."""
 
 
 def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
-    """Returns what is known of the run in a folder; None: nothing. checkpoint: the one to go on from;
-    None: the newest. Raises UserError where that is damaged."""
+    """Returns the run that has begun in a folder; None: none is known. Raises UserError if the checkpoint is
+    damaged.
+
+    checkpoint: the one to go on from; None: the newest.
+    """
     checkpoint = checkpoint or latest_checkpoint(folder / "checkpoints")
     if checkpoint is not None:
         manifest = read_manifest(checkpoint)
         return Begun(manifest.run, manifest.inputs, f"at its checkpoint of step {manifest.step}")
     header = read_header(folder / "journal")
-    if header is None or read_run_id(folder) not in (
-        None,
-        header["run"],
-    ):  # another run's journal says nothing of this one
+    if header is None or read_run_id(folder) not in (None, header["run"]):  # another run's journal
         return None
     try:
         return Begun(str(header["run"]), _INPUTS.validate_python(header["inputs"]), "when its journal began")
@@ -47,10 +49,9 @@ def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
 
 
 def identify_run(folder: Path, config: Config, inputs: Inputs, say: Callable[[str], None]) -> str:
-    """Returns the id of the run in a folder, one that begins or goes on. Raises UserError where these are
-    not the inputs of the run that has begun there; `say` is told of reward code that is another."""
-    begun = read_begun(folder)
-    if begun is None:
+    """Returns the id of the run in a folder, new or resumed. Raises UserError if the run that has begun there
+    has other inputs. `say` is called with a line for each module of reward code that has changed."""
+    if (begun := read_begun(folder)) is None:
         return run_id(folder, say=say)
     inputs.refuse_other(begun.inputs, config, begun.when)
     files = code_of(config)

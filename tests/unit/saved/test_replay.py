@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,8 +63,7 @@ def test_a_judgement_says_what_was_scored_and_why_not() -> None:
     written = KeptResponses(Path(), lambda ids: f"{len(ids)} tokens")
     rollout = Rollout("p", 2, (3,), (4, 5), (-0.1, -0.2), "length", 6)
     rewards = [Reward(0.5, True, parts={"a": 1.0}), Reward(float("nan"), False, error="timed out")]
-    phase: Any = SimpleNamespace(rollouts=[rollout] * 2, rewards=rewards)
-    one, other = written._records({"purpose": "rollout", "policy_step": 6}, phase)
+    one, other = (written.record("rollout", 6, rollout, reward) for reward in rewards)
     assert (one["text"], one["reward"], one["is_solved"], one["reward_parts"]) == (
         "2 tokens",
         0.5,
