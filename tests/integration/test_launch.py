@@ -50,7 +50,7 @@ def listens_at(pid):
 def entry(scenario, stop):
     import torch
     from tlt.ranks.world import (
-        any_rank, average_weighted, gather_objects, init_process_group_from_env, refuse_together, shutdown, tell)
+        any_rank, average_weighted, broadcast_json, gather_objects, init_process_group_from_env, refuse_together, shutdown)
     from tlt.types import UserError
 
     world = init_process_group_from_env("cpu", timeout_seconds=60)
@@ -72,7 +72,7 @@ def entry(scenario, stop):
 
         say(gathered=gather_objects(world, {"rank": rank}), threads=torch.get_num_threads())
         say(any=any_rank(world, rank == 1), none=any_rank(world, False))
-        say(told=[tell(world, {"rank": rank, "pi": 0.1 + 0.2}), tell(world, None), tell(world, [])])
+        say(told=[broadcast_json(world, value) for value in ({"rank": rank, "pi": 0.1 + 0.2}, None, [])])
         try:
             refuse_together(world, None)
             refuse_together(world, f"mistake {rank}" if rank == 1 else None)

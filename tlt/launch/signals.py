@@ -1,7 +1,7 @@
 """How launcher and ranks react to SIGINT, SIGTERM and the death of a rank.
 
     terminal, kill ──▶ Supervisor, a thread of the launcher ──▶ sets SharedStop; kills at the second Ctrl-C
-                             ▲ sees SharedStop set, and in which order the ranks end
+                            ▲ sees SharedStop set, and in which order the ranks end
     terminal, kill ──▶ a thread of every rank ───────────────▶ sets SharedStop, which every rank's entry polls
     torch's agent  ──▶ the same thread: another rank failed ──▶ the rank leaves at once
 
