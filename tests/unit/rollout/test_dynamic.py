@@ -3,31 +3,25 @@ a phase."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-import torch
-from torch.distributed import HashStore
 
 from tests.lossless.helpers import STOP, make_engine, make_policy
+from tests.unit.rollout.phase_parts import Scorers, make_phase
 from tlt.accounts import DrafterReport
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
-from tlt.ranks.world import World
-from tlt.report.timeline import Timeline
 from tlt.rollout.dynamic import Draw, DynamicSampling, Group, flatten
-from tlt.rollout.phase import RolloutPhase, StopRequested
-from tlt.rollout.protocol import DrafterSide, Receivers
+from tlt.rollout.phase import StopRequested
+from tlt.rollout.protocol import DrafterSide
 from tlt.rollout.result import PhaseResult, ReplicaReport, combine
-from tlt.rollout.work import ReplicaWork
 from tlt.rollout.work_queue import local_work_queue
 from tlt.speculative.strategy import Strategy
 from tlt.training.problems import problems_of_step, spare_problems
 from tlt.tuning.tuner import Fixed
-from tlt.types import Problem, Request, Reward, Rollout, SamplingParams
+from tlt.types import Problem, Reward, Rollout, SamplingParams
 
 POLICY = make_policy()
 PROBLEMS = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(12)]
@@ -125,34 +119,11 @@ def test_no_key_occurs_twice_and_every_round_asks_for_what_lacks_whatever_the_re
     assert len({group.problem_id for group in kept}) == num
 
 
-def test_spare_problems_are_a_function_of_seed_and_step() -> None:
-    assert spare_problems(PROBLEMS, 5, 4, 0) == spare_problems(PROBLEMS, 5, 4, 0)
-    assert spare_problems(PROBLEMS, 5, 4, 0) != spare_problems(PROBLEMS, 5, 4, 1)
-    assert spare_problems(PROBLEMS, 3, 4, 0) != spare_problems(PROBLEMS, 6, 4, 0)
-
-
 # ── in a phase ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ParityScorers:
-    """Rewards a response by what it says, so that some groups agree and others do not."""
-
-    def __init__(self) -> None:
-        self.rewards: dict[tuple[str, int], Reward] = {}
-
-    def submit(
-        self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int
-    ) -> None:
-        self.rewards[key] = Reward(float(sum(map(int, text.split())) % 5 == 0), True)
-
-    def collect(self) -> dict[tuple[str, int], Reward]:
-        return {}
-
-    def drain(self, patience: float) -> dict[tuple[str, int], Reward]:
-        rewards, self.rewards = self.rewards, {}
-        return rewards
-
-    def abandon(self) -> None: ...
+PARITY = Scorers(lambda token_ids: float(sum(token_ids) % 5 == 0))
+"""Gives some groups different rewards, and others not."""
 
 
 class Watcher(DrafterSide):
@@ -174,19 +145,12 @@ class Watcher(DrafterSide):
         self.events.append("abandon")
 
 
-def make_phase(engine: RolloutEngine) -> RolloutPhase:
-    world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
-    scorers: Any = ParityScorers()
-    words = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    return RolloutPhase(
-        world, engine, local_work_queue(), Receivers(scorers, words), Timeline(0), lambda: False
-    )
-
-
 def sample(engine: RolloutEngine, step: int = 4, drafter: DrafterSide | None = None) -> PhaseResult:
     params = SamplingParams(temperature=1.0, max_tokens=16, stop_ids=(STOP,))
     begin, spare = problems_of_step(PROBLEMS, step, 4, 0), spare_problems(PROBLEMS, step, 4, 0)
-    return make_phase(engine).run(begin, 2, params, "rollout", step, drafter or DrafterSide(), rule(4, spare))
+    return make_phase(engine, local_work_queue(), PARITY).run(
+        begin, 2, params, "rollout", step, drafter or DrafterSide(), rule(4, spare)
+    )
 
 
 def responses(groups: Sequence[Group]) -> list[tuple[str, int, tuple[int, ...], float]]:
@@ -212,17 +176,6 @@ def test_with_speculation_on_and_off_the_same_problems_are_drawn_again_and_answe
     assert len(rollouts) == len(rewards) == 8
 
 
-def test_another_step_draws_other_responses_to_the_same_problems() -> None:
-    first, again = (
-        responses(sample(make_engine(POLICY)).groups),
-        responses(sample(make_engine(POLICY), 7).groups),
-    )
-    tokens = {(problem, index): ids for problem, index, ids, _ in first}
-    shared = [(tokens[problem, index], ids) for problem, index, ids, _ in again if (problem, index) in tokens]
-    assert shared
-    assert sum(one != other for one, other in shared) > len(shared) / 2
-
-
 def test_the_drafter_sees_all_rounds_as_one_step() -> None:
     watcher = Watcher()
     result = sample(make_engine(POLICY), drafter=watcher)
@@ -236,7 +189,7 @@ def test_the_drafter_sees_all_rounds_as_one_step() -> None:
 def test_a_stop_in_a_later_round_breaks_the_whole_step_off() -> None:
     engine = make_engine(POLICY)
     watcher = Watcher()
-    phase = make_phase(engine)
+    phase = make_phase(engine, local_work_queue(), PARITY)
     begun = []
     begin = phase.queue.begin
     phase.queue.begin = lambda name, num: (begun.append(name), begin(name, num))  # type: ignore[method-assign]  # listens in
@@ -268,10 +221,3 @@ def test_idle_time_at_the_end_of_a_round_counts_and_so_does_the_training_in_it()
     assert result.drafter_seconds == pytest.approx(4 + 1)
     assert [report.num_migrated for report in result.replicas] == [1, 2]
     assert combine([first]) == first
-
-
-def test_a_response_with_a_later_sample_index_can_be_handed_over() -> None:
-    requests = [Request("p0", index, (3, 4), SamplingParams()) for index in (6, 7)]
-    work = ReplicaWork(local_work_queue(), [requests])
-    begun = dataclasses.replace(requests[1], token_ids=(5,), logprobs=(-0.5,))
-    assert work._unpack(work._pack(begun)) == begun

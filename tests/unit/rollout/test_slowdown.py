@@ -98,12 +98,6 @@ def test_steps_beside_a_neighbour_that_decodes_do_not_count() -> None:
     assert sums_of(halfway, [idle]).num_steps == 0
 
 
-def test_before_anything_is_measured_nothing_is_said_to_cost_anything() -> None:
-    costs = Slowdown().costs()
-    assert {cost.mean for cost in costs.values()} == {0.0}
-    assert all(cost.deviation == pytest.approx(0.2) for cost in costs.values())
-
-
 def test_sums_of_ranks_add_up_and_survive_a_restart() -> None:
     stretches = windows("atr" * 20)
     parts = [sums_of([*steps_beside(stretches, COSTS, seed)], [stretches]) for seed in range(3)]

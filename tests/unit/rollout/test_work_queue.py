@@ -2,7 +2,6 @@
 
 import math
 import multiprocessing
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -21,7 +20,6 @@ from tlt.rollout.work_queue import (
     ReplicaTimeout,
     WorkQueue,
     connect_work_queue,
-    local_work_queue,
 )
 
 
@@ -277,19 +275,6 @@ def test_equal_wishes_of_two_replicas_are_told_apart() -> None:
     assert sorted(first.take(1) + got) == [0, 1]
 
 
-def test_all_done_does_not_flicker_when_a_finished_unit_brings_new_ones() -> None:
-    first, second = make_replicas(2, 1)
-    (unit,) = first.take(1)
-    new = first.add_units(1)
-    first.finish(unit)
-    assert not second.all_done()
-    assert second.has_work()
-    assert second.take(1) == list(new)
-    second.finish(new[0])
-    assert first.all_done()
-    assert second.all_done()
-
-
 def test_a_silent_replica_is_named_after_the_timeout_and_one_at_work_is_not() -> None:
     clock = Clock()
     first, second = make_replicas(2, 2, clock, timeout=30.0)
@@ -368,15 +353,6 @@ def test_in_a_crowd_that_trains_between_questions_not_every_one_is_asked() -> No
         idle.store = store
         assert not any(idle.has_news() for _ in range(100))
         assert store.num_asked == 2 * num_looks + 1, "that no unit of the phase's own is left is asked once"
-
-
-def test_who_has_news_hears_it_again_until_it_acts() -> None:
-    first, second = make_replicas(2, 1, Clock())
-    assert first.has_news()
-    assert first.has_news()
-    first.take(1)
-    assert not first.has_news()
-    assert not second.has_news()
 
 
 def test_help_is_offered_once_while_nothing_changes_and_again_after_that() -> None:
@@ -479,18 +455,6 @@ def test_a_unit_cannot_be_finished_twice_nor_by_another_nor_forgotten() -> None:
     first.begin("rollout 1", 4)
 
 
-def test_one_replica_needs_no_server() -> None:
-    alone = local_work_queue()
-    alone.begin("rollout 0", 10)
-    taken = []
-    while units := alone.take(3):
-        taken += units
-        for unit in units:
-            alone.finish(unit)
-    assert taken == list(range(10))
-    assert alone.all_done()
-
-
 def _work(port: int, replica: int, num_units: int, results: multiprocessing.Queue) -> None:
     store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     queue = connect_work_queue(store, replica, 3, timeout=20.0)
@@ -526,19 +490,3 @@ def test_three_processes_share_a_queue_over_tcp() -> None:
         shares = [by_replica[r][phase] for r in range(3)]
         assert sorted(unit for share in shares for unit in share) == list(range(num_units + num_added))
         assert sum(bool(share) for share in shares) >= 2, "one replica did all the work"
-
-
-def test_no_call_blocks_on_a_key_that_is_not_there_yet() -> None:
-    """The quickest of many calls: tens of microseconds, where a `get` of an absent key waits for the
-    store's time-out."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
-    queue = connect_work_queue(server, 0, 2, timeout=60.0)
-    queue.begin("rollout 0", 100)
-    for call in (queue.all_done, queue.has_work, queue.heartbeat):
-        seconds = []
-        for _ in range(50):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-        assert min(seconds) < 5e-3
-        assert seconds[0] < 2.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, make_policy
+from tests.unit.rollout.phase_parts import Scorers
 from tlt.engine.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
 from tlt.ranks.world import World
@@ -99,15 +98,6 @@ def test_finished_responses_and_their_rewards_come_back_as_they_were(tmp_path: P
     assert recalled.rewards == {("p0", 0): reward}
     assert recalled.requests == [[requests[0][1]], requests[1], [requests[2][0]]]
     assert recalled.num_tokens == 10
-
-
-def test_a_problem_all_of_whose_responses_are_known_is_no_unit_of_work(tmp_path: Path) -> None:
-    requests = ask(2)
-    journal = open_journal(tmp_path)
-    journal.begin("rollout 0", requests)
-    for request in requests[0]:
-        journal.note_finished(answer(request))
-    assert open_journal(tmp_path).begin("rollout 0", requests).requests == [requests[1]]
 
 
 def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) -> None:
@@ -337,10 +327,6 @@ def test_a_damaged_file_gives_back_nothing_that_was_not_written(tmp_path: Path, 
     assert said or is_whole or kind == 0, "damage is told; a cut between two records cannot be seen"
 
 
-def test_a_record_of_zeros_is_none() -> None:
-    assert not [*read_records(BytesIO(bytes(64)))]
-
-
 def test_a_record_that_is_whole_but_makes_no_sense_ends_its_file() -> None:
     good = JournalRecord.of({"kind": "part"}, (1, 2), (-0.5, -0.25))
     data = good.encode()
@@ -363,34 +349,11 @@ def test_a_torn_last_record_is_told_and_the_others_count(tmp_path: Path) -> None
 # ── within a phase ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Exact:
-    """Scores at once, by the tokens."""
-
-    def __init__(self) -> None:
-        self.submitted: list[tuple[str, int]] = []
-        self._done: dict[tuple[str, int], Reward] = {}
-
-    def submit(
-        self, key: tuple[str, int], problem: object, text: str, token_ids: Sequence[int], step: int
-    ) -> None:
-        self.submitted.append(key)
-        self._done[key] = Reward(sum(token_ids) % 5 / 4, False)
-
-    def collect(self) -> dict[tuple[str, int], Reward]:
-        done, self._done = self._done, {}
-        return done
-
-    def drain(self, patience: float) -> dict[tuple[str, int], Reward]:
-        return self.collect()
-
-    def abandon(self) -> None: ...
-
-
 class Killed(Exception):
     pass
 
 
-def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult, RolloutEngine, Exact]:
+def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult, RolloutEngine, Scorers]:
     """Runs a phase of two rounds with its journal; kill_after: engine steps after which this process
     'dies'."""
     engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=3)
@@ -403,7 +366,7 @@ def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult,
         return [*step(captures)]
 
     engine.step = dying_step  # type: ignore[method-assign, assignment]  # the fault
-    scorers, journal = Exact(), open_journal(folder)
+    scorers, journal = Scorers(lambda token_ids: sum(token_ids) % 5 / 4), open_journal(folder)
     receivers, queue = Receivers(scorers, str, journal), WorkQueue(HashStore(), 0, 1, 60.0)
     phase = RolloutPhase(WORLD, engine, queue, receivers, Timeline(0), lambda: False)
     problems = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(4)]
@@ -441,10 +404,3 @@ def test_after_a_death_the_phase_ends_as_it_would_have_and_generates_none_of_it_
     assert third.rewards == whole.rewards
     assert idle_engine.stats.num_tokens == 0, "all of it stands in the journal now"
     assert not unused.submitted
-
-
-def test_draws_of_later_rounds_come_back_too(tmp_path: Path) -> None:
-    run_phase(tmp_path)
-    names = find_phases(tmp_path, "run", {""})
-    assert len(names) == 2, json.dumps(sorted(names))
-    assert all(name.endswith(", policy 0") for name in names)

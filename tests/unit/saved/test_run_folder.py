@@ -37,13 +37,6 @@ def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
 
 
-def test_a_folder_that_was_released_can_be_held_again(tmp_path: Path) -> None:
-    FolderLock(tmp_path / "new").release()
-    lock = FolderLock(tmp_path / "new")
-    assert "another process" in refusal(tmp_path / "new")
-    lock.release()
-
-
 def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/run")):
