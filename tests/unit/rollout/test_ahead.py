@@ -120,9 +120,7 @@ def test_what_a_policy_has_written_to_its_end_comes_last_however_near_its_step_i
     assert order == ["b", "c", "a"]
 
 
-def test_no_more_responses_run_at_a_time_than_a_step_has_and_further_steps_take_the_places_of_those_that_end() -> (
-    None
-):
+def test_as_many_responses_run_at_a_time_as_a_step_has_and_further_steps_fill_up() -> None:
     requests = [request(f"p{i}", step) for step in (1, 2, 3) for i in range(4 * step - 4, 4 * step)]
     ahead = make_ahead(requests, engine=make_engine(make_policy(), max_batch_size=24))
     num_running = []

@@ -189,9 +189,8 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(
         writer.save(make_checkpoint(1, rank=rank))
     for writer in writers:
         message = refusal(writer.wait)
-        assert message.startswith(
-            "the checkpoint of step 1 is not written (rank 1: No space left on device); there is none before it;"
-        )
+        fault = "the checkpoint of step 1 is not written (rank 1: No space left on device)"
+        assert message.startswith(f"{fault}; there is none before it;")
     assert names_in(tmp_path) == []
 
 
