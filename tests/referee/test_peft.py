@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.models.test_lora import make_config
-from tests.unit.transformer_parts import PROMPTS, packed_logits, referee, trainable
+from tests.unit.models.transformer_parts import PROMPTS, packed_logits, referee, trainable
 from tlt.assembly.model import Model
 from tlt.assembly.policy import build_policy, plan_policy
 from tlt.config.lora import LoraSection

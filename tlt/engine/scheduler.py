@@ -30,11 +30,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        waiting: deque[Request],
-        max_slots: int,
-        window: int,
-        decode: Decode | None = None,
+        self, waiting: deque[Request], max_slots: int, window: int, decode: Decode | None = None
     ) -> None:
         self.waiting, self.max_slots, self.window, self.decode = waiting, max_slots, window, decode
         self.running: list[Sequence] = []

@@ -44,8 +44,11 @@ def read_limits(path: Path) -> Limits:
     except Exception as error:  # transformers refuses by exceptions of many kinds
         remedy = "correct it, or give a model that the installed transformers knows"
         raise UserError(f"{source}: transformers cannot read it ({one_line(error, 160)}); {remedy}") from None
-    limits = {name: getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings")}
-    for name, value in limits.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{source}: {name} is {value!r}; it must be a positive integer")
-    return ForeignConfig(*limits.values())
+    names = ("vocab_size", "max_position_embeddings")
+    return ForeignConfig(*(_positive(getattr(config, name, None), name, source) for name in names))
+
+
+def _positive(value: object, name: str, source: Path) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{source}: {name} is {value!r}; it must be a positive integer")
+    return value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, make_policy
-from tests.pretend_device import DEVICE, Crossings, PretendTensor, pretended
+from tests.unit.engine.pretend_device import DEVICE, Crossings, PretendTensor, pretended
 from tlt.drafter.drafting.calibration import Calibration
 from tlt.drafter.drafting.hybrid import make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter

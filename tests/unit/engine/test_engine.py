@@ -4,6 +4,7 @@ tests/lossless's affair."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,15 +27,21 @@ def request(
     return Request(problem, index, prompt, SamplingParams(max_tokens=max_tokens, stop_ids=(stop,)))
 
 
-def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(POLICY)
-    forwarded: list[int] = []
+def watched_engine(monkeypatch: pytest.MonkeyPatch) -> tuple[RolloutEngine, list[int]]:
+    """Returns an engine, and the numbers of tokens of its forwards to come."""
+    engine, forwarded = make_engine(POLICY), []
     forward = engine.model.forward_capturing
-    monkeypatch.setattr(
-        engine.model,
-        "forward_capturing",
-        lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1],
-    )
+
+    def watched(ids: torch.Tensor, *rest: Any) -> Any:
+        forwarded.append(len(ids))
+        return forward(ids, *rest)
+
+    monkeypatch.setattr(engine.model, "forward_capturing", watched)
+    return engine, forwarded
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, forwarded = watched_engine(monkeypatch)
     engine.add(
         request(name, i, prompt) for name, prompt in (("a", (1, 2, 3, 4)), ("b", (5, 6))) for i in range(3)
     )
@@ -46,14 +53,7 @@ def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     """In order; a text that is too long alone goes alone, part by part."""
     monkeypatch.setattr("tlt.engine.prefill._PART_TOKENS", 6)
     monkeypatch.setattr("tlt.models.kv_cache.PREFILL_TOKENS", 9)
-    engine = make_engine(POLICY)
-    forwarded: list[int] = []
-    forward = engine.model.forward_capturing
-    monkeypatch.setattr(
-        engine.model,
-        "forward_capturing",
-        lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1],
-    )
+    engine, forwarded = watched_engine(monkeypatch)
     engine.add(request(str(i), 0, tuple(range(1, length + 1))) for i, length in enumerate((4, 5, 3, 20, 2)))
     engine.step()
     assert forwarded == [3 + 4, 2, 9, 6, 4, 1, 5]

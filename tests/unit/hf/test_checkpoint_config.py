@@ -8,28 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from tests.unit.checkpoint_parts import (
-    CASES,
-    PUBLISHED,
-    SIZES,
-    load_published,
-    refusal,
-    theirs,
-)
+from tests.unit.hf.checkpoint_parts import CASES, PUBLISHED, SIZES, refusal, theirs
 from tlt.hf.config import config_to_hf, load_model_config, parse_config
 from tlt.hf.weights import expected_shapes
-from tlt.models.decoder import ModelConfig, RopeScaling
-
-
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.mark.parametrize(
@@ -52,25 +35,6 @@ def test_the_published_models_have_the_parameters_of_transformers(name: str, num
     assert config.rope_theta == model.config.rope_parameters["rope_theta"]
     assert config.rms_norm_eps == model.config.rms_norm_eps
     assert config.max_positions == 131072
-
-
-def test_llama_3_3_is_read_with_its_rope_scaling() -> None:
-    config = load_published("Llama-3.3-70B-Instruct")
-    assert config == ModelConfig(
-        architecture="llama",
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
-        max_positions=131072,
-        tie_embeddings=False,
-    )
 
 
 def test_the_layouts_of_transformers_4_and_5_mean_the_same() -> None:
@@ -120,93 +84,67 @@ def test_windows_that_hide_nothing_are_let_through() -> None:
         assert parse_config(qwen | changes, "harmless") == parse_config(qwen, "published")
 
 
+QWEN2, LLAMA, QWEN3 = "Qwen2.5-7B", "Llama-3.3-70B-Instruct", "Qwen3"
+SLIDING = "layer_types is 'sliding_attention';"
 REFUSED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
-    ("Qwen2.5-7B", {"num_experts": 60}, "num_experts is 60;"),
-    ("Qwen2.5-7B", {"architectures": ["Qwen2MoeForCausalLM"]}, "architectures is ['Qwen2MoeForCausalLM'];"),
-    ("Llama-3.3-70B-Instruct", {"num_local_experts": 8}, "num_local_experts is 8;"),
-    ("Qwen2.5-7B", {"vision_config": {"depth": 32}}, "vision_config is {'depth': 32};"),
-    ("Qwen2.5-7B", {"architectures": ["MistralForCausalLM"]}, "architectures is ['MistralForCausalLM'];"),
-    ("Qwen2.5-7B", {"architectures": None}, "architectures is None;"),
+    (QWEN2, {"num_experts": 60}, ""),
+    (QWEN2, {"architectures": ["Qwen2MoeForCausalLM"]}, ""),
+    (LLAMA, {"num_local_experts": 8}, ""),
+    (QWEN2, {"vision_config": {"depth": 32}}, ""),
+    (QWEN2, {"architectures": ["MistralForCausalLM"]}, ""),
+    (QWEN2, {"architectures": None}, ""),
+    (LLAMA, {"architectures": ["LlamaForCausalLMEagle3"]}, ""),
+    (LLAMA, {"model_type": "mistral"}, ""),
+    (QWEN2, {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 14}, ""),
+    (QWEN2, {"layer_types": ["full_attention", "sliding_attention"] * 14}, SLIDING),
     (
-        "Llama-3.3-70B-Instruct",
-        {"architectures": ["LlamaForCausalLMEagle3"]},
-        "architectures is ['LlamaForCausalLMEagle3'];",
+        QWEN2,
+        {"layer_types": ["sliding_attention"] * 28, "use_sliding_window": True, "sliding_window": 9},
+        SLIDING,
     ),
-    ("Llama-3.3-70B-Instruct", {"model_type": "mistral"}, "model_type is 'mistral';"),
+    (QWEN2, {"layer_types": ["linear_attention"] * 28}, "layer_types is 'linear_attention';"),
+    (QWEN2, {"quantization_config": {"quant_method": "awq"}}, ""),
+    (LLAMA, {"attention_bias": True}, ""),
+    (QWEN3, {"attention_bias": True}, ""),
+    (LLAMA, {"mlp_bias": True}, ""),
+    (LLAMA, {"hidden_act": "gelu"}, ""),
+    (LLAMA, {"pretraining_tp": 2}, ""),
+    (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn';"),
+    (QWEN2, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear';"),
+    (QWEN2, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type is 'dynamic';"),
     (
-        "Qwen2.5-7B",
-        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14},
-        "sliding_window is 4096;",
-    ),
-    (
-        "Qwen2.5-7B",
-        {"layer_types": ["full_attention", "sliding_attention"] * 14},
-        "layer_types is 'sliding_attention';",
-    ),
-    (
-        "Qwen2.5-7B",
-        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 28},
-        "layer_types is 'sliding_attention';",
-    ),
-    ("Qwen2.5-7B", {"layer_types": ["linear_attention"] * 28}, "layer_types is 'linear_attention';"),
-    (
-        "Qwen2.5-7B",
-        {"quantization_config": {"quant_method": "awq"}},
-        "quantization_config is {'quant_method': 'awq'};",
-    ),
-    ("Llama-3.3-70B-Instruct", {"attention_bias": True}, "attention_bias is True;"),
-    ("Qwen3", {"attention_bias": True}, "attention_bias is True;"),
-    ("Llama-3.3-70B-Instruct", {"mlp_bias": True}, "mlp_bias is True;"),
-    ("Llama-3.3-70B-Instruct", {"hidden_act": "gelu"}, "hidden_act is 'gelu';"),
-    ("Llama-3.3-70B-Instruct", {"pretraining_tp": 2}, "pretraining_tp is 2;"),
-    ("Qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn';"),
-    (
-        "Qwen2.5-7B",
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        "rope_scaling.rope_type is 'linear';",
-    ),
-    (
-        "Qwen2.5-7B",
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope_scaling.rope_type is 'dynamic';",
-    ),
-    (
-        "Qwen2.5-7B",
+        QWEN2,
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
         "rope_parameters.rope_type is 'yarn';",
     ),
     (
-        "Qwen2.5-7B",
+        QWEN2,
         {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
         "rope_parameters is {'full_attention':",
     ),
-    (
-        "Qwen2.5-7B",
-        {"rope_scaling": {"type": "llama3", "factor": 8.0}},
-        "rope_scaling.low_freq_factor is None;",
-    ),
-    ("Qwen2.5-7B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5;"),
-    ("Qwen2.5-7B", {"num_key_value_heads": 5}, "num_key_value_heads is 5;"),
-    ("Qwen2.5-7B", {"head_dim": 63}, "head_dim is 63;"),
-    ("Qwen2.5-7B", {"hidden_size": "3584"}, "hidden_size is '3584';"),
-    ("Qwen2.5-7B", {"vocab_size": None}, "vocab_size is None;"),
-    ("Qwen3", {"head_dim": None}, "head_dim is None;"),
-    ("Qwen2.5-7B", {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6';"),
+    (QWEN2, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is None;"),
+    (QWEN2, {"partial_rotary_factor": 0.5}, ""),
+    (QWEN2, {"num_key_value_heads": 5}, ""),
+    (QWEN2, {"head_dim": 63}, ""),
+    (QWEN2, {"hidden_size": "3584"}, ""),
+    (QWEN2, {"vocab_size": None}, ""),
+    (QWEN3, {"head_dim": None}, ""),
+    (QWEN2, {"rms_norm_eps": "1e-6"}, ""),
 ]
+"""Changes of a published config.json, and how the refusal begins (empty: "KEY is VALUE" of the first key)."""
 
 
 @pytest.mark.parametrize(("base", "changes", "named"), REFUSED_CONFIGS, ids=lambda value: str(value)[:40])
 def test_what_would_be_computed_differently_is_refused_by_name(
     base: str, changes: dict[str, Any], named: str
 ) -> None:
-    if base == "Qwen3":
-        raw = json.loads((PUBLISHED / "Qwen2.5-7B.json").read_text())
+    raw = json.loads((PUBLISHED / f"{QWEN2 if base == QWEN3 else base}.json").read_text())
+    if base == QWEN3:
         raw |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
-    else:
-        raw = json.loads((PUBLISHED / f"{base}.json").read_text())
     parse_config(raw, "unchanged")
     message = refusal(parse_config, raw | changes, "DIR/config.json")
-    assert message.startswith(f"DIR/config.json: {named}")
+    key, value = next(iter(changes.items()))
+    assert message.startswith(f"DIR/config.json: {named or f'{key} is {value!r};'}")
     assert len(message.partition("; ")[2]) > 10  # a remedy follows
 
 

@@ -83,8 +83,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("kills") / "checkpoints"
     for step in (1, 2):
         save(folder, step, step)
-    program = "import sys; from pathlib import Path; from tests.unit.hf.test_checkpoint_kills import kill_at_every_moment\n"
-    program += "kill_at_every_moment(Path(sys.argv[1]))"
+    module = "tests.unit.hf.test_checkpoint_kills"
+    program = f"import sys, pathlib, {module}; {module}.kill_at_every_moment(pathlib.Path(sys.argv[1]))"
     root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder)],

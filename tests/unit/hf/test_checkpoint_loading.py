@@ -10,27 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.unit.checkpoint_parts import (
-    CASES,
-    edit_tensors,
-    logits,
-    refusal,
-    theirs,
-)
+from tests.unit.hf.checkpoint_parts import edit_tensors, logits, refusal, theirs
 from tlt.hf.config import load_model_config
 from tlt.hf.weights import content_hash, expected_shapes, load_tensors
-
-
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A small qwen2 checkpoint as transformers writes it."""
-    theirs("qwen2").save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "9KB"])

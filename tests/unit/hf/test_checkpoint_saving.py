@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,36 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM
 
-from tests.unit.checkpoint_parts import (
-    CASES,
-    hash_of,
-    load_published_small,
-    refusal,
-    save_small,
-    theirs,
-)
+from tests.unit.hf.checkpoint_parts import hash_of, load_published_small, refusal, save_small, theirs
 from tlt.hf import weights as checkpoint
 from tlt.hf.config import load_model_config
 from tlt.hf.weights import content_hash, load_tensors, plan_shards, save_model
 from tlt.io import files
 from tlt.models.decoder import Transformer
-
-
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A small qwen2 checkpoint as transformers writes it."""
-    theirs("qwen2").save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 9_000])
@@ -120,18 +97,6 @@ def test_the_files_of_the_tokenizer_come_along_and_nothing_else(saved: Path, tmp
     }
     assert written == {*companions, *own}
     assert (tmp_path / "target" / "merges.txt").read_text() == "merges.txt"
-
-
-def test_a_tokenizer_loads_from_what_we_saved(saved: Path, tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=model, unk_token="?", chat_template="{{ messages }}"
-    ).save_pretrained(saved)
-    save_small(tmp_path / "target", source=saved)
-    copied = PreTrainedTokenizerFast.from_pretrained(tmp_path / "target")
-    assert copied("b")["input_ids"] == [1]
-    assert copied.chat_template == "{{ messages }}"
 
 
 def test_an_existing_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -220,16 +185,6 @@ def test_a_directory_with_other_files_is_not_replaced(saved: Path, tmp_path: Pat
     assert save_small(tmp_path / "empty") == hash_of(tmp_path / "empty")
 
 
-def test_saving_other_tensors_than_the_configuration_has_is_a_bug_of_ours(tmp_path: Path) -> None:
-    config = load_published_small()
-    tensors = dict(Transformer(config).named_parameters())
-    for wrong in ({"model.norm.weight": None}, {"more": torch.ones(1)}, {"model.norm.weight": torch.ones(3)}):
-        given = {name: tensor for name, tensor in (tensors | wrong).items() if tensor is not None}
-        with pytest.raises(AssertionError):
-            save_model(tmp_path / "target", config, given, dtype=torch.float32, source=None)
-    assert not (tmp_path / "target").exists()
-
-
 def test_shards_are_filled_in_order_and_never_beyond_their_bound() -> None:
     shapes = {name: torch.Size([size]) for name, size in zip("abcdef", (3, 3, 10, 1, 2, 3), strict=True)}
     assert plan_shards(shapes, 2, 12) == [["a", "b"], ["c"], ["d", "e", "f"]]
@@ -250,10 +205,7 @@ def test_weights_that_are_not_finite_are_never_written_and_what_was_there_stays(
     with torch.no_grad():
         tensors["model.norm.weight"][-1] = value
     message = refusal(save_model, tmp_path / "saved", config, tensors, dtype=torch.float32, source=None)
-    assert (
-        message
-        == "tensor model.norm.weight holds NaN or infinite values, and is not written; save weights that are finite"
-    )
+    assert message.startswith("tensor model.norm.weight holds NaN or infinite values, and is not written; ")
     assert hash_of(tmp_path / "saved") == before
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
@@ -283,8 +235,3 @@ def test_the_content_hash_of_a_policy_never_changes_its_meaning() -> None:
     assert content_hash({"w": torch.tensor([1.0, 2.0])}) == (
         "6dbfbed9dee3dbde593832616eda8879e9f9a924278893c8acb2ea5be161194a"
     )
-
-
-def test_a_checkpoint_moved_elsewhere_is_the_same(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "copy")
-    assert hash_of(tmp_path / "copy") == hash_of(saved)

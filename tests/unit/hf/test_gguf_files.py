@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("gguf")
 
-from tests.unit.gguf_parts import VOCABULARY, make_model, write_gguf
+from tests.unit.hf.gguf_parts import VOCABULARY, make_model, write_gguf
 from tlt.hf.config import load_model_config
 from tlt.hf.gguf import convert_gguf
 from tlt.hf.tokenizer import load_tokenizer

@@ -56,7 +56,8 @@ def test_stop_ids_come_from_the_first_that_names_them(tmp_path: Path) -> None:
 
 def test_chat_messages_go_through_the_template_and_decoding_drops_special_tokens(tmp_path: Path) -> None:
     write_model_config(tmp_path)
-    template = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('who?') }}{% endif %}[{{ m.content }}]{% endfor %}!"
+    check = "{% if m.role != 'user' %}{{ raise_exception('who?') }}{% endif %}"
+    template = f"{{% for m in messages %}}{check}[{{{{ m.content }}}}]{{% endfor %}}!"
     save_tokenizer(tmp_path, chat_template=template)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode_chat([{"role": "user", "content": "12"}]) == tokenizer.encode_text("[12]!")

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("gguf")
 
 from tests.unit.cli.parts import fail
-from tests.unit.gguf_parts import LICENCE, make_model, write_gguf, write_wheel
+from tests.unit.hf.gguf_parts import LICENCE, make_model, write_gguf, write_wheel
 from tlt.cli import main as cli
 from tlt.config.load import load_config
 from tlt.hf.tokenizer import load_tokenizer

@@ -23,10 +23,9 @@ from tlt.config.drafter import DrafterSection
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_stored
 from tlt.drafter.growth import grow_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
-from tlt.hf import growth
 from tlt.hf.config import OtherComputation, config_to_hf
 from tlt.hf.files import write_json
-from tlt.hf.geometry import GEOMETRIES, Geometry, find_geometry, grow_config, kv_sources, query_places
+from tlt.hf.geometry import GEOMETRIES, Geometry, find_geometry, grow_config
 from tlt.hf.growth import NOISE, GrownTensors
 from tlt.hf.weights import expected_shapes, save_model
 from tlt.models.attention import PackedCausal
@@ -139,41 +138,6 @@ def test_transformers_reads_the_grown_folder_and_computes_the_same(case: str, tm
         found = referee(SEQUENCE[None]).logits[0].double()
     assert found.shape[1] == config.vocab_size
     torch.testing.assert_close(found[:, :VOCAB], expected, atol=2e-4, rtol=0)
-
-
-FAULTS = {
-    "heads are not placed by their group": (
-        growth,
-        "query_places",
-        lambda small, grown: list(range(small.num_heads)),
-    ),
-    "rotary pairs keep their places": (growth, "_rotary_places", lambda small, grown: torch.arange(small)),
-    "norms are not scaled": (growth.Widening, "norm_factor", 1.0),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
-    expected, config, tensors = grown_case("llama", 0.0)
-    assert (logits_of(config, tensors)[:, :VOCAB] - expected).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("case", ["llama", "qwen3"])
-def test_an_eps_that_is_not_scaled_is_seen(case: str) -> None:
-    expected, config, tensors = grown_case(case, 0.0)
-    wrong = like(config, rms_norm_eps=SMALL.rms_norm_eps)
-    assert (logits_of(wrong, tensors)[:, :VOCAB] - expected).abs().max() > 1e-3
-
-
-def test_the_query_heads_of_a_group_lie_where_copies_of_their_keys_are() -> None:
-    for small, large in CASES.values():
-        room, group = large.num_heads // large.num_kv_heads, small.num_heads // small.num_kv_heads
-        places, sources = query_places(small, large), kv_sources(small, large)
-        assert len(set(places)) == small.num_heads
-        assert [sources[place // room] for place in places] == [
-            head // group for head in range(small.num_heads)
-        ]
 
 
 def test_what_gives_way_to_the_function_is_noted() -> None:

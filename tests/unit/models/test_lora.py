@@ -193,28 +193,6 @@ def gradients_of_update(model: Transformer) -> dict[str, Tensor]:
     return found
 
 
-def test_the_kl_to_the_start_is_measured_without_another_copy() -> None:
-    """Against a reference that is a model of its own, to the last bit."""
-    results = []
-    for make in (BaseOf, lambda _: base_of(LLAMA)):
-        policy = make_policy()
-        trainer = make_trainer(policy, reference=make(policy), kl_coefficient=0.3, minibatches=2)
-        metrics = trainer.update(*make_batch(), 0)
-        results.append((metrics.kl, trained(policy)))
-    assert results[0][0] == results[1][0] > 0
-    assert are_equal(results[0][1], results[1][1])
-
-
-def test_checkpointed_activations_change_no_bit() -> None:
-    results = []
-    for on in (False, True):
-        policy = make_policy()
-        policy.checkpoints_activations = on
-        make_trainer(policy, reference=BaseOf(policy), kl_coefficient=0.3).update(*make_batch(), 0)
-        results.append(trained(policy))
-    assert are_equal(*results)
-
-
 ALONE = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
 
 

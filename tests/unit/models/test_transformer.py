@@ -1,25 +1,36 @@
-"""The decoder against Hugging Face's own models: logits, gradients, generation, packed batches, bfloat16."""
+"""The decoder against Hugging Face's models: logits, gradients, generation, packed batches, caches and draft
+trees; and the engine's copy of it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from tests.unit.transformer_parts import (
+from tests.lossless.helpers import pack
+from tests.unit.models.transformer_parts import (
     CASES,
     EXACT,
     PROMPTS,
     VOCAB,
+    decode,
     generate_greedily,
     our_config,
     packed,
     packed_logits,
+    prefill,
     referee,
     referee_logits,
+    stale_cache,
     trainable,
 )
-from tlt.models.decoder import Transformer, rope_inverse_frequencies
+from tlt.models import attention, cpu_kernels
+from tlt.models.attention import Cached, PackedCausal
+from tlt.models.decoder import Linear, ModelConfig, Transformer
+from tlt.models.packed import PackedLinear, PackedTransformer
 
 
 @pytest.fixture(params=CASES)
@@ -36,15 +47,6 @@ def test_both_transformers_give_the_logits_of_hugging_face(case: str, dtype: tor
     assert expected.std() > 0.5
     for ours in (trainable(model), packed(model)):
         torch.testing.assert_close(packed_logits(ours, [sequence]), expected, atol=EXACT[dtype], rtol=0)
-
-
-def test_the_scaled_frequencies_cover_all_three_bands_of_llama3() -> None:
-    scaled = rope_inverse_frequencies(our_config(CASES["llama-gqa2-rope3"]))
-    unscaled = 500.0 ** -(torch.arange(0, 20, 2, dtype=torch.float64) / 20)
-    ratio = scaled / unscaled
-    assert (ratio > 1 - 1e-12).any()
-    assert (ratio < 0.125 + 1e-12).any()
-    assert ((ratio > 0.13) & (ratio < 0.99)).any()
 
 
 def test_gradients_are_those_of_hugging_face(case: str) -> None:
@@ -93,16 +95,6 @@ def test_a_packed_batch_equals_its_sequences_alone(case: str) -> None:
 
 
 @torch.no_grad()
-def test_a_changed_token_changes_nothing_before_it_and_nothing_in_other_sequences() -> None:
-    ours = packed(referee("qwen3-gqa4", torch.float64))
-    changed = (PROMPTS[0], PROMPTS[1], (*PROMPTS[2][:4], 29, *PROMPTS[2][5:]))
-    difference = (packed_logits(ours, PROMPTS) - packed_logits(ours, changed)).abs().amax(-1)
-    first = len(PROMPTS[0]) + len(PROMPTS[1]) + 4
-    assert difference[:first].max() < 1e-11
-    assert difference[first:].min() > 1e-3
-
-
-@torch.no_grad()
 def test_in_bfloat16_the_packed_transformer_is_as_close_to_float32_as_hugging_face_is(case: str) -> None:
     exact = referee_logits(referee(case, torch.float32), PROMPTS[2])
     rounded = referee_logits(referee(case, torch.bfloat16), PROMPTS[2]).float()
@@ -121,3 +113,207 @@ def test_initialization_depends_on_the_seed_alone() -> None:
     for name, parameter in first.items():
         assert torch.equal(parameter, again[name])
         assert torch.equal(parameter, other[name]) == (parameter.dim() == 1), name
+
+
+# ── attention over a cache ──────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def test_decoding_without_a_mask_equals_decoding_with_one() -> None:
+    ours = packed(referee("qwen2-gqa2", torch.float64))
+    prompts = [PROMPTS[2], PROMPTS[2][::-1]]
+    cache = stale_cache(ours.config, 2, 12, torch.float64)
+    prefill(ours, prompts, cache)
+    lengths_B, tokens_B = torch.tensor([9, 9]), torch.tensor([3, 4])
+    masked = decode(ours, tokens_B, lengths_B, cache)
+    attend = Cached(ours.config, cache, lengths_B[:, None], 10, None)
+    torch.testing.assert_close(
+        ours.logits(ours.forward(tokens_B, lengths_B, attend)), masked, atol=1e-11, rtol=0
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_one_forward_over_a_tree_equals_decoding_each_of_its_paths(case: str, seed: int) -> None:
+    model = referee(case, torch.float64)
+    ours = packed(model)
+    num_nodes, B, longest = 11, len(PROMPTS), max(map(len, PROMPTS))
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BN = torch.randint(VOCAB, (B, num_nodes), generator=generator)
+    parents_BN = [
+        [-1] + [int(torch.randint(n, (), generator=generator)) for n in range(1, num_nodes)] for _ in range(B)
+    ]
+    paths_BN = [[path_to(parents, node) for node in range(num_nodes)] for parents in parents_BN]
+
+    # Nodes lie behind the prompt, in the order of their columns; each sees the prompt and its own path.
+    prompt_lengths_B1 = torch.tensor([len(prompt) for prompt in PROMPTS])[:, None]
+    columns_BN = prompt_lengths_B1 + torch.arange(num_nodes)
+    positions_BN = prompt_lengths_B1 + torch.tensor([[len(path) - 1 for path in paths] for paths in paths_BN])
+    length = longest + num_nodes
+    mask_BNL = torch.full((B, num_nodes, length), float("-inf"), dtype=torch.float64)
+    for b, prompt in enumerate(PROMPTS):
+        mask_BNL[b, :, : len(prompt)] = 0
+        for node, path in enumerate(paths_BN[b]):
+            mask_BNL[b, node, [len(prompt) + column for column in path]] = 0
+    cache = stale_cache(ours.config, B, length, torch.float64)
+    prefill(ours, PROMPTS, cache)
+    attend = Cached(ours.config, cache, columns_BN, length, mask_BNL)
+    verified_BNV = ours.logits(ours.forward(tokens_BN.flatten(), positions_BN.flatten(), attend)).unflatten(
+        0, (B, num_nodes)
+    )
+
+    for b, prompt in enumerate(PROMPTS):
+        for node in (
+            node for node in range(num_nodes) if node not in parents_BN[b]
+        ):  # the leaves cover all nodes
+            path, cache_of_path = paths_BN[b][node], stale_cache(ours.config, 1, length, torch.float64)
+            prefill(ours, [prompt], cache_of_path)
+            for depth, column in enumerate(path):
+                sequential = decode(
+                    ours, tokens_BN[b, column, None], torch.tensor([len(prompt) + depth]), cache_of_path
+                )
+                torch.testing.assert_close(verified_BNV[b, column], sequential[0], atol=1e-10, rtol=0)
+            expected = referee_logits(model, [*prompt, *tokens_BN[b, path].tolist()])[len(prompt) :]
+            torch.testing.assert_close(verified_BNV[b, path], expected, atol=1e-10, rtol=0)
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """Columns from the root to the node, both included."""
+    return [node] if node == 0 else [*path_to(parents, parents[node]), node]
+
+
+def test_where_a_gpu_takes_no_grouped_heads_each_query_head_gets_a_key_of_its_own_and_the_result_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ModelConfig("llama", VOCAB, 32, 48, 2, 4, 2, 8)
+    qkv_NSD = torch.randn(11, config.num_qkv, config.head_dim, dtype=torch.float64)
+    grouped = PackedCausal(config, [4, 7])(0, qkv_NSD)
+    seen: list[bool] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*tensors: torch.Tensor, enable_gqa: bool, **options: bool) -> torch.Tensor:
+        seen.append(enable_gqa or len({tensor.shape[1] for tensor in tensors}) > 1)
+        return plain(*tensors, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention, "takes_no_groups", lambda q: True)
+    torch.testing.assert_close(PackedCausal(config, [4, 7])(0, qkv_NSD), grouped, rtol=0, atol=1e-12)
+    assert seen == [False, False]
+
+
+# ── the engine's copy, and the CPU's kernels ────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def test_in_bfloat16_no_norm_is_folded_so_that_weights_are_not_rounded_twice() -> None:
+    model = referee("llama", torch.bfloat16)
+    ours, theirs = packed(model).layers[1], model.model.layers[1]
+    assert ours.qkv_linear.weight is not None
+    assert ours.gate_up_linear.weight is not None
+    assert torch.equal(ours.qkv_linear.weight[:48], theirs.self_attn.q_proj.weight)
+    assert torch.equal(ours.gate_up_linear.weight[80:], theirs.mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), [(32, 96), (512, 700), (1024, 1465)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_packed_matrix_multiplies_as_a_plain_one_whichever_kernel_runs(
+    num_in: int, num_out: int, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (
+        torch.randn(num_out, num_in, generator=generator),
+        torch.randn(num_out, generator=generator),
+    )
+    linear = PackedLinear(num_in, num_out, torch.float32, torch.device("cpu"), has_bias=has_bias)
+    linear.load(weight, bias if has_bias else None)
+    if cpu_kernels.has_matrices(torch.float32):
+        assert (linear.weight is None) == (num_in * num_out >= 320_000), "a large matrix exists once"
+    for rows in (1, 2, 3, 40, 300):
+        x, residual = (
+            torch.randn(rows, num_in, generator=generator),
+            torch.randn(rows, num_out, generator=generator),
+        )
+        expected = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
+        torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-3)
+        if not has_bias:
+            before = residual.clone()
+            torch.testing.assert_close(
+                linear.add_to(residual, x).double(), expected + residual, rtol=1e-5, atol=1e-3
+            )
+            assert torch.equal(residual, before)
+    with pytest.raises(RuntimeError, match="was expected"):
+        linear.load(weight[:-1])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_a_matrix_in_bfloat16_multiplies_as_torch_does(
+    has_bias: bool, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor has instructions for it in oneDNN's layout, else in the plain one."""
+    monkeypatch.setattr(cpu_kernels, "has_bfloat16", lambda: has_instructions)
+    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
+    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((700, 512), (700,)))
+    linear = PackedLinear(512, 700, dtype, torch.device("cpu"), has_bias=has_bias)
+    linear.load(weight, bias if has_bias else None)
+    assert (linear.weight is None) == (has_instructions and torch.backends.mkldnn.is_available())
+    for rows in (1, 5, 70):
+        x, residual = (torch.randn(rows, n, generator=generator).to(dtype) for n in (512, 700))
+        exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
+        assert linear(x).dtype == dtype
+        torch.testing.assert_close(linear(x).double(), exact, rtol=2.0**-7, atol=0.05)
+        if not has_bias:
+            torch.testing.assert_close(
+                linear.add_to(residual, x).double(), exact + residual, rtol=2.0**-7, atol=0.1
+            )
+
+
+@pytest.mark.parametrize("rows", [7, 300])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_trainable_linear_and_its_gradients_are_those_of_torch(rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    ours = Linear(40, 96, bias=has_bias)
+    theirs = nn.Linear(40, 96, bias=has_bias).double()
+    theirs.load_state_dict(ours.state_dict())
+    inputs = torch.randn(rows, 40)
+    x, y = inputs.clone().requires_grad_(), inputs.double().requires_grad_()
+    weights = torch.randn(rows, 96)
+    (ours(x) * weights).sum().backward()
+    (theirs(y) * weights).sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-4, atol=1e-4)
+    for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), expected.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_a_model_is_packed_for_its_own_device_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        ours = PackedTransformer(our_config(CASES["llama"]), torch.float32, "cpu")
+    assert ours.rope.cos_P1D.device.type == "cpu"
+
+
+@torch.no_grad()
+def test_a_packed_transformer_reports_its_version_and_refuses_a_policy_with_a_tensor_missing(
+    case: str,
+) -> None:
+    model = referee(case, torch.float32)
+    tensors = dict(model.named_parameters())
+    ours = PackedTransformer(our_config(model.config), torch.float32)
+    assert ours.version == -1
+    for name in tensors:
+        with pytest.raises(KeyError, match=name):
+            ours.load({other: tensor for other, tensor in tensors.items() if other != name}, version=3)
+    ours.load(tensors, version=4)
+    assert ours.version == 4
+
+
+@torch.no_grad()
+def test_loading_another_policy_replaces_every_weight(case: str) -> None:
+    model = referee(case, torch.float64)
+    ours = pack(Transformer(our_config(model.config)))
+    ours.load(dict(model.named_parameters()), version=1)
+    torch.testing.assert_close(
+        packed_logits(ours, PROMPTS), packed_logits(packed(model), PROMPTS), atol=0, rtol=0
+    )

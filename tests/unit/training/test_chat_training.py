@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tests.unit.checkpoint_parts import SIZES, hash_of
+from tests.unit.hf.checkpoint_parts import SIZES, hash_of
 from tlt.api import Engine, train
 from tlt.config.load import load_config
 from tlt.tasks.base import get_task

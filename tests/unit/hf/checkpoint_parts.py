@@ -21,50 +21,34 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.unit.models.transformer_parts import LLAMA3, draw_weights, plain
+from tests.unit.models.transformer_parts import SIZES as sizes
 from tlt.hf.config import load_model_config, parse_config
 from tlt.hf.weights import content_hash, load_tensors, save_model
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.types import UserError
 
-PUBLISHED = Path(__file__).parent / "published_configs"
+PUBLISHED = Path(__file__).parents[1] / "published_configs"
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
+SIZES: dict[str, Any] = sizes | {
     "hidden_size": 32,
     "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
     "eos_token_id": 7,
-    "attn_implementation": "sdpa",
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
 }
 CASES: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 777.0}, head_dim=12),
+    "llama": LlamaConfig(**SIZES, rope_parameters=plain(777.0), head_dim=12),
     "llama-rope3-tied": LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen2": Qwen2Config(**SIZES, rope_parameters=plain(1e6)),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
 }
 
 
 def theirs(case: str) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(CASES[case]).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
-    return model
+    return draw_weights(AutoModelForCausalLM.from_config(CASES[case]).eval(), seed=5)
 
 
 def edit_tensors(directory: Path, changes: Mapping[str, Tensor | None]) -> None:

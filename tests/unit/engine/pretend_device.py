@@ -1,15 +1,13 @@
-"""A pretended GPU: tensors that say `cuda` while their values lie in host memory. It counts what a real one
-would wait for.
+"""A pretended GPU: tensors on `cuda` whose values are in host memory. It counts copies and synchronizations.
 
     with pretended(monkeypatch) as crossings:      # every tensor made on "cuda" in here is one of these
         ...
-    crossings.down      times that the host waited for values of the device (a synchronization), by place in the code
-    crossings.up        times that values of the host were sent to the device, by place in the code
-    crossings.stalls    those of `up` for which the host waits until the device has done all it was given before: every copy
-                        that is not `non_blocking` (PyTorch synchronizes the stream behind it)
+    crossings.down      number of times that the host waited for values of the device (synchronizations)
+    crossings.up        number of times that the host sent values to the device
+    crossings.stalls    those of `up` that are not `non_blocking`: PyTorch then synchronizes the stream
 
-What mixes tensors of both devices raises, as it does on a GPU. A copy to the host that it does not wait
-for (`non_blocking`) counts as none. Knows no engine.
+Each is counted by place in the code. Operations on tensors of both devices raise, as on a GPU. A
+`non_blocking` copy to the host is not counted.
 """
 
 from __future__ import annotations

@@ -76,17 +76,21 @@ EXACT = {torch.float32: 1e-4, torch.float64: 1e-10}
 # ── the referee ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Draws all weights, norms and biases included; returns the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scale = 0.4 if "norm" in name else 0.5 if "bias" in name else 0.17
+        parameter.copy_(scale * noise + (1.0 if "norm" in name else 0.0))
+    return model
+
+
 def referee(case: str, dtype: torch.dtype) -> PreTrainedModel:
     """Hugging Face's model with random weights. transformers passes through float32 in its norms and
     rotary angles even when the model is float64; there those two are replaced by the plain formulas."""
-    model = AutoModelForCausalLM.from_config(CASES[case]).eval()
-    generator = torch.Generator().manual_seed(len(case))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(
-                1 + 0.4 * noise if "norm" in name else 0.5 * noise if "bias" in name else 0.17 * noise
-            )
+    model = draw_weights(AutoModelForCausalLM.from_config(CASES[case]).eval(), seed=len(case))
     if dtype != torch.float64:
         return model.to(dtype)
     frequencies = float64_frequencies(model.config)

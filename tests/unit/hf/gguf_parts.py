@@ -18,7 +18,10 @@ BYTES = sorted(bytes_to_unicode().values())
 MERGES = ["Ġ Ġ", "a b", "Ġ ab", "1 2"]
 """The last is of two digits: it can happen only where they are not cut apart."""
 VOCABULARY = [*CONTROLS, *BYTES, *(merge.replace(" ", "") for merge in MERGES)]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
 HEADS, KV_HEADS = 4, 2
 LICENCE = "A licence.\n"
 
