@@ -4,8 +4,8 @@ and the law."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlt.drafter.drafting.hybrid import make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.reference_drafter import ReferenceDrafter
+from tlt.drafter.drafting.references import References
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
@@ -24,7 +26,7 @@ from tlt.speculative.params import BatchParams, truncate
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.speculative.strategy import BatchState, Strategy, StrategyTuner
-from tlt.types import DraftTree, Request, SamplingParams
+from tlt.types import DraftTree, Key, Request, Rollout, SamplingParams, key_of
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
@@ -60,11 +62,9 @@ def fit(tokens: Tensor, expected: np.ndarray) -> float:
     often = expected * len(tokens) >= 5
     observed = np.append(counts[often], counts[~often].sum())
     wanted = np.append(expected[often], expected[~often].sum()) * len(tokens)
-    return (
-        float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue)
-        if (wanted > 0).sum() > 1
-        else 1.0
-    )
+    if (wanted > 0).sum() <= 1:
+        return 1.0
+    return float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue)
 
 
 def make_engine(
@@ -77,25 +77,21 @@ def make_engine(
     window: int = 4096,
     confidence_threshold: float = 0.0,
 ) -> RolloutEngine:
-    engine = RolloutEngine(
-        PackedTransformer(policy.config, dtype), max_batch_size=max_batch_size, tuner=tuner
-    )
+    packed = PackedTransformer(policy.config, dtype)
+    engine = RolloutEngine(packed, max_batch_size=max_batch_size, tuner=tuner)
     engine.load_policy(dict(policy.named_parameters()))
-    if tuner is not None:
-        if drafter == "learned":
-            model = DraftModel(drafter_shape(policy.config)).initialize(2)
-            packed = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
-            settings = LearnedSettings(
-                ranking=ranking, window=window, confidence_threshold=confidence_threshold
-            )
-            learned = LearnedDrafter(packed, engine.model, max_batch_size, settings)
-            engine.load_drafter(
-                make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold)
-            )
-        elif drafter == "ngram":
-            engine.load_drafter(make_drafter(None, max_batch_size, confidence_threshold=confidence_threshold))
-        else:
-            engine.load_drafter(ArtificialDrafter(drafter))
+    if tuner is None:
+        return engine
+    if drafter not in ("learned", "ngram"):
+        engine.load_drafter(ArtificialDrafter(drafter))
+        return engine
+    learned = None
+    if drafter == "learned":
+        model = DraftModel(drafter_shape(policy.config)).initialize(2)
+        drafting = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
+        settings = LearnedSettings(ranking=ranking, window=window, confidence_threshold=confidence_threshold)
+        learned = LearnedDrafter(drafting, engine.model, max_batch_size, settings)
+    engine.load_drafter(make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold))
     return engine
 
 
@@ -136,7 +132,7 @@ class ArtificialDrafter(Drafter[Proposal]):
         tokens, parents = [], []
         for committed, request in zip(context.tokens, context.requests, strict=True):
             row_tokens, row_parents, depths = [committed[-1]], [-1], [0]
-            answer = self.answers.get((request.problem_id, request.sample_index), ())
+            answer = self.answers.get(key_of(request), ())
             done = len(committed) - len(request.prompt_ids)
             while len(row_tokens) < num_nodes:
                 parent = self.random.randrange(len(row_tokens))
@@ -187,15 +183,30 @@ def make_requests(
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
         for index in range(num_samples):
             base = params[(problem * num_samples + index) % len(params)]
-            one = SamplingParams(
-                base.temperature, base.top_k, base.top_p, base.min_p, rng.randint(1, 60), (STOP,), seed
-            )
+            one = replace(base, max_tokens=rng.randint(1, 60), stop_ids=(STOP,), seed=seed)
             requests.append(Request(f"p{problem}", index, prompt, one))
     return requests
 
 
-def tokens_of(engine: RolloutEngine, requests: Sequence[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
-    return {(r.problem_id, r.sample_index): r.token_ids for r in engine.generate(requests)}
+def by_key(rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
+    return {key_of(rollout): rollout for rollout in rollouts}
+
+
+def tokens_of(engine: RolloutEngine, requests: Sequence[Request]) -> dict[Key, tuple[int, ...]]:
+    return {key_of(rollout): rollout.token_ids for rollout in engine.generate(requests)}
+
+
+def step_of(engine: RolloutEngine) -> dict[Key, tuple[int, ...]]:
+    """Runs an engine step; returns the tokens of the responses that it ended."""
+    return {key_of(finished.rollout): finished.rollout.token_ids for finished in engine.step()}
+
+
+def use_references(engine: RolloutEngine, references: References, max_slots: int = 8) -> ReferenceDrafter:
+    """Lets the engine draft from references, and with its own drafter where there is none."""
+    assert engine.drafter is not None
+    drafter = ReferenceDrafter(engine.drafter, references, max_slots)
+    engine.load_drafter(drafter)
+    return drafter
 
 
 def to_transformers(policy: Transformer) -> LlamaForCausalLM:

@@ -104,10 +104,6 @@ def test_a_rejected_draft_accepted_with_probability_001_is_found(
         assert report.detected_at_token is not None
 
 
-def test_the_fault_at_probability_0_changes_nothing(referee: Referee) -> None:
-    assert audit(referee, with_fault(PlantedFault(0.0)), PARAMS[1], num_responses=60).reasons == ()
-
-
 def test_another_temperature_than_told_is_found(referee: Referee) -> None:
     engine = make_engine(make_policy(), Switching([CHAIN], 0), dtype=torch.float32)
     report = audit(

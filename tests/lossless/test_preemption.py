@@ -5,13 +5,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.lossless.helpers import CONFIG, PARAMS, STOP, VOCAB, Switching, make_engine, make_policy, tokens_of
+from tests.lossless.helpers import (
+    CONFIG,
+    PARAMS,
+    STOP,
+    VOCAB,
+    Switching,
+    make_engine,
+    make_policy,
+    step_of,
+    tokens_of,
+)
 from tlt.drafter.drafting import history
 from tlt.engine import memory
 from tlt.engine.engine import RolloutEngine
@@ -21,7 +32,7 @@ from tlt.models.kv_budget import Budget
 from tlt.models.kv_cache import Cache
 from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, SamplingParams, UserError
+from tlt.types import Request, SamplingParams, UserError, key_of
 
 POLICY = make_policy()
 STRATEGIES = [
@@ -41,9 +52,7 @@ def requests(num_problems: int = 5, num_samples: int = 4, seed: int = 3) -> list
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.choice([2, 7, 60])))
         for index in range(num_samples):
             base = PARAMS[(problem * num_samples + index) % len(PARAMS)]
-            law = SamplingParams(
-                base.temperature, base.top_k, base.top_p, base.min_p, rng.randint(20, 90), (), seed
-            )
+            law = replace(base, max_tokens=rng.randint(20, 90), seed=seed)
             found.append(Request(f"p{problem}", index, prompt, law))
     return found
 
@@ -88,9 +97,7 @@ def test_a_budget_that_forces_preemption_changes_no_token(strategy: Strategy, nu
     found, limit = {}, engine.memory.budget.max_bytes
     assert limit is not None
     while not engine.is_idle:
-        found.update(
-            {(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()}
-        )
+        found.update(step_of(engine))
         assert bytes_held(engine) <= limit
     assert found == AMPLE
     assert engine.stats.num_preemptions > 0
@@ -115,9 +122,7 @@ def test_any_budget_any_drafts_and_any_hand_over_give_the_same_tokens(data: st.D
         for engine, other in (engines, reversed(engines)):
             for _ in range(rng.randint(0, len(pending))):
                 engine.add([pending.pop()])
-            found.update(
-                {(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()}
-            )
+            found.update(step_of(engine))
             if rng.random() < 0.1:
                 other.add(engine.withdraw(rng.sample(range(len(engine.running)), len(engine.running) // 2)))
                 other.add(engine.withdraw_waiting(engine.num_waiting // 2))
@@ -131,7 +136,7 @@ def test_what_was_captured_of_a_preempted_response_is_whole() -> None:
         while not engine.is_idle:
             for one in engine.step(captures=True):
                 assert one.captured_TF is not None
-                found[one.rollout.problem_id, one.rollout.sample_index] = one.captured_TF
+                found[key_of(one.rollout)] = one.captured_TF
         return found
 
     small = limited(Fixed(STRATEGIES[1]), 3.0)
@@ -252,4 +257,4 @@ def test_a_long_prompt_read_in_parts_says_the_same(
     engine.memory.reserve(1, 1)
     engine._prefill(engine.scheduler.admit(engine.memory.fits_longer))
     assert largest <= 33
-    assert {(r.problem_id, r.sample_index): r.token_ids for r in engine.generate([])} == expected
+    assert tokens_of(engine, []) == expected

@@ -1,9 +1,9 @@
-"""Drafting from references changes no token, whatever they say; and it follows them as far as it can."""
+"""Drafting from references changes no token, whatever they hold."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy
+from tests.lossless.helpers import CONFIG, STOP, VOCAB, by_key, make_engine, make_policy, use_references
 from tests.reference_kinds import KINDS, reference_of
 from tlt.drafter.drafting.reference_drafter import ReferenceCursor, ReferenceDrafter
 from tlt.drafter.drafting.references import REPLAY, Reference, References
@@ -22,7 +22,7 @@ from tlt.engine.stats import EngineStats
 from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, Rollout, SamplingParams, UserError
+from tlt.types import Request, Rollout, SamplingParams, UserError, key_of
 
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
 ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learned:5x1x5")
@@ -44,22 +44,17 @@ def plain() -> dict[tuple[str, int], Rollout]:
     return by_key(make_engine(make_policy()).generate(requests_for()))
 
 
-def by_key(rollouts: Iterable[Rollout]) -> dict[tuple[str, int], Rollout]:
-    return {(rollout.problem_id, rollout.sample_index): rollout for rollout in rollouts}
-
-
-def follow(tuner: StrategyTuner, kinds: Sequence[str], dtype: torch.dtype = torch.float64) -> RolloutEngine:
+def engine_with(
+    tuner: StrategyTuner, kinds: Sequence[str], dtype: torch.dtype = torch.float64
+) -> RolloutEngine:
     rng, references = random.Random(1), References(None)
     for request, kind in zip(requests_for(), kinds, strict=True):
-        right, other = (
-            plain()[key].token_ids for key in ((request.problem_id, request.sample_index), ("p0", 0))
-        )
+        right, other = (plain()[key].token_ids for key in (key_of(request), ("p0", 0)))
         reference = reference_of(kind, right, other, rng, range(8, VOCAB))
         if reference is not None:
             references.keep(request.key, reference)
-    engine = make_engine(make_policy(), tuner, dtype=dtype)
-    assert engine.drafter is not None
-    engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
+    engine = make_engine(make_policy(), tuner)
+    use_references(engine, references)
     return engine
 
 
@@ -74,13 +69,13 @@ def assert_plain(engine: RolloutEngine) -> None:
 @settings(max_examples=12, deadline=None)
 @given(kinds=st.lists(st.sampled_from(KINDS), min_size=9, max_size=9), arm=st.sampled_from(ARMS))
 def test_no_reference_changes_a_token(kinds: list[str], arm: str) -> None:
-    assert_plain(follow(Fixed(Strategy.parse(arm)), kinds))
+    assert_plain(engine_with(Fixed(Strategy.parse(arm)), kinds))
 
 
-def test_a_tuner_that_may_follow_references_changes_no_token() -> None:
+def test_a_tuner_that_may_use_references_changes_no_token() -> None:
     arms = default_arms(("learned", "ngram", "hybrid", "ahead", "ahead+hybrid"))
     assert {arm.depth for arm in arms if arm.uses_references} == {32, 64, 128, 256}
-    engine = follow(CostModel(arms), KINDS)
+    engine = engine_with(CostModel(arms), KINDS)
     assert_plain(engine)
 
 
@@ -89,14 +84,9 @@ def test_a_long_chain_is_verified_in_pieces_of_any_length(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "PIECE", piece)
-    assert_plain(follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "one differs", "truncated"] * 3))
-
-
-def test_a_right_reference_is_followed_to_its_end() -> None:
-    engine = follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right"] * 9)
-    assert_plain(engine)
-    assert engine.stats.accept_length is not None
-    assert engine.stats.accept_length > 20
+    assert_plain(
+        engine_with(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "one differs", "truncated"] * 3)
+    )
 
 
 class Slow(Fixed):
@@ -105,12 +95,14 @@ class Slow(Fixed):
     speed_otherwise = 0.01
 
 
-def test_the_engine_counts_what_its_steps_along_references_have_won_and_no_other_step() -> None:
+def test_the_engine_counts_the_seconds_that_references_have_won_and_no_others() -> None:
     engine, silent = (
-        follow(tuner(Strategy.parse("ahead:100x1x100")), ["right"] * 9) for tuner in (Slow, Fixed)
+        engine_with(tuner(Strategy.parse("ahead:100x1x100")), ["right"] * 9) for tuner in (Slow, Fixed)
     )
     assert_plain(engine)
     assert_plain(silent)
+    assert engine.stats.accept_length is not None
+    assert engine.stats.accept_length > 20, "a right reference is drafted to its end"
     expected = 100.0 * engine.stats.num_tokens
     assert expected > 0
     assert engine.stats.won_seconds == pytest.approx(expected, rel=0.01)
@@ -122,7 +114,7 @@ def test_the_engine_counts_what_its_steps_along_references_have_won_and_no_other
 
 
 def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "wrong", "one differs"] * 3)
+    engine = engine_with(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "wrong", "one differs"] * 3)
     sizes, logits = [], engine.model.logits
     monkeypatch.setattr(
         engine.model, "logits", lambda features: (sizes.append(len(features)), logits(features))[1]
@@ -132,14 +124,14 @@ def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pyt
 
 
 def test_after_a_difference_the_place_is_found_again() -> None:
-    """A token too many, then the same words: the rest is followed three places on."""
+    """A token too many, then the same words: the rest is drafted three places on."""
     reference = list(range(10, 60))
     cursor, prompt = ReferenceCursor(Reference(reference), 2), [1, 2]
     tokens = [*prompt, *reference[:20], 7, 8, 9, *reference[20:30]]
     for end in range(2, len(tokens) + 1):
         cursor.read(tokens[:end])
     assert list(cursor.next_tokens(4)) == reference[30:34]
-    assert cursor.cell[0] == 2, "it is followed elsewhere than at the response's own position"
+    assert cursor.cell[0] == 2, "at another position than the response's own"
 
 
 def test_a_single_difference_leaves_the_place_where_it_is() -> None:
@@ -152,25 +144,20 @@ def test_a_single_difference_leaves_the_place_where_it_is() -> None:
 
 def drafter_with(reference: Sequence[int]) -> tuple[ReferenceDrafter, list[int]]:
     """A drafter whose slot 0 has a sequence with this reference, and the sequence's prompt."""
-    engine, request, references = (
-        make_engine(make_policy(), Fixed(Strategy.OFF)),
-        requests_for(1)[0],
-        References(None),
-    )
+    request, references = requests_for(1)[0], References(None)
     references.keep(request.key, reference)
-    assert engine.drafter is not None
-    drafter = ReferenceDrafter(engine.drafter, references, 1)
+    drafter = use_references(make_engine(make_policy(), Fixed(Strategy.OFF)), references, 1)
     drafter.admit(0, request)
     return drafter, [*request.prompt_ids]
 
 
 def test_a_difference_is_known_when_the_next_step_is_chosen() -> None:
-    """Whoever chooses is told what was committed in the step before, drafted or not."""
+    """The tokens of the step before are compared before the tuner chooses, drafted or not."""
     reference = list(range(8, 48))
     drafter, prompt = drafter_with(reference)
-    assert [lead.length for lead in drafter.reference_drafts([[*prompt, *reference[:10]]])] == [30]
-    (lead,) = drafter.reference_drafts([[*prompt, *reference[:10], 7]])
-    assert lead.length == 1, "elsewhere than on an unbroken text it has not been seen to lead far"
+    assert [draft.length for draft in drafter.reference_drafts([[*prompt, *reference[:10]]])] == [30]
+    (draft,) = drafter.reference_drafts([[*prompt, *reference[:10], 7]])
+    assert draft.length == 1, "after a difference its acceptance is not known yet"
 
 
 def test_a_case_that_is_not_drafted_from_recovers_by_what_is_committed_without_drafts() -> None:
@@ -181,8 +168,8 @@ def test_a_case_that_is_not_drafted_from_recovers_by_what_is_committed_without_d
     for token in reference[41:200]:
         tokens.append(token)
         drafter.reference_drafts([tokens])
-    (lead,) = drafter.reference_drafts([tokens])
-    assert lead.length > 16
+    (draft,) = drafter.reference_drafts([tokens])
+    assert draft.length > 16
 
 
 def test_references_survive_a_restart_and_what_is_damaged_is_none() -> None:
@@ -227,8 +214,7 @@ def test_a_reference_of_another_vocabulary_is_one_line(token_id: int) -> None:
     references = References(None)
     references.keep(requests_for()[0].key, [token_id] * 20)
     engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:8x1x8")))
-    assert engine.drafter is not None
-    engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
+    use_references(engine, references)
     place = "^reference for problem 'p0', sample 0: "
     with pytest.raises(UserError, match=rf"{place}token id {token_id} is outside the vocabulary of {VOCAB};"):
         list(engine.generate(requests_for()))
@@ -250,8 +236,7 @@ def test_a_reference_to_a_token_without_an_embedding_changes_nothing() -> None:
         right = want[request.problem_id, request.sample_index].token_ids
         references.keep(request.key, [*right[:3], hole, *right[4:]])
     engine = make_engine(policy, Fixed(Strategy.parse("ahead:8x1x8")))
-    assert engine.drafter is not None
-    engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
+    use_references(engine, references)
     for key, rollout in by_key(engine.generate(requests)).items():
         assert rollout.token_ids == want[key].token_ids
     assert engine.stats.num_verifications > 0
@@ -264,7 +249,6 @@ def test_the_window_ends_a_draft() -> None:
     references = References(None)
     references.keep(request.key, [*want.token_ids, *range(8, 60)])
     engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:256x1x256")))
-    assert engine.drafter is not None
-    engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
+    use_references(engine, references)
     (found,) = engine.generate([request])
     assert found.token_ids == want.token_ids

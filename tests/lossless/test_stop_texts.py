@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.lossless.helpers import VOCAB, Switching, make_engine, make_policy, make_requests
+from tests.lossless.helpers import VOCAB, by_key, make_engine, make_policy, make_requests
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Request, Rollout, SamplingParams, UserError, Verdict
+from tlt.types import Request, Rollout, SamplingParams, UserError, Verdict, key_of
 
 POLICY = make_policy()
 STOPS = ("abab", "ccc", "bcacb")
@@ -36,14 +36,10 @@ def engine_for(strategy: Strategy = Strategy.OFF, max_batch_size: int = 8) -> Ro
     return engine
 
 
-def answers(engine: RolloutEngine, requests: Ids[Request]) -> dict[tuple[str, int], Rollout]:
-    return {(rollout.problem_id, rollout.sample_index): rollout for rollout in engine.generate(requests)}
-
-
 def expected() -> dict[tuple[str, int], tuple[tuple[int, ...], str]]:
     """Whole responses, cut by the definition alone: the text of all tokens so far."""
     cut = {}
-    for key, rollout in answers(make_engine(POLICY), REQUESTS).items():
+    for key, rollout in by_key(make_engine(POLICY).generate(REQUESTS)).items():
         ends = [
             n
             for n in range(1, len(rollout.token_ids) + 1)
@@ -59,7 +55,7 @@ EXPECTED = expected()
 
 
 def test_the_stop_texts_of_this_test_end_some_responses_and_not_others() -> None:
-    whole = answers(make_engine(POLICY), REQUESTS)
+    whole = by_key(make_engine(POLICY).generate(REQUESTS))
     num_cut = sum(len(EXPECTED[key][0]) < len(rollout.token_ids) for key, rollout in whole.items())
     assert 5 <= num_cut <= len(REQUESTS) - 5
 
@@ -79,7 +75,7 @@ def test_the_stop_texts_of_this_test_end_some_responses_and_not_others() -> None
 def test_a_response_ends_at_the_first_token_that_completes_a_stop_text_whatever_is_drafted(
     strategy: Strategy, max_batch_size: int
 ) -> None:
-    found = answers(engine_for(strategy, max_batch_size), STOPPING)
+    found = by_key(engine_for(strategy, max_batch_size).generate(STOPPING))
     assert {key: (rollout.token_ids, rollout.finish_reason) for key, rollout in found.items()} == EXPECTED
     assert all(len(rollout.logprobs) == len(rollout.token_ids) for rollout in found.values())
 
@@ -96,16 +92,7 @@ def test_a_response_that_another_engine_has_begun_ends_where_it_would_have_ended
         other.add(engine.withdraw(range(len(engine.running))))
         if all(engine.is_idle for engine in engines):
             break
-    assert {(r.problem_id, r.sample_index): (r.token_ids, r.finish_reason) for r in found} == EXPECTED
-
-
-def test_switching_speculation_on_and_off_ends_no_response_elsewhere() -> None:
-    engine = make_engine(
-        POLICY, Switching([Strategy.OFF, Strategy("learned", 4, 1, 4)], seed=3), max_batch_size=5
-    )
-    engine.decode = decode
-    found = answers(engine, STOPPING)
-    assert {key: (rollout.token_ids, rollout.finish_reason) for key, rollout in found.items()} == EXPECTED
+    assert {key_of(r): (r.token_ids, r.finish_reason) for r in found} == EXPECTED
 
 
 @pytest.mark.parametrize("stop", ["é", "🙂!", " b", "\n\n", "aé🙂"])

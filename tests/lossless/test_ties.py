@@ -101,17 +101,3 @@ def test_of_many_tied_scores_the_first_is_drawn(dtype: torch.dtype, num_rows: in
     scores = (logits_RV.double() + is_sampled_R1 * noise_RV).tolist()
     expected = [row.index(max(row)) for row in scores]
     assert sample(logits_RV[:, None], noise_RV[:, None], BatchParams(params))[0][:, 0].tolist() == expected
-
-
-@pytest.mark.parametrize("top_k", [1, 40, 333])
-def test_of_tokens_tied_at_the_border_of_top_k_the_lowest_ids_stay(top_k: int) -> None:
-    logits_V = torch.randint(0, 4, (VOCAB,), generator=torch.Generator().manual_seed(top_k)).float()
-    best_first = sorted(range(VOCAB), key=lambda v: (-logits_V[v].item(), v))
-    noise_V = torch.zeros(VOCAB)
-    for excluded in range(3):  # what stays is drawn when its noise is large, what does not stay never is
-        for token in (best_first[top_k - 1 - excluded % top_k], best_first[top_k + excluded]):
-            one = noise_V.clone()
-            one[token] = 20.0
-            params = BatchParams([SamplingParams(top_k=top_k)])
-            drawn = sample(logits_V[None, None], one[None, None], params)[0].item()
-            assert (drawn == token) == (token in best_first[:top_k])

@@ -66,41 +66,6 @@ def recorded_forward(drafter: LearnedDrafter) -> list[tuple[Tensor, Tensor, Tens
     return calls
 
 
-def token_of(embedding: Tensor) -> int:
-    (index,) = (TARGET.embedding_VE == embedding).all(-1).nonzero().flatten().tolist()
-    return int(index)
-
-
-def test_catching_up_joins_every_feature_with_the_token_after_it() -> None:
-    """Features hold their own (sequence, position). Rows of different lengths catch up twice: with all and
-    with a few."""
-    lengths, more = [9, 4, 12], [2, 5, 1]
-    rows = [random_tokens(n + m, seed) for seed, (n, m) in enumerate(zip(lengths, more, strict=True))]
-    drafter = make_drafter()
-    calls = recorded_forward(drafter)
-    code = [torch.zeros(len(row), SIZE, dtype=torch.float64) for row in rows]
-    for sequence, features in enumerate(code):
-        features[:, 0], features[:, 1] = sequence + 1, torch.arange(len(features))
-        drafter.admit(sequence, make_request(rows[sequence]))
-    done = [0, 0, 0]
-    for known in (lengths, [n + m for n, m in zip(lengths, more, strict=True)]):
-        for slot, features in enumerate(code):
-            remember(drafter, slot, features[: known[slot] - 1])
-        calls.clear()
-        context = context_of([row[:n] for row, n in zip(rows, known, strict=True)])
-        drafter.propose(context, Strategy("learned", 1, 1, 1), Given(randn(3, 2, VOCAB)))
-        got = []
-        for embeddings, features_NE, positions, _ in calls:
-            for embedding, feature, position in zip(embeddings, features_NE, positions.tolist(), strict=True):
-                sequence, t = int(feature[0]) - 1, int(feature[1])
-                if sequence < 0 or t + 1 >= known[sequence]:
-                    continue  # a shorter row's rubbish, checked below to be without effect
-                assert (token_of(embedding), position) == (rows[sequence][t + 1], t)
-                got.append((sequence, t))
-        assert sorted(got) == [(s, t) for s in range(3) for t in range(done[s], known[s] - 1)], "each once"
-        done = [n - 1 for n in known]
-
-
 @pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
@@ -280,28 +245,6 @@ def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequenc
                         torch.testing.assert_close(
                             produced[-1], plain_forward(embeddings, inputs)[-1], rtol=0, atol=1e-9
                         )
-
-
-@pytest.mark.parametrize("limit", [256, 3])
-def test_what_catching_up_returns_equals_the_uncached_training_forward(limit: int) -> None:
-    drafter = make_drafter()
-    tokens, features = (
-        [random_tokens(50, 1), random_tokens(50, 2)],
-        [randn(50, SIZE, seed=3), randn(50, SIZE, seed=4)],
-    )
-    for slot in range(2):
-        drafter.admit(slot, make_request(tokens[slot][:2]))
-        remember(drafter, slot, features[slot])
-    drafter.pairs.cache.reserve(2, 64)
-    with patch.object(pair_cache, "_CATCH_UP_TOKENS", limit), torch.no_grad():
-        for lengths in ([2, 9], [3, 10], [17, 11], [18, 30], [50, 50]):
-            context = context_of([tokens[b][:n] for b, n in enumerate(lengths)])
-            found = drafter.pairs.catch_up(context, room=0).hidden_BE
-            for slot, length in enumerate(lengths):
-                expected = plain_forward(
-                    TARGET.embed(torch.tensor(tokens[slot][1:length])), features[slot][: length - 1]
-                )[-1]
-                torch.testing.assert_close(found[slot], expected, rtol=0, atol=1e-9)
 
 
 def test_a_long_prompt_that_joins_a_long_response_is_caught_up_within_the_cache() -> None:

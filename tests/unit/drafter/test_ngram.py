@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lossless.helpers import Given, make_engine, make_policy
+from tests.lossless.helpers import Given, make_engine, make_policy, use_references
 from tlt.drafter.drafting import continuations, ngram, suffix_index
 from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
 from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
-from tlt.drafter.drafting.reference_drafter import ReferenceDrafter
 from tlt.drafter.drafting.references import References
 from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
 from tlt.speculative.params import BatchParams
@@ -61,36 +60,6 @@ def propose(*args: Any) -> DraftTree:
 def verdict(said: Sequence[int], num_accepted: int | None = None) -> Verdict:
     accepted = len(said) - 1 if num_accepted is None else num_accepted
     return Verdict(tuple(said), accepted, tuple(range(accepted + 1)), (0.0,) * len(said))
-
-
-def longest_match(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> int:
-    """By trying every position of every text; only places that something follows count."""
-    best = 0
-    for text in texts:
-        for end in range(1, len(text)):
-            length = 0
-            while length < min(end, len(tokens), 48) and text[end - 1 - length] == tokens[-1 - length]:
-                length += 1
-            best = max(best, length)
-    return best if best >= SHORT else 0
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_the_longest_match_is_the_one_that_trying_every_position_finds(data: st.DataObject) -> None:
-    texts = data.draw(st.lists(st.lists(st.integers(0, 2), max_size=60), min_size=1, max_size=4))
-    cuts = [data.draw(st.integers(0, len(text))) for text in texts]
-    index = SuffixIndex()
-    ids = [index.open() for _ in texts]
-    for parts in ([text[:cut] for text, cut in zip(texts, cuts, strict=True)], texts):  # texts grow in turns
-        for text_id, part in zip(ids, parts, strict=True):
-            index.extend(text_id, part)
-    with patch.object(suffix_index, "_MAX_SOURCES", 10**6):
-        for tokens in texts:
-            found = index.sources(tokens)
-            assert max((length for length, _, _ in found), default=0) == longest_match(texts, tokens)
-            for length, text_id, end in found:
-                assert texts[ids.index(text_id)][end - length : end] == tokens[len(tokens) - length :]
 
 
 def test_a_sequence_that_repeats_itself_is_continued() -> None:
@@ -191,30 +160,8 @@ def test_an_aborted_rollout_leaves_no_text_open() -> None:
 
 
 def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
-    tokens = [
-        1,
-        2,
-        5,
-        6,
-        7,
-        8,
-        30,
-        5,
-        6,
-        7,
-        8,
-        30,
-        5,
-        6,
-        7,
-        8,
-        40,
-        41,
-        5,
-        6,
-        7,
-        8,
-    ]  # 30 followed twice, 40 once
+    once = [5, 6, 7, 8]
+    tokens = [1, 2, *[*once, 30] * 2, *once, 40, 41, *once]  # 30 followed twice, 40 once
     noise = torch.zeros(1, 5, 99)
     for favoured, value, expected in ((40, 0.0, 30), (40, 20.0, 40), (30, 20.0, 30)):
         drafter = whole_drafts(1)
@@ -223,33 +170,6 @@ def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
         noise[0, 0, favoured] = value
         context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]), 99, CPU)
         assert drafter.propose(context, CHAIN, Given(noise)).tree.tokens_BN[0, 1] == expected
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([(3, 2, 6), (5, 3, 12), (1, 4, 4), (6, 1, 6)]))
-def test_trees_are_well_formed(seed: int, shape: tuple[int, int, int]) -> None:
-    rng = random.Random(seed)
-    strategy = Strategy("ngram", *shape)
-    rows = [[rng.randrange(3) for _ in range(rng.randint(2, 80))] for _ in range(3)]
-    drafter = whole_drafts(3)
-    for slot in range(3):
-        drafter.admit(slot, request("same", slot))
-    tree = propose(drafter, rows, strategy)
-    assert tree.num_nodes <= strategy.budget + 1
-    for tokens, parents, row in zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), rows, strict=True):
-        assert (tokens[0], parents[0]) == (row[-1], -1)
-        depth = [0]
-        children: set[tuple[int, int]] = set()
-        for column in range(1, len(tokens)):
-            assert parents[column] < column
-            if parents[column] >= 0:
-                assert (parents[column], tokens[column]) not in children
-                children.add((parents[column], tokens[column]))
-            depth.append(depth[parents[column]] + 1 if parents[column] >= 0 else 0)
-        assert max(depth) <= strategy.depth
-        if strategy.width > 1:
-            for parent in set(parents) - {-1}:
-                assert parents.count(parent) <= strategy.width
 
 
 def test_confidence_in_a_match_is_learned_from_what_became_of_it() -> None:
@@ -410,8 +330,7 @@ def watch(
         references = References()
         for rollout in make_engine(make_policy(std=0.05)).generate(requests):
             references.keep(requests[0].key, rollout.token_ids)
-        assert engine.drafter is not None
-        engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
+        use_references(engine, references)
     for _ in engine.generate(requests):
         pass
     return tuner

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.lossless.helpers import CONFIG, VOCAB
+from tests.lossless.helpers import CONFIG, VOCAB, tokens_of
 from tests.unit.drafter.parts import (
     MODEL,
     POLICY,
@@ -43,7 +43,6 @@ from tlt.drafter.vocabulary import (
     DraftCosts,
     DraftVocabulary,
     check_wanted,
-    ranked,
     sizes_of,
 )
 from tlt.engine.engine import RolloutEngine
@@ -111,10 +110,6 @@ def chosen_by(vocabulary: DraftVocabulary) -> list[int]:
     assert vocabulary.token_ids is not None
     ids: list[int] = vocabulary.token_ids.tolist()
     return ids
-
-
-def test_the_most_frequent_tokens_come_first_and_among_equals_the_lower_ids() -> None:
-    assert ranked(torch.tensor([0.0, 5.0, 0.0, 7.0, 5.0])).tolist() == [3, 1, 4, 0, 2]
 
 
 def test_what_the_prompts_name_is_chosen_beside_what_was_sampled() -> None:
@@ -306,7 +301,7 @@ def test_tokens_are_those_of_off_while_the_vocabulary_is_renewed(
     expected: dict[Any, tuple[int, ...]] = {}
     for wanted in ("full", 12):
         engine, learned, outside = drafting_engine(wanted, strategy if wanted != "full" else Strategy.OFF)
-        found = {(r.problem_id, r.sample_index): r.token_ids for r in engine.generate(requests)}
+        found = tokens_of(engine, requests)
         assert found == (expected := expected or found)
     assert learned.choice is not None
     assert learned.choice.vocabulary.num_renewals > 1, "in the middle of the responses"
@@ -476,10 +471,13 @@ def test_a_folder_keeps_the_counts_and_a_grown_drafter_has_them_too(tmp_path: Pa
     assert (len(grown.counts_V), float(grown.counts_V.sum())) == (2 * VOCAB, 7.25)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"token_ids": [1]}', '{"token_ids": [61], "counts": [1]}',
-                                  '{"token_ids": [1], "counts": [-1]}',
-                                  '{"token_ids": [1, 2], "counts": ["x", 1]}',
-                                  '{"token_ids": [-1], "counts": [1]}'])  # fmt: skip
+COUNTS_OF = '{"token_ids": %s, "counts": %s}'
+
+
+@pytest.mark.parametrize("text", [
+    "{", "[]", '{"token_ids": [1]}', COUNTS_OF % ([61], [1]), COUNTS_OF % ([1], [-1]),
+    COUNTS_OF % ([1, 2], '["x", 1]'), COUNTS_OF % ([-1], [1]),
+])  # fmt: skip
 def test_damaged_counts_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
     save_drafter(tmp_path / "a", MODEL, torch.float32)
     (tmp_path / "a" / COUNTS).write_text(text)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 
-from tests.lossless.helpers import make_engine, make_policy, make_requests
+from tests.lossless.helpers import make_engine, make_policy, make_requests, tokens_of
 from tests.unit.tuning.test_tuner import ALL, ARMS, Machine, play, share_of_best
 from tlt.speculative.strategy import BatchState, StepOutcome, Strategy
 from tlt.tuning.beg_mab import BegMab, groups_of
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.tuner import default_arms, make_tuner
+from tlt.tuning.tuner import default_arms
 
 GOOD = {"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}
 
@@ -54,27 +53,6 @@ def test_a_decision_is_a_pure_function_of_the_rewards() -> None:
     )
 
 
-def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back() -> None:
-    mab = BegMab(groups_of(ARMS), window=10)
-    for period, rate in enumerate((0.9, 0.0, 0.9)):
-        machine = Machine({"learned": rate, "ngram": 0.1, "hybrid": 0.1}, 25.0, period)
-        late = play(mab, machine, [8] * 1500)[-200:]
-        assert share_of_best(machine, late, [8] * 200, mab.groups[2][1]) > 0.8
-
-
-def test_restored_it_chooses_as_before() -> None:
-    before, again = (make_tuner("adaptive", ALL, "beg-mab") for _ in range(2))
-    assert isinstance(before, BegMab)
-    assert isinstance(again, BegMab)
-    play(before, Machine(GOOD, 16.0), [32, 8, 3, 1] * 40)
-    again.restore(json.loads(json.dumps(before.counters(), allow_nan=False)))
-    assert again.counters() == before.counters()
-    sizes = [1, 2, 7, 30] * 15
-    chosen = [[tuner.choose(BatchState(size, 128.0, 3, 2)) for size in sizes] for tuner in (before, again)]
-    assert chosen[0] == chosen[1]
-    assert len({*chosen[0]}) > 1
-
-
 def test_on_the_same_machines_it_loses_more_to_the_best_arms_than_the_cost_model() -> None:
     sizes = [24] * 150 + [8] * 150 + [2] * 300 + [1] * 600
     ours, theirs = [], []
@@ -92,11 +70,6 @@ def test_its_choices_change_no_token() -> None:
     texts = []
     for tuner in (None, BegMab(groups_of(default_arms(ALL)), epsilon=0.5)):
         engine = make_engine(make_policy(), tuner, max_batch_size=5)
-        texts.append(
-            {
-                (r.problem_id, r.sample_index): r.token_ids
-                for r in engine.generate(make_requests(6, 1, seed=0))
-            }
-        )
+        texts.append(tokens_of(engine, make_requests(6, 1, seed=0)))
     assert len(engine.stats.by_strategy) > 2
     assert texts[0] == texts[1]

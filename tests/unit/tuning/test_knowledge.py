@@ -6,52 +6,33 @@ import json
 import random
 from typing import Any
 
+import pytest
 import torch
 
 from tests.unit.drafter.test_ngram import CHAIN, propose, request, rollout_of, whole_drafts
 from tests.unit.drafter.watched_parts import Parts
-from tests.unit.tuning.test_tuner import ARMS, Machine, play
+from tests.unit.tuning.test_tuner import ALL, Machine, play
 from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.drafter.drafting.suffix_index import _MAX_TEXTS
-from tlt.speculative.strategy import BatchState, StrategyTuner
-from tlt.tuning.tuner import Fixed, make_tuner
+from tlt.speculative.strategy import BatchState
+from tlt.tuning.tuner import make_tuner
 
 
 def through_json(value: Any) -> Any:
     return json.loads(json.dumps(value, allow_nan=False))
 
 
-def test_a_restored_tuner_chooses_as_the_one_before_would_have() -> None:
-    def made() -> StrategyTuner:
-        tuner = make_tuner("adaptive", ("learned", "ngram", "hybrid"))
-        assert tuner is not None
-        return tuner
-
-    machine, before, again, fresh = (
-        Machine({"learned": 0.8, "ngram": 0.5, "hybrid": 0.7}, 16.0),
-        made(),
-        made(),
-        made(),
-    )
-    play(before, machine, [32, 8, 3, 1] * 40)
+@pytest.mark.parametrize("name", ["cost-model", "beg-mab"])
+def test_a_restored_tuner_chooses_as_the_one_before_would_have(name: str) -> None:
+    made = [make_tuner("adaptive", ALL, name) for _ in range(3)]
+    before, again, fresh = (tuner for tuner in made if tuner is not None)
+    play(before, Machine({"learned": 0.8, "ngram": 0.5, "hybrid": 0.7}, 16.0), [32, 8, 3, 1] * 40)
     again.restore(through_json(before.counters()))
     assert again.counters() == before.counters() != fresh.counters()
-    rng = random.Random(1)
-    sizes = [rng.choice((1, 2, 7, 30)) for _ in range(60)]
-    chosen = [
-        [
-            tuner.choose(BatchState(size, 128.0, 3, 2)) for size in sizes
-        ]  # another policy: the evidence ages, the same on both
-        for tuner in (before, again)
-    ]
+    sizes = random.Random(1).choices((1, 2, 7, 30), k=60)  # of another policy: the evidence ages
+    chosen = [[tuner.choose(BatchState(size, 128.0, 3, 2)) for size in sizes] for tuner in (before, again)]
     assert chosen[0] == chosen[1]
     assert len({*chosen[0]}) > 1
-
-
-def test_a_tuner_that_learns_nothing_keeps_nothing() -> None:
-    tuner = Fixed(ARMS[1])
-    assert tuner.counters() == {}
-    tuner.restore({})
 
 
 def taught(texts: dict[str, list[list[int]]], max_tokens: int = 10**6) -> NgramDrafter:

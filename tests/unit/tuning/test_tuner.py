@@ -268,19 +268,6 @@ def test_the_tail_has_an_acceptance_of_its_own_and_starts_from_that_of_the_begin
     assert expected(acceptance, arm, 64)[0] == pytest.approx(begun, rel=0.15)
 
 
-def test_the_hybrid_is_expected_to_accept_what_the_learned_drafter_does_until_it_is_tried() -> None:
-    acceptance = AcceptanceModel()
-    for _ in range(50):
-        acceptance.observe(Strategy("learned", 4, 1, 4), [4, 4, 3, 4])
-    hybrid = Strategy("hybrid", 4, 1, 4)
-    assert expected(acceptance, hybrid)[0] == pytest.approx(
-        expected(acceptance, Strategy("learned", 4, 1, 4))[0], rel=0.05
-    )
-    for _ in range(50):
-        acceptance.observe(hybrid, [0, 0, 0, 0])
-    assert expected(acceptance, hybrid)[0] < 1.5
-
-
 def test_the_hybrid_is_expected_to_accept_what_is_retrieved_and_elsewhere_what_is_learned() -> None:
     """Learned chains: all have one token, half of them two, a quarter four. Retrieval: nothing for every
     second, else all."""
@@ -379,13 +366,6 @@ def test_a_new_version_of_policy_or_drafter_makes_acceptance_less_certain() -> N
         before = expected(tuner.acceptance, arm)[1]
         tuner.choose(BatchState(4, 200.0, *changed))
         assert expected(tuner.acceptance, arm)[1] > 1.2 * before
-
-
-def test_a_decision_is_a_pure_function_of_the_statistics() -> None:
-    tuner = CostModel(ARMS)
-    play(tuner, Machine({"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}, 25.0), [4] * 50)
-    batch = BatchState(4, 200.0, 0, 0)
-    assert len({tuner.decide(batch).strategy for _ in range(5)}) == 1
 
 
 def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
