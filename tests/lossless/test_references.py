@@ -44,9 +44,7 @@ def plain() -> dict[tuple[str, int], Rollout]:
     return by_key(make_engine(make_policy()).generate(requests_for()))
 
 
-def engine_with(
-    tuner: StrategyTuner, kinds: Sequence[str], dtype: torch.dtype = torch.float64
-) -> RolloutEngine:
+def engine_with(tuner: StrategyTuner, kinds: Sequence[str]) -> RolloutEngine:
     rng, references = random.Random(1), References(None)
     for request, kind in zip(requests_for(), kinds, strict=True):
         right, other = (plain()[key].token_ids for key in (key_of(request), ("p0", 0)))

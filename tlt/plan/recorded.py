@@ -92,7 +92,7 @@ class TunedPace:
         key = num, round(4 * math.log2(max(mean_length, 1.0)))
         if key not in self._known:
             batch = BatchState(num, 2.0 ** (key[1] / 4), 0, 0)
-            speeds = [{p.strategy: p.speed for p in model.predict(batch)} for model in self.models]
+            speeds = [{p.strategy: p.speed for p in model.decide(batch)[0]} for model in self.models]
             off, best = ([one[Strategy.OFF] for one in speeds], [max(one.values()) for one in speeds])
             self._known[key] = fmean(num / speed for speed in off), fmean(num / speed for speed in best)
         return self._known[key][may_draft]

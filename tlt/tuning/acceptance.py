@@ -164,11 +164,11 @@ class AcceptanceModel:
             accepted, drafted = [one.accepted for one in chains], [one.drafted for one in chains]
             self.observe(Hindsight.STRATEGY, accepted, drafted, batch_size)
 
-    def age(self, worth: float = _WORTH_OF_OLDER) -> None:
-        """Bounds each curve's evidence to `worth` verifications."""
+    def age(self) -> None:
+        """Bounds the evidence of each curve: it is about an older policy or drafter."""
         self._forget_estimates()
         for counts in self.counts.values():
-            counts.scale(min(worth / max(counts.tried[0], worth), 1.0))
+            counts.scale(_WORTH_OF_OLDER / max(counts.tried[0], _WORTH_OF_OLDER))
 
     def rates(self, curve: Curve) -> Rates:
         rates = self._rates.get(curve)

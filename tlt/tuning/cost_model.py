@@ -114,7 +114,7 @@ class CostModel(StrategyTuner):
             self.costs.observe_reading(*batch.reading)
         place = batch.num_running, bool(batch.reference_drafts)
         if place != self._chosen_for or self._seconds_since >= min(DECIDE_EVERY, 0.02 * self._seconds):
-            predictions, choice = self._decide(batch)
+            predictions, choice = self.decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
             has_measured = bool(self.costs.num_steps)
             self.predicted_speed = choice.speed if has_measured else None
@@ -122,15 +122,8 @@ class CostModel(StrategyTuner):
             self.speed_otherwise = max(others) if has_measured and choice.strategy.uses_references else None
         return self._choice
 
-    def decide(self, batch: BatchState) -> Prediction:
-        """Returns the arm to run now, a pure function of the statistics."""
-        return self._decide(batch)[1]
-
-    def predict(self, batch: BatchState) -> list[Prediction]:
-        """Returns the predictions of all arms that may run now."""
-        return self._decide(batch)[0]
-
-    def _decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
+    def decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
+        """Returns the predictions of all arms that may run, and that of the arm to run."""
         arms, size = self._candidates(batch), batch.num_running
         cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
         expected = self.acceptance.expected(arms, size, batch.reference_drafts)

@@ -116,13 +116,14 @@ def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(
             drafter.admit(slot, make_request(row[:1]))
             remember(drafter, slot, randn(len(row), SIZE, seed=slot)[: len(row) - 1])
         scores: list[Tensor] = []
-        rank = drafter._scores
+        rank = drafter._rank
 
-        def watched(*args: Any) -> Tensor:
-            scores.append(rank(*args))
-            return scores[-1]
+        def watched(*args: Any) -> Any:
+            ranked = rank(*args)
+            scores.append(ranked[1])
+            return ranked
 
-        with patch.object(drafter, "_scores", watched):
+        with patch.object(drafter, "_rank", watched):
             return drafter.propose(context_of(rows), strategy, Given(noise), unwanted).tree, torch.cat(
                 scores, dim=1
             )

@@ -76,16 +76,6 @@ OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
 
 
 @dataclass(frozen=True)
-class _Level:
-    """The candidates of one level, over the draft vocabulary."""
-
-    scaled_BTV: Tensor
-    """Logits at the sequences' temperatures."""
-    noise_B1V: Tensor | None
-    """The law's noise of the position; None: ranking is not coupled."""
-
-
-@dataclass(frozen=True)
 class _Front:
     """The arguments of one proposal, and what the drafter has read so far."""
 
@@ -213,23 +203,20 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         front = _Front(context.params, strategy, noise, unwanted, roots_B1, read)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
-    def _level(self, front: _Front, hidden_BTE: Tensor, depth: int) -> _Level:
+    def _rank(self, front: _Front, hidden_BTE: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ranks the candidates of one level, over the draft vocabulary.
+
+        Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise, or log q
+        if ranking is not coupled, up to a constant per node), and at the root `TauSearch.guess`.
+        """
         scaled_BTV = front.params.scale(self.model.logits(hidden_BTE, self.target))
         if not self.is_coupled:
-            return _Level(scaled_BTV, None)
-        return _Level(scaled_BTV, front.noise.of_depth(depth, self.model.token_ids)[:, None])
-
-    def _guess(self, roots: _Level) -> Tensor | None:
-        if roots.noise_B1V is None:
-            return None
-        return self.tau_search.guess(roots.scaled_BTV[:, 0], roots.noise_B1V[:, 0], self.model.token_ids)
-
-    def _scores(self, level: _Level) -> Tensor:
-        """Returns the scores that candidates are ranked by, up to a constant per node: log q / tau + noise,
-        or log q if ranking is not coupled."""
-        if level.noise_B1V is None:
-            return level.scaled_BTV
-        return torch.add(level.noise_B1V, level.scaled_BTV, alpha=1 / self.tau)
+            return scaled_BTV, scaled_BTV, None
+        noise_BV = front.noise.of_depth(depth, self.model.token_ids)
+        guesses_KB = None
+        if depth == 0:
+            guesses_KB = self.tau_search.guess(scaled_BTV[:, 0], noise_BV, self.model.token_ids)
+        return scaled_BTV, torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau), guesses_KB
 
     def _note(self, tree: DraftTree, cells: Sequence[Tensor], unwanted: Sequence[int]) -> Tensor | None:
         """Returns `Calibration.note` of a tree, its cells given by level; unwanted rows do not count."""
@@ -262,13 +249,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 hidden_B1E = self.pairs.forward(
                     tokens[-1], hidden_B1E, columns_B1, columns_B1, read.offsets_B1, length, mask
                 )
-            level = self._level(front, hidden_B1E, depth)
-            guesses_KB = guesses_KB if depth else self._guess(level)
-            scores_B1V = self._scores(level)
+            scaled_B1V, scores_B1V, guessed_KB = self._rank(front, hidden_B1E, depth)
+            guesses_KB = guesses_KB if depth else guessed_KB
             best_B1, token_B1 = scores_B1V.max(dim=-1)
             tokens.append(self._token_ids(token_B1))
             if self.on_verdicts is not None:
-                logprobs.append(level.scaled_BTV[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
+                logprobs.append(scaled_B1V[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
             if self.stops_below:
                 logprob_B1 = (best_B1 - scores_B1V.logsumexp(dim=-1)).float()
                 if self.calibration is not None:
@@ -303,10 +289,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         pool_confidence, pool_cells = [], []
         guesses_KB: Tensor | None = None
         for depth in range(strategy.depth):
-            level = self._level(front, hidden_BFE, depth)
-            guesses_KB = guesses_KB if depth else self._guess(level)
-            scores_BFV = self._scores(level).float()
-            logprob_BFW, token_BFW = scores_BFV.log_softmax(dim=-1).topk(width, dim=-1)
+            _, scores_BFV, guessed_KB = self._rank(front, hidden_BFE, depth)
+            guesses_KB = guesses_KB if depth else guessed_KB
+            logprob_BFW, token_BFW = scores_BFV.float().log_softmax(dim=-1).topk(width, dim=-1)
             if self.calibration is not None:
                 cells_BFW, logprob_BFW = self.calibration(depth, logprob_BFW)
                 pool_cells.append(cells_BFW.flatten(1))

@@ -49,15 +49,6 @@ def reference_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     return (*kinds, REFERENCE, *(f"{REFERENCE}+{kind}" for kind in kinds))
 
 
-def reference_draft(rate: float, confidence_threshold: float, num_left: int) -> ReferenceDraft:
-    """Returns the draft from a reference with `num_left` tokens left, as long as it is likely accepted whole.
-
-    rate: the chance that a token is accepted if all before it are.
-    """
-    rate = min(rate, _SUREST)
-    return ReferenceDraft(rate, min(int(math.log(confidence_threshold) / math.log(rate)), num_left))
-
-
 class ReferenceCursor:
     """The place in a reference that its growing response has reached.
 
@@ -137,11 +128,11 @@ class ReferenceAcceptance:
         cursor.read(tokens, self._note)
 
     def possible(self, cursor: ReferenceCursor) -> ReferenceDraft:
-        """Returns the draft that a reference offers now."""
+        """Returns the longest draft from a reference that is likely accepted whole."""
         case, bucket = cursor.cell
         agreed, compared = self.hits[case][bucket]
-        num_left = len(cursor.reference) - cursor.place
-        return reference_draft(agreed / compared, self.confidence_threshold, num_left)
+        rate, num_left = min(agreed / compared, _SUREST), len(cursor.reference) - cursor.place
+        return ReferenceDraft(rate, min(int(math.log(self.confidence_threshold) / math.log(rate)), num_left))
 
     def draft(
         self,
