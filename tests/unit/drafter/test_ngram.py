@@ -104,19 +104,6 @@ def test_a_problem_with_running_sequences_is_never_forgotten() -> None:
     propose(drafter, [[1, 2, 3]], CHAIN)
 
 
-def test_texts_beyond_the_limit_are_forgotten_and_lead_nowhere() -> None:
-    index = SuffixIndex()
-    with patch.object(suffix_index, "_MAX_TEXTS", 3):
-        for number in range(10):
-            text = index.open()
-            index.extend(text, [number] * 6 + list(range(20, 30)))
-            index.close(text)
-    assert len(index.texts) == 3
-    assert index.num_tokens == 3 * 16
-    assert index.sources([0] * 6) == []
-    assert len(index.sources(list(range(20, 25)))) == 3
-
-
 def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_prompt_has() -> None:
     drafter = whole_drafts(100)
     rows = [[1, 2, *range(10 * i, 10 * i + 8)] for i in range(100)]
@@ -135,11 +122,13 @@ def test_what_is_kept_of_texts_leaves_with_them() -> None:
     nothing to grow by."""
     rng, index = random.Random(0), SuffixIndex()
     with patch.object(suffix_index, "_MAX_TEXTS", 4):
-        for _ in range(200):
+        for number in range(200):
             text = index.open()
-            index.extend(text, [rng.randrange(50) for _ in range(100)])
+            index.extend(text, [rng.randrange(50) for _ in range(94)] + [100 + number] * 6)
             index.close(text)
     assert index.num_tokens == 4 * 100
+    assert index.sources([100] * 6) == [], "a forgotten text leads nowhere"
+    assert len(index.sources([299] * 6)) == 2
     assert index._earlier.keys() == index._skips.keys() == index.texts.keys()
     for known in index._tables:
         assert len(known.table) <= 8 * index.num_tokens
