@@ -79,15 +79,6 @@ def test_windows_lie_anywhere_in_a_trajectory() -> None:
     assert starts == set(range(30))
 
 
-def test_a_window_shorter_than_the_prompt_still_holds_a_response_token() -> None:
-    """Otherwise its loss would be 0 / 0."""
-    buffer = coded_buffer([(60, 55)], seed=3)
-    for _ in range(50):
-        batch = buffer.sample(8)
-        assert batch is not None
-        assert batch.weight_M.any()
-
-
 def test_the_buffer_stays_within_its_bytes_the_oldest_features_leave_first_then_the_oldest_tokens() -> None:
     tokens_bytes, features = TOKEN_ID_BYTES * 30, torch.zeros(29, 3 * SIZE)  # of any width
     rollouts = [make_rollout(random_tokens(30, index), 3, index=index) for index in range(7)]

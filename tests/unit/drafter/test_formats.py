@@ -9,7 +9,9 @@ and speculators' were read there.
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
+from tlt.assembly.engine import EngineSettings, _make_tuner
 from tlt.drafter.formats.export import FORMATS, Target, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
+from tlt.tuning.cost_model import CostModel
 from tlt.types import UserError
 
 RECORDED: dict[str, Any] = json.loads(
@@ -83,7 +87,7 @@ def as_vllm_holds_them(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_export_fills_every_parameter_of_the_engine_and_holds_nothing_else(
+def test_an_export_fills_every_parameter_of_the_engine_and_says_what_it_reads(
     tmp_path: Path, name: str
 ) -> None:
     recorded = RECORDED[name]
@@ -98,14 +102,9 @@ def test_an_export_fills_every_parameter_of_the_engine_and_holds_nothing_else(
     assert {key: str(tensors[key].dtype) for key in is_integer} == (
         {"d2t": "torch.int64", "t2d": "torch.bool"} if recorded["draft_vocab_size"] else {}
     )
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_configuration_says_what_the_engine_reads(tmp_path: Path, name: str) -> None:
-    export(tmp_path / "out", name, RECIPE, RECORDED[name]["draft_vocab_size"])
-    described = json.loads((tmp_path / "out" / "config.json").read_text())
-    for place, value in RECORDED[name]["config"].items():
-        found: Any = described
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for place, value in recorded["config"].items():
+        found: Any = config
         for key in place.split("."):
             found = found[int(key) if isinstance(found, list) else key]
         assert found == value, place
@@ -126,12 +125,13 @@ def test_a_vocabulary_map_is_written_only_for_a_smaller_vocabulary(tmp_path: Pat
 def test_the_readme_says_how_to_serve_it_and_whose_drafter_it_is(tmp_path: Path, name: str) -> None:
     export(tmp_path / "out", name)
     text = (tmp_path / "out" / "README.md").read_text()
-    assert {"vllm-eagle": '"method": "eagle"', "vllm-eagle3": '"method": "eagle3"'}.get(name, "") in text
-    assert {"sglang-eagle3": "--speculative-algorithm EAGLE3", "speculators": "vllm serve out"}.get(
-        name, ""
-    ) in text
-    assert "abc123" in text
-    assert "org/model" in text
+    launch = {
+        "vllm-eagle": '"method": "eagle"',
+        "vllm-eagle3": '"method": "eagle3"',
+        "sglang-eagle3": "--speculative-algorithm EAGLE3",
+        "speculators": "vllm serve out",
+    }
+    assert all(part in text for part in (launch[name], "abc123", "org/model"))
 
 
 def test_an_export_that_meets_a_full_disk_leaves_nothing(
@@ -190,54 +190,53 @@ def edited(path: Path, method: Method, edit: Edit) -> Path:
     model = DraftModel(drafter.config).bfloat16()
     model.load_state_dict(drafter.tensors)
     save_drafter(path, model, torch.bfloat16)
-    described, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    edit(described, tensors)
-    (path / "config.json").write_text(json.dumps(described))
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    edit(config, tensors)
+    (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors")
     return path
 
 
+def described(**changes: Any) -> Edit:
+    return lambda d, t: d.update(changes)
+
+
+def added(name: str, tensor: Tensor) -> Edit:
+    return lambda d, t: t.update({name: tensor})
+
+
 def _rename(old: str, new: str) -> Edit:
-    def edit(described: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.startswith(old)]:
             tensors[new + name.removeprefix(old)] = tensors.pop(name)
 
     return edit
 
 
-def _sglang_ids(described: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    ids = described.pop("eagle_aux_hidden_state_layer_ids")
-    described["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [index - 1 for index in ids]}
+def _sglang_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    ids = config.pop("eagle_aux_hidden_state_layer_ids")
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [index - 1 for index in ids]}
 
 
+EMBEDDING_VE = target_tensors(DEEP)["model.embed_tokens.weight"]
+ONES_VE = torch.ones_like(EMBEDDING_VE)
 READ: dict[str, tuple[Method, Edit]] = {
     "a prefix": ("eagle", _rename("", "model.")),
     "the other name of EAGLE's layer": ("eagle", _rename("layers.0.", "midlayer.")),
     "the other name of EAGLE-3's layer": ("eagle3", _rename("midlayer.", "layers.0.")),
-    "SafeAILab's architecture": ("eagle3", lambda d, t: d.update(architectures=["LlamaForCausalLM"])),
-    "SGLang's architecture": ("eagle", lambda d, t: d.update(architectures=["LlamaForCausalLMEagle"])),
+    "SafeAILab's architecture": ("eagle3", described(architectures=["LlamaForCausalLM"])),
+    "SGLang's architecture": ("eagle", described(architectures=["LlamaForCausalLMEagle"])),
     "SGLang's layer ids": ("eagle3", _sglang_ids),
     "no layer ids": ("eagle3", lambda d, t: d.pop("eagle_aux_hidden_state_layer_ids")),
-    "the target's embedding": (
-        "eagle3",
-        lambda d, t: t.update({"embed_tokens.weight": next(iter(target_tensors(DEEP).values())).half()}),
-    ),
-    "the target's head": (
-        "eagle",
-        lambda d, t: t.update({"lm_head.weight": next(iter(target_tensors(DEEP).values()))}),
-    ),
-    "a bias of zeros": ("eagle", lambda d, t: t.update({"fc.bias": torch.zeros(DEEP.hidden_size)})),
+    "the target's embedding": ("eagle3", added("embed_tokens.weight", EMBEDDING_VE.half())),
+    "the target's head": ("eagle", added("lm_head.weight", EMBEDDING_VE)),
+    "a bias of zeros": ("eagle", added("fc.bias", torch.zeros(DEEP.hidden_size))),
     "a map that leaves nothing out": (
         "eagle3",
-        lambda d, t: t.update(
-            {"d2t": torch.zeros(DEEP.vocab_size).long(), "t2d": torch.ones(DEEP.vocab_size).bool()}
-        ),
+        lambda d, t: t.update(d2t=torch.zeros(len(ONES_VE)).long(), t2d=torch.ones(len(ONES_VE)).bool()),
     ),
-    "rotary frequencies": (
-        "eagle",
-        lambda d, t: t.update({"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
-    ),
-    "a shorter window": ("eagle3", lambda d, t: d.update(max_position_embeddings=64)),
+    "rotary frequencies": ("eagle", added("layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))),
+    "a shorter window": ("eagle3", described(max_position_embeddings=64)),
 }
 
 
@@ -292,48 +291,38 @@ def test_a_bias_of_fc_is_computed_alike_in_training_and_in_the_engine(tmp_path: 
         )
 
 
+def _spoil(d: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["fc.weight"][0, 0] = math.nan
+
+
 REFUSED: dict[str, tuple[Method, Edit, str]] = {
-    "another embedding": (
-        "eagle",
-        lambda d, t: t.update({"embed_tokens.weight": torch.ones(DEEP.vocab_size, 32)}),
-        "embed_tokens",
-    ),
-    "another head": (
-        "eagle",
-        lambda d, t: t.update({"lm_head.weight": torch.ones(DEEP.vocab_size, 32)}),
-        "lm_head.weight is not",
-    ),
-    "another residual": (
-        "eagle3",
-        lambda d, t: d.update(norm_before_residual=True),
-        "norm_before_residual is true",
-    ),
+    "no tensor": ("eagle", lambda d, t: t.pop("fc.weight"), "fc.weight is missing"),
+    "an unknown tensor": ("eagle", added("odd", torch.ones(2)), "odd is"),
+    "another shape": ("eagle", added("fc.weight", torch.ones(3, 4)), r"fc.weight is \[3, 4\]"),
+    "numbers that are not finite": ("eagle", _spoil, r"fc\.weight holds numbers that are not finite"),
+    "another architecture": ("eagle", described(architectures=["X"]), "architectures"),
+    "another vocabulary": ("eagle", described(vocab_size=99), "vocab_size is 99.*drafter for this model"),
+    "another embedding": ("eagle", added("embed_tokens.weight", ONES_VE), "embed_tokens"),
+    "another head": ("eagle", added("lm_head.weight", ONES_VE), "lm_head.weight is not"),
+    "another residual": ("eagle3", described(norm_before_residual=True), "norm_before_residual is true"),
     "no layers": (
         "eagle3",
-        lambda d, t: d.update(eagle_config={"use_aux_hidden_state": False}),
+        described(eagle_config={"use_aux_hidden_state": False}),
         "use_aux_hidden_state is false",
     ),
-    "two layers": ("eagle", lambda d, t: d.update(num_hidden_layers=2), "num_hidden_layers is 2"),
+    "two layers": ("eagle", described(num_hidden_layers=2), "num_hidden_layers is 2"),
     "layers the target lacks": (
         "eagle3",
-        lambda d, t: d.update(eagle_aux_hidden_state_layer_ids=[2, 16, 29]),
-        "ids is \\[2, 16, 29\\]",
+        described(eagle_aux_hidden_state_layer_ids=[2, 16, 29]),
+        r"ids is \[2, 16, 29\]",
     ),
     "one layer twice": (
         "eagle3",
-        lambda d, t: d.update(eagle_aux_hidden_state_layer_ids=[2, 2, 5]),
-        "ids is \\[2, 2, 5\\]",
+        described(eagle_aux_hidden_state_layer_ids=[2, 2, 5]),
+        r"ids is \[2, 2, 5\]",
     ),
-    "another target's width": (
-        "eagle3",
-        lambda d, t: d.update(target_hidden_size=64),
-        "target_hidden_size is 64",
-    ),
-    "a tensor under two names": (
-        "eagle",
-        lambda d, t: t.update({"model.fc.weight": torch.ones(2)}),
-        "two names",
-    ),
+    "another target's width": ("eagle3", described(target_hidden_size=64), "target_hidden_size is 64"),
+    "a tensor under two names": ("eagle", added("model.fc.weight", torch.ones(2)), "two names"),
 }
 
 
@@ -347,6 +336,38 @@ def test_what_would_draft_otherwise_than_it_was_trained_is_refused_in_one_line(
         load_drafter(path, DEEP, target_tensors(DEEP))
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no directory": (shutil.rmtree, "config.json is missing"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "no config": (lambda p: (p / "config.json").unlink(), "config.json is missing"),
+    "cut short": (lambda p: _truncate(p / "model.safetensors"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_drafter_that_is_not_whole_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
+    path = edited(tmp_path / "drafter", "eagle", lambda d, t: None)
+    apply, message = DAMAGES[damage]
+    apply(path)
+    with pytest.raises(UserError, match=message) as caught:
+        load_drafter(path, DEEP)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("recorded", [0.6, None])
+def test_the_acceptance_that_was_recorded_after_training_is_the_tuners_first(recorded: float | None) -> None:
+    drafter = replace(make_drafter(DEEP, "eagle"), about={"acceptance": recorded})
+    assert drafter.acceptance == recorded
+    tuner = _make_tuner(DEEP, EngineSettings(speculation="adaptive"), drafter, ("learned",))
+    assert isinstance(tuner, CostModel)
+    assert tuner.acceptance.recorded == recorded
 
 
 def test_a_pickled_drafter_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:

@@ -176,35 +176,6 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
 
 
 @forms
-def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alone(
-    method: Method, draft_vocab: int | None
-) -> None:
-    """Step by step: each takes its mean over the pairs that still have a token to read, so sequences weigh
-    by those."""
-    model = make_model(method, draft_vocab)
-    preset = preset_of(method)
-    batch, parameters = make_batch(model), list(model.parameters())
-    tokens, features = batch.token_ids_N.split(batch.lengths), batch.captured_NF.split(batch.lengths)
-    weights = batch.weight_M.split([n - 1 for n in batch.lengths])
-    parts = [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
-    alone = torch.zeros((), dtype=torch.float64)
-    for step in range(preset.unrolled_steps):
-        counts = [float(part.weight_M[step:].sum()) for part in parts]
-        for part, count in zip(parts, counts, strict=True):
-            if count:
-                losses = [
-                    DrafterTrainer(model, TARGET, replace(preset, unrolled_steps=num)).loss(part)
-                    for num in (step, step + 1)
-                ]
-                alone = alone + (losses[1] - losses[0]) * (count / sum(counts))
-    packed = DrafterTrainer(model, TARGET, preset).loss(batch)
-    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-11)
-    gradients = (torch.autograd.grad(loss, parameters) for loss in (packed, alone))
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-@forms
 def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(
     method: Method, draft_vocab: int | None
 ) -> None:
@@ -286,31 +257,6 @@ def test_tokens_are_those_of_off(
         attend = PackedCausal(DEEP, [len(tokens)])
         _, wanted = TARGET.forward_capturing(tokens, attend.positions(), attend, capture)
         torch.testing.assert_close(captured[request.problem_id], wanted, rtol=0, atol=1e-9)
-
-
-def test_only_the_draft_vocabulary_is_proposed() -> None:
-    model = make_model("eagle3", DRAFT_VOCAB)
-    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
-    engine = RolloutEngine(
-        PackedTransformer(DEEP, torch.float64), max_batch_size=4, tuner=Fixed(Strategy("learned", 5, 3, 12))
-    )
-    engine.load_policy(POLICY.state_dict())
-    drafter = LearnedDrafter(packed, engine.model, 4)
-    engine.load_drafter(drafter)
-    proposed: set[int] = set()
-    original = drafter.propose
-
-    def spy(*args: object) -> object:
-        proposal = original(*args)
-        tree = proposal.tree
-        proposed.update(tree.tokens_BN[:, 1:][tree.parents_BN[:, 1:] >= 0].tolist())
-        return proposal
-
-    drafter.propose = spy
-    params = SamplingParams(max_tokens=60, seed=1)
-    list(engine.generate(Request(f"p{i}", 0, (3, i + 1), params) for i in range(4)))
-    assert len(proposed) > 5
-    assert not proposed & {0, 7, 11}
 
 
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────
