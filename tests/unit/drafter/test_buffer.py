@@ -36,7 +36,7 @@ def test_sampled_windows_are_aligned_at_any_offset(data: st.DataObject) -> None:
     buffer = coded_buffer(shapes, data.draw(st.integers(0, 999)))
     budget = data.draw(st.integers(3, 80))
     for _ in range(4):
-        batch = buffer.sample(budget)
+        batch = buffer.sample(budget, 0)
         assert batch is not None
         assert sum(batch.lengths) == len(batch.token_ids_N) == len(batch.captured_NF)
         assert sum(batch.lengths) <= budget + 2
@@ -63,7 +63,7 @@ def test_short_and_long_responses_are_trained_on_by_their_tokens() -> None:
         buffer.add(rollout, randn(length - 1, SIZE))
     counts = torch.zeros(81)
     for _ in range(600):
-        batch = buffer.sample(64)
+        batch = buffer.sample(64, 0)
         assert batch is not None
         counts += torch.bincount(batch.token_ids_N, minlength=81)
     assert counts[:19].mean() / counts[25:75].mean() == pytest.approx(1.0, abs=0.35)
@@ -73,7 +73,7 @@ def test_windows_lie_anywhere_in_a_trajectory() -> None:
     buffer = coded_buffer([(40, 2)], seed=3)
     starts = set()
     for _ in range(600):
-        batch = buffer.sample(10)
+        batch = buffer.sample(10, 0)
         assert batch is not None
         starts.add(int(batch.captured_NF[0, 0]))
     assert starts == set(range(30))
@@ -93,6 +93,6 @@ def test_the_buffer_stays_within_its_bytes_the_oldest_features_leave_first_then_
             assert buffer.num_bytes <= max_bytes
         kept = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
         assert [t.token_ids for t in buffer.trajectories] == kept[-num_kept:]
-        assert [t.token_ids for t in buffer.ready()] == kept[7 - num_ready :]
+        assert [t.token_ids for t in buffer.ready(0)] == kept[7 - num_ready :]
     buffer.add(make_rollout([1, 2], 1))
     assert len(buffer) == 5, "too short to hold a pair"

@@ -73,7 +73,7 @@ def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int |
             recompute = FeatureRecompute(target, trainer.capture, buffer.trajectories[-1])
             while not recompute.advance(16):
                 pass
-        batch = buffer.sample(60)
+        batch = buffer.sample(60, target.version)
         assert batch is not None
         assert batch.captured_NF.is_meta
         with torch.enable_grad():

@@ -166,13 +166,10 @@ class TrajectoryBuffer:
         dropped."""
         self.restore((t.token_ids, t.num_prompt) for t in self._carried)
 
-    def ready(self, policy_version: int | None = None) -> list[Trajectory]:
-        """Returns the trajectories that have features of this policy (None: of any)."""
-        return [
-            t
-            for t in self.trajectories
-            if t.features_TF is not None and policy_version in (None, t.policy_version)
-        ]
+    def ready(self, policy_version: int) -> list[Trajectory]:
+        """Returns the trajectories that have features of this policy."""
+        known = (t for t in self.trajectories if t.features_TF is not None)
+        return [t for t in known if t.policy_version == policy_version]
 
     def missing(self, policy_version: int) -> Trajectory | None:
         """Returns the longest trajectory that never had features of this policy; None if there is none.
@@ -181,9 +178,9 @@ class TrajectoryBuffer:
         stale = [t for t in self.trajectories if t.policy_version != policy_version]
         return max(stale, key=lambda t: len(t.token_ids), default=None)
 
-    def sample(self, token_budget: int, policy_version: int | None = None) -> PackedBatch | None:
+    def sample(self, token_budget: int, policy_version: int) -> PackedBatch | None:
         """Returns windows packed up to the budget, drawn so that every token is equally likely; None if no
-        trajectory has features.
+        trajectory has features of this policy.
 
         A window lies anywhere in its trajectory where it predicts a response token. A trajectory that fits
         the budget is taken whole.

@@ -106,7 +106,7 @@ def train_offline(
     while trainer.num_tokens < wanted:
         rate = settings.learning_rate * _warm_up_and_down(trainer.num_tokens / wanted)
         trainer.optimizer.param_groups[0]["lr"] = rate
-        batch = buffer.sample(settings.tokens_per_step)
+        batch = buffer.sample(settings.tokens_per_step, target.version)
         assert batch is not None, "all trajectories have features"
         loss, num_steps = trainer.step(batch), num_steps + 1
         on_progress(trainer.num_tokens / wanted, loss)
