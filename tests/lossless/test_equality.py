@@ -86,7 +86,7 @@ def test_neither_plain_ranking_nor_a_short_memory_changes_a_token(
 def test_chains_that_stop_when_they_become_unlikely_change_no_token(
     kind: str, threshold: float, max_batch_size: int
 ) -> None:
-    """How far they go depends on what was learned so far, so every sequence stops elsewhere."""
+    """Where a chain stops depends on what was learned so far, so every sequence stops at another depth."""
     widths, is_ragged = set(), False
     engine = make_engine(
         POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size, confidence_threshold=threshold

@@ -72,7 +72,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def limited(tuner: StrategyTuner | None, num_sequences: float, drafter: str = "learned") -> RolloutEngine:
-    """An engine with memory for so many of the longest sequences."""
+    """Returns an engine with memory for `num_sequences` of the longest sequences."""
     engine = make_engine(POLICY, tuner, drafter=drafter, max_batch_size=20)
     engine.memory._cache_bytes = lambda: int(num_sequences * engine.memory.slot_bytes(CONFIG.max_positions))
     return engine

@@ -7,7 +7,7 @@ makes the argmax a sample of the distribution (the Gumbel-max trick):
     y = argmax_v [ log p(v) + G(v) ]   has   P(y = v) = p(v)
 
 G is a hash of (key of the response, position, token id v). So a response is a function of the model and its
-key, whoever computes it and in whatever order. That is all that speculation needs:
+key, on any engine and in any order. Speculation needs no more:
 
     1. a drafter proposes the next tokens, a chain or a tree        protocol.py, tree.py
     2. the target computes the logits at every node in one forward  tree.py: positions, and who sees whom

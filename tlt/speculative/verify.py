@@ -54,9 +54,9 @@ def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchP
     if tree.is_chain:
         (chosen, tokens), logprobs = to_host([chosen_BN, tree.tokens_BN], logprobs_BN)
         rows = zip(tokens, tree.row_lengths, chosen, logprobs, strict=True)
-        return [_follow(*row) for row in rows]
+        return [_walk_chain(*row) for row in rows]
     (chosen, tokens, parents), logprobs = to_host([chosen_BN, tree.tokens_BN, tree.parents_BN], logprobs_BN)
-    return [_walk(*row) for row in zip(tokens, parents, chosen, logprobs, strict=True)]
+    return [_walk_tree(*row) for row in zip(tokens, parents, chosen, logprobs, strict=True)]
 
 
 def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[int]]], list[list[float]]]:
@@ -78,7 +78,7 @@ def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tens
     return tokens_R.view(B, N), logprobs_R.view(B, N)
 
 
-def _follow(tokens: list[int], length: int, chosen: list[int], logprobs: list[float]) -> Verdict:
+def _walk_chain(tokens: list[int], length: int, chosen: list[int], logprobs: list[float]) -> Verdict:
     """Returns the verdict on a chain of `length` nodes."""
     end = 1
     while end < length and tokens[end] == chosen[end - 1]:
@@ -86,7 +86,7 @@ def _follow(tokens: list[int], length: int, chosen: list[int], logprobs: list[fl
     return Verdict(tuple(chosen[:end]), end - 1, tuple(range(end)), tuple(logprobs[:end]))
 
 
-def _walk(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:
+def _walk_tree(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:
     """Returns the verdict on a tree."""
     node, path = 0, [0]
     for child in range(1, len(tokens)):  # parents come before children, so one pass finds the whole path

@@ -102,7 +102,7 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(
             assert found.parents_BN[b].tolist() == expected.parents_BN[0].tolist()
 
 
-@pytest.mark.parametrize("unwanted", [(), (1,)], ids=["learned", "one row elsewhere"])
+@pytest.mark.parametrize("unwanted", [(), (1,)], ids=["learned", "one row unwanted"])
 def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(
     unwanted: tuple[int, ...],
 ) -> None:

@@ -135,7 +135,7 @@ def test_what_is_kept_of_texts_leaves_with_them() -> None:
 
 
 def test_an_aborted_rollout_leaves_no_text_open() -> None:
-    """Texts that nobody closes could never be forgotten."""
+    """A text that stays open is never forgotten."""
     engine = make_engine(make_policy(), Fixed(CHAIN), drafter="ngram")
     assert isinstance(engine.drafter, NgramDrafter)
     with patch.object(suffix_index, "_MAX_TEXTS", 2):
@@ -330,9 +330,9 @@ def watch(
 def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(
     temperature: float, threshold: float, other: str
 ) -> None:
-    """A sequence has the same tokens whoever drafts, so the verifications that retrieval would have had
-    are those that it has. The last ones may be unfinished when the response ends. oracle: a reference is
-    followed, 32 tokens a step, of which some are left out."""
+    """Tokens do not depend on the drafter, so hindsight finds the verifications that retrieval has when it
+    drafts. The last ones may be unfinished when the response ends. oracle: drafts 32 tokens of a reference a
+    step, of which hindsight leaves some out."""
     asked = [Request("p", 0, (3, 4, 5), SamplingParams(temperature=temperature, max_tokens=150, seed=2))]
     real = watch(Hindsight.STRATEGY, asked, threshold=threshold)
     if other == "oracle":
@@ -372,13 +372,13 @@ def test_a_chain_that_is_watched_stays_with_its_sequence() -> None:
     assert drafter.hindsight([[99] * 200]) == (), "and another one"
 
 
-def test_nobody_asks_in_hindsight_what_verdicts_have_told() -> None:
+def test_what_verdicts_have_judged_is_not_judged_in_hindsight() -> None:
     drafter, text = whole_drafts(), [i % 7 for i in range(7 * 9)]
     drafter.admit(0, request("p0"))
     assert drafter.hindsight([text]) == ()
     propose(drafter, [text], CHAIN)
-    assert drafter.hindsight([[*text, 0]]) == (), "the verdict of this chain has told"
-    assert drafter.hindsight([[*text, 0]]) == (), "from here on nobody else tells"
+    assert drafter.hindsight([[*text, 0]]) == (), "the verdict has judged this chain"
+    assert drafter.hindsight([[*text, 0]]) == (), "from here on hindsight judges"
     assert drafter.hindsight([[*text, 0, 1, 9]]) == (Hindsight(Hindsight.STRATEGY.depth, 1),)
 
 

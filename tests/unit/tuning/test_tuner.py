@@ -105,7 +105,7 @@ def share_of_best(
     return ideal / seconds
 
 
-def test_the_cost_model_says_how_fast_it_would_be_without_the_references_that_it_follows() -> None:
+def test_the_cost_model_predicts_how_fast_it_would_be_without_references() -> None:
     """Four sequences, each with a reference that is right; without, the best arm is what this machine
     says."""
     kinds = ("learned", "ahead", "ahead+learned")
@@ -268,7 +268,7 @@ def test_the_tail_has_an_acceptance_of_its_own_and_starts_from_that_of_the_begin
     assert expected(acceptance, arm, 64)[0] == pytest.approx(begun, rel=0.15)
 
 
-def test_the_hybrid_is_expected_to_accept_what_is_retrieved_and_elsewhere_what_is_learned() -> None:
+def test_the_hybrid_is_expected_to_accept_retrieved_drafts_and_learned_ones_where_there_are_none() -> None:
     """Learned chains: all have one token, half of them two, a quarter four. Retrieval: nothing for every
     second, else all."""
     acceptance = AcceptanceModel()
