@@ -105,13 +105,13 @@ def assume(options: PlanSpeed, config: Config) -> Assumed:
 def run_in(folder: Path) -> RecordedRun:
     """Returns what a run has recorded in its folder and in its latest checkpoint."""
     from tlt.plan.recorded import read_run
-    from tlt.saved.manifest import latest_checkpoint, read_manifest, verify
+    from tlt.saved.manifest import latest_checkpoint, read_manifest, verify_files
 
     if (checkpoint := latest_checkpoint(folder / "checkpoints")) is None:
         return read_run(folder, [])
     manifest = read_manifest(checkpoint)
     names = [f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)]
-    verify(checkpoint, manifest, names)
+    verify_files(checkpoint, manifest, names)
     return read_run(folder, [checkpoint / name for name in names])
 
 

@@ -48,7 +48,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A piece of a tensor, ready to be written.
 
     shape: shape of the whole tensor.
@@ -98,12 +98,12 @@ class StoredTensor:
 # ── who writes what ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Piece]:
+def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, TensorPiece]:
     """Returns copies of what this rank writes: its shards of DTensors, and its share of the tensors that
     every rank holds. All ranks pass the same names and shapes."""
     shared = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     rows = split_rows({name: (_num_rows(t), t.nbytes) for name, t in shared.items()}, rank, world_size)
-    parts: dict[str, Piece] = {}
+    parts: dict[str, TensorPiece] = {}
     for name, tensor in tensors.items():
         local, (offset, _) = local_box(tensor)
         if isinstance(tensor, DTensor):
@@ -115,7 +115,7 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
             is_mine = rows[name] == (0, 1)
         if is_mine and local.numel():
             values = torch.empty(local.shape, dtype=local.dtype)  # contiguous, and the only copy
-            parts[name] = Piece(tuple(tensor.shape), offset, values.copy_(local.detach()))
+            parts[name] = TensorPiece(tuple(tensor.shape), offset, values.copy_(local.detach()))
     return parts
 
 
@@ -164,7 +164,7 @@ def _num_rows(tensor: Tensor) -> int:
 # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def write_shard(path: Path, parts: Mapping[str, Piece]) -> FileDigest:
+def write_shard(path: Path, parts: Mapping[str, TensorPiece]) -> FileDigest:
     """Writes a safetensors file whose metadata say where each piece belongs, and flushes it to the disk.
     Raises OSError if it cannot be written."""
     # the widest dtypes first, so that each tensor is aligned

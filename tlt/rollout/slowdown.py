@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tlt.accounts import IdleStretch, IdleUse, TimedStep
 
-Array = NDArray[np.float64]
+_Array = NDArray[np.float64]
 USES = (IdleUse.AHEAD, IdleUse.TRAIN)
 
 _PRIOR = 0.2
@@ -48,9 +48,9 @@ class Cost:
 class SlowdownSums:
     """The sums of one regression; x: shares of the uses, y: log seconds, both about their level's mean."""
 
-    xx_UU: Array
+    xx_UU: _Array
     """Sums of products of x."""
-    xy_U: Array
+    xy_U: _Array
     """Sums of products of x and y."""
     yy: float
     """Sum of squares of y."""
@@ -114,12 +114,12 @@ def sums_of(steps: Sequence[TimedStep], neighbours: Sequence[Sequence[IdleStretc
     if not steps or not neighbours:
         return SlowdownSums.zero()
     starts_S, ends_S = np.array([s.start for s in steps]), np.array([s.end for s in steps])
-    seconds_S: Array = np.maximum(ends_S - starts_S, 1e-9)
-    shares_US: dict[IdleUse, Array] = {use: np.zeros(len(steps)) for use in IdleUse}
+    seconds_S: _Array = np.maximum(ends_S - starts_S, 1e-9)
+    shares_US: dict[IdleUse, _Array] = {use: np.zeros(len(steps)) for use in IdleUse}
     for stretch in (stretch for stretches in neighbours for stretch in stretches):
         overlap_S = np.minimum(ends_S, stretch.end) - np.maximum(starts_S, stretch.start)
         shares_US[stretch.use] += np.maximum(overlap_S, 0.0) / seconds_S
-    idle_S: Array = np.sum([*shares_US.values()], axis=0)
+    idle_S: _Array = np.sum([*shares_US.values()], axis=0)
     num_S = np.round(idle_S)
     counts_S = (num_S > 0) & (np.abs(idle_S - num_S) <= _SLACK)
     x_SU = np.stack([shares_US[use] for use in USES], axis=1)
@@ -130,7 +130,7 @@ def sums_of(steps: Sequence[TimedStep], neighbours: Sequence[Sequence[IdleStretc
     return add_up(_sums_of_level(x_SU[level], np.log(seconds_S[level])) for level in members.values())
 
 
-def _sums_of_level(x_MU: Array, y_M: Array) -> SlowdownSums:
+def _sums_of_level(x_MU: _Array, y_M: _Array) -> SlowdownSums:
     """Returns the sums over the steps of one level."""
     x_MU, y_M = x_MU - x_MU.mean(0), np.clip(y_M - np.median(y_M), -_LIMIT, _LIMIT)
     y_M = y_M - y_M.mean()

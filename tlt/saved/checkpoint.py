@@ -33,7 +33,7 @@ from tlt.io.files import flush, way_out
 from tlt.ranks.shards import (
     CODES,
     FileDigest,
-    Piece,
+    TensorPiece,
     files_for,
     parts_of,
     read_headers,
@@ -54,7 +54,7 @@ from tlt.saved.manifest import (
     latest_checkpoint,
     parse_manifest,
     read_manifest,
-    verify,
+    verify_files,
 )
 from tlt.types import LAW_VERSION, UserError
 
@@ -160,7 +160,7 @@ class CheckpointWriter:
             self._waiting.is_over.set()
             self._thread.join(_GRACE_SECONDS)
 
-    def _write(self, checkpoint: Checkpoint, parts: Mapping[str, Piece]) -> None:
+    def _write(self, checkpoint: Checkpoint, parts: Mapping[str, TensorPiece]) -> None:
         started = time.perf_counter()
         try:
             self.saved = Saved(checkpoint.step, self._write_with_others(checkpoint, parts))
@@ -168,7 +168,7 @@ class CheckpointWriter:
             self._error = error
         self.seconds += time.perf_counter() - started
 
-    def _write_with_others(self, checkpoint: Checkpoint, parts: Mapping[str, Piece]) -> str:
+    def _write_with_others(self, checkpoint: Checkpoint, parts: Mapping[str, TensorPiece]) -> str:
         """Writes the checkpoint together with the other ranks; returns its digest."""
         key = f"checkpoint/{self.folder}/{self._number}"
         new = self.folder / f".step-{checkpoint.step:08d}.new"
@@ -196,15 +196,9 @@ class CheckpointWriter:
             self._waiting.tell(f"{key}/end", (failure, digest))
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, world: World, keep: int = 2) -> Path:
-    """Writes a checkpoint in the foreground; every rank calls it. Returns its folder."""
-    writer = CheckpointWriter(folder, world, keep)
-    writer.save(checkpoint)
-    writer.wait()
-    return folder_of(folder, checkpoint.step)
-
-
-def _write_share(folder: Path, parts: Mapping[str, Piece], own: Mapping[str, Any], rank: int) -> _Report:
+def _write_share(
+    folder: Path, parts: Mapping[str, TensorPiece], own: Mapping[str, Any], rank: int
+) -> _Report:
     """Writes this rank's files. A failure is reported to the others, so that none waits for these files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -336,7 +330,7 @@ def load_checkpoint(
     before, now = manifest.num_ranks, world.world_size
     heirs = range(world.rank, before, now) if world.rank < before else [world.rank % before]
     own = [f"rank-{rank:05d}.json" for rank in heirs]
-    on_all_ranks(world, lambda: verify(path, manifest, {*files_for(tensors, manifest.tensors), *own}))
+    on_all_ranks(world, lambda: verify_files(path, manifest, {*files_for(tensors, manifest.tensors), *own}))
     read_into(tensors, manifest.tensors, path)
     return [json.loads((path / name).read_bytes()) for name in own]
 
@@ -355,7 +349,7 @@ def go_back_to(path: Path) -> list[Path]:
     """Makes this checkpoint the newest: newer ones are renamed, and their new paths are returned. Raises
     UserError if it is not whole."""
     manifest = read_manifest(path)
-    verify(path, manifest, manifest.files)
+    verify_files(path, manifest, manifest.files)
     aside = []
     for newer in (other for other in all_checkpoints(path.parent) if other.name > path.name):
         names = (newer.with_name(f"{newer.name}.aside{f'-{n}' if n > 1 else ''}") for n in count(1))

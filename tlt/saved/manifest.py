@@ -165,7 +165,7 @@ def _contradiction(manifest: Manifest) -> str:
     return ""
 
 
-def verify(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raises UserError for the first of these files that is missing, damaged, or holds other pieces than the
     manifest says."""
     for name in sorted(names):

@@ -53,6 +53,13 @@ def save(folder: Path, step: int, value: float = 1.0, num_ranks: int = 1, keep: 
         writer.wait()
 
 
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, world: World = ALONE) -> None:
+    """Writes a checkpoint in the foreground; every rank calls it."""
+    writer = CheckpointWriter(folder, world)
+    writer.save(checkpoint)
+    writer.wait()
+
+
 def load(
     folder: Path, world: World = ALONE
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:

@@ -20,9 +20,17 @@ from typing import Any
 
 import pytest
 
-from tests.unit.saved.saved_parts import ALONE, assert_holds, make_checkpoint, names_in, refusal, save
+from tests.unit.saved.saved_parts import (
+    ALONE,
+    assert_holds,
+    make_checkpoint,
+    names_in,
+    refusal,
+    save,
+    save_checkpoint,
+)
 from tlt.ranks import shards
-from tlt.saved.checkpoint import CheckpointWriter, find_checkpoint, save_checkpoint
+from tlt.saved.checkpoint import CheckpointWriter, find_checkpoint
 
 MOMENTS = ((shards, "write_chunk"), (os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (os, "rmdir"))
 """Every call of these changes the disk."""
@@ -69,7 +77,7 @@ def kill_at_every_moment(folder: Path) -> None:
         shutil.copytree(folder, copy)
         if (pid := os.fork()) == 0:
             with Moments(moment, die):
-                save_checkpoint(copy, make_checkpoint(3, 3.0), ALONE)
+                save_checkpoint(copy, make_checkpoint(3, 3.0))
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if status == 0:  # there was no such moment
@@ -83,7 +91,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("kills") / "checkpoints"
     for step in (1, 2):
         save(folder, step, step)
-    module = "tests.unit.hf.test_checkpoint_kills"
+    module = "tests.unit.saved.test_checkpoint_kills"
     program = f"import sys, pathlib, {module}; {module}.kill_at_every_moment(pathlib.Path(sys.argv[1]))"
     root = Path(__file__).parents[3]
     done = subprocess.run(
