@@ -105,17 +105,12 @@ def test_the_same_seed_and_problems_give_the_command_lines_tokens(
         "0.95",
         "--top-k",
         "9",
-    ]
-    words += [
-        "--speculation",
-        speculation,
-        "--drafter",
-        str(folder / "drafter"),
         "--dtype",
         "float64",
         "--device",
         "cpu",
     ]
+    words += ["--speculation", speculation, "--drafter", str(folder / "drafter")]
     files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     assert main(["generate", str(folder / "base"), *files, *words]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

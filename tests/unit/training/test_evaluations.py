@@ -27,12 +27,8 @@ def make_evaluation(step: int, *shares: float, num_unscored: int = 0) -> Evaluat
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "evaluations.jsonl"
     evaluations = Evaluations(path, 0, writes=True)
-    for evaluation in (
-        make_evaluation(0, 0.0, 0.5),
-        make_evaluation(10, 1.0, 0.5),
-        make_evaluation(20, 1.0, 1.0),
-    ):
-        evaluations.add(evaluation)
+    for step, *shares in ((0, 0.0, 0.5), (10, 1.0, 0.5), (20, 1.0, 1.0)):
+        evaluations.add(make_evaluation(step, *shares))
     return path
 
 
@@ -139,18 +135,13 @@ def make_phase_result(rewards: list[Reward]) -> PhaseResult:
 
 def test_a_response_that_could_not_be_scored_is_left_out_and_not_counted_as_unsolved() -> None:
     solved, failed = Reward(1.0, True), Reward(0.0, False, "KeyError: 'target'")
-    evaluation = Evaluation.of(
-        3, make_phase_result([solved, failed, solved, Reward(0.0, False), failed, failed])
-    )
+    rewards = [solved, failed, solved, Reward(0.0, False), failed, failed]
+    evaluation = Evaluation.of(3, make_phase_result(rewards))
     assert evaluation.by_problem == {"p0": 1.0, "p1": 0.5}, "of the third problem nothing is known"
     assert (evaluation.solve_rate, evaluation.reward, evaluation.num_unscored) == (0.75, 0.75, 3)
     nothing = Evaluation.of(3, make_phase_result([failed, failed]))
-    assert (nothing.solve_rate, nothing.reward, nothing.by_problem, nothing.num_unscored) == (
-        None,
-        None,
-        {},
-        2,
-    )
+    assert (nothing.solve_rate, nothing.reward) == (None, None)
+    assert (nothing.by_problem, nothing.num_unscored) == ({}, 2)
 
 
 def test_the_means_and_the_p_value_of_progress_are_over_the_same_problems(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,21 +115,19 @@ def test_a_problems_file_may_give_text_or_ids_and_need_not_name_its_problems(tmp
     assert (ids.problem_id, ids.prompt_ids) == ("second", (3, 4, 5))
 
 
-def test_fewer_problems_than_a_step_takes_are_refused(tmp_path: Path) -> None:
-    message = refusal(lambda: problems_from(tmp_path, {"prompt": "[2,9,16:5]"}, per_step=2))
-    assert "gives 1 problems" in message
-    assert "problems_per_step, which is 2" in message
+TEXT = {"prompt": "[2,9,16:5]"}
 
 
-def test_a_problem_id_twice_in_a_file_is_refused(tmp_path: Path) -> None:
-    message = refusal(lambda: problems_from(tmp_path, *[{"prompt": "[2,9,16:5]", "problem_id": "a"}] * 2))
-    assert "problems.jsonl:2" in message
-
-
-def test_a_problem_without_a_prompt_is_refused(tmp_path: Path) -> None:
-    assert "problems.jsonl:1" in refusal(lambda: problems_from(tmp_path, {"problem_id": "a"}))
-
-
-def test_messages_need_a_template(tmp_path: Path) -> None:
-    message = refusal(lambda: problems_from(tmp_path, {"messages": [{"role": "user", "content": "2"}]}))
-    assert "no chat template" in message
+@pytest.mark.parametrize(
+    ("lines", "per_step", "told"),
+    [
+        ([TEXT], 2, "gives 1 problems, .*problems_per_step, which is 2"),
+        ([{**TEXT, "problem_id": "a"}] * 2, 1, "problems.jsonl:2"),
+        ([{"problem_id": "a"}], 1, "problems.jsonl:1"),
+        ([{"messages": [{"role": "user", "content": "2"}]}], 1, "no chat template"),
+    ],
+)
+def test_problems_that_no_run_can_take_are_refused(
+    lines: list[Any], per_step: int, told: str, tmp_path: Path
+) -> None:
+    assert re.search(told, refusal(lambda: problems_from(tmp_path, *lines, per_step=per_step)))

@@ -25,13 +25,12 @@ from tlt.training.start import describe_update, preflight, prepare
 from tlt.types import UserError
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "countdown"
+SIZES = ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
 
 
 def make_config(folder: Path) -> Config:
-    sizes = ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
-    return load_config(
-        RECIPE / "quickstart.toml", ["--run.out_dir", str(folder), "--run.device", "cpu", *sizes]
-    )
+    words = ["--run.out_dir", str(folder), "--run.device", "cpu", *SIZES]
+    return load_config(RECIPE / "quickstart.toml", words)
 
 
 def test_a_folder_in_which_another_process_runs_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
@@ -82,21 +81,10 @@ def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
     )
-    unsaid = [
-        line
-        for line in (RECIPE / "quickstart.toml").read_text().splitlines()
-        if not line.startswith("num_ranks")
-    ]
-    (tmp_path / "mine.toml").write_text("\n".join(unsaid))
-    words = [
-        "--model.path",
-        str(RECIPE / "base"),
-        "--drafter.path",
-        str(RECIPE / "drafter"),
-        "--task.num_problems",
-        "8",
-    ]
-    words += ["--evaluation.num_problems", "4", "--run.out_dir", str(tmp_path / "mine")]
+    lines = (RECIPE / "quickstart.toml").read_text().splitlines()
+    (tmp_path / "mine.toml").write_text("\n".join(x for x in lines if not x.startswith("num_ranks")))
+    words = ["--model.path", str(RECIPE / "base"), "--drafter.path", str(RECIPE / "drafter")]
+    words += [*SIZES, "--run.out_dir", str(tmp_path / "mine")]
     config = prepare(load_config(tmp_path / "mine.toml", [*words, *given]))
     said = capsys.readouterr().out.splitlines()
     assert config.run.num_ranks == chosen
@@ -162,7 +150,7 @@ def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay
         "--run.device",
         "cpu",
     ]
-    words += ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
+    words += SIZES
     with serve_hub() as hub:
         point_at(monkeypatch, hub.url)
         base, drafter = hub.add("me/base", RECIPE / "base"), hub.add("me/drafter", RECIPE / "drafter")
@@ -220,12 +208,6 @@ def test_the_next_commands_name_the_data_that_the_held_out_problems_were_read_fr
     task, _ = next_commands(config, {"policy": Path("run/policy")})
     expected = ["--data", str(tmp_path / "test.jsonl"), "--columns", '{"prompt": "a b"}']
     assert shlex.split(task) == [
-        "tlt",
-        "task",
-        "countdown",
-        "--num",
-        "8",
-        "--out",
-        "problems.jsonl",
+        *["tlt", "task", "countdown", "--num", "8", "--out", "problems.jsonl"],
         *expected,
     ]
