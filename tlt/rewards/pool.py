@@ -117,13 +117,14 @@ class RewardPool:
                 rewards.update(self._next(0.0))
         return rewards
 
-    def drain(self, patience: float = threading.TIMEOUT_MAX) -> dict[Key, Reward]:
+    def drain(self, patience: float = math.inf) -> dict[Key, Reward]:
         """Waits for everything submitted and returns the new rewards. One response takes its time-out at most
         twice, and the start of a worker where one has died.
 
-        patience: seconds after which it raises UserError, naming the task and the unscored responses.
+        patience: seconds after which it raises UserError, naming the task and the unscored responses;
+            infinite where no other rank waits.
         """
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX)  # a queue refuses more
         rewards: dict[Key, Reward] = {}
         while self._pending:
             try:
