@@ -15,7 +15,8 @@ from typing import Any
 
 CLASSES = {
     "float64": r"D(FMA|MUL|ADD|SETP|MNMX)\b|MUFU\.R\w*64H|[FI]2[FI]\.\w*F64|[FI]2F\.F64|F2F\.F32\.F64",
-    "integer": r"(IMAD|IADD3|IADD|LOP3|SHF|LEA|ISETP|IMNMX|VIMNMX|UIADD3|UIMAD|ULOP3|USHF|ULEA|PRMT|UISETP|VIADD|SEL|I2F)\b",
+    "integer": r"(IMAD|IADD3|IADD|LOP3|SHF|LEA|ISETP|IMNMX|VIMNMX|UIADD3|UIMAD|ULOP3|USHF|ULEA|PRMT|UISETP"
+    r"|VIADD|SEL|I2F)\b",
     "float32": r"(FMUL|FADD|FFMA|FSETP|FMNMX|FSEL|MUFU|HADD2|F2F|FCHK)\b",
     "memory": r"(LDG|STG|LDS|STS|SHFL|BAR)\b",
 }
@@ -37,55 +38,42 @@ def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None)
             kernel = triton.compile(
                 source, target=GPUTarget("cuda", arch, 32), options=options or fused.OPTIONS
             )
-            usage, code = _disassembled(
-                Path(triton.__file__).parent / "backends/nvidia/bin", kernel.asm["cubin"]
-            )
+            tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+            usage, code = _disassembled(tools, kernel.asm["cubin"])
             threads = 32 * kernel.metadata.num_warps
-            found.append(
-                {
-                    "arch": f"sm_{arch}", "kernel": name, "logits": dtype, "threads": threads, **usage,
-                    "instructions": {
-                        kind: len(re.findall(pattern, code)) * threads / fused.BLOCK for kind, pattern in CLASSES.items()
-                    },
-                    "float32_fma": len(re.findall(r"\bFFMA\b", code)),
-                }
-            )  # fmt: skip
+            counts = {kind: len(re.findall(pattern, code)) for kind, pattern in CLASSES.items()}
+            instructions = {kind: count * threads / fused.BLOCK for kind, count in counts.items()}
+            record = {"arch": f"sm_{arch}", "kernel": name, "logits": dtype, "threads": threads, **usage}
+            fma = len(re.findall(r"\bFFMA\b", code))
+            found.append({**record, "instructions": instructions, "float32_fma": fma})
     return found
 
 
 def _sources(source_type: Any, fused: Any) -> list[tuple[str, Any, str]]:
     """Returns (name, kernel with the types of its arguments, type of the logits). Pointers and sizes are
     multiples of 16, as PyTorch's and large vocabularies are."""
-    law = {
-        "logits_ptr": "*fp32", "kept_ptr": "constexpr", "law": ("*i64", "*i64", "*fp64", "*fp64"), "token_ptr": "*i64",
-        "part_ptr": "*fp32", "stride": "i64", "vocab_size": "i32", "BLOCK": "constexpr",
-    }  # fmt: skip
-    noise = {
-        "noise_ptr": "*fp32", "key_ptr": "*i64", "position_ptr": "*i64", "num_positions": "i32", "vocab_size": "i32",
+    law = {"logits_ptr": "*fp32", "kept_ptr": "constexpr", "law": ("*i64", "*i64", "*fp64", "*fp64")}
+    law |= {
+        "token_ptr": "*i64",
+        "part_ptr": "*fp32",
+        "stride": "i64",
+        "vocab_size": "i32",
         "BLOCK": "constexpr",
-    }  # fmt: skip
+    }
+    noise = {"noise_ptr": "*fp32", "key_ptr": "*i64", "position_ptr": "*i64", "num_positions": "i32"}
+    noise |= {"vocab_size": "i32", "BLOCK": "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 3, 4, 5, 6)}
-    values = {"kept_ptr": None, "BLOCK": fused.BLOCK}
-    truncated = law | {"kept_ptr": "*fp32"}
-    half = law | {"logits_ptr": "*bf16"}
-    only = {"BLOCK": fused.BLOCK}
+    block = {"BLOCK": fused.BLOCK}
+
+    def law_source(changes: dict[str, str], constants: dict[str, Any]) -> Any:
+        return source_type(fn=fused.law_kernel, signature=law | changes, constexprs=constants, attrs=aligned)
+
+    first = {(0,): aligned[(0,)]}
     return [
-        ("law", source_type(fn=fused.law_kernel, signature=law, constexprs=values, attrs=aligned), "float32"),
-        (
-            "law",
-            source_type(fn=fused.law_kernel, signature=half, constexprs=values, attrs=aligned),
-            "bfloat16",
-        ),
-        (
-            "law after truncation",
-            source_type(fn=fused.law_kernel, signature=truncated, constexprs=only, attrs=aligned),
-            "float32",
-        ),
-        (
-            "noise",
-            source_type(fn=fused.noise_kernel, signature=noise, constexprs=only, attrs={(0,): aligned[(0,)]}),
-            "–",
-        ),
+        ("law", law_source({}, {"kept_ptr": None, **block}), "float32"),
+        ("law", law_source({"logits_ptr": "*bf16"}, {"kept_ptr": None, **block}), "bfloat16"),
+        ("law after truncation", law_source({"kept_ptr": "*fp32"}, block), "float32"),
+        ("noise", source_type(fn=fused.noise_kernel, signature=noise, constexprs=block, attrs=first), "–"),
     ]
 
 
@@ -94,11 +82,11 @@ def _disassembled(tools: Path, cubin: bytes) -> tuple[dict[str, int], str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tools / "cuobjdump"), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        code = subprocess.run(
-            [str(tools / "nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        commands = (
+            [str(tools / "cuobjdump"), "-res-usage", file.name],
+            [str(tools / "nvdisasm"), "-c", file.name],
+        )
+        usage, code = (subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands)
     words = {"registers": "REG", "stack_bytes": "STACK", "spilled_bytes": "LOCAL", "shared_bytes": "SHARED"}
     return {name: int(re.findall(rf"{word}:(\d+)", usage)[-1]) for name, word in words.items()}, code
 

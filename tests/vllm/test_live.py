@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.side_by_side import RandomLengths, answers, random_lengths, step_by_step
+from benchmarks.side_by_side import RandomLengths, Responses, answers, random_lengths, step_by_step
 from tests.vllm.parts import BASE, DEPTH, DRAFTER, assert_equal, in_vllm, requests_for
 from tlt.assembly.model import load_model
 from tlt.drafter.formats.folder import load_drafter
@@ -33,6 +33,15 @@ def countdown(num: int, max_tokens: int, temperature: float = 1.0, samples: int 
     return [
         Request(f"c{i}", sample, ids, params) for i, ids in enumerate(prompts) for sample in range(samples)
     ]
+
+
+def ended(engine: Any) -> Responses:
+    """Takes one step; returns the responses that it ended."""
+    return {(f.rollout.problem_id, f.rollout.sample_index): f.rollout for f in engine.step()}
+
+
+def tokens_of(found: Responses) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {key: rollout.token_ids for key, rollout in found.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +70,8 @@ def test_a_tuner_that_picks_at_random_changes_no_token(live: Any, own: Any) -> N
 def test_drafts_of_the_trained_drafter_are_accepted(live: Any, own: Any) -> None:
     """Where the temperature is high, guesses agree for the noise that they share with the target, and
     hardly else."""
-    for temperature, least in (
-        (1.0, 4.5),
-        (3.0, 2.2),
-    ):  # our own engine: 4.86 and 2.43, and 2.04 without the noise
+    # our own engine: 4.86 and 2.43, and 2.04 without the noise
+    for temperature, least in ((1.0, 4.5), (3.0, 2.2)):
         live.stats = type(live.stats)()
         requests = countdown(6, 60, temperature)
         assert_equal(requests, own, answers(live, requests), BASE)
@@ -90,10 +97,9 @@ def test_a_response_ends_where_the_window_does(live: Any, own: Any) -> None:
 
 
 def test_a_stop_text_ends_a_response(live: Any, own: Any) -> None:
-    requests = [
-        dataclasses.replace(r, params=dataclasses.replace(r.params, stop=("=", "*2")))
-        for r in countdown(6, 60)
-    ]
+    plain = countdown(6, 60)
+    params = dataclasses.replace(plain[0].params, stop=("=", "*2"))
+    requests = [dataclasses.replace(one, params=params) for one in plain]
     assert_equal(requests, own, answers(live, requests), BASE)
 
 
@@ -105,21 +111,17 @@ def test_responses_go_on_in_the_other_engine(live: Any, own: Any, goes: str) -> 
     found = {}
     first.add(requests)
     for _ in range(4):
-        found |= {(f.rollout.problem_id, f.rollout.sample_index): f.rollout for f in first.step()}
+        found |= ended(first)
     moved = first.withdraw(range(0, len(first.running), 2))
     assert len(moved) >= 2
     assert all(request.token_ids for request in moved)
     second.add(moved)
     for engine in (first, second):
         while not engine.is_idle:
-            found |= {(f.rollout.problem_id, f.rollout.sample_index): f.rollout for f in engine.step()}
-    assert {key: rollout.token_ids for key, rollout in found.items()} == {
-        k: r.token_ids for k, r in expected.items()
-    }
-    gaps = [
-        abs(a - b) for key in found for a, b in zip(found[key].logprobs, expected[key].logprobs, strict=True)
-    ]
-    assert max(gaps) < 2e-4
+            found |= ended(engine)
+    assert tokens_of(found) == tokens_of(expected)
+    pairs = [pair for key in found for pair in zip(found[key].logprobs, expected[key].logprobs, strict=True)]
+    assert max(abs(a - b) for a, b in pairs) < 2e-4
 
 
 def test_nothing_is_left_after_an_abort(live: Any, own: Any) -> None:
@@ -165,14 +167,10 @@ def test_what_vllm_s_prefix_cache_holds_is_not_taken_for_another_prompt_s(live: 
     live.load_policy(MODEL.tensors)  # what other tests have left in the cache is gone
     ids = countdown(1, 1)[0].prompt_ids
     params = SamplingParams(max_tokens=12, seed=2)
-    prompts = {
-        "a": (ids * 30)[:300],
-        "b": (ids[::-1] * 30)[:300],
-    }  # with a drafter vLLM reads the last whole block again
-    found = [
-        captured_of(live, [Request(name, i, prompts[name], params)])[0].captured_TF
-        for i, name in enumerate("aba")
-    ]
+    # with a drafter vLLM reads the last whole block again
+    prompts = {"a": (ids * 30)[:300], "b": (ids[::-1] * 30)[:300]}
+    requests = [Request(name, i, prompts[name], params) for i, name in enumerate("aba")]
+    found = [captured_of(live, [one])[0].captured_TF for one in requests]
     assert [captured_TF is None for captured_TF in found] == [False, False, True]
 
 
@@ -222,12 +220,12 @@ def test_a_drafter_that_is_pushed_in_mid_rollout_changes_acceptance_and_no_token
     for tensors, version in ((spoiled, 1), (trained, 2)):
         live.stats = type(live.stats)()
         for _ in range(6):
-            found |= {(f.rollout.problem_id, f.rollout.sample_index): f.rollout for f in live.step()}
+            found |= ended(live)
         lengths.append(live.stats.accept_length)
         live.drafter.load(tensors, version)
     live.stats = type(live.stats)()
     while not live.is_idle:
-        found |= {(f.rollout.problem_id, f.rollout.sample_index): f.rollout for f in live.step()}
+        found |= ended(live)
     lengths.append(live.stats.accept_length)
-    assert {k: r.token_ids for k, r in found.items()} == {k: r.token_ids for k, r in expected.items()}
+    assert tokens_of(found) == tokens_of(expected)
     assert lengths[1] < 2 < 3.5 < min(lengths[0], lengths[2])

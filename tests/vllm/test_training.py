@@ -83,25 +83,26 @@ def wait_for(condition: Any, seconds: float = 1500) -> None:
         time.sleep(0.2)
 
 
+def train(values: dict[str, Any]) -> list[str]:
+    overrides = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    return [sys.executable, "-m", "tlt", "train", str(RECIPE), *overrides]
+
+
+def environ() -> dict[str, str]:
+    path = os.pathsep.join(sys.path)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A sharded run of two ranks that trains its drafter; in tmp_path / "run"."""
     values = {
-        **SMALL, **FEW, "run.num_ranks": 2, "run.num_steps": 4, "run.out_dir": tmp_path / "run", "rollout.engine": "vllm",
-        "rollout.speculation": "4x1x4", "parallel.policy": "fsdp",
+        **SMALL, **FEW, "run.num_ranks": 2, "run.num_steps": 4, "run.out_dir": tmp_path / "run",
+        "rollout.engine": "vllm", "rollout.speculation": "4x1x4", "parallel.policy": "fsdp",
     }  # fmt: skip
-    words = [
-        sys.executable,
-        "-m",
-        "tlt",
-        "train",
-        str(RECIPE),
-        *(w for k, v in values.items() for w in (f"--{k}", str(v))),
-    ]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     with (tmp_path / "said.txt").open("w") as said:
         run = subprocess.Popen(
-            words, env=environ, stdout=said, stderr=said, text=True, start_new_session=True
+            train(values), env=environ(), stdout=said, stderr=said, text=True, start_new_session=True
         )
     yield run
     if run.poll() is None:
@@ -165,8 +166,9 @@ def test_a_run_generates_ahead_replays_and_evaluates_from_references_and_stays_t
     """One rank keeps its responses; two ranks repeat the run from them, and generate ahead of what they
     end with."""
     small = {
-        **SMALL, **FEW, **LORA, "evaluation.num_problems": 4, "evaluation.samples_per_problem": 2, "evaluation.every": 1,
-        "rollout.engine": "vllm", "run.num_steps": 2, "drafter.train": "false", "run.keep_responses": "true",
+        **SMALL, **FEW, **LORA, "evaluation.num_problems": 4, "evaluation.samples_per_problem": 2,
+        "evaluation.every": 1, "rollout.engine": "vllm", "run.num_steps": 2, "drafter.train": "false",
+        "run.keep_responses": "true",
     }  # fmt: skip
     arms: dict[str, dict[str, Any]] = {
         "plain": {"rollout.references_mib": 0},
@@ -176,33 +178,16 @@ def test_a_run_generates_ahead_replays_and_evaluates_from_references_and_stays_t
     found = {}
     for arm, changes in arms.items():
         values = {**small, **changes, "run.out_dir": tmp_path / arm}
-        words = [
-            sys.executable,
-            "-m",
-            "tlt",
-            "train",
-            str(RECIPE),
-            *(w for k, v in values.items() for w in (f"--{k}", str(v))),
-        ]
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "OMP_NUM_THREADS": "1",
-            "NO_COLOR": "1",
-        }
-        done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(train(values), env=environ(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         found[arm] = {path.name: responses(path) for path in sorted((tmp_path / arm / "responses").iterdir())}
     steps = {arm: read_metrics(tmp_path / arm / "metrics.jsonl") for arm in arms}
     for arm in ("replay", "ahead"):
         assert found[arm].keys() == found["plain"].keys()
-        same = [
-            found[arm][name][key] == tokens
-            for name in found[arm]
-            for key, tokens in found["plain"][name].items()
-        ]
+        plain = found["plain"].items()
+        same = [found[arm][name][key] == tokens for name, of in plain for key, tokens in of.items()]
         assert sum(same) / len(same) > 0.95, (
-            "all but near-ties of float32, and what they change in later policies"
+            "all but near-ties of float32 and their effects on later policies"
         )
     assert sum(step.rollout.followed_by_age.get("replay", 0) for step in steps["replay"]) > 300
     assert sum(step.idle.ahead_tokens for step in steps["ahead"]) > 100

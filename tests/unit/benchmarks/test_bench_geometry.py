@@ -4,6 +4,7 @@ here."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from collections import namedtuple
@@ -52,21 +53,8 @@ def test_the_command_says_what_it_grew_measures_it_and_leaves_nothing(
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     amounts = ["--batches", "2", "--rounds", "1", "--seconds", "0.1", *FEW, "--run.dtype", "float64"]
-    assert (
-        main(
-            [
-                "bench",
-                "rollout",
-                str(RECIPE),
-                "--geometry",
-                str(little),
-                "--out",
-                str(tmp_path / "result"),
-                *amounts,
-            ]
-        )
-        == 0
-    )
+    words = ["bench", "rollout", str(RECIPE), "--geometry", str(little), "--out", str(tmp_path / "result")]
+    assert main([*words, *amounts]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "geometry little: 7,973,728 parameters in float64, grown from base"
     assert shown[1] == "shape: qwen2, 21 layers, hidden size 160, 6 heads, 3 of keys and values"
@@ -115,16 +103,10 @@ def test_a_kept_geometry_is_grown_once(
     with grown_config(config, growth, keep=tmp_path / "kept") as (second, _):
         assert first == second
     assert {path.name for path in first.model.path.parent.iterdir()} == {"model", "drafter"}
-    other = dataclasses.replace(
-        growth, grown=dataclasses.replace(growth.grown, config=dataclasses.replace(LITTLE, num_layers=22))
-    )
-    names = {
-        g.folder_name(d, k)
-        for g in (growth, other)
-        for d in (torch.float32, torch.bfloat16)
-        for k in ("cpu", "cuda")
-    }
-    assert len(names) == 8
+    deeper = dataclasses.replace(growth.grown, config=dataclasses.replace(LITTLE, num_layers=22))
+    other = dataclasses.replace(growth, grown=deeper)
+    kinds = itertools.product((growth, other), (torch.float32, torch.bfloat16), ("cpu", "cuda"))
+    assert len({one.folder_name(dtype, device) for one, dtype, device in kinds}) == 8
 
 
 def test_a_grown_model_that_does_not_generate_as_the_small_one_is_refused(
@@ -147,14 +129,7 @@ def test_a_training_step_of_the_grown_model_changes_nothing_and_goes_on_in_its_f
 ) -> None:
     """Two steps by two commands: same tokens and weights with and without TLT, and in the second step the
     first one's model."""
-    few = [
-        "--rollout.problems_per_step",
-        "2",
-        "--rollout.samples_per_problem",
-        "2",
-        "--sampling.max_tokens",
-        "24",
-    ]
+    few = ["--rollout.problems_per_step=2", "--rollout.samples_per_problem=2", "--sampling.max_tokens=24"]
     where = ["--out", str(tmp_path / "result"), "--run.out_dir", str(tmp_path / "run"), *FEW]
     for steps in "12":
         arguments = ["--geometry", str(little), "--variants", "tlt", "--steps", steps, *where, *few]

@@ -58,36 +58,16 @@ def test_the_ceiling_is_amdahls() -> None:
 
 
 def test_phases_are_means_over_ranks_and_steps_and_what_no_span_covers_is_other() -> None:
-    first = [
-        Span("decode", 0, 6),
-        Span("update", 7, 9),
-        Span("step", 0, 10),
-        Span("publish", 10.5, 11),
-        Span("step", 11, 15),
-    ]
-    second = [
-        Span("decode", 0, 2),
-        Span("train drafter", 2, 6),
-        Span("step", 0, 10),
-        Span("decode", 11, 15),
-        Span("step", 11, 15),
-    ]
+    steps = [Span("step", 0, 10), Span("step", 11, 15)]
+    first = [Span("decode", 0, 6), Span("update", 7, 9), Span("publish", 10.5, 11), *steps]
+    second = [Span("decode", 0, 2), Span("train drafter", 2, 6), Span("decode", 11, 15), *steps]
     seconds = phase_seconds({0: first, 1: second})
-    assert seconds == {
-        "decode": 12 / 4,
-        "update": 2 / 4,
-        "train drafter": 4 / 4,
-        "other": (2 + 4 + 4 + 0) / 4,
-    }
+    assert seconds == {"decode": 12 / 4, "update": 2 / 4, "train drafter": 4 / 4, "other": (2 + 4 + 4) / 4}
 
 
 def test_what_is_covered_twice_is_missing_from_other_once() -> None:
-    spans = [
-        Span("train drafter", 0, 6),
-        Span("preempt", 5, 6),
-        Span("check drafter", 6, 8),
-        Span("step", 0, 10),
-    ]
+    training = [Span("train drafter", 0, 6), Span("preempt", 5, 6), Span("check drafter", 6, 8)]
+    spans = [*training, Span("step", 0, 10)]
     seconds = phase_seconds({0: spans})
     assert seconds == {"train drafter": 6, "preempt": 1, "check drafter": 2, "other": 2}
 
@@ -117,23 +97,13 @@ def write_run(
             timeline.record("decode", start, start + seconds)
             timeline.record("train drafter", start + seconds, start + seconds + 0.1)
             timeline.record("step", start, start + seconds + 1.5)
-            rollout = {
-                "seconds": seconds,
-                "accept_length": accept_length,
-                "num_responses": 32,
-                "num_tokens": 64,
-            }
+            rollout = {"seconds": seconds, "accept_length": accept_length}
+            rollout |= {"num_responses": 32, "num_tokens": 64}
             parts = {"rollout": rollout, "idle": {"seconds": 4.0}, "drafter": {"train_seconds": 3.0}}
             writer.write(record(step, step_seconds=seconds + 1.5, cpu_seconds=2 * seconds, **parts))
             if step < len(num_different):
-                turn = Turn(
-                    name,
-                    step,
-                    seconds + 2,
-                    num_different[step],
-                    same_weights=not num_different[step],
-                    digest="d",
-                )
+                differ = num_different[step]
+                turn = Turn(name, step, seconds + 2, differ, same_weights=not differ, digest="d")
                 turns.write(json.dumps(dataclasses.asdict(turn)) + "\n")
     timeline.flush()
 

@@ -58,15 +58,8 @@ FEW = ("--task.num_problems", "64")
 def test_a_mistake_in_the_command_is_one_line(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = [
-        str(RECIPE / "quickstart.toml"),
-        "--out",
-        str(tmp_path / "x"),
-        "--run.num_ranks",
-        "1",
-        *FEW,
-        *arguments,
-    ]
+    out = ["--out", str(tmp_path / "x"), "--run.num_ranks", "1"]
+    words = [str(RECIPE / "quickstart.toml"), *out, *FEW, *arguments]
     assert carry_out("rollout", lambda: main(words)) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("benchmarks.rollout: error: ")

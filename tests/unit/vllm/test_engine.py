@@ -232,19 +232,14 @@ def test_the_tuner_hears_of_steps_alone_that_drafted_and_verified_by_one_strateg
         assert strategy.is_off == (not outcome.accepted) or outcome.num_tokens <= SLOTS
     depths = {strategy.depth for strategy, _ in tuner.told}
     assert depths == {0, 1, 2, 4}
-    assert any(
-        set(outcome.drafted) == {0} for _, outcome in tuner.told
-    )  # steps that found nothing count, too
+    assert any(set(outcome.drafted) == {0} for _, outcome in tuner.told), "steps that found nothing count"
 
 
 def test_the_tuner_knows_how_much_is_left_and_hears_of_no_step_that_read_prompts() -> None:
     tuner = Told(CHAINS[:1])
     list(engine_over(PretendLink(), tuner).generate(REQUESTS))
-    assert (
-        {batch.num_admitted for batch in tuner.batches}
-        == {0}
-        != {batch.num_admitted for batch in tuner.asked}
-    )
+    admitted = [{batch.num_admitted for batch in batches} for batches in (tuner.batches, tuner.asked)]
+    assert admitted[0] == {0} != admitted[1]
     left = [0.0 if batch.num_left is None else batch.num_left for batch in tuner.asked]
     longest = max(request.params.max_tokens for request in REQUESTS)
     assert left[0] > longest > left[-1] > 0.0, "those that wait count, too"
@@ -275,11 +270,9 @@ def test_verifications_are_counted_under_the_strategy_that_drafted() -> None:
         return found
 
     link.step = counted  # type: ignore[method-assign]  # counts on the way
-    list(
-        engine.generate(
-            [dataclasses.replace(r, params=dataclasses.replace(r.params, stop_ids=())) for r in REQUESTS]
-        )
-    )
+    endless = [dataclasses.replace(one.params, stop_ids=()) for one in REQUESTS]
+    pairs = zip(REQUESTS, endless, strict=True)
+    list(engine.generate([dataclasses.replace(one, params=params) for one, params in pairs]))
     counts = {name: stats.num_tokens for name, stats in engine.stats.by_strategy.items() if name != "off"}
     assert counts == verified
     assert engine.stats.num_drafted_tokens >= sum(engine.stats.survivors_by_depth.values()) > 0
@@ -339,9 +332,8 @@ def test_a_response_ends_at_a_stop_text_and_vllm_is_told() -> None:
     (whole,) = engine.generate([plain])
     text = "".join(chr(97 + token % 26) for token in whole.token_ids)
     stop = text[20:22]
-    (found,) = engine.generate(
-        [dataclasses.replace(plain, params=dataclasses.replace(plain.params, stop=(stop,)))]
-    )
+    params = dataclasses.replace(plain.params, stop=(stop,))
+    (found,) = engine.generate([dataclasses.replace(plain, params=params)])
     assert found.token_ids == whole.token_ids[: text.index(stop) + 2]
     assert found.finish_reason == "stop"
     assert link.requests == {}

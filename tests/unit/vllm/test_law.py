@@ -13,9 +13,11 @@ from torch import Tensor
 
 import tlt.speculative.rows as rows_module
 from tests.lossless.helpers import PARAMS
+from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
+from tlt.tuning.tuner import make_tuner
 from tlt.types import Request, SamplingParams, UserError
 from tlt.vllm.inside.law import LawTable, RowLaw, Slots
 from tlt.vllm.strategies import check_speculation, draft_depths, vllm_kinds
@@ -96,26 +98,17 @@ def test_values_that_pad_a_head_are_never_drawn() -> None:
     logits_RV = torch.randn(3, VOCAB + 3)
     logits_RV[:, VOCAB:] = 1e4
     drawn, _ = table.draw(logits_RV, torch.zeros(3, dtype=torch.int64), torch.tensor([4, 5, 6]))
-    assert int(drawn.max()) < VOCAB
-    assert (
-        int(table.rank(logits_RV, torch.zeros(3, dtype=torch.int64), torch.tensor([4, 5, 6])).max()) < VOCAB
-    )
+    ranked = table.rank(logits_RV, torch.zeros(3, dtype=torch.int64), torch.tensor([4, 5, 6]))
+    assert max(int(drawn.max()), int(ranked.max())) < VOCAB
 
 
 def test_a_drafter_with_the_target_s_own_logits_guesses_what_the_target_draws() -> None:
     """At tau 1 and without truncation the ranking is the law itself."""
-    found = [
-        replace(law, params=SamplingParams(temperature))
-        for law, temperature in zip(laws(3), (0.0, 0.6, 1.0), strict=True)
-    ]
-    table = LawTable(3, VOCAB, CPU, tau=1.0)
-    for slot, law in enumerate(found):
-        table.put(slot, law)
-    table.flush()
-    logits_RV, slots_R, positions_R = torch.randn(30, VOCAB), torch.arange(30) % 3, torch.arange(30) + 7
-    assert torch.equal(
-        table.rank(logits_RV, slots_R, positions_R), table.draw(logits_RV, slots_R, positions_R)[0]
-    )
+    pairs = zip(laws(3), (0.0, 0.6, 1.0), strict=True)
+    table = table_of([replace(law, params=SamplingParams(temperature)) for law, temperature in pairs])
+    table.tau = 1.0
+    rows = torch.randn(30, VOCAB), torch.arange(30) % 3, torch.arange(30) + 7
+    assert torch.equal(table.rank(*rows), table.draw(*rows)[0])
 
 
 def test_what_is_drawn_from_is_kept_while_somebody_checks() -> None:
@@ -167,13 +160,7 @@ def test_our_engine_s_law_travels_whole() -> None:
     params = SamplingParams(0.8, 20, 0.9, 0.02, 100, (7,), 11, ("stop",))
     request = Request("p", 3, (1, 2), params, "rollout", 5)
     found = RowLaw.of(Asked(temperature=0.0, extra_args=RowLaw.extra_args(request)))
-    assert found.key == request.key
-    assert (found.params.temperature, found.params.top_k, found.params.top_p, found.params.min_p) == (
-        0.8,
-        20,
-        0.9,
-        0.02,
-    )
+    assert found == RowLaw(request.key, SamplingParams(0.8, 20, 0.9, 0.02))
 
 
 def test_a_seed_is_the_key_and_its_absence_is_chance() -> None:
@@ -188,10 +175,8 @@ def test_a_seed_is_the_key_and_its_absence_is_chance() -> None:
 def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     found = laws(7)
     params, keys_R4 = BatchParams([law.params for law in found]), keys_tensor([law.key for law in found])
-    logits_RV, positions_R = (
-        torch.randn(7, VOCAB, dtype=torch.float64),
-        torch.arange(7) * 3,
-    )  # float64 is the reference's
+    logits_RV = torch.randn(7, VOCAB, dtype=torch.float64)  # float64 is the reference's
+    positions_R = torch.arange(7) * 3
     whole = draw(logits_RV, keys_R4, positions_R, params)
     monkeypatch.setattr(rows_module, "ROW_BYTES", 28 * VOCAB * 3)
     asked: list[int] = []
@@ -220,6 +205,10 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
         ("4x1x4", True, ("learned",), 4),
         ("4x1x4", False, ("ngram",), 4),
         ("ngram:3x1x3", True, ("ngram",), 3),
+        ("ahead:64x1x64", False, (), 0),
+        ("ahead:64x1x64", True, (), 0),
+        ("ahead+ngram:64x1x64", True, ("ngram",), 8),
+        ("ahead+learned:4x1x4", True, ("learned",), 4),
     ],
 )
 def test_one_drafter_and_its_depth(
@@ -228,6 +217,8 @@ def test_one_drafter_and_its_depth(
     check_speculation(speculation, has_learned)
     assert vllm_kinds(speculation, has_learned) == kinds
     assert draft_depths(speculation, kinds, 8)[-1] == depth
+    known = reference_kinds(kinds) if "ahead" in speculation else kinds
+    assert make_tuner(speculation, known or ("ngram",), trees=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -236,6 +227,7 @@ def test_one_drafter_and_its_depth(
         ("4x2x8", True, "speculation: '4x2x8' is a tree, and vLLM drafts chains; give 4x1x4, or engine tlt"),
         ("4x1x5", True, "is a tree"),
         ("hybrid:4x1x4", True, "names the drafter hybrid.*give learned or ngram"),
+        ("ahead+hybrid:64x1x64", True, "names the drafter hybrid, which engine vllm does not have here"),
         ("learned:4x1x4", False, "names the drafter learned.*give a drafter, or ngram"),
         ("four", True, "is no strategy"),
     ],

@@ -22,14 +22,14 @@ from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.drafter.drafting.references import REPLAY, References
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.tuner import Fixed, default_arms, make_tuner
+from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import Request, SamplingParams, UserError
 from tlt.vllm.check import check_law
 from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room
 from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
-from tlt.vllm.strategies import draft_depths, refuse_references, vllm_kinds
+from tlt.vllm.strategies import refuse_references
 
 LONG = [replace(r, params=replace(r.params, stop_ids=(), max_tokens=60)) for r in REQUESTS[:9]]
 AHEAD, BESIDE = Strategy.parse("ahead:64x1x64"), Strategy.parse("ahead+ngram:64x1x64")
@@ -48,12 +48,9 @@ def answered(requests: Sequence[Request]) -> dict[tuple[str, int], tuple[int, ..
 def references_for(requests: Sequence[Request], kinds: Sequence[str], version: int | str = 0) -> References:
     rng, references, right = random.Random(1), References(None), answered(requests)
     for index, request in enumerate(requests):
-        tokens = right[request.problem_id, request.sample_index]
-        if (
-            reference := reference_of(
-                kinds[index % len(kinds)], tokens, EXPECTED["p0", 0], rng, range(8, VOCAB), 90
-            )
-        ) is not None:
+        tokens, kind = right[request.problem_id, request.sample_index], kinds[index % len(kinds)]
+        reference = reference_of(kind, tokens, EXPECTED["p0", 0], rng, range(8, VOCAB), 90)
+        if reference is not None:
             references.keep(request.key, reference, version)
     return references
 
@@ -97,10 +94,8 @@ def test_what_was_followed_is_counted_by_the_reference_s_age() -> None:
     rollouts = list(engine.generate(LONG))
     assert len(rollouts) == 9
     assert engine.stats.followed_by_age.keys() == {"2", "replay"}
-    bounds = 2 * 60 - 10, 2 * 60
-    assert all(bounds[0] < count < bounds[1] for count in engine.stats.followed_by_age.values()), (
-        engine.stats.followed_by_age
-    )
+    followed = engine.stats.followed_by_age
+    assert all(2 * 60 - 10 < count < 2 * 60 for count in followed.values()), followed
 
 
 def test_a_tuner_is_told_which_sequences_were_drafted_for_from_references() -> None:
@@ -112,10 +107,9 @@ def test_a_tuner_is_told_which_sequences_were_drafted_for_from_references() -> N
     assert all(len(o.from_reference) == len(o.accepted) == len(o.drafted) for o in steady)
     assert sum(steady[0].from_reference) == 3
     assert max(steady[0].drafted) > 30
-    elsewhere = [
-        d for o in steady for d, followed in zip(o.drafted, o.from_reference, strict=True) if not followed
-    ]
-    assert max(elsewhere) == 4, "vLLM's own drafts stay where there is no reference"
+    drafts = [pair for o in steady for pair in zip(o.drafted, o.from_reference, strict=True)]
+    without = [drafted for drafted, is_followed in drafts if not is_followed]
+    assert max(without) == 4, "vLLM's own drafts stay where there is no reference"
 
 
 def test_the_cost_model_follows_references_that_are_right() -> None:
@@ -141,17 +135,12 @@ def test_what_references_win_is_counted_in_the_steps_that_followed_them() -> Non
 
 def test_drafts_stay_with_their_requests_when_others_leave_and_come() -> None:
     """More requests than slots, of all lengths: a neighbour's draft would agree with nothing."""
-    requests = [
-        replace(r, params=replace(r.params, stop_ids=(), max_tokens=8 + 7 * i)) for i, r in enumerate(LONG)
-    ]
+    requests = [replace(r, params=replace(r.params, max_tokens=8 + 7 * i)) for i, r in enumerate(LONG)]
     engine = engine_with(references_for(requests, ["right"]), Fixed(AHEAD))
     engine.add(requests)
     while not engine.is_idle:
         engine.step()
-        if engine.stats.num_steps in (
-            2,
-            3,
-        ):  # their prompts have been read, and some of them leave in the middle
+        if engine.stats.num_steps in (2, 3):  # after the prompts were read, some leave in the middle
             engine.add(engine.withdraw([*range(len(engine.running))][::2]))
     assert engine.stats.draft_acceptance_rate == 1.0
 
@@ -221,29 +210,6 @@ def test_the_proposer_that_vllm_needs_proposes_nothing() -> None:
     assert NoDrafts(None).propose([[1, 2], []], None, None, slot_mappings=None) == [[], []]
 
 
-@pytest.mark.parametrize(
-    ("speculation", "has_learned", "kinds", "depths"),
-    [
-        ("ahead:64x1x64", False, (), (0,)),
-        ("ahead:64x1x64", True, (), (0,)),
-        ("ahead+ngram:64x1x64", True, ("ngram",), (0, 8)),
-        ("ahead+learned:4x1x4", True, ("learned",), (0, 4)),
-    ],
-)
-def test_what_vllm_itself_drafts_beside_references(
-    speculation: str, has_learned: bool, kinds: tuple[str, ...], depths: tuple[int, ...]
-) -> None:
-    assert vllm_kinds(speculation, has_learned) == kinds
-    assert draft_depths(speculation, kinds, 15) in (depths, (0,))
-    assert not kinds or draft_depths(speculation, kinds, 15) == depths
-    assert make_tuner(speculation, reference_kinds(kinds), trees=False) is not None
-
-
-def test_two_drafters_beside_references_are_refused() -> None:
-    with pytest.raises(UserError, match="names the drafter hybrid, which engine vllm does not have here"):
-        vllm_kinds("ahead+hybrid:64x1x64", True)
-
-
 def test_a_gpu_s_runner_is_refused_references_in_one_line() -> None:
     refuse_references("cpu")
     with pytest.raises(UserError, match="keeps drafts on the GPU") as caught:
@@ -285,16 +251,11 @@ def test_references_are_followed_where_the_speculation_follows_any(
 
 
 def test_a_run_says_whether_its_user_asks_for_references() -> None:
-    recipe = "recipes/countdown/quickstart.toml"
-    for words, asks in (
-        ([], False),
-        (["--rollout.ahead=1"], True),
-        (["--rollout.replay=runs/a"], True),
-        (["--rollout.speculation=ahead+learned:8x1x8"], True),
-        (["--rollout.speculation=4x1x4"], False),
-    ):
-        rollout = load_config(recipe, ["--rollout.engine=vllm", *words]).rollout
-        assert rollout.asks_for_references == asks, words
+    asking = ("ahead=1", "replay=runs/a", "speculation=ahead+learned:8x1x8")
+    for word in ("speculation=adaptive", "speculation=4x1x4", *asking):
+        words = ["--rollout.engine=vllm", f"--rollout.{word}"]
+        rollout = load_config("recipes/countdown/quickstart.toml", words).rollout
+        assert rollout.asks_for_references == (word in asking), word
 
 
 def test_a_request_that_is_nearly_over_is_drafted_no_further() -> None:
