@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from tlt.config.vllm import VllmSection
 from tlt.io.text import one_line
 from tlt.types import UserError
-from tlt.vllm.inside.digest import digest
+from tlt.vllm.inside.digest import digest_tensors
 
 Way = Literal["direct", "host", "ipc"]
 
@@ -90,7 +90,7 @@ class ThroughHost(Direct):
         with tempfile.NamedTemporaryFile(dir=folder, prefix="tlt-", suffix=".safetensors") as file:
             save_file(tensors, file.name)
             arrived = self.call("tlt_part", is_drafter, file.name)
-        if any(found != digest(tensors) for found in arrived):
+        if any(found != digest_tensors(tensors) for found in arrived):
             raise RuntimeError("vllm: weights have arrived damaged in a worker")
 
 
@@ -143,7 +143,7 @@ class SharedGpu:
         except RuntimeError as error:
             said = one_line(error, 300)
             raise UserError(f"vllm.transfer: ipc does not work here ({said}); give host") from error
-        if arrived != [digest(copies)]:
+        if arrived != [digest_tensors(copies)]:
             said = "other values arrive than were sent"
             raise UserError(f"vllm.transfer: ipc does not work here ({said}); give host")
 

@@ -15,7 +15,7 @@ from tests.vllm import pretend_gpu
 from tlt.config.vllm import VllmSection
 from tlt.types import UserError
 from tlt.vllm import transfer
-from tlt.vllm.inside.digest import digest
+from tlt.vllm.inside.digest import digest_tensors
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ class PretendWorker:
 
     def reduce(self, tensor: Tensor) -> tuple[None, tuple[Any, ...]]:
         self.shared.add(tensor)
-        self.answer = digest({"tried": tensor})
+        self.answer = digest_tensors({"tried": tensor})
         return None, (tensor.data_ptr(),)
 
     def __call__(self, name: str, *arguments: Any) -> list[Any]:

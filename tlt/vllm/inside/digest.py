@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Returns a hash of names, types, shapes and bytes."""
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):

@@ -20,7 +20,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from tlt.vllm.inside.digest import digest
+from tlt.vllm.inside.digest import digest_tensors
 from tlt.vllm.inside.law import Recorded
 from tlt.vllm.inside.packed import forget_experts, head_error, pack_heads
 from tlt.vllm.inside.plugin import Installed, register
@@ -61,7 +61,7 @@ class TltWorker:
             loaded = self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
         # None: this model does not tell what it has loaded
         self._tlt_awaited -= self._tlt_awaited if loaded is None else set(loaded)
-        return digest(tensors) if isinstance(part, str) else ""
+        return digest_tensors(tensors) if isinstance(part, str) else ""
 
     def tlt_end(self, is_drafter: bool) -> None:
         """Ends the update."""
@@ -75,7 +75,7 @@ class TltWorker:
         engine.set_weight_update_target(arrived, engine.model_config)
         try:
             engine.update_weights(part)
-            return digest(arrived.tensors)
+            return digest_tensors(arrived.tensors)
         finally:
             engine.reset_weight_update_target()
 
