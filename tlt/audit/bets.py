@@ -1,10 +1,7 @@
 """The bets: distributions q_t, functions of the prefix alone, on which a gambler stakes against the target's
 p_t.
 
-Knows neither where the responses come from nor what their growth convicts of (verdict.py).
-
-Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference
-fault).
+Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
 """
 
 from __future__ import annotations
@@ -18,14 +15,15 @@ from torch import Tensor
 TILTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
 """q ∝ p^λ: the engine's temperature is off by the factor 1 / λ."""
 ODDS = (0.5, 0.8, 1.25, 2.0)
-"""q ∝ p · c^[y in A]: a set of tokens A has its odds multiplied by c."""
+"""q ∝ p · c^[y in A]: the odds of a set of tokens A are multiplied by c."""
 EVENTS = ("stop", "argmax", "match")
+"""A: the stop tokens; the likeliest token; the n-gram match (see SOURCES)."""
 SHARES = (0.001, 0.01, 0.1)
-"""q = (1 − ε) p + ε r: the share ε of the tokens comes from elsewhere."""
+"""q = (1 − ε) p + ε r: the share ε of the tokens comes from another source r."""
 SOURCES = ("flattened", "uniform", "n-gram model", "previous token", "match")
-"""r: p at twice its temperature; any token; a model that learns online from the responses judged before;
-the token just said; what followed the last tokens when they last occurred in this context (what n-gram
-drafting proposes)."""
+"""r: p at twice its temperature; any token; a model learned online from the responses judged before; the
+token just said; the token that followed the last tokens when they last occurred in this context (n-gram
+drafting)."""
 
 BETS = (
     *(f"temperature {1 / tilt:.3g} times" for tilt in TILTS),
@@ -37,7 +35,7 @@ BETS = (
 class OnlineNgrams:
     """A model of P(token | up to three tokens before it), learned from the tokens judged so far.
 
-    Each order is smoothed by the one below it, the lowest by the uniform distribution.
+    Each order is smoothed by the next lower one, the lowest by the uniform distribution.
     """
 
     ORDERS = 3
@@ -72,8 +70,8 @@ class OnlineNgrams:
 
 
 def suffix_matches(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-    """Returns, for each response token, what n-gram drafting would propose there: the token that followed
-    when the last 4, else 3, else 2 tokens last occurred in this context; -1 where they never did."""
+    """Returns, for each response token, n-gram drafting's proposal: the token that followed when the last 4,
+    else 3, else 2 tokens last occurred in this context; -1 where they never did."""
     tokens = [*prompt_ids, *token_ids]
     followers: dict[tuple[int, ...], int] = {}
     found = []
@@ -92,10 +90,9 @@ def growth(
     """Returns log q(y) / p(y) of every bet, less the price of the tolerance, [K, S, T] in the order of BETS.
 
     logp_TV: log p of the target.
-    tokens_ST: the tokens y.
+    tokens_ST: the tokens y. Where p(y) = 0 the growth is 0: such tokens are counted, not bet on.
     sources_RST: r(y) of each of SOURCES.
     events_TV: the sets of EVENTS as masks.
-    Where p(y) = 0 the growth is 0: such tokens are counted, not bet on.
     """
     p_TV = logp_TV.exp()
     logp_ST = logp_TV.gather(-1, tokens_ST.T).T

@@ -1,5 +1,5 @@
-"""Estimates with intervals, and how many tokens a verdict needs. Pure functions of what was observed of
-the responses."""
+"""Estimates with intervals, and the number of tokens that a verdict needs: pure functions of the
+observations."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def mean_with_interval(values_T: Tensor, alpha: float) -> Estimate:
 def most_likely_share(ratios_RT: Tensor, alpha: float) -> tuple[str, Estimate]:
     """Returns the source and the share ε for which the mixture (1 − ε) p + ε r makes the tokens likeliest.
 
+    Where no source makes them likelier by more than chance, it is the source that could hide the largest
+    share. The interval is corrected for the choice among several sources (Bonferroni).
+
     ratios_RT: r(y) / p(y) of every source and token.
-    Where no source makes the tokens likelier by more than chance does, it is the source that could hide
-    the largest share. The interval counts that the source was chosen among several (Bonferroni).
     """
     chance = NormalDist().inv_cdf(1 - alpha / len(ratios_RT) / 2) ** 2 / 2  # half of a chi-square's quantile
     found = [_share_of(ratios_T - 1, chance) for ratios_T in ratios_RT]
@@ -50,16 +51,14 @@ def most_likely_share(ratios_RT: Tensor, alpha: float) -> tuple[str, Estimate]:
 
 
 def _share_of(gains_T: Tensor, chance: float) -> tuple[float, Estimate]:
-    """Returns the log-likelihood that the best share gains, and that share. Its interval holds all shares
-    that lose at most `chance` of the gain (likelihood ratio)."""
+    """Returns the log-likelihood gained by the best share, and that share. Its interval holds all shares that
+    lose at most `chance` of the gain (likelihood ratio)."""
 
     def likelihood(share: float) -> float:
         return float(torch.log1p(share * gains_T).sum())
 
     top = 1 - 1e-9
-    share = _bisect(
-        lambda s: float((gains_T / (1 + s * gains_T)).sum()) > 0, 0.0, top
-    )  # the likelihood is concave
+    share = _bisect(lambda s: float((gains_T / (1 + s * gains_T)).sum()) > 0, 0.0, top)  # it is concave
     share = share if share > 1e-8 else 0.0
     gained = likelihood(share)
     low = _bisect(lambda s: likelihood(s) < gained - chance, 0.0, share) if gained > chance else 0.0
@@ -67,7 +66,7 @@ def _share_of(gains_T: Tensor, chance: float) -> tuple[float, Estimate]:
 
 
 def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float:
-    """Returns the place between `low` and `high` where `is_below` turns from true to false."""
+    """Returns the point between `low` and `high` where `is_below` turns from true to false."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if is_below(middle) else (low, middle)
@@ -77,12 +76,13 @@ def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float
 def tokens_for_power(
     sums_RK: Tensor, lengths: Sequence[int], log_threshold: float, power: float = 0.95
 ) -> int | None:
-    """Returns the number of tokens after which the e-process has crossed the threshold in the share `power`
-    of bootstrap runs.
+    """Returns the number of tokens after which the e-process has crossed the threshold in a share `power` of
+    bootstrap runs. None: it takes more than five million tokens, or no bet grows at all.
 
-    A run draws whole responses again, with replacement. sums_RK: log-growth of every bet over each response.
+    A run draws whole responses again, with replacement.
+
+    sums_RK: log-growth of every bet over each response.
     lengths: tokens of each response.
-    None: it takes more than five million tokens, or no bet grows at all.
     """
     if float(sums_RK.sum(0).max()) <= 0:
         return None

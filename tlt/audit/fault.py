@@ -1,5 +1,4 @@
-"""A fault that is planted in an engine on purpose, for the audit to find. Knows verification and nothing
-of the audit."""
+"""A fault planted in an engine on purpose, for the audit to find."""
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ from tlt.types import DraftTree, Verdict
 
 
 class PlantedFault:
-    """Takes the place of an engine's `verify`: with `probability` it accepts a draft that the target has
-    rejected.
+    """A replacement of an engine's `verify` that accepts a rejected draft with `probability`.
 
-    The walk down the tree then goes on from that draft, as it would in an engine with this mistake.
+    The walk down the tree then goes on from that draft, as in an engine with this fault.
     """
 
     def __init__(self, probability: float, seed: int = 0) -> None:
@@ -35,15 +33,13 @@ class PlantedFault:
             before = self.num_planted
             for row, verdict in enumerate(verdicts):
                 node = verdict.path[-1]
-                drafts = [
-                    tokens[row][child] for child in range(1, tree.num_nodes) if parents[row][child] == node
-                ]
-                if not drafts or (row, node) in decided:
+                children = [child for child in range(1, tree.num_nodes) if parents[row][child] == node]
+                if not children or (row, node) in decided:
                     continue
                 decided.add((row, node))
                 if self.random.random() < self.probability:
                     logits_BNV[row, node] = -math.inf
-                    logits_BNV[row, node, drafts[0]] = 0.0
+                    logits_BNV[row, node, tokens[row][children[0]]] = 0.0
                     self.num_planted += 1
             if self.num_planted == before:
                 return verdicts

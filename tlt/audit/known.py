@@ -1,8 +1,7 @@
-"""Faults of other engines that are known by name, so that a verdict can say which one it has probably met.
-Knows no statistics.
+"""Known faults of other engines, which a verdict names.
 
-A server tells its version (`/version`) and that it drafts (`/metrics`), but not what it computes on: the
-sentence names that.
+A server tells its version (`/version`) and that it drafts (`/metrics`), but not its device: the text names
+that.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ _TIMEOUT_SECONDS = 10
 
 @dataclass(frozen=True)
 class Server:
-    """What a server says of itself. version: of vLLM.
-    drafts: whether it has counters of speculative decoding."""
+    """A vLLM server, as it describes itself."""
 
     version: str
     drafts: bool
+    """Whether it has counters of speculative decoding."""
 
 
-def describe(url: str) -> Server | None:
-    """Asks a server what it is; None where it does not say so as vLLM does."""
+def identify(url: str) -> Server | None:
+    """Asks a server for its version; None where it does not answer as vLLM does."""
     root = url.rstrip("/").removesuffix("/v1")
     try:
         found = json.loads(_get(f"{root}/version"))
@@ -37,15 +36,13 @@ def describe(url: str) -> Server | None:
 
 
 def known_fault(server: Server, temperature: float) -> str | None:
-    """Returns the known fault under which a server that is not lossless would look so; None: there is
-    none."""
-    if temperature > 0 and server.drafts and server.version.startswith("0.32."):
-        return (
-            f"vLLM {server.version} with drafts, sampling on its own: on a CPU this is vllm issue 55005 "
-            "(draft rows are divided"
-            " by uninitialized memory), a known bug of vLLM's CPU builds and not of vLLM on GPUs"
-        )
-    return None
+    """Returns the known fault of a server that is not lossless; None: none is known."""
+    if temperature == 0 or not server.drafts or not server.version.startswith("0.32."):
+        return None
+    return (
+        f"vLLM {server.version} with drafts, sampling on its own: on a CPU this is vllm issue 55005 (draft "
+        "rows are divided by uninitialized memory), a known bug of vLLM's CPU builds and not of vLLM on GPUs"
+    )
 
 
 def _get(address: str) -> str:

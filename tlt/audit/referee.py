@@ -1,6 +1,6 @@
-"""The referee: the target's own probabilities, computed by nothing of the engine's.
+"""The referee: the target's own probabilities, computed without any code of the engine.
 
-transformers runs the model; temperature and truncation are written anew here. Knows no bets and no verdicts.
+transformers runs the model; temperature and truncation are written anew here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK_LOGITS = 2**24
 class Referee:
     """Runs the target with transformers: logits at every position of a response, by one plain causal forward.
 
-    Raises UserError where the folder holds no model that transformers can load.
+    Raises UserError where transformers cannot load the folder's model.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -36,7 +36,7 @@ class Referee:
             )
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            # fused attention leaves the soft cap on its scores (Gemma 2) out, in transformers 5.19 in silence
+            # fused attention ignores the soft cap on its scores (Gemma 2), as of transformers 5.19
             attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
             self.model = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -45,16 +45,14 @@ class Referee:
                 dtype=dtype,
                 attn_implementation=attention,
             ).eval()
-        except Exception as error:  # transformers refuses by exceptions of many kinds
+        except Exception as error:  # transformers raises exceptions of many kinds
             message = " ".join(str(error).split())[:200]
             raise UserError(
                 f"{folder}: transformers cannot load it ({message}); give a complete checkpoint folder"
             ) from None
         config = self.model.config.get_text_config()
         takes = inspect.signature(type(self.model).forward).parameters
-        self.cache_name = (
-            "cache" if "cache" in takes else "past_key_values"
-        )  # its name until transformers 5.23
+        self.cache_name = "cache" if "cache" in takes else "past_key_values"  # until 5.23
         self.vocab_size = int(config.vocab_size)
         self.window = int(getattr(config, "max_position_embeddings", None) or 2**31)
 
@@ -76,20 +74,19 @@ class Referee:
 
 @dataclass(frozen=True)
 class Law:
-    """The distributions that the engine should draw from.
-
-    logp_TV: log-probabilities in float64, -inf for tokens that truncation removes.
-    border_TV: tokens that are removed, but so narrowly that an engine's rounding may keep them.
-    """
+    """The distributions that the engine should draw from."""
 
     logp_TV: Tensor
+    """Log-probabilities in float64, -inf for tokens that truncation removes."""
     border_TV: Tensor
+    """Tokens removed so narrowly that an engine's rounding may keep them."""
 
 
 def law(logits_TV: Tensor, params: SamplingParams, tolerance: float = 0.0) -> Law:
     """Returns the law of sampling: logits → temperature → top-k → top-p → min-p → softmax, in float64.
 
-    params: the temperature must be above 0.  tolerance: nats by which an engine's rounding may move a logit.
+    params: the temperature must be above 0.
+    tolerance: nats by which an engine's rounding may move a logit.
     """
     scaled_TV = logits_TV.double() / params.temperature
     kept_TV = torch.ones_like(scaled_TV, dtype=torch.bool)

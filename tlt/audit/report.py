@@ -1,4 +1,4 @@
-"""The report of an audit: what was found of one engine in one mode. Values only."""
+"""The report of an audit: the findings on one engine in one mode."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tlt.audit.estimates import Estimate
 
 @dataclass(frozen=True)
 class Offender:
-    """A token that the target hardly or never says at this place.
-
-    response: the index of its response among all.  position: its index among the response's tokens.
-    p, expected_p: the target's probabilities of it and of the likeliest token.
-    tail: the target's mass on all tokens that are as unlikely as this one, or more so.
-    text, expected_text: filled in where a tokenizer is at hand.
-    """
+    """A token that the target hardly or never says at this position."""
 
     response: int
+    """The index of its response among all."""
     problem_id: str
     sample_index: int
     position: int
+    """Its index among the response's tokens."""
     token_id: int
     p: float
+    """The target's probability of it."""
     tail: float
+    """The target's mass on all tokens that are at most as likely as this one."""
     expected_id: int
+    """The likeliest token."""
     expected_p: float
     text: str = ""
+    """The token as text, where the model has a tokenizer."""
     expected_text: str = ""
 
 
@@ -36,13 +36,13 @@ class Offender:
 class AuditReport:
     """The findings of the audit of one engine, in one mode.
 
-    Fields of the betting game are None at temperature 0, where every token is compared with the likeliest
-    one instead.
+    Fields of the betting game are None at temperature 0: there every token is compared with the likeliest
+    one.
     """
 
     mode: str
     reasons: tuple[str, ...]
-    """Why the engine is not lossless; empty where nothing was found against it."""
+    """Why the engine is not lossless; empty: nothing was found against it."""
     num_responses: int
     num_tokens: int
     alpha: float
@@ -57,13 +57,13 @@ class AuditReport:
     """Gain of the best single bet, in log wealth per token."""
     surprise: Estimate | None = None
     """Mean of log p(y) + entropy of p, in nats: 0 for a lossless engine, positive if it is too sharp,
-    negative if too flat."""
+    negative if it is too flat."""
     elsewhere: Estimate | None = None
     """Share of the tokens that come from another source than the target, by maximum likelihood."""
     elsewhere_source: str | None = None
     tokens_for_power: dict[str, int | None] = field(default_factory=dict)
-    """Tokens that convict with 95 % power: against each reference fault, or, if the engine is not
-    lossless, against what was observed of it. None: more than five million, or no bet grows."""
+    """Tokens that convict with 95 % power: against each reference fault, or, if the engine is not lossless,
+    against its observed behaviour. None: more than five million, or no bet grows."""
     num_impossible: int
     num_border: int
     num_wrong: int
@@ -71,16 +71,15 @@ class AuditReport:
     num_cut_short: int
     num_past_stop: int
     num_copies: int
-    """Responses that repeat a long one. They are not judged, and not counted above."""
+    """Responses that repeat an earlier, unlikely one. They are not judged, and not counted above."""
     logprob_gap: float | None
-    """Largest difference between the log-probabilities that the engine reports and the referee's; None: it
-    reports none."""
+    """Largest difference between the engine's log-probabilities and the referee's; None: it reports none."""
     offenders: tuple[Offender, ...]
 
     @property
     def verdict(self) -> Literal["lossless", "not lossless", "undecided"]:
-        """Undecided: nothing was found, but in so few tokens that a reference fault might not have been
-        either, or an estimate speaks against the engine that does not convict it."""
+        """The verdict. Undecided: nothing was found, but the tokens are too few to find a reference fault, or
+        an estimate speaks against the engine without convicting it."""
         if self.is_convicted:
             return "not lossless"
         return "lossless" if self.has_enough_tokens and not self.is_doubtful else "undecided"
@@ -91,15 +90,14 @@ class AuditReport:
 
     @property
     def is_lossless(self) -> bool | None:
-        """None: undecided."""
+        """Whether the engine is lossless; None: undecided."""
         return None if self.verdict == "undecided" else self.verdict == "lossless"
 
     @property
     def tokens_needed(self) -> int | None:
-        """Tokens with which every reference fault would have been found with 95 % power; None: more than
-        five million."""
-        needed = tuple(self.tokens_for_power.values())
-        return None if None in needed else max((tokens for tokens in needed if tokens is not None), default=0)
+        """Tokens that find every reference fault with 95 % power; None: more than five million."""
+        needed = [tokens for tokens in self.tokens_for_power.values() if tokens is not None]
+        return max(needed, default=0) if len(needed) == len(self.tokens_for_power) else None
 
     @property
     def has_enough_tokens(self) -> bool:
@@ -107,25 +105,19 @@ class AuditReport:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether an interval leaves out what a lossless engine has."""
-        is_elsewhere = self.elsewhere is not None and self.elsewhere.low > 0
-        return is_elsewhere or (
-            self.surprise is not None and not self.surprise.low <= 0 <= self.surprise.high
-        )
+        """Whether an interval excludes the value of a lossless engine."""
+        has_other_source = self.elsewhere is not None and self.elsewhere.low > 0
+        is_surprising = self.surprise is not None and not self.surprise.low <= 0 <= self.surprise.high
+        return has_other_source or is_surprising
 
     @property
     def mean_tokens(self) -> float:
         return self.num_tokens / self.num_responses
 
     def with_texts(self, text_of: Callable[[int], str]) -> AuditReport:
-        """Returns the report with the offenders' tokens as text, too. text_of: gives the text of a token
-        id."""
-        return replace(
-            self,
-            offenders=tuple(
-                replace(
-                    offender, text=text_of(offender.token_id), expected_text=text_of(offender.expected_id)
-                )
-                for offender in self.offenders
-            ),
+        """Returns the report with the offenders' tokens as text, too. text_of: token id → text."""
+        told = (
+            replace(one, text=text_of(one.token_id), expected_text=text_of(one.expected_id))
+            for one in self.offenders
         )
+        return replace(self, offenders=tuple(told))

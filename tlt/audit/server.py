@@ -1,9 +1,9 @@
-"""Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids. Knows HTTP and nothing of
-the audit.
+"""Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids.
 
-Prompts go out as token ids. Token ids come back in `token_ids` (asked for by `return_token_ids`, vLLM ≥
-0.10.2), or as tokens written "token_id:17" among the log-probabilities (`return_tokens_as_token_ids`,
-older vLLM). Text is never used: encoding it again need not give the tokens that were sampled.
+Prompts go out as token ids. Token ids come back in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2), or
+as tokens written "token_id:17" among the log-probabilities (`return_tokens_as_token_ids`, older vLLM). Text
+is never
+used: encoding it again need not give the sampled tokens.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Says where to ask. model: the name it serves the model by.
-    api_key: what it wants to be shown; None: nothing."""
+    """A server that speaks OpenAI's completions API."""
 
     url: str
     model: str
+    """The name by which it serves the model."""
     api_key: str | None = field(default=None, repr=False)
+    """None: it asks for none."""
 
 
 def read_api_key(variable: str) -> str:
-    """Returns the key that an environment variable holds. Raises UserError where it holds none."""
+    """Returns the key in an environment variable. Raises UserError where there is none."""
     if not (key := os.environ.get(variable, "").strip()):
         raise UserError(
             f"--api-key-variable: {variable} is not set, or is empty; export the server's API key by that "
@@ -47,32 +48,30 @@ def read_api_key(variable: str) -> str:
 
 
 def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 32) -> Iterator[Rollout]:
-    """Yields one response per request, in their order. Every request carries a seed of its own."""
+    """Yields one response per request, in order. Every request has a seed of its own."""
     form = _find_form(server, requests[0])
     with ThreadPoolExecutor(num_parallel) as pool:
         yield from pool.map(lambda request: _complete_one(server, request, form), requests)
 
 
 def _find_form(server: Endpoint, request: Request) -> dict[str, Any]:
-    """Returns the options by which this server gives token ids; asks it for one token to find out."""
-    url = server.url
+    """Returns the options by which this server returns token ids, found by asking it for one token."""
     for form in _FORMS:
-        choice = _choice(url, _post(server, _payload(server.model, request, form, max_tokens=1)))
-        if read_token_ids(choice) is not None:
+        if read_token_ids(_ask(server, request, form, max_tokens=1)) is not None:
             return form
     raise UserError(
-        f"--url: {url} returns no token ids (neither return_token_ids nor return_tokens_as_token_ids);"
+        f"--url: {server.url} returns no token ids (neither return_token_ids nor return_tokens_as_token_ids);"
         " use a server that does, or write its responses to a file for --responses"
     )
 
 
 def _complete_one(server: Endpoint, request: Request, form: dict[str, Any]) -> Rollout:
-    url = server.url
-    choice = _choice(url, _post(server, _payload(server.model, request, form, request.params.max_tokens)))
+    choice = _ask(server, request, form, request.params.max_tokens)
     token_ids = read_token_ids(choice)
     if not token_ids:
         raise UserError(
-            f"--url: {url} returned no token ids for problem {request.problem_id!r}; look at the server's log"
+            f"--url: {server.url} returned no token ids for problem {request.problem_id!r}; look at the "
+            "server's log"
         )
     finish_reason: FinishReason = "stop" if choice.get("finish_reason") == "stop" else "length"
     return Rollout(
@@ -87,7 +86,7 @@ def _complete_one(server: Endpoint, request: Request, form: dict[str, Any]) -> R
 
 
 def read_token_ids(choice: dict[str, Any]) -> list[int] | None:
-    """Returns the sampled ids of one choice, in either form; None where it holds none."""
+    """Returns the sampled ids of one choice, in either form; None where it has none."""
     if isinstance(ids := choice.get("token_ids"), list):
         return [int(token) for token in ids]
     tokens = (choice.get("logprobs") or {}).get("tokens")
@@ -96,12 +95,12 @@ def read_token_ids(choice: dict[str, Any]) -> list[int] | None:
     return None
 
 
-def _payload(model: str, request: Request, form: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Returns the body of a request. Options that are off are left out, since not every server knows them."""
+def _ask(server: Endpoint, request: Request, form: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Returns the server's one choice. Options that are off are left out: not every server knows them."""
     params = request.params
     optional = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
-    return {
-        "model": model,
+    payload = {
+        "model": server.model,
         "prompt": list(request.prompt_ids),
         "max_tokens": max_tokens,
         "temperature": params.temperature,
@@ -110,14 +109,11 @@ def _payload(model: str, request: Request, form: dict[str, Any], max_tokens: int
         **{name: value for name, (value, off) in optional.items() if value != off},
         **form,
     }
-
-
-def _choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
-    match answer.get("choices"):
+    match _post(server, payload).get("choices"):
         case [dict() as choice]:
             return choice
     raise UserError(
-        f"--url: {url} answered without one choice; give an OpenAI-compatible server such as "
+        f"--url: {server.url} answered without one choice; give an OpenAI-compatible server such as "
         "http://host:8000/v1"
     )
 
@@ -128,9 +124,7 @@ def _post(server: Endpoint, payload: dict[str, Any]) -> dict[str, Any]:
     try:
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
         if key is not None:
-            request.add_unredirected_header(
-                "Authorization", f"Bearer {key}"
-            )  # for this server, and for none it may name
+            request.add_unredirected_header("Authorization", f"Bearer {key}")  # a redirect does not get it
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
             found = json.loads(answer.read())
     except urllib.error.HTTPError as error:
@@ -142,9 +136,8 @@ def _post(server: Endpoint, payload: dict[str, Any]) -> dict[str, Any]:
             f"--url: {url} answers no JSON; give an OpenAI-compatible server such as http://host:8000/v1"
         ) from None
     except (OSError, ValueError) as error:  # no server, no such host, no valid address
-        raise _refused(
-            server, f"cannot be reached ({error}); start the server or correct the address"
-        ) from None
+        why = f"cannot be reached ({error}); start the server or correct the address"
+        raise _refused(server, why) from None
     return found if isinstance(found, dict) else {}
 
 
@@ -154,7 +147,7 @@ def _refused(server: Endpoint, why: str) -> UserError:
 
 
 def _remedy(status: int, key: str | None) -> str:
-    """Returns what to do about an answer with this status."""
+    """Returns the remedy for an answer with this HTTP status."""
     if status not in (401, 403):
         return "correct --engine-model and options"
     if key is not None:

@@ -1,26 +1,22 @@
-"""The verdict on an engine's sampling: is it lossless? Every token is judged against the target's exact
-probabilities.
+"""The verdict on an engine's sampling: every token is judged against the target's exact probabilities.
 
     response ──▶ referee: logits at every prefix ──▶ law p_t ──▶ bets q_t(y) / p_t(y) ──▶ wealth ──▶ verdict
 
-The test is a game of betting (Shafer 2021; Ville 1939). Before each token y_t a gambler names K distributions
+The test is a betting game (Shafer 2021; Ville 1939). Before each token y_t a gambler names K distributions
 q_t, functions of the prefix alone, and the wealth of each is multiplied by q_t(y_t) / p_t(y_t). If every
-token is drawn from p_t, no bet gains on average, and the mean e_t of the K wealths, which starts at 1, obeys
-at every moment at once
+token is drawn from p_t, no bet gains on average. The mean e_t of the K wealths starts at 1 and obeys, for all
+t at once,
 
     P(sup_t e_t ≥ 1 / alpha) ≤ alpha .
 
-So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after however many tokens. An engine in
-finite precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead; its expected factor
-is at most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t), and each factor is divided by that, so the bound covers
-such engines too.
+So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after any number of tokens. An engine in
+finite precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead. Its expected factor
+is at most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t); each factor is divided by that, so the bound covers such
+engines.
 
-The referee computes p_t without anything of the engine's (referee.py); the bets are in bets.py. This file
-knows no files and no
-servers: the caller says who made the responses.
+The referee computes p_t without the engine's code (referee.py); the bets are in bets.py.
 
-Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference
-fault).
+Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
 """
 
 from __future__ import annotations
@@ -40,30 +36,31 @@ from tlt.audit.report import AuditReport, Offender
 from tlt.types import Rollout, SamplingParams, UserError
 
 IMPOSSIBLE = 1e-12
-"""A token convicts by itself when it and all less likely ones have at most this mass. That adds 1e-12 per
-token to alpha."""
+"""The mass of a token and all less likely ones below which it convicts by itself; it adds 1e-12 per token to
+alpha."""
 
 REFERENCE_FAULT = 0.01
 REFERENCE_SOURCES = ("flattened", "uniform")
-"""The report states its power against these faults: with probability 0.01 a token is drawn from this
-source instead."""
+"""The report states its power against these faults: a token is drawn from this source with probability
+0.01."""
 
 _COPY_LOGPROB = -40.0
+"""Chance does not repeat a response of a lower log-probability."""
 _NUM_OFFENDERS = 10
 
 
 class Auditor:
-    """Judges responses one after another, and remembers what the report needs.
+    """Judges responses one after another, and keeps the sums for the report.
 
-    The order of the responses must not depend on their tokens: give all that were asked for, in the order
-    they were asked for.
+    The order of the responses must not depend on their tokens: give all of them, in the order of the
+    requests.
 
-    params: what the engine was told.
+    params: the sampling parameters that the engine was given.
     window: the longest sequence of the model.
     alpha: the false-positive rate.
     tolerance: nats by which an engine's rounding may move a log-probability.
-    limit: the most tokens that a response may have; None: as many as the longest that did not stop.
-    seed: of the random draws of the reference faults.
+    limit: the most tokens of a response; None: those of the longest that did not stop.
+    seed: seeds the draws of the reference faults.
     """
 
     def __init__(
@@ -106,10 +103,8 @@ class Auditor:
         return float(self.wealth_K.logsumexp(0)) - math.log(len(BETS))
 
     def observe(self, response: Rollout, logits: Iterable[Tensor]) -> None:
-        """Judges one response by the referee's logits of its tokens, which come as pieces of [T, V].
-
-        Chance does not repeat a long response: one that was judged before is counted as a copy and is no
-        new evidence."""
+        """Judges one response by the referee's logits of its tokens, in pieces of [T, V]. A copy of an
+        earlier, unlikely response is counted, and is no new evidence."""
         assert response.token_ids, "a response has at least one token"
         key = (response.prompt_ids, response.token_ids)
         if self._logprobs.get(key, 0.0) < _COPY_LOGPROB:
@@ -145,14 +140,12 @@ class Auditor:
 
     def _compare_logprobs(self, logits_TV: Tensor, tokens_T: Tensor, logprobs: Sequence[float]) -> None:
         logp_TV = (logits_TV.double() / (self.params.temperature or 1.0)).log_softmax(-1)
-        gaps_T = (
-            logp_TV.gather(-1, tokens_T[:, None])[:, 0] - torch.tensor(logprobs, dtype=torch.float64)
-        ).abs()
-        self.logprob_gap = max(self.logprob_gap or 0.0, float(gaps_T.max()))
+        gaps_T = _of_tokens(logp_TV, tokens_T) - torch.tensor(logprobs, dtype=torch.float64)
+        self.logprob_gap = max(self.logprob_gap or 0.0, float(gaps_T.abs().max()))
 
     def _observe_greedy(self, response: Rollout, begin: int, logits_TV: Tensor, tokens_T: Tensor) -> None:
         best_T = logits_TV.argmax(-1)
-        margin_T = logits_TV.amax(-1) - logits_TV.gather(-1, tokens_T[:, None])[:, 0]
+        margin_T = logits_TV.amax(-1) - _of_tokens(logits_TV, tokens_T)
         is_wrong_T = margin_T > self.tolerance
         self.num_wrong += int(is_wrong_T.sum())
         self.num_near_ties += int(((tokens_T != best_T) & ~is_wrong_T).sum())
@@ -162,19 +155,16 @@ class Auditor:
     def _observe_sampled(
         self, response: Rollout, begin: int, logits_TV: Tensor, tokens_T: Tensor, matches_T: Tensor
     ) -> tuple[Tensor, float]:
-        """Plays every bet on every token; returns each bet's log-growth, [S, K], and the response's
+        """Plays every bet on every token; returns each bet's log-growth, [S, K], and the tokens'
         log-probability."""
         judged = law(logits_TV, self.params, self.tolerance)
         logp_TV, p_TV = judged.logp_TV, judged.logp_TV.exp()
-        logp_T = logp_TV.gather(-1, tokens_T[:, None])[:, 0]
-        is_border_T = judged.border_TV.gather(-1, tokens_T[:, None])[:, 0]
+        logp_T, is_border_T = _of_tokens(logp_TV, tokens_T), _of_tokens(judged.border_TV, tokens_T)
         tail_T = (p_TV * (logp_TV <= logp_T[:, None] + 1e-9)).sum(-1)
         is_impossible_T = (tail_T <= IMPOSSIBLE) & ~is_border_T
         self.num_border += int(is_border_T.sum())
         self.num_impossible += int(is_impossible_T.sum())
-        self._note_offenders(
-            response, begin, logp_TV, tokens_T, tail_T, torch.ones_like(is_border_T) & ~is_border_T
-        )
+        self._note_offenders(response, begin, logp_TV, tokens_T, tail_T, ~is_border_T)
 
         flat_TV = (logp_TV / 2).softmax(-1)
         tokens_ST = torch.stack([tokens_T, *self._reference_faults(tokens_T, flat_TV)])
@@ -196,8 +186,8 @@ class Auditor:
         return sums_SK, float(logp_T[is_bet_T].sum())
 
     def _reference_faults(self, tokens_T: Tensor, flat_TV: Tensor) -> list[Tensor]:
-        """Returns the tokens that faulty engines would have drawn at the same prefixes, [T] for each
-        reference fault."""
+        """Returns the tokens that engines with each reference fault would have drawn at the same prefixes,
+        [T]."""
         found = []
         for source in REFERENCE_SOURCES:
             weights_TV = flat_TV if source == "flattened" else torch.ones_like(flat_TV)
@@ -209,8 +199,7 @@ class Auditor:
     def _sources(
         self, response: Rollout, begin: int, tokens_ST: Tensor, flat_TV: Tensor, matches_T: Tensor
     ) -> Tensor:
-        """Returns r(y), the probability that each source gives to the tokens, [R, S, T] in the order of
-        SOURCES."""
+        """Returns r(y), the probability of the tokens under each of SOURCES, [R, S, T]."""
         flat_ST = flat_TV.gather(-1, tokens_ST.T).T
         uniform_ST = torch.full_like(flat_ST, 1.0 / flat_TV.shape[-1])
         known = [*response.prompt_ids, *response.token_ids]
@@ -222,22 +211,16 @@ class Auditor:
             self.ngrams.learn(prefix, tokens[0])
         ngram_ST = torch.tensor(columns, dtype=torch.float64).T
         previous_T = torch.tensor(known[at - 1 : at - 1 + tokens_ST.shape[1]])
-        return torch.stack(
-            [
-                flat_ST,
-                uniform_ST,
-                ngram_ST,
-                (tokens_ST == previous_T).double(),
-                (tokens_ST == matches_T).double(),
-            ]
-        )
+        repeats_ST, matches_ST = ((tokens_ST == said_T).double() for said_T in (previous_T, matches_T))
+        return torch.stack([flat_ST, uniform_ST, ngram_ST, repeats_ST, matches_ST])
 
     def _play(self, growth_KT: Tensor) -> None:
         wealth_KT = self.wealth_K[:, None] + growth_KT.cumsum(-1)
         log_e_T = wealth_KT.logsumexp(0) - math.log(len(BETS))
         self.wealth_K = wealth_KT[:, -1]
-        if self.detected_at is None and bool((log_e_T >= self.log_threshold).any()):
-            self.detected_at = int((log_e_T >= self.log_threshold).nonzero()[0]) + sum(self.lengths) + 1
+        is_over_T = log_e_T >= self.log_threshold
+        if self.detected_at is None and bool(is_over_T.any()):
+            self.detected_at = int(is_over_T.nonzero()[0]) + sum(self.lengths) + 1
         self.max_log_e = max(self.max_log_e, float(log_e_T.max()))
 
     def _note_offenders(
@@ -247,14 +230,12 @@ class Auditor:
         logp_TV: Tensor,
         tokens_T: Tensor,
         tail_T: Tensor,
-        is_offered_T: Tensor,
+        may_offend_T: Tensor,
     ) -> None:
-        """Keeps the few least likely tokens of all."""
-        for t in tail_T.masked_fill(~is_offered_T, math.inf).argsort()[:_NUM_OFFENDERS].tolist():
-            tail = float(tail_T[t])
-            if not is_offered_T[t] or (
-                len(self.offenders) == _NUM_OFFENDERS and -tail <= self.offenders[0][0]
-            ):
+        """Keeps the few tokens of smallest tail of all."""
+        for t in tail_T.masked_fill(~may_offend_T, math.inf).argsort()[:_NUM_OFFENDERS].tolist():
+            tail, is_full = float(tail_T[t]), len(self.offenders) == _NUM_OFFENDERS
+            if not may_offend_T[t] or (is_full and -tail <= self.offenders[0][0]):
                 break
             token, expected = int(tokens_T[t]), int(logp_TV[t].argmax())
             offender = Offender(
@@ -273,15 +254,15 @@ class Auditor:
                 heapq.heappop(self.offenders)
 
     def judge(self, mode: str, rollouts: Iterable[Rollout], referee: Referee) -> AuditReport:
-        """Judges all responses of one mode, in the order they were asked for, and returns the report.
+        """Judges all responses of one mode, in the order of the requests, and returns the report.
 
-        Raises UserError for a response that says it was stopped but does not end with a stop token."""
+        Raises UserError for a response whose finish_reason is stop but that does not end with a stop
+        token."""
         for rollout in rollouts:
             if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in self.params.stop_ids:
                 raise UserError(
-                    f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has "
-                    "finish_reason stop but does not"
-                    f" end with a stop token {self.params.stop_ids}; keep the token that ended it"
+                    f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has finish_reason "
+                    f"stop but does not end with a stop token {self.params.stop_ids}; keep the token that ended it"
                 )
             self.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
         return self.report(mode)
@@ -289,36 +270,31 @@ class Auditor:
     # ── the report ──────────────────────────────────────────────────────────────────────────────────────────
 
     def report(self, mode: str) -> AuditReport:
-        """Returns what was found of the responses observed so far. Raises UserError where copies are all
-        that is wrong."""
+        """Returns the findings on the responses observed so far. Raises UserError where copies are the only
+        fault."""
         assert self.lengths, "at least one response was judged"
         is_greedy = self.params.temperature == 0
         limit = self.limit if self.limit is not None else max(self.unstopped, default=0)
         num_cut_short = sum(length < limit for length in self.unstopped)
-        findings = (
-            (
-                self.max_log_e >= self.log_threshold,
-                f"the tokens follow another law (e-value 10^{self.max_log_e / math.log(10):.1f})",
-            ),
-            (self.num_impossible > 0, f"{self.num_impossible} tokens that the target never says there"),
-            (
-                self.num_wrong > 0,
-                f"{self.num_wrong} tokens that are not the most likely one, by more than {self.tolerance:g} "
-                "nats",
-            ),
-            (num_cut_short > 0, f"{num_cut_short} responses end without a stop token before {limit} tokens"),
-            (self.num_past_stop > 0, f"{self.num_past_stop} responses go on past a stop token"),
-        )
-        reasons = tuple(reason for is_found, reason in findings if is_found)
+        log10_e, margin = self.max_log_e / math.log(10), f"{self.tolerance:g} nats"
+        counted = {
+            "tokens that the target never says there": self.num_impossible,
+            f"tokens that are not the most likely one, by more than {margin}": self.num_wrong,
+            f"responses end without a stop token before {limit} tokens": num_cut_short,
+            "responses go on past a stop token": self.num_past_stop,
+        }
+        is_other_law = self.max_log_e >= self.log_threshold
+        reasons = [f"the tokens follow another law (e-value 10^{log10_e:.1f})"] if is_other_law else []
+        reasons += [f"{count} {fault}" for fault, count in counted.items() if count]
         if self.num_copies and not reasons:
             raise UserError(
-                f"{mode}: {self.num_copies} of {len(self.lengths) + self.num_copies} responses repeat "
-                "another token for token,"
-                " which chance does not do; give every response a seed of its own and every line once"
+                f"{mode}: {self.num_copies} of {len(self.lengths) + self.num_copies} responses repeat another "
+                "token for token, which chance does not do; give every response a seed of its own and every "
+                "line once"
             )
         report = AuditReport(
             mode=mode,
-            reasons=reasons,
+            reasons=tuple(reasons),
             num_responses=len(self.lengths),
             num_tokens=self.num_tokens,
             alpha=self.alpha,
@@ -356,8 +332,8 @@ class Auditor:
         )
 
     def _tokens_for_power(self, is_convicted: bool) -> dict[str, int | None]:
-        """Returns the tokens needed against each reference fault; for an engine that is not lossless,
-        against what it did."""
+        """Returns the tokens needed against each reference fault; for an engine that is not lossless, against
+        its observed behaviour."""
         sums_SRK = torch.stack(self.responses_SK, dim=1)
         if not is_convicted:
             names = [f"{REFERENCE_FAULT:g} {source}" for source in REFERENCE_SOURCES]
@@ -366,3 +342,8 @@ class Auditor:
                 for name, sums_RK in zip(names, sums_SRK[1:], strict=True)
             }
         return {"as observed": tokens_for_power(sums_SRK[0], self.lengths, self.log_threshold)}
+
+
+def _of_tokens(values_TV: Tensor, tokens_T: Tensor) -> Tensor:
+    """Returns each row's value at its token, [T]."""
+    return values_TV.gather(-1, tokens_T[:, None])[:, 0]

@@ -1,5 +1,4 @@
-"""`tlt audit`: whose responses are judged, and how the verdict is shown. Knows no statistics: tlt.audit
-does."""
+"""`tlt audit`: gets the responses to judge, and shows the verdict."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ SEVERITY = tuple(EXIT_CODES)
 class Audit(PromptOptions, SamplingOptions, EngineOptions):
     """Judge whether an engine samples from the model's own probabilities.
 
-    The engine is TLT's in each mode of --speculation, or another's: the one that made --responses, or the
-    server at --url.
+    The engine is TLT's, in each mode of --speculation; or the one that made --responses; or the server at
+    --url.
 
     Its tokens are tested against the probabilities that transformers computes.
 
-    Exit code 0: lossless; 1: not; 3: undecided, for want of tokens.
+    Exit code 0: lossless; 1: not lossless; 3: undecided, for want of tokens.
     """
 
     model: ModelName
@@ -53,31 +52,31 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
     num: Problems = 64
     """Number of problems of --task to answer."""
     responses: File = None
-    """JSONL of another engine's responses to judge, with prompt_ids and token_ids; all that it gave, none
-    picked out."""
+    """JSONL of another engine's responses to judge, with prompt_ids and token_ids. Give all of its responses,
+    not a selection."""
     url: Annotated[str | None, Written("URL")] = None
     """An OpenAI-compatible server to judge, such as http://localhost:8000/v1, with --max-batch-size
     requests in flight."""
     engine_model: Annotated[str | None, Written("NAME")] = None
     """The name by which the server at --url serves the model."""
     api_key_variable: Annotated[str | None, Written("NAME")] = None
-    """Environment variable with the API key that the server at --url asks for, such as OPENAI_API_KEY;
-    none: no key is sent."""
+    """Environment variable with the API key of the server at --url, such as OPENAI_API_KEY; default: no key
+    is sent."""
     speculation: Annotated[Names, Written(SPECULATION + "[,...]")] = ("off",)
     """Modes of TLT's engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of
     four tokens)."""
     plant_fault: Annotated[Share, Written("PROBABILITY")] = 0.0
-    """Makes TLT's engine accept a rejected draft with this probability, to show that the audit finds such
-    a fault."""
+    """Probability with which TLT's engine accepts a rejected draft, to show that the audit finds such a
+    fault."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    """Probability with which a lossless engine may be judged not lossless."""
+    """Probability that a lossless engine is judged not lossless, at most."""
     tolerance: Share = 1e-3
-    """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens
-    count as tied."""
+    """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens are
+    tied."""
     referee_dtype: Literal["float32", "float64"] = "float32"
-    """Number type of transformers' model, which the tokens are tested against; it runs on the CPU."""
+    """Number type of the model in transformers, which runs on the CPU."""
     out: File = None
-    """JSON to write, with the whole reports."""
+    """JSON to write, with the complete reports."""
     samples: Samples = 8
     max_tokens: MaxTokens = 512
 
@@ -101,24 +100,19 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
         if self.plant_fault and self.engine == "vllm":
             raise mistake("--plant-fault: is for engine tlt; vLLM verifies for itself")
         if (self.url is None) != (self.engine_model is None):
+            both = "the server's address and the name it serves the model by"
+            raise mistake(f"--url and --engine-model belong together: {both}")
+        if (variable := self.api_key_variable) is not None and self.url is None:
             raise mistake(
-                "--url and --engine-model belong together: the server's address and the name it serves the "
-                "model by"
-            )
-        if self.api_key_variable is not None and self.url is None:
-            raise mistake(
-                f"--api-key-variable: {self.api_key_variable} is for the server at --url; give it, or leave "
-                "it out"
+                f"--api-key-variable: {variable} is for the server at --url; give it, or leave it out"
             )
         if self.responses is not None and (self.prompts is not None or self.task is not None):
             raise mistake("--responses: the file holds its prompts itself; leave --prompts and --task out")
         if len(set(self.speculation)) < len(self.speculation):
             raise mistake(f"--speculation: {','.join(self.speculation)!r} must name every mode once")
         if self.plant_fault and set(self.speculation) == {"off"}:
-            raise mistake(
-                "--plant-fault: is a fault of speculation; give --speculation DEPTHxWIDTHxBUDGET and "
-                "--drafter DIR"
-            )
+            needs = "--speculation DEPTHxWIDTHxBUDGET and --drafter DIR"
+            raise mistake(f"--plant-fault: is a fault of speculation; give {needs}")
         return self
 
 
@@ -141,9 +135,8 @@ def run(options: Audit) -> int:
         torch.set_num_threads(options.threads)
         referee = Referee(folder, resolve_dtype(options.referee_dtype))
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    params = options.params(
-        options.seed, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder)
-    )
+    stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder)
+    params = options.params(options.seed, stop_ids)
     reports = []
     for mode, rollouts in _modes(options, params, referee, tokenizer):
         auditor = Auditor(
@@ -163,12 +156,8 @@ def run(options: Audit) -> int:
     if options.out is not None:
         _write_reports(options, options.out, reports)
     worst = max(reports, key=lambda report: SEVERITY.index(report.verdict))
-    summary: Record = {
-        "lossless": worst.is_lossless,
-        "modes": {
-            report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports
-        },
-    }
+    modes = {one.mode: {"lossless": one.is_lossless, "log10_e": one.max_log10_e} for one in reports}
+    summary: Record = {"lossless": worst.is_lossless, "modes": modes}
     if options.responses is None and options.url is None:
         summary["device"] = str(options.choose_device())
     print(dumps(summary), flush=True)
@@ -176,14 +165,13 @@ def run(options: Audit) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Whose responses
+# The responses
 
 
 def _modes(
     options: Audit, params: SamplingParams, referee: Referee, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[str, Sequence[Rollout]]]:
-    """Yields each engine that is to be judged: its name and its responses, in the order they were asked
-    for."""
+    """Yields the name and the responses of each engine to judge, in the order of the requests."""
     if options.responses is not None:
         yield options.responses.name, _read_responses(options.responses, referee)
         return
@@ -231,22 +219,19 @@ def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> 
 
 
 def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
-    """Reads responses of any engine. `finish_reason` and `logprobs` are used where they are there."""
+    """Reads responses of any engine; `finish_reason` and `logprobs` are optional."""
     rollouts = []
+    sizes = {"vocab_size": referee.vocab_size, "window": referee.window}
     for index, (place, record) in enumerate(read_jsonl(path, "--responses")):
-        prompt_ids, token_ids = response_ids(
-            place, record, vocab_size=referee.vocab_size, window=referee.window
-        )
+        prompt_ids, token_ids = response_ids(place, record, **sizes)
         if not prompt_ids or not token_ids:
             raise UserError(
                 f"{place}: prompt_ids and token_ids need at least one token each; remove the line"
             )
         logprobs = record.get("logprobs") or ()
         if logprobs and len(logprobs) != len(token_ids):
-            raise UserError(
-                f"{place}: has {len(token_ids)} token_ids but {len(logprobs)} logprobs; give one each, or "
-                "none"
-            )
+            counts = f"{len(token_ids)} token_ids but {len(logprobs)} logprobs"
+            raise UserError(f"{place}: has {counts}; give one each, or none")
         sample_index = record.get("sample_index")
         rollouts.append(
             Rollout(
@@ -267,51 +252,44 @@ def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
 
 
 def _explained(report: AuditReport, options: Audit) -> AuditReport:
-    """Returns the report of a server that is not lossless with the fault that it is known to have, if
-    there is one."""
-    from tlt.audit.known import describe as describe_server
-    from tlt.audit.known import known_fault
+    """Returns the report, with the known fault of a server that is not lossless among its reasons."""
+    from tlt.audit.known import identify, known_fault
 
-    server = None if not report.is_convicted or options.url is None else describe_server(options.url)
-    fault = None if server is None else known_fault(server, options.temperature)
+    if not report.is_convicted or options.url is None or (server := identify(options.url)) is None:
+        return report
+    fault = known_fault(server, options.temperature)
     return report if fault is None else replace(report, reasons=(*report.reasons, fault))
 
 
 def _print_report(report: AuditReport) -> None:
-    print(f"{report.mode}: {describe(report)}", flush=True)
-    for offender in report.offenders[:5] if report.is_convicted else ():
-        print(
-            f"  response {offender.response} ({offender.problem_id}), token {offender.position}: "
-            f"{offender.token_id}"
-            f" {offender.text!r} with p = {offender.p:.2g}; expected {offender.expected_id} "
-            f"{offender.expected_text!r}"
-            f" with p = {offender.expected_p:.2g}"
-        )
+    print(f"{report.mode}: {describe_report(report)}", flush=True)
+    for one in report.offenders[:5] if report.is_convicted else ():
+        said = f"{one.token_id} {one.text!r} with p = {one.p:.2g}"
+        expected = f"{one.expected_id} {one.expected_text!r} with p = {one.expected_p:.2g}"
+        where = f"response {one.response} ({one.problem_id}), token {one.position}"
+        print(f"  {where}: {said}; expected {expected}")
 
 
-def describe(report: AuditReport) -> str:
+def describe_report(report: AuditReport) -> str:
     """Returns the report as one line."""
     size = f"{report.num_tokens} tokens in {report.num_responses} responses (mean {report.mean_tokens:.1f})"
     verdict = f"NOT lossless: {'; '.join(report.reasons)}" if report.is_convicted else report.verdict
     if report.verdict == "undecided":
         needed = "over 5 million" if report.tokens_needed is None else f"{report.tokens_needed:,}"
-        few, doubt = (
-            f"{report.num_tokens:,} of {needed} tokens",
-            "an estimate speaks against it, and the bets do not convict it",
-        )
-        verdict += f": {doubt if report.has_enough_tokens else few}; judge more"
+        why = f"{report.num_tokens:,} of {needed} tokens"
+        if report.has_enough_tokens:
+            why = "an estimate speaks against it, and the bets do not convict it"
+        verdict += f": {why}; judge more"
     if report.max_log10_e is None:
         return f"{verdict}; {size}; {report.num_near_ties} near-ties"
     surprise, share = report.surprise, report.elsewhere
     assert surprise is not None
     assert share is not None
-    power = ", ".join(
-        f"{name}: {tokens or 'over 5 million'}" for name, tokens in report.tokens_for_power.items()
-    )
+    needed = report.tokens_for_power.items()
+    power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in needed)
+    e_value = f"e-value 10^{report.log10_e:.1f}, at most 10^{report.max_log10_e:.1f}"
     return (
-        f"{verdict}; {size};"
-        f" e-value 10^{report.log10_e:.1f}, at most 10^{report.max_log10_e:.1f} (convicts at "
-        f"{1 / report.alpha:g});"
+        f"{verdict}; {size}; {e_value} (convicts at {1 / report.alpha:g});"
         f" mean log p + entropy {surprise.value:+.4f} [{surprise.low:+.4f}, {surprise.high:+.4f}] nats;"
         f" from elsewhere {share.value:.2%} [{share.low:.2%}, {share.high:.2%}] ({report.elsewhere_source});"
         f" tokens for 95 % power: {power}"
@@ -319,18 +297,9 @@ def describe(report: AuditReport) -> str:
 
 
 def _write_reports(options: Audit, out: Path, reports: Sequence[AuditReport]) -> None:
-    modes = [
-        {
-            **asdict(report),
-            "verdict": report.verdict,
-            "is_lossless": report.is_lossless,
-            "mean_tokens": report.mean_tokens,
-        }
-        for report in reports
-    ]
-    record = {
-        "command": " ".join(["tlt", *sys.argv[1:]]),
-        "options": options.model_dump(mode="json"),
-        "modes": modes,
-    }
-    write_json(with_folder(out), record)
+    derived = ("verdict", "is_lossless", "mean_tokens")
+    modes = [{**asdict(one), **{name: getattr(one, name) for name in derived}} for one in reports]
+    command = " ".join(["tlt", *sys.argv[1:]])
+    write_json(
+        with_folder(out), {"command": command, "options": options.model_dump(mode="json"), "modes": modes}
+    )

@@ -50,9 +50,6 @@ def run_audit(
     """Judges responses of an engine that samples from `engine_VV` until `num_tokens` are judged."""
     auditor = Auditor(params, V, 10**6, limit=params.max_tokens, **options)
     while auditor.num_tokens < num_tokens:
-        judge(
-            auditor,
-            table_VV,
-            sample_chain(engine_VV, params.max_tokens, seed * 100_003 + len(auditor.lengths)),
-        )
+        index = seed * 100_003 + len(auditor.lengths)
+        judge(auditor, table_VV, sample_chain(engine_VV, params.max_tokens, index))
     return auditor

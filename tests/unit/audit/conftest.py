@@ -15,15 +15,7 @@ from tlt.models.decoder import ModelConfig, Transformer
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("audit") / "model"
-    shape = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-    }
-    config = ModelConfig("llama", vocab_size=23, max_positions=WINDOW, **shape)
+    config = ModelConfig("llama", 23, 16, 32, 2, 2, 1, 8, max_positions=WINDOW)
     tensors = Transformer(config).initialize(0, std=0.3).state_dict()
     save_model(path, config, tensors, dtype=torch.float32, source=None, extra={"eos_token_id": 1})
     save_tokenizer(path)

@@ -11,6 +11,8 @@ import pytest
 from tests.unit.cli.parts import fail, write_lines
 from tlt.cli import main as cli
 
+PROMPTS = "--prompts prompts.jsonl"
+
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
     code = cli.main(("audit", *arguments))
@@ -23,18 +25,8 @@ def test_our_engine_is_lossless_with_exit_code_0(
     model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At temperature 0, where every token is compared."""
-    arguments = (
-        str(model),
-        "--prompts",
-        "prompts.jsonl",
-        "--temperature",
-        "0",
-        "--samples",
-        "1",
-        "--max-tokens",
-        "30",
-    )
-    code, summary, text = run(capsys, *arguments)
+    arguments = "--prompts prompts.jsonl --temperature 0 --samples 1 --max-tokens 30"
+    code, summary, text = run(capsys, str(model), *arguments.split())
     assert (code, summary["lossless"]) == (0, True)
     assert text.startswith("off: lossless; ")
 
@@ -42,18 +34,8 @@ def test_our_engine_is_lossless_with_exit_code_0(
 def test_too_few_tokens_are_undecided_with_exit_code_3(
     model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = (
-        str(model),
-        "--prompts",
-        "prompts.jsonl",
-        "--samples",
-        "20",
-        "--max-tokens",
-        "30",
-        "--out",
-        "new/report.json",
-    )
-    code, summary, text = run(capsys, *arguments)
+    arguments = "--prompts prompts.jsonl --samples 20 --max-tokens 30 --out new/report.json"
+    code, summary, text = run(capsys, str(model), *arguments.split())
     assert code == 3
     assert summary["lossless"] is None
     (mode,) = json.loads(Path("new/report.json").read_text())["modes"]
@@ -81,50 +63,32 @@ def test_another_temperature_than_said_is_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--prompts: give the prompts to answer"),
-        (("--prompts", "prompts.jsonl", "--task", "countdown"), "--prompts: give the prompts to answer"),
-        (("--responses", "no.jsonl"), "--responses: no.jsonl does not exist"),
-        (("--responses", "no.jsonl", "--url", "http://localhost:1"), "name two engines"),
-        (("--responses", "no.jsonl", "--speculation", "4x1x4"), "is another engine; leave --speculation"),
-        (("--responses", "no.jsonl", "--prompts", "prompts.jsonl"), "holds its prompts itself"),
-        (
-            ("--url", "http://localhost:1", "--prompts", "prompts.jsonl"),
-            "--url and --engine-model belong together",
-        ),
-        (
-            ("--prompts", "prompts.jsonl", "--speculation", "off,learned:4x1x4"),
-            "'learned:4x1x4' needs a drafter",
-        ),
-        (("--prompts", "prompts.jsonl", "--speculation", "off,off"), "must name every mode once"),
-        (("--prompts", "prompts.jsonl", "--plant-fault", "0.1"), "is a fault of speculation"),
-        (("--prompts", "prompts.jsonl", "--plant-fault", "1.1"), "--plant-fault: is 1.1"),
-        (("--prompts", "prompts.jsonl", "--alpha", "0"), "--alpha: is 0; it must be greater than 0"),
-        (
-            ("--prompts", "prompts.jsonl", "--tolerance", "-1"),
-            "--tolerance: is -1; it must be greater than or equal to 0",
-        ),
-        (("--prompts", "prompts.jsonl", "--samples", "0"), "--samples: is 0"),
-        (
-            ("--prompts", "prompts.jsonl", "--temperature", "-1"),
-            "--temperature: is -1; it must be greater than or equal to 0",
-        ),
-        (
-            ("--prompts", "prompts.jsonl", "--out", "prompts.jsonl/report.json"),
-            "prompts.jsonl is no folder; give another path",
-        ),
-        (("--task", "countdown", "--num", "0"), "--num: is 0"),
-        (("--task", "nonsense"), "unknown task 'nonsense'"),
-        (
-            ("--url", "http://127.0.0.1:9", "--engine-model", "m", "--prompts", "prompts.jsonl"),
-            "cannot be reached",
-        ),
-        (("--url", "nonsense", "--engine-model", "m", "--prompts", "prompts.jsonl"), "cannot be reached"),
+        ("", "--prompts: give the prompts to answer"),
+        (f"{PROMPTS} --task countdown", "--prompts: give the prompts to answer"),
+        ("--responses no.jsonl", "--responses: no.jsonl does not exist"),
+        ("--responses no.jsonl --url http://localhost:1", "name two engines"),
+        ("--responses no.jsonl --speculation 4x1x4", "is another engine; leave --speculation"),
+        (f"--responses no.jsonl {PROMPTS}", "holds its prompts itself"),
+        (f"--url http://localhost:1 {PROMPTS}", "--url and --engine-model belong together"),
+        (f"{PROMPTS} --speculation off,learned:4x1x4", "'learned:4x1x4' needs a drafter"),
+        (f"{PROMPTS} --speculation off,off", "must name every mode once"),
+        (f"{PROMPTS} --plant-fault 0.1", "is a fault of speculation"),
+        (f"{PROMPTS} --plant-fault 1.1", "--plant-fault: is 1.1"),
+        (f"{PROMPTS} --alpha 0", "--alpha: is 0; it must be greater than 0"),
+        (f"{PROMPTS} --tolerance -1", "--tolerance: is -1; it must be greater than or equal to 0"),
+        (f"{PROMPTS} --samples 0", "--samples: is 0"),
+        (f"{PROMPTS} --temperature -1", "--temperature: is -1; it must be greater than or equal to 0"),
+        (f"{PROMPTS} --out prompts.jsonl/report.json", "prompts.jsonl is no folder; give another path"),
+        ("--task countdown --num 0", "--num: is 0"),
+        ("--task nonsense", "unknown task 'nonsense'"),
+        (f"--url http://127.0.0.1:9 --engine-model m {PROMPTS}", "cannot be reached"),
+        (f"--url nonsense --engine-model m {PROMPTS}", "cannot be reached"),
     ],
 )
 def test_every_mistake_is_one_line(
-    arguments: tuple[str, ...], message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in fail(capsys, "audit", str(model), *arguments)
+    assert message in fail(capsys, "audit", str(model), *arguments.split())
 
 
 @pytest.mark.parametrize(

@@ -50,16 +50,9 @@ def test_the_referee_gives_the_same_logits_in_pieces(model: Path, monkeypatch: p
 def test_the_referee_caps_attention_s_scores_where_the_model_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {
-        "vocab_size": 23,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = Gemma2Config(
-        **sizes, num_key_value_heads=1, head_dim=16, sliding_window=20, attn_logit_softcapping=0.3
-    )
+    sizes = {"vocab_size": 23, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = Gemma2Config(**sizes, **heads, sliding_window=20, attn_logit_softcapping=0.3)
     config.query_pre_attn_scalar = 1
     model = Gemma2ForCausalLM(config).double().eval()
     with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 
 from tests.unit.audit.test_command import run
 from tests.unit.cli.parts import fail
-from tlt.audit.known import Server, describe, known_fault
+from tlt.audit.known import Server, identify, known_fault
 from tlt.audit.referee import Referee
 from tlt.audit.server import read_token_ids
 
@@ -28,6 +28,8 @@ def test_token_ids_are_read_in_both_forms() -> None:
     assert read_token_ids({"logprobs": {"tokens": ["a"]}}) is None
 
 
+PROMPTS = ("--engine-model", "m", "--prompts", "prompts.jsonl")
+ARGUMENTS = (*PROMPTS, "--samples", "25", "--max-tokens", "12")
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -121,37 +123,19 @@ def test_a_server_is_judged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = serve(sampler(model, form, temperature))
-    arguments = (
-        "--url",
-        url,
-        "--engine-model",
-        "m",
-        "--prompts",
-        "prompts.jsonl",
-        "--samples",
-        "25",
-        "--max-tokens",
-        "12",
-    )
-    code, summary, _ = run(capsys, str(model), *arguments)
+    code, summary, _ = run(capsys, str(model), "--url", url, *ARGUMENTS)
     assert code == expected
     assert list(summary["modes"]) == [url]
 
 
 DRAFTING = "vllm:spec_decode_num_drafts_total 7"
-ARGUMENTS = ("--engine-model", "m", "--prompts", "prompts.jsonl", "--samples", "25", "--max-tokens", "12")
 
 
 @pytest.mark.parametrize(
     ("temperature", "version", "metrics", "is_named"),
     [
         (0.5, "0.32.0", DRAFTING, True),
-        (
-            0.5,
-            "0.32.0",
-            "vllm:num_requests_running 0",
-            False,
-        ),  # it does not draft: what is wrong is something else
+        (0.5, "0.32.0", "vllm:num_requests_running 0", False),  # it does not draft
         (0.5, "0.40.1", DRAFTING, False),
         (1.0, "0.32.0", DRAFTING, False),  # nothing is wrong
     ],
@@ -166,10 +150,8 @@ def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
     serve: Callable[..., str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    url = serve(
-        sampler(model, "token_ids", temperature),
-        {"/version": json.dumps({"version": version}), "/metrics": metrics},
-    )
+    pages = {"/version": json.dumps({"version": version}), "/metrics": metrics}
+    url = serve(sampler(model, "token_ids", temperature), pages)
     code, _, output = run(capsys, str(model), "--url", url, *ARGUMENTS)
     assert code == (1 if temperature != 1.0 else 3)
     assert ("vllm issue 55005" in output and "not of vLLM on GPUs" in output) == is_named
@@ -179,7 +161,7 @@ def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
 def test_a_server_that_does_not_say_what_it_is_has_no_known_fault(
     page: str, serve: Callable[..., str]
 ) -> None:
-    assert describe(serve(lambda payload: {}, {"/version": page, "/metrics": DRAFTING})) is None
+    assert identify(serve(lambda payload: {}, {"/version": page, "/metrics": DRAFTING})) is None
 
 
 def test_greedy_decoding_does_not_have_the_bug() -> None:
@@ -204,9 +186,7 @@ def test_a_server_without_token_ids_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = serve(lambda payload: answer)
-    line = fail(
-        capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl"
-    )
+    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
     assert message in line
 
 
@@ -214,9 +194,7 @@ def test_a_server_that_refuses_is_quoted(
     model: Path, here: Path, serve: Callable[[Answer], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = serve(lambda payload: {"error": "no such path"}) + "/v2"
-    line = fail(
-        capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl"
-    )
+    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
     assert "refuses (404" in line
     assert "no such path" in line
 
@@ -233,21 +211,17 @@ def test_an_api_key_is_read_from_the_variable_that_is_named_and_written_nowhere(
 ) -> None:
     url = serve(sampler(model, "token_ids", 1.0), key=KEY)
     monkeypatch.setenv("OF_THE_SERVER", f"{KEY}\n")
-    words = (
-        "--url",
-        url,
-        "--engine-model",
-        "m",
-        "--prompts",
-        "prompts.jsonl",
+    words = [
         "--samples",
         "2",
         "--max-tokens",
         "4",
-    )
-    code, _, said = run(
-        capsys, str(model), *words, "--api-key-variable", "OF_THE_SERVER", "--out", "report.json"
-    )
+        "--api-key-variable",
+        "OF_THE_SERVER",
+        "--out",
+        "report.json",
+    ]
+    code, _, said = run(capsys, str(model), "--url", url, *PROMPTS, *words)
     assert code == 3
     assert KEY not in said + (here / "report.json").read_text()
 
@@ -256,21 +230,18 @@ def test_an_api_key_is_read_from_the_variable_that_is_named_and_written_nowhere(
     ("words", "message"),
     [
         (
-            (),
+            [],
             "not authorized by None\"}); export its API key, and give --api-key-variable the variable's name",
         ),
         (
-            ("--api-key-variable", "WRONG"),
+            ["--api-key-variable", "WRONG"],
             'not authorized by Bearer ***"}); correct the key that --api-key-variable names',
         ),
-        (
-            ("--api-key-variable", "NOT_SET"),
-            "--api-key-variable: NOT_SET is not set, or is empty; export the server's API key",
-        ),
+        (["--api-key-variable", "NOT_SET"], "NOT_SET is not set, or is empty; export the server's API key"),
     ],
 )
 def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_model(
-    words: tuple[str, ...],
+    words: list[str],
     message: str,
     model: Path,
     here: Path,
@@ -280,8 +251,6 @@ def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_mod
 ) -> None:
     url = serve(sampler(model, "token_ids", 1.0), key=KEY)
     monkeypatch.setenv("WRONG", "another key")
-    line = fail(
-        capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl", *words
-    )
+    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS, *words)
     assert message in line
     assert "another key" not in line

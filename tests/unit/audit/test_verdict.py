@@ -13,7 +13,7 @@ from tests.unit.audit.chain import PARAMS, STOP, V, judge, make_table, run_audit
 from tlt.audit.estimates import Estimate, most_likely_share
 from tlt.audit.report import AuditReport
 from tlt.audit.verdict import Auditor
-from tlt.cli.audit import describe
+from tlt.cli.audit import describe_report
 from tlt.types import Rollout, SamplingParams, UserError
 
 
@@ -45,58 +45,39 @@ def test_a_lossless_engine_passes() -> None:
 def report_of(num_tokens: int, tokens_for_power: dict[str, int | None], **found: Any) -> AuditReport:
     counts = dict.fromkeys(("num_impossible", "num_border", "num_wrong", "num_near_ties"), 0)
     counts |= dict.fromkeys(("num_cut_short", "num_past_stop", "num_copies"), 0)
-    about: dict[str, Any] = {
-        "mode": "off",
-        "num_responses": 4,
-        "alpha": 1e-4,
-        "tolerance": 1e-3,
-        "logprob_gap": None,
-    }
-    values = {"reasons": (), "offenders": (), "log10_e": 0.0, "max_log10_e": 0.0} | found
-    zero = {
-        "surprise": Estimate(0.0, -0.1, 0.1),
-        "elsewhere": Estimate(0.0, 0.0, 0.1),
-        "elsewhere_source": "flattened",
-    }
-    return AuditReport(
-        num_tokens=num_tokens, tokens_for_power=tokens_for_power, **about, **counts, **(zero | values)
-    )
+    about: dict[str, Any] = {"mode": "off", "num_responses": 4, "alpha": 1e-4, "tolerance": 1e-3}
+    about |= {"logprob_gap": None, "reasons": (), "offenders": (), "log10_e": 0.0, "max_log10_e": 0.0}
+    about |= {"surprise": Estimate(0.0, -0.1, 0.1), "elsewhere": Estimate(0.0, 0.0, 0.1)}
+    about |= {"elsewhere_source": "flattened", **found}
+    return AuditReport(num_tokens=num_tokens, tokens_for_power=tokens_for_power, **about, **counts)
+
+
+POWER: dict[str, int | None] = {"flattened": 10_788, "uniform": 850}
+DOUBT = "undecided: an estimate speaks against it, and the bets do not convict it; judge more; "
 
 
 @pytest.mark.parametrize(
     ("report", "begins"),
     [
+        (report_of(1_020, POWER), "undecided: 1,020 of 10,788 tokens; judge more; 1020"),
+        (report_of(10_787, POWER), "undecided: 10,787 of 10,788 tokens; judge more; "),
+        (report_of(10_788, POWER), "lossless; "),
         (
-            report_of(1_020, {"flattened": 10_788, "uniform": 850}),
-            "undecided: 1,020 of 10,788 tokens; judge more; 1020",
+            report_of(10_788, {**POWER, "flattened": None}),
+            "undecided: 10,788 of over 5 million tokens; judge",
         ),
+        (report_of(10_788, POWER, elsewhere=Estimate(0.2, 0.0315, 0.5576)), DOUBT),
+        (report_of(10_788, POWER, surprise=Estimate(0.2, 0.1, 0.3)), DOUBT),
         (
-            report_of(10_787, {"flattened": 10_788, "uniform": 850}),
-            "undecided: 10,787 of 10,788 tokens; judge more; ",
-        ),
-        (report_of(10_788, {"flattened": 10_788, "uniform": 850}), "lossless; "),
-        (
-            report_of(10_788, {"flattened": None, "uniform": 850}),
-            "undecided: 10,788 of over 5 million tokens; judge more; ",
-        ),
-        (
-            report_of(10_788, {"flattened": 850}, elsewhere=Estimate(0.2, 0.0315, 0.5576)),
-            "undecided: an estimate speaks against it, and the bets do not convict it; judge more; ",
-        ),
-        (
-            report_of(10_788, {"flattened": 850}, surprise=Estimate(0.2, 0.1, 0.3)),
-            "undecided: an estimate speaks against it, and the bets do not convict it; judge more; ",
-        ),
-        (
-            report_of(5, {"as observed": 900}, reasons=("a token is wrong",)),
-            "NOT lossless: a token is wrong; 5 tokens",
+            report_of(5, {"as observed": 900}, reasons=("one is wrong",)),
+            "NOT lossless: one is wrong; 5 tokens",
         ),
     ],
 )
 def test_the_verdict_is_lossless_only_where_its_own_power_and_estimates_say_so(
     report: AuditReport, begins: str
 ) -> None:
-    assert describe(report).startswith(begins)
+    assert describe_report(report).startswith(begins)
     assert report.is_lossless is {"l": True, "u": None, "N": False}[begins[0]]
 
 
@@ -106,17 +87,14 @@ def test_intervals_contradict_the_verdict_as_seldom_as_the_verdict_is_wrong(
     """100 lossless engines at alpha 1e-4, two intervals each: 0.02 of them are expected to leave out the
     truth; more than `most` has probability below 1e-6. Of 95 % intervals 10 would, and more of those of
     the likeliest of five sources."""
-    monkeypatch.setattr(
-        "tlt.audit.verdict.tokens_for_power", lambda *_: None
-    )  # it takes seconds, and is not asked here
+    monkeypatch.setattr("tlt.audit.verdict.tokens_for_power", lambda *_: None)  # slow, and not asked here
     table_VV = make_table()
     p_VV = table_VV.softmax(-1)
     reports = [run_audit(table_VV, p_VV, 200, seed, alpha=1e-4).report("chain") for seed in range(100)]
     shares, means = ([getattr(report, name) for report in reports] for name in ("elsewhere", "surprise"))
     most = binom.ppf(1 - 1e-6, 100, 2e-4)
-    assert (
-        sum(share.low > 0 for share in shares) + sum(not mean.low <= 0 <= mean.high for mean in means) <= most
-    )
+    num_wrong = sum(share.low > 0 for share in shares)
+    assert num_wrong + sum(not mean.low <= 0 <= mean.high for mean in means) <= most
 
 
 def test_a_planted_fault_is_caught_within_the_stated_tokens() -> None:
@@ -131,9 +109,8 @@ def test_a_planted_fault_is_caught_within_the_stated_tokens() -> None:
     runs = [run_audit(table_VV, 0.99 * p_VV + 0.01 / V, stated, seed) for seed in range(100, 140)]
     least = binom.ppf(1e-4, 40, 0.95)
     assert sum(run.detected_at is not None for run in runs) >= least
-    source, share = most_likely_share(
-        torch.cat([torch.cat(run.ratios_RT, dim=1) for run in runs], dim=1), 1e-4
-    )
+    ratios_RT = torch.cat([ratios_RT for run in runs for ratios_RT in run.ratios_RT], dim=1)
+    source, share = most_likely_share(ratios_RT, 1e-4)
     assert source == "uniform"
     assert share.value == pytest.approx(0.01, rel=0.2)
 
@@ -217,9 +194,7 @@ def test_greedy_tokens_must_be_the_most_likely_up_to_the_tolerance() -> None:
         auditor.observe(Rollout("p", 0, (0,), (token,), (), "length", 0), [logits_TV])
         report = auditor.report("greedy")
         assert (report.num_wrong, report.num_near_ties) == (wrong, ties)
-        assert report.verdict == (
-            "not lossless" if wrong else "lossless"
-        )  # every token was compared: none is too few
+        assert report.verdict == ("not lossless" if wrong else "lossless")  # no number of tokens is too few
         assert report.log10_e is None
         assert len(report.offenders) == wrong
 
