@@ -260,9 +260,10 @@ class Auditor:
         token."""
         for rollout in rollouts:
             if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in self.params.stop_ids:
+                place = f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index}"
                 raise UserError(
-                    f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has finish_reason "
-                    f"stop but does not end with a stop token {self.params.stop_ids}; keep the token that ended it"
+                    f"{place} has finish_reason stop but does not end with a stop token "
+                    f"{self.params.stop_ids}; keep the token that ended it"
                 )
             self.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
         return self.report(mode)
@@ -287,10 +288,10 @@ class Auditor:
         reasons = [f"the tokens follow another law (e-value 10^{log10_e:.1f})"] if is_other_law else []
         reasons += [f"{count} {fault}" for fault, count in counted.items() if count]
         if self.num_copies and not reasons:
+            counts = f"{self.num_copies} of {len(self.lengths) + self.num_copies}"
             raise UserError(
-                f"{mode}: {self.num_copies} of {len(self.lengths) + self.num_copies} responses repeat another "
-                "token for token, which chance does not do; give every response a seed of its own and every "
-                "line once"
+                f"{mode}: {counts} responses repeat another token for token, which chance does not do; "
+                "give every response a seed of its own and every line once"
             )
         report = AuditReport(
             mode=mode,

@@ -285,8 +285,8 @@ def describe_report(report: AuditReport) -> str:
     surprise, share = report.surprise, report.elsewhere
     assert surprise is not None
     assert share is not None
-    needed = report.tokens_for_power.items()
-    power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in needed)
+    stated = report.tokens_for_power.items()
+    power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in stated)
     e_value = f"e-value 10^{report.log10_e:.1f}, at most 10^{report.max_log10_e:.1f}"
     return (
         f"{verdict}; {size}; {e_value} (convicts at {1 / report.alpha:g});"
