@@ -1,11 +1,10 @@
 """Checkpoints that were damaged, exchanged or edited, at random but seeded: each is found out, in one line,
 or does no harm.
 
-    two checkpoints, steps 10 and 20, written by two ranks ─▶ one mutation ─▶ does a run of 1, 2 or 3 ranks go on from step 20?
-                                                                               ├ one line with file and remedy     detected
-                                                                               ├ with exactly what was saved       harmless
-                                                                               └ else                              a failure
-    where it was detected: the user chooses step 10 ─▶ the same three questions
+    checkpoints of steps 10 and 20, by two ranks ─▶ one mutation ─▶ 1, 2 or 3 ranks resume from step 20
+        ├ one line with file and remedy         detected: the user chooses step 10, judged in the same way
+        ├ resumed with exactly what was saved   harmless
+        └ anything else                         a failure
 
     python -m benchmarks.faults.checkpoint_mutations --out benchmarks/results/checkpoint-mutations --num 2000
 

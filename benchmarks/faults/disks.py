@@ -4,7 +4,7 @@ follows with room again has to end with the policy, the metrics and the evaluati
 all along, to the last bit.
 
     run that nobody disturbs ─▶ what is right
-    fault by fault: a fresh tmpfs ─▶ run; at its moment the disk fails ─▶ exit code, line ─▶ the disk is well again
+    fault by fault: a fresh tmpfs ─▶ run; at its moment the disk fails ─▶ exit code, line ─▶ it works again
                                   ─▶ the same command with --resume auto ─▶ same policy, or not
 
     python -m benchmarks.faults.disks --out benchmarks/results/faults/disks
@@ -33,7 +33,7 @@ from benchmarks.faults import report
 from benchmarks.faults.commands import Command, run
 from benchmarks.faults.compare import difference
 from benchmarks.faults.kills import make_workspace
-from benchmarks.faults.victim import replace
+from benchmarks.faults.victim import before
 from tlt.cli.main import main as tlt
 
 LIMIT_SECONDS = 600.0
@@ -43,17 +43,9 @@ SIZE, INODES = "64m", 2000
 SMALL = "small"
 BALLAST = "ballast"
 FEW = (
-    *(
-        "--run.num_ranks",
-        "1",
-        "--run.num_steps",
-        "4",
-        "--evaluation.every",
-        "2",
-        "--run.keep_responses",
-        "true",
-    ),
-    *("--sampling.max_tokens", "16", "--rollout.samples_per_problem", "2", "--rewards.num_workers", "0"),
+    *("--run.num_ranks", "1", "--run.num_steps", "4", "--run.keep_responses", "true"),
+    *("--evaluation.every", "2", "--sampling.max_tokens", "16"),
+    *("--rollout.samples_per_problem", "2", "--rewards.num_workers", "0"),
 )
 SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """Sizes of the sweep, of what an undisturbed run takes at most."""
@@ -61,20 +53,21 @@ SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 
 @dataclass(frozen=True)
 class Fault:
-    """how: full, no inodes, read-only, removed.
-    function: at whose call it comes about, "module:name"; empty: at once.
-    number: at which of its calls.
-    of: counts calls with this text in their arguments alone.
-    code: of a run that ends as promised; 0 where only a picture is lost.
-    words: further ones for the command."""
+    """A disk that fails at a moment of a run."""
 
     name: str
     how: str
+    """full, no inodes, read-only or removed."""
     function: str
+    """Function at whose call the disk fails, "module:name"; empty: at once."""
     number: int = 1
+    """Number of that call."""
     of: str = ""
+    """Only calls with this text in their arguments are counted."""
     code: int = 2
+    """Expected exit code of the run; 0 where only a picture is lost."""
     words: tuple[str, ...] = ()
+    """Further words of the command."""
 
 
 TIMELINE, WRITER = "tlt.report.timeline:Timeline", "tlt.saved.checkpoint:CheckpointWriter"
@@ -156,12 +149,7 @@ def remove(disk: Path) -> None:
     shutil.rmtree(disk / "run")
 
 
-FAIL: dict[str, Callable[[Path], None]] = {
-    "full": fill,
-    "no inodes": fill_inodes,
-    "read-only": make_read_only,
-    "removed": remove,
-}
+FAIL = {"full": fill, "no inodes": fill_inodes, "read-only": make_read_only, "removed": remove}
 
 
 def heal(fault: Fault, disk: Path) -> None:
@@ -185,18 +173,14 @@ def fail_at(fault: Fault, disk: Path) -> None:
         return FAIL[fault.how](disk)
     calls = 0
 
-    def make(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += fault.of in str(arguments[1:])
-            if calls == fault.number and fault.of in str(arguments[1:]):
-                calls += 1
+    def act(*arguments: Any) -> None:
+        nonlocal calls
+        if fault.of in str(arguments[1:]):
+            calls += 1
+            if calls == fault.number:
                 FAIL[fault.how](disk)
-            return function(*arguments, **options)
 
-        return call
-
-    replace(fault.function, make)
+    before(fault.function, act)
 
 
 def play(
@@ -232,15 +216,9 @@ def play_case(workspace: Path, fault: Fault, fails: Step, heals: Step, size: str
         differs = said_then if again else difference(folder, workspace / "whole")
         lines = [line.strip() for line in said.splitlines() if "tlt: error: " in line or "cannot be" in line]
         told = [line.replace(str(disk), "DISK").replace(str(workspace), "WORK") for line in lines]
-        facts = {
-            "name": fault.name,
-            "how": fault.how,
-            "expected": fault.code,
-            "code": code,
-            "said": told,
-            "kept": kept,
-        }
-        return {**facts, "resumed": again, "differs": differs, "traceback": "Traceback" in said + said_then}
+        facts = {"name": fault.name, "how": fault.how, "expected": fault.code, "code": code, "said": told}
+        then = {"kept": kept, "resumed": again, "differs": differs}
+        return {**facts, **then, "traceback": "Traceback" in said + said_then}
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -276,15 +254,8 @@ def measure(workspace: Path, faults: Sequence[Fault], shares: Sequence[float]) -
     most = sum(path.stat().st_size for path in whole.rglob("*") if path.is_file())
     for share in shares:
         size = f"{max(int(share * most) // 1024, 4)}k"
-        cases.append(
-            play_case(
-                workspace,
-                Fault(f"{share:.0%} of what a run leaves", SMALL, ""),
-                lambda disk: None,
-                grow,
-                size,
-            )
-        )
+        fault = Fault(f"{share:.0%} of what a run leaves", SMALL, "")
+        cases.append(play_case(workspace, fault, lambda disk: None, grow, size))
         print(json.dumps(cases[-1]), flush=True)
     return cases
 
@@ -298,9 +269,9 @@ def text_of(cases: Sequence[Mapping[str, Any]]) -> report.Text:
             [case["how"], case["name"], case["code"], printed, ", ".join(case["kept"]) or "none", then]
         )
     text = (
-        f"{sum(map(is_as_promised, cases))} of {len(cases)} cases as promised: one line, or a note where a "
-        "picture alone was "
-        "lost, no traceback, and the run that goes on ends as if nothing was."
+        f"{sum(map(is_as_promised, cases))} of {len(cases)} cases as promised: one line, or a note where "
+        "only a "
+        "picture was lost, no traceback, and the resumed run ends as the undisturbed one."
     )
     columns = ["disk", "from this write on", "exit code", "printed", "checkpoints left", "with room again"]
     return "Disks that fail under a run", text, columns, rows

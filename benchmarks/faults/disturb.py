@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from benchmarks.faults.kills import make_workspace
 from benchmarks.faults.left import children, command_line, descendants
 from benchmarks.faults.once import passes
 from benchmarks.faults.report import Text, begin, make_parser, write
-from benchmarks.faults.victim import MOMENTS, fork_ranks, replace
+from benchmarks.faults.victim import MOMENTS, before, fork_ranks
 from benchmarks.faults.workspace import PASSING_TASK, ROOT
 from tlt.cli.main import main as tlt
 
@@ -47,37 +47,24 @@ PATIENCE = 60.0
 AN_HOUR = 3600
 STEPS = 3
 RUN = (
-    *(
-        "--run.out_dir",
-        "run",
-        "--resume",
-        "auto",
-        "--run.timeout_seconds",
-        "60",
-        "--run.time_limit_minutes",
-        "60",
-    ),
-    *("--sampling.max_tokens", "32", "--drafter.tokens_per_micro_step", "128", "--evaluation.every", "1"),
-    *(
-        "--evaluation.samples_per_problem",
-        "4",
-        "--rewards.num_workers",
-        "2",
-        "--rewards.timeout_seconds",
-        "3",
-    ),
+    *("--run.out_dir", "run", "--resume", "auto"),
+    *("--run.timeout_seconds", "60", "--run.time_limit_minutes", "60"),
+    *("--sampling.max_tokens", "32", "--drafter.tokens_per_micro_step", "128"),
+    *("--evaluation.every", "1", "--evaluation.samples_per_problem", "4"),
+    *("--rewards.num_workers", "2", "--rewards.timeout_seconds", "3"),
 )
 """Where the run is another than that of kills.py."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A disturbance, and the exit codes of the attempts it takes. place, call, does, whom: as in once.py;
-    "": it comes from outside, by `how`."""
+    """A disturbance: place, call, does and whom are those of once.py."""
 
     name: str
     codes: tuple[int, ...]
+    """Expected exit codes of its attempts."""
     place: str = ""
+    """Empty: it comes from outside, by `how`."""
     call: int = 1
     does: str = ""
     whom: str = "worker"
@@ -136,42 +123,30 @@ def train(run_toml: Path, place: str) -> int:
     """Runs `tlt train`, whose ranks are forked, and pass `place` where that is a moment of theirs."""
     fork_ranks()
     if place in MOMENTS:
-
-        def make(function: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                passes(place)
-                return function(*args, **kwargs)
-
-            return watched
-
-        replace(MOMENTS[place], make)
+        before(MOMENTS[place], lambda *_: passes(place))
     return tlt(["train", str(run_toml), *RUN])
 
 
-def play(workspace: Path, number: int, kind: Kind | None) -> str:
+def play(workspace: Path, number: int, kind: Kind) -> str:
     """Runs a kind to the end of its last attempt, in a folder of its own. Returns what was wrong; empty:
     nothing."""
     folder = workspace / f"run-{number}"
     marks = folder / "marks"
     marks.mkdir(parents=True)
-    plan: dict[str, Any] = (
-        {} if kind is None else {"place": kind.place, "call": kind.call, "does": kind.does, "whom": kind.whom}
-    )
+    plan = {"place": kind.place, "call": kind.call, "does": kind.does, "whom": kind.whom, "marks": str(marks)}
     environ = {
         "PYTHONPATH": os.pathsep.join([str(workspace), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1",
-        "DISTURB": json.dumps({**plan, "marks": str(marks)}),
+        "DISTURB": json.dumps(plan),
     }
-    codes = (0,) if kind is None else kind.codes
-    for attempt, code in enumerate(codes):
-        how = kind.how if kind is not None and not attempt else "forked"
-        ending = attempt_by(how, folder, environ, plan.get("place", ""))
-        if wrong := judge(ending, code):
+    for attempt, code in enumerate(kind.codes):
+        how = "forked" if attempt else kind.how
+        if wrong := judge(attempt_by(how, folder, environ, kind.place), code):
             return f"attempt {attempt + 1}: {wrong}"
-    if plan.get("place") and not (marks / str(plan["call"])).exists():
+    if kind.place and not (marks / str(kind.call)).exists():
         return "it was never disturbed"
-    return "" if kind is None else difference(folder / "run", workspace / "run-0" / "run")[:1000]
+    return difference(folder / "run", workspace / "run-0" / "run")[:1000] if number else ""
 
 
 def attempt_by(how: str, folder: Path, environ: Mapping[str, str], place: str) -> Ending:
@@ -275,7 +250,7 @@ def measure(options: argparse.Namespace) -> int:
         make_workspace(workspace, STEPS)
         task = PASSING_TASK.replace("share > 0.5", "share > 0.6")  # so that evaluations grow better
         (workspace / "digits.py").write_text(task)
-        if wrong := play(workspace, 0, None):
+        if wrong := play(workspace, 0, Kind("nothing", (0,))):
             print(f"the run that nobody disturbs: {wrong}")
             return 1
         for number, kind in kinds:
@@ -293,12 +268,12 @@ def measure(options: argparse.Namespace) -> int:
 def text_of(kinds: Sequence[Mapping[str, Any]]) -> Text:
     same = sum(one["outcome"] == "same" for one in kinds)
     text = (
-        f"{len(kinds)} disturbances, each of a run of its own, of {STEPS} steps on two ranks, evaluated "
-        "before them and after "
-        f"each. {same} runs ended, resumed where they were stopped, with the exit code that says so, no "
-        "process left, and the "
-        "policy, the metrics, the evaluations and the best policy of the run that nobody disturbed, to the "
-        "last bit."
+        f"{len(kinds)} disturbances, each of a run of its own of {STEPS} steps on two ranks, with "
+        "evaluations "
+        f"before the first step and after each. {same} runs ended, resumed where they were stopped, with the "
+        "expected exit code and no process left, and with the policy, metrics, evaluations and best policy "
+        "of "
+        "the undisturbed run, to the last bit."
     )
     rows = [[one["kind"], one["outcome"].partition(":")[0], one["seconds"]] for one in kinds]
     return "Disturbances", text, ["what", "the run", "s"], rows

@@ -1,10 +1,10 @@
 """Journals that were damaged at random, but seeded: a run that goes on takes from them what was written, or
 nothing.
 
-    three phases written by two replicas in two attempts ─▶ one mutation of one file ─▶ what comes back of each phase
-        ├ all of it                                                  harmless
-        ├ a part, each response and reward as it was written         the rest is generated again, by the law the same
-        └ a token, a reward or a response that nobody wrote          a failure
+    three phases by two replicas in two attempts ─▶ one mutation of one file ─▶ each phase is read again
+        ├ all of it                                                harmless
+        ├ a part, each response and reward as it was written       the rest is generated again
+        └ a token, a reward or a response that was never written   a failure
 
     python -m benchmarks.faults.journal_mutations --out benchmarks/results/journal-mutations --num 1000
 

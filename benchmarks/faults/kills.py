@@ -3,8 +3,8 @@ metrics, the evaluations and the best policy of the run never killed, in float64
 generates no response twice that stands in a journal.
 
     one run that nobody disturbs ─▶ how often each function is called
-    run by run: some kills, one an attempt ─▶ the launcher starts all ranks again; where it was killed itself, this script does
-                                            ─▶ the same in all four, and nothing generated twice
+    run by run: some kills, one in each attempt ─▶ the launcher, or this script for the launcher, starts again
+                                                ─▶ the same in all four, and nothing generated twice
 
     python -m benchmarks.faults.kills --kills 200 --seed 11 --out benchmarks/results/faults/kills
 
@@ -117,9 +117,7 @@ def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]
         said += done.stdout + done.stderr
         if done.returncode == 0:
             return {"outcome": "ended", "events": read_events(folder), "said": said}
-        is_busy = (
-            "another process is running in" in done.stderr
-        )  # a rank of the launcher that was killed is still leaving
+        is_busy = "another process is running in" in done.stderr  # a killed launcher's rank has not ended yet
         if not is_busy and done.returncode != -9:
             return {"outcome": f"exit code {done.returncode}: {said}"}
         time.sleep(0.5)
@@ -163,33 +161,26 @@ def measure(options: argparse.Namespace) -> int:
         calls = [
             json.loads((workspace / name_of_counted / f"calls-{rank}.json").read_text()) for rank in range(2)
         ]
-        number_of_run = 0
         while len(report["kills"]) < options.kills:
             num = min(KILLS_OF_A_RUN, options.kills - len(report["kills"]))
             plan = [draw(rng, calls, seconds) for _ in range(num)]
-            folder = f"run-{number_of_run}"
-            number_of_run += 1
+            folder = f"run-{len(report['runs'])}"
             began = time.time()
             result = run_with(workspace, folder, plan)
             if result["outcome"] == "ended":
-                result["outcome"] = (
-                    difference(workspace / folder / "run", workspace / "whole" / "run") or "same"
-                )
+                differs = difference(workspace / folder / "run", workspace / "whole" / "run")
+                result["outcome"] = differs or "same"
             events = result.get("events", [])
             killed, twice = recoveries(plan, events), [event["twice"] for event in events if "twice" in event]
             report["kills"] += killed
-            said = result.get("said", "") if result["outcome"] != "same" or twice else ""
-            outcome = {
-                "kills": len(killed),
-                "seconds": time.time() - began,
-                "outcome": result["outcome"],
-                "twice": twice,
-            }
-            report["runs"].append({**outcome, "said": said})
+            outcome = result["outcome"]
+            said = result.get("said", "") if outcome != "same" or twice else ""
+            told = {"kills": len(killed), "seconds": time.time() - began, "outcome": outcome}
+            report["runs"].append({**told, "twice": twice, "said": said})
             print(json.dumps(report["runs"][-1]), flush=True)
             write(options.out, report, text_of(report))
-            if not killed and outcome["outcome"] != "same":
-                break  # it died otherwise, and its outcome says of what
+            if not killed and outcome != "same":
+                break  # the run has ended for another reason, which the outcome tells
     return int(any(run["outcome"] != "same" or run["twice"] for run in report["runs"]))
 
 
@@ -213,23 +204,17 @@ def text_of(report: Mapping[str, Any]) -> Text:
     rows = []
     for moment, seconds in sorted(by_moment.items()):
         known = [value for value in seconds if value is not None]
-        rows.append(
-            [
-                moment,
-                len(seconds),
-                *(number(f(known), ".1f") if known else "–" for f in (statistics.median, max)),
-            ]
-        )
+        told = (number(f(known), ".1f") if known else "–" for f in (statistics.median, max))
+        rows.append([moment, len(seconds), *told])
     runs = report["runs"]
     same = sum(run["outcome"] == "same" for run in runs)
     twice = sum(len(run["twice"]) for run in runs)
     never = "that was never killed, and generated nothing ahead" if report["ahead"] else "never killed"
     text = (
-        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the "
-        "policy, the metrics, the "
-        f"evaluations and the best policy of the run {never}, to the last bit. Responses of a journal that "
-        "were generated "
-        f"again: {twice}."
+        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the policy, "
+        f"metrics, evaluations and best policy of the run {never}, to the last bit. Responses of a journal "
+        "that "
+        f"were generated again: {twice}."
     )
     columns = ["killed in", "kills", "recovery, s (median)", "(most)"]
     return "Kills at all moments", text, columns, rows

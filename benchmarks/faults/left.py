@@ -1,9 +1,8 @@
-"""Finds the processes that a command has left behind: its descendants, whatever sessions they have begun and
-whoever of their parents is gone. Knows nothing of what they are; imports nothing heavy, as reward workers
-import it.
+"""Finds the processes that a command has left behind: its descendants in any session, also those whose
+parents have ended. Reward workers import this, so it imports nothing heavy.
 
-    adopt_orphans()           once, in the process that starts commands: whose parent ends is its child from then on
-    left_behind(5, known)     after a command has ended: what lives still of all but those known before, after so many seconds
+    adopt_orphans()           once, in the process that starts commands: it becomes the parent of orphans
+    left_behind(5, known)     after a command has ended: descendants that still live after so many seconds
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Does one thing to one process of a run, once in the life of the run: when a place in the code is passed for
-the so-many-th time by any of its processes. A reward worker imports this, so it imports nothing heavy.
+"""Disturbs one process of a run once: when its processes have together passed a place in the code a given
+number of times. Reward workers import this, so it imports nothing heavy.
 
     DISTURB={"place": "score test", "call": 3, "does": "SIGKILL", "whom": "worker", "marks": FOLDER}
 
-Each pass leaves a file in FOLDER; who makes the last of them acts.
+Each pass leaves a file in FOLDER; the process that makes the last file acts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""A small run whose ranks die where a plan says: the processes that kills.py kills.
+"""A small run whose ranks are killed by a plan; kills.py starts it.
 
-    python -m benchmarks.faults.victim FOLDER      FOLDER/plan.json: the kills, each in an attempt of its own
+    python -m benchmarks.faults.victim FOLDER      FOLDER/plan.json: the kills, one in each attempt
 
-A kill is a SIGKILL that a rank sends itself, or its launcher, when it calls a function for the so-many-th
-time in an attempt, or so many seconds after it has begun to train. In the journal it comes in the middle of a
-record, which is torn then.
+A rank sends SIGKILL to itself or to its launcher at a given call of a function, or a number of seconds after
+training has begun. In the journal the kill comes in the middle of a record, which is then torn.
 
 FOLDER/events.jsonl   {"kill": number, "at": Unix time} · {"ready": Unix time} when an attempt begins to train
-                      {"twice": …} for a response that stands in a journal and is to be generated nevertheless
-FOLDER/calls-R.json   how often rank R has called each of the functions, in the last attempt
+                      {"twice": …} for a response of a journal that is generated again
+FOLDER/calls-R.json   number of calls of each function on rank R, in the last attempt
 """
 
 from __future__ import annotations
@@ -72,19 +71,20 @@ ANYWHERE = "anywhere"
 LAUNCHER = -1
 EXTRA_RESTARTS = 3
 RUNNING_TOKENS, STEPS = 12, 4
-"""Responses are short here, so those that run are written sooner."""
+"""The journal writes running responses more often here, for they are short."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """rank: who dies; LAUNCHER: the process that has started the ranks, killed by rank 0.
-    call: of the moment's function, from 1 on.
-    seconds: after the attempt has begun to train, for ANYWHERE."""
+    """A planned kill."""
 
     moment: str
     rank: int
+    """The rank that dies; LAUNCHER: the process that has started the ranks, killed by rank 0."""
     call: int = 1
+    """Number of the call of the moment's function, from 1."""
     seconds: float = 0.0
+    """For ANYWHERE: seconds since training has begun in this attempt."""
 
 
 def run(folder: Path) -> int:
@@ -99,10 +99,14 @@ def run(folder: Path) -> int:
 
 
 def fork_ranks() -> None:
-    """Lets the launcher fork ranks, which have imported all then, where it spawns them else: most of what
-    an attempt takes is importing. All that follows is as in `tlt train`."""
+    """Makes the launcher fork ranks instead of spawning them, which saves their imports. All else is as in
+    `tlt train`."""
     make = launcher.LaunchConfig
-    launcher.LaunchConfig = lambda **given: make(**{**given, "start_method": "fork"})  # type: ignore[assignment, misc]
+
+    def forked(**given: Any) -> launcher.LaunchConfig:
+        return make(**{**given, "start_method": "fork"})
+
+    launcher.LaunchConfig = forked  # type: ignore[assignment, misc]
 
 
 def read_plan(folder: Path) -> list[Kill]:
@@ -153,51 +157,56 @@ def owner_of(place: str) -> tuple[Any, str]:
 
 
 def replace(place: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts another function in the place of one."""
+    """Replaces the function at a place by another, made from it."""
     owner, name = owner_of(place)
     setattr(owner, name, functools.wraps(getattr(owner, name))(make(getattr(owner, name))))
 
 
-def _watch(moment: str, calls: Counter[str], kill: Kill | None, die: Callable[[], None]) -> None:
-    """Counts the calls of a moment's function, and kills at the one that is planned."""
+def before(place: str, act: Callable[..., None]) -> None:
+    """Calls `act`, with the same positional arguments, before every call of the function at a place."""
 
     def make(function: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            calls[moment] += 1
-            if kill is not None and kill.moment == moment and kill.call == calls[moment]:
-                if moment == "journal":
-                    file, record = args
-                    data = record.encode()
-                    os.write(file, data[: len(data) // 2])
-                die()
-            return function(*args, **kwargs)
+        def call(*arguments: Any, **options: Any) -> Any:
+            act(*arguments)
+            return function(*arguments, **options)
 
-        return watched
+        return call
 
-    replace(MOMENTS[moment], make)
+    replace(place, make)
+
+
+def _watch(moment: str, calls: Counter[str], kill: Kill | None, die: Callable[[], None]) -> None:
+    """Counts the calls of a moment's function, and kills at the planned one."""
+
+    def act(*arguments: Any) -> None:
+        calls[moment] += 1
+        if kill is not None and kill.moment == moment and kill.call == calls[moment]:
+            if moment == "journal":
+                file, record = arguments
+                data = record.encode()
+                os.write(file, data[: len(data) // 2])
+            die()
+
+    before(MOMENTS[moment], act)
 
 
 def _announce(folder: Path, rank: int, kill: Kill | None, die: Callable[[], None]) -> None:
-    """Says when training begins, from which on a kill ANYWHERE is timed."""
+    """Notes when training begins, and starts the timer of a kill ANYWHERE."""
 
-    def make(train: Callable[..., Any]) -> Callable[..., Any]:
-        def announced(*args: Any) -> Any:
-            if rank == 0:
-                note(folder, ready=time.time())
-            if kill is not None and kill.moment == ANYWHERE:
-                timer = threading.Timer(kill.seconds, die)
-                timer.daemon = True
-                timer.start()
-            return train(*args)
+    def act(*_: Any) -> None:
+        if rank == 0:
+            note(folder, ready=time.time())
+        if kill is not None and kill.moment == ANYWHERE:
+            timer = threading.Timer(kill.seconds, die)
+            timer.daemon = True
+            timer.start()
 
-        return announced
-
-    replace("tlt.training.loop:train", make)
+    before("tlt.training.loop:train", act)
 
 
 def _check_journal(folder: Path) -> None:
-    """Compares what is left to do of a phase with what the journals of earlier attempts hold of it, read
-    here anew."""
+    """Notes the responses that a phase generates although the journals of earlier attempts, read here anew,
+    hold them."""
     known: Counter[tuple[str, str, int]] = Counter()
     finished = set()
     for path in sorted((folder / "run" / "journal").glob("step-*/*")):

@@ -1,10 +1,10 @@
 """Plays all cases, by as many processes as are asked for, and reports what became of them.
 
-    python -m benchmarks.faults.fuzz --out benchmarks/results/faults/fuzz          all of them
-    python -m benchmarks.faults.fuzz --only 17 300                                 these alone, and what they were
+    python -m benchmarks.faults.fuzz --out benchmarks/results/faults/fuzz    all of them
+    python -m benchmarks.faults.fuzz --only 17 300                           these alone, and prints them
 
-Each case has a generator of its own, seeded by --seed and its number, so that it can be played again alone.
-The kinds take
+Each case has its own generator, seeded by --seed and its number, so it can be played again alone. The kinds
+take
 turns: --num 100 plays some of each.
 """
 
@@ -63,16 +63,8 @@ def play_in(
 ) -> Iterator[dict[str, Any]]:
     """Plays them in as many processes, each of which takes every so-many-th; yields what became of each,
     in no order."""
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.faults.fuzz",
-        "--plays",
-        "--seed",
-        str(seed),
-        "--seconds",
-        str(seconds),
-    ]
+    words = [sys.executable, "-m", "benchmarks.faults.fuzz", "--plays"]
+    words += ["--seed", str(seed), "--seconds", str(seconds)]
     with ExitStack() as stack:
         said = []
         for place in range(num_processes):
@@ -135,12 +127,10 @@ def by_kind(played: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def text_of(told: Mapping[str, Any]) -> Text:
     total = told["total"]
     text = (
-        f"{total['cases']} cases, each a command in a folder of its own. {total['success']} ended well, "
-        f"{total['refused']} "
-        "were refused with exit code 2 and one line, and left neither a traceback nor a process; "
-        f"{total['faults']} did not. "
-        f"In {total['with_ranks']} ranks started. The longest took {total['longest']} s, all of them "
-        f"{told['seconds'] / 60:.0f} minutes."
+        f"{total['cases']} cases, each a command in its own folder. {total['success']} ended well, "
+        f"{total['refused']} were refused with exit code 2 and one line, and left neither a traceback nor a "
+        f"process; {total['faults']} did not. In {total['with_ranks']} ranks started. The longest took "
+        f"{total['longest']} s, all of them {told['seconds'] / 60:.0f} minutes."
     )
     rows = [[kind, *counted.values()] for kind, counted in [*told["by_kind"].items(), ("all", total)]]
     columns = ["kind", "cases", "ended well", "refused", "faults", "with ranks", "s", "longest, s"]

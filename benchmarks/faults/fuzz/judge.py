@@ -4,6 +4,7 @@ else is a fault."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def _judge_refusal(lines: Sequence[str], case: Case) -> str:
 def _last_of_traceback(said: str) -> str:
     """Returns the error of a traceback, and the last place of ours in it."""
     lines = said[said.index(TRACEBACK) :].split("\n")
-    place = next((line.split('"')[1].rpartition("/tlt/")[2] + ":" + line.split("line ")[1].split(",")[0]
-                  for line in reversed(lines) if "/tlt/" in line and line.strip().startswith("File")), "?")  # fmt: skip
+    ours = [line for line in lines if "/tlt/" in line and line.strip().startswith("File")]
+    place = re.sub(r'.*/tlt/(.*)", line (\d+).*', r"\1:\2", ours[-1]) if ours else "?"
     error = next((line for line in lines[1:] if line and not line.startswith(" ")), "?")
     return f"{error[:200]} at {place}"

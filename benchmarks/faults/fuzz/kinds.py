@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.faults.fuzz import (
-    arguments,
-    inputs,
-    rewards,
-    run_folders,
-    settings,
-    surroundings,
-    tasks,
-    trackers,
-)
+from benchmarks.faults.fuzz import arguments, inputs, run_folders, surroundings, user_code
 from benchmarks.faults.fuzz.case import Kind
 
 INPUTS: dict[str, tuple[Kind, int]] = {
@@ -37,14 +28,14 @@ INPUTS: dict[str, tuple[Kind, int]] = {
 }
 """Commands that end before ranks would start, or have none."""
 RUNS: dict[str, tuple[Kind, int]] = {
-    "settings of a run": (settings.settings, 130),
-    "settings of a run, two ranks": (partial(settings.settings, ranks=2), 15),
+    "settings of a run": (inputs.settings, 130),
+    "settings of a run, two ranks": (partial(inputs.settings, ranks=2), 15),
     "the folder of a run": (run_folders.run_folders, 120),
     "the folder of a run, two ranks": (partial(run_folders.run_folders, ranks=2), 15),
-    "reward functions": (rewards.rewards, 100),
-    "reward functions, two ranks": (partial(rewards.rewards, ranks=2), 15),
-    "tasks": (tasks.tasks, 60),
-    "trackers": (trackers.trackers, 45),
+    "reward functions": (user_code.rewards, 100),
+    "reward functions, two ranks": (partial(user_code.rewards, ranks=2), 15),
+    "tasks": (user_code.tasks, 60),
+    "trackers": (user_code.trackers, 45),
     "environment of a run": (surroundings.runs_in_environments, 15),
     "environment of a run, two ranks": (partial(surroundings.runs_in_environments, ranks=2), 5),
     "standard streams of a run": (surroundings.runs_with_streams, 25),

@@ -14,21 +14,11 @@ NODELISTS = (
     "", "a", "a[x-y]", "a[1-", "a]", "a[1-999999999]", "a[,]", "[", "a[3-1]", "a[01-03,7],b", ",", "²",
     "a[-]", "a[1-²]",
 )  # fmt: skip
+OF_TORCH = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE TORCHELASTIC_RESTART_COUNT"
+OF_SLURM = "PROCID NTASKS STEP_NUM_TASKS LOCALID JOB_ID NODEID"
 RANKS = {
-    **dict.fromkeys(
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"), NUMBERS
-    ),
-    **dict.fromkeys(
-        (
-            "SLURM_PROCID",
-            "SLURM_NTASKS",
-            "SLURM_STEP_NUM_TASKS",
-            "SLURM_LOCALID",
-            "SLURM_JOB_ID",
-            "SLURM_NODEID",
-        ),
-        NUMBERS,
-    ),
+    **dict.fromkeys(OF_TORCH.split(), NUMBERS),
+    **{f"SLURM_{name}": NUMBERS for name in OF_SLURM.split()},
     **dict.fromkeys(("SLURM_NODELIST", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), NODELISTS),
     "SLURM_TASKS_PER_NODE": ("1", "2", "1(x2)", "1(x", "x", "1(x99999999999)", "²"),
     "MASTER_ADDR": ("", "127.0.0.1", "no.such.host.invalid", "a b", "x" * 300, "é", "[::1"),
