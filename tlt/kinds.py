@@ -46,7 +46,7 @@ Problems = Annotated[int, Ge(1), Le(2**24)]
 Processes = Annotated[int, Ge(1), Le(2**16)]
 Workers = Annotated[int, Ge(0), Le(1024)]
 Threads = Annotated[int, Ge(1), Le(1024)]
-BatchSize = Annotated[int, Ge(1), Le(2**16)]
+BatchSize = Processes
 Rank = Annotated[int, Ge(0), Le(2**16)]
 """The rank of a LoRA adapter."""
 LearningRate = Annotated[float, Gt(0), Le(1e3)]
@@ -62,11 +62,11 @@ DraftVocab = Literal["auto", "full"] | Annotated[int, Ge(2), Le(MOST_DRAFTED)]
 # ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────
 
 Temperature = Annotated[float, Ge(0), Le(1e6)]
-TopK = Annotated[int, Ge(0), Le(2**31 - 1)]
+TopK = NonNegativeInt
 TopP = PositiveShare
 MinP = Share
 MaxTokens = PositiveInt
-Samples = Annotated[int, Ge(1), Le(2**16)]
+Samples = Processes
 Seed = Annotated[int, Ge(0), Lt(2**63)]
 StopText = Annotated[str, MinLen(1)]
 StopTexts = tuple[StopText, ...]

@@ -38,5 +38,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
+def write_hf_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON object in the layout of Hugging Face's own files."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

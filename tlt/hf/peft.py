@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt.config.lora import LoraSection
-from tlt.hf.files import existing_directory, read_json, write_json
+from tlt.hf.files import existing_directory, read_json, write_hf_json
 from tlt.hf.weights import StoredTensors, is_finite, save_tensors
 from tlt.io.files import replace_folder
 from tlt.models.decoder import ModelConfig
@@ -50,7 +50,7 @@ def save_adapter(
     """
     with replace_folder(path) as new:
         save_tensors(new / WEIGHTS, {PREFIX + name: tensor for name, tensor in tensors.items()})
-        write_json(new / CONFIG, adapter_config(lora, base, revision))
+        write_hf_json(new / CONFIG, adapter_config(lora, base, revision))
 
 
 def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[str, object]:

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.hf.config import TOKEN_IDS, config_to_hf
-from tlt.hf.files import existing_directory, read_json, write_json
+from tlt.hf.files import existing_directory, read_json, write_hf_json
 from tlt.io.files import replace_folder
 from tlt.io.hub import COMPANIONS
 from tlt.models.decoder import ModelConfig, Transformer
@@ -241,7 +241,7 @@ def save_model(
 
     with replace_folder(target) as new:
         _write_tensors(new, config, tensors, dtype, max_shard_bytes)
-        write_json(new / "config.json", config_to_hf(config, dtype, token_ids | dict(extra or {})))
+        write_hf_json(new / "config.json", config_to_hf(config, dtype, token_ids | dict(extra or {})))
         if origin is not None:
             _copy_companions(origin, new)
 
@@ -294,7 +294,7 @@ def _write_tensors(
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total_size = sum(shape.numel() for shape in expected.values()) * dtype.itemsize
-        write_json(directory / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        write_hf_json(directory / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _copy_companions(origin: Path, directory: Path) -> None:

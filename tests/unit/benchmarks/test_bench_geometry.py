@@ -22,7 +22,7 @@ from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.hf import growth as growing
 from tlt.hf.config import config_to_hf
-from tlt.hf.files import write_json
+from tlt.hf.files import write_hf_json
 from tlt.hf.geometry import find_geometry
 from tlt.models.decoder import ModelConfig
 from tlt.plan.memory import ALWAYS, plan_memory
@@ -36,7 +36,7 @@ LITTLE = ModelConfig("qwen2", 300, 160, 400, 21, 6, 3, 64, tie_embeddings=True)
 @pytest.fixture
 def little(tmp_path: Path) -> Path:
     """A config.json of a model a little larger than the recipe's."""
-    write_json(tmp_path / "little.json", config_to_hf(LITTLE, torch.float32))
+    write_hf_json(tmp_path / "little.json", config_to_hf(LITTLE, torch.float32))
     return tmp_path / "little.json"
 
 

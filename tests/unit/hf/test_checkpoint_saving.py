@@ -120,7 +120,7 @@ def test_a_checkpoint_can_be_saved_over_its_own_source(saved: Path) -> None:
     ("module", "step"),
     [
         (checkpoint, "_write_tensors"),
-        (checkpoint, "write_json"),
+        (checkpoint, "write_hf_json"),
         (checkpoint, "_copy_companions"),
         (files, "flush"),
     ],

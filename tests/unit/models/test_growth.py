@@ -24,7 +24,7 @@ from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_stored
 from tlt.drafter.growth import grow_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.hf.config import OtherComputation, config_to_hf
-from tlt.hf.files import write_json
+from tlt.hf.files import write_hf_json
 from tlt.hf.geometry import GEOMETRIES, Geometry, find_geometry, grow_config
 from tlt.hf.growth import NOISE, GrownTensors
 from tlt.hf.weights import expected_shapes, save_model
@@ -203,7 +203,7 @@ def test_a_geometry_without_room_is_refused_in_one_line(changes: dict[str, int],
 def test_a_geometry_is_a_name_or_a_config_file(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
-    write_json(folder / "config.json", config_to_hf(LARGE, torch.float32))
+    write_hf_json(folder / "config.json", config_to_hf(LARGE, torch.float32))
     assert find_geometry("Qwen2.5-0.5B").name == "qwen2.5-0.5b"
     assert (
         find_geometry(str(folder))
@@ -215,7 +215,7 @@ def test_a_geometry_is_a_name_or_a_config_file(tmp_path: Path) -> None:
         match=r"^--geometry: 'qwen9' is unknown; give qwen2\.5-0\.5b, .* or the path of a config\.json$",
     ):
         find_geometry("qwen9")
-    write_json(
+    write_hf_json(
         folder / "config.json", config_to_hf(LARGE, torch.float32) | {"architectures": ["GemmaForCausalLM"]}
     )
     with pytest.raises(OtherComputation, match=r"architectures is .*Gemma"):
