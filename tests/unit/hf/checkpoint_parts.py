@@ -39,9 +39,10 @@ SIZES: dict[str, Any] = sizes | {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 7,
 }
+LLAMA3_SHORT = LLAMA3 | {"original_max_position_embeddings": 32}
 CASES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, rope_parameters=plain(777.0), head_dim=12),
-    "llama-rope3-tied": LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "llama-rope3-tied": LlamaConfig(**SIZES, rope_parameters=LLAMA3_SHORT, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, rope_parameters=plain(1e6)),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
 }
