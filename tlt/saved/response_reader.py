@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tlt.drafter.drafting.references import References
 from tlt.io.files import Record, read_jsonl
-from tlt.models.decoder import ModelConfig
 from tlt.types import Key, Request, Rollout, UserError, key_of
+
+if TYPE_CHECKING:
+    from tlt.models.decoder import ModelConfig
 
 Ids = tuple[int, ...]
 
