@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.config.schema import may_use_references
+from tlt.config.rollout import may_use_references
 from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.drafter.drafting.references import References
 from tlt.drafter.formats.export import Target

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import AdapterName, File, ModelName, Written
-from tlt.config.schema import may_use_references
+from tlt.config.rollout import may_use_references
 from tlt.io.files import Record, check_output_file, with_folder, write_jsonl
 from tlt.io.hub import resolve_model
 from tlt.saved.response_reader import read_references

@@ -8,21 +8,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.config.algorithm import AlgorithmSection
 from tlt.config.drafter import DrafterSection
-from tlt.config.engine import DeviceSection, EngineSection
+from tlt.config.engine import DeviceSection
 from tlt.config.lora import LoraSection
 from tlt.config.mistakes import mistake, validate
 from tlt.config.rewards import RewardsSection
+from tlt.config.rollout import RolloutSection
 from tlt.config.sampling import SamplingSection
 from tlt.config.section import AnyPath, Section, split_words
 from tlt.config.vllm import VllmSection
 from tlt.kinds import (
     Epsilon,
     LearningRate,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -41,11 +41,6 @@ from tlt.types import UserError
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
-
-
-def may_use_references(speculation: str, tuner: str = "cost-model") -> bool:
-    """Returns whether this speculation drafts from references (docs/ahead.md)."""
-    return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).uses_references
 
 
 class RunSection(DeviceSection):
@@ -167,71 +162,6 @@ class TaskSection(Section):
                 )
         is_given = values.get("num_problems") is not None  # which may be 0, and refused
         return values if is_given else {**values, "num_problems": _DEFAULT_NUM_PROBLEMS}
-
-
-class RolloutSection(EngineSection):
-    """The responses of a policy step: how many, and how they are generated."""
-
-    problems_per_step: Problems = 8
-    """Problems that each policy step answers."""
-    samples_per_problem: Annotated[Samples, Field(ge=2)] = 4
-    """Responses to each problem of a step, a GRPO group: advantages compare them, so at least 2."""
-    speculation: str = "off"
-    """How tokens are drafted: off, adaptive (chosen at every decoding step), or fixed as
-    [DRAFTER:]DEPTHxWIDTHxBUDGET, such as 4x1x4. DRAFTER is learned, ngram (retrieval from the problem's own
-    responses), hybrid (both), ahead (earlier responses drawn with the same noise, docs/ahead.md) or
-    ahead+hybrid."""
-    migrate: bool = True
-    """Whether a rank without work takes over running responses of another; it has to prefill their tokens
-    again."""
-    ahead: Literal[0, 1, 2, "adaptive"] = 0
-    """Number of coming policy steps whose responses idle ranks generate ahead. Their own step drafts from
-    them and draws the same tokens as without (docs/ahead.md). adaptive: two, where that saves more time
-    than other uses of idle ranks."""
-    replay: AnyPath | None = None
-    """Folder of a run with the same seed, task and prompts that has kept its responses
-    (run.keep_responses). Each step drafts from them and draws the same tokens as without (docs/ahead.md).
-    tlt train --replay RUN sets it."""
-    references_mib: NonNegativeFloat = 64.0
-    """MiB on each rank for responses, at four bytes a token, that later ones are drafted from because they
-    draw with the same noise, such as those of the last evaluation (docs/ahead.md); 0: none. Used where
-    rollout.tuner is cost-model."""
-    tuner: Literal["cost-model", "beg-mab"] = "cost-model"
-    """How adaptive speculation chooses drafts: by measured costs and acceptance (cost-model), or by the
-    bandit of the TLT paper (beg-mab)."""
-
-    @property
-    def steps_ahead(self) -> int:
-        """The most policy steps whose responses are generated ahead. For `adaptive` two: more gained no more
-        (benchmarks/log.md)."""
-        return 2 if self.ahead == "adaptive" else self.ahead
-
-    @property
-    def compares_idle_work(self) -> bool:
-        """Whether idle ranks generate ahead only where that saves more time than their other work."""
-        return self.ahead == "adaptive"
-
-    @property
-    def uses_references(self) -> bool:
-        """Whether drafts come from references: earlier responses drawn with the same noise."""
-        return self.references_mib > 0 and may_use_references(self.speculation, self.tuner)
-
-    @property
-    def asks_for_references(self) -> bool:
-        """Whether the user asks for references, and does not only leave them to adaptive speculation."""
-        is_fixed = self.speculation != "adaptive" and may_use_references(self.speculation)
-        return self.steps_ahead > 0 or self.replay is not None or is_fixed
-
-    @field_validator("speculation")
-    @classmethod
-    def _is_strategy(cls, value: str) -> str:
-        if value != "adaptive":
-            try:
-                Strategy.parse(value)
-            except UserError:
-                remedy = "give off, adaptive or DEPTHxWIDTHxBUDGET (budget >= depth) such as 4x1x4"
-                raise mistake(remedy) from None
-        return value
 
 
 class OptimizerSection(Section):

@@ -124,7 +124,7 @@ class RewardPool:
         patience: seconds after which it raises UserError, naming the task and the unscored responses;
             infinite where no other rank waits.
         """
-        deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX)  # a queue refuses more
+        deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX / 2)  # a queue refuses more
         rewards: dict[Key, Reward] = {}
         while self._pending:
             try:

@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from tlt.config.load import load_config, read_overrides
-from tlt.config.schema import Config, ModelSection, RolloutSection, TaskSection
+from tlt.config.rollout import RolloutSection
+from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.types import UserError
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "countdown" / "quickstart.toml"
