@@ -3,8 +3,8 @@ PyTorch's SDPA.
 
     python -m benchmarks.attention --out benchmarks/results/attention
 
-    alone      one layer's attention, keys and values of a batch read from memory: so many layers take turns that none
-               stays in a cache. GB/s: bytes of the keys and values a second
+    alone      one layer's attention, keys and values of a batch read from memory: so many layers take turns
+               that none stays in a cache. GB/s: bytes of the keys and values a second
     forward    the same within a forward of the whole model, head included
 
 Every sequence has the same length, so SDPA's padding costs nothing here.

@@ -83,10 +83,15 @@ def run_step(options: argparse.Namespace, arm: str, context: int, folder: Path) 
         load_config(str(config), {}).model.path, folder / "model", context + PROMPT_ROOM, options.layers
     )
     amounts = {
-        "model.path": model, "run.out_dir": folder / "run", "run.num_steps": 1, "run.checkpoint_every": 0,
-        "rollout.problems_per_step": options.problems, "rollout.samples_per_problem": 2, "sampling.max_tokens": context,
+        "model.path": model,
+        "run.out_dir": folder / "run",
+        "run.num_steps": 1,
+        "run.checkpoint_every": 0,
+        "rollout.problems_per_step": options.problems,
+        "rollout.samples_per_problem": 2,
+        "sampling.max_tokens": context,
         "evaluation.num_problems": 0,
-    }  # fmt: skip
+    }
     overrides = [word for key, value in amounts.items() for word in (f"--{key}", str(value))]
     peak_mib = largest_mib("tlt", "train", str(config), *overrides, *ARMS[arm])
     (step,) = read_metrics(folder / "run" / "metrics.jsonl")
@@ -122,12 +127,18 @@ def child(command: list[str]) -> int:
 def to_markdown(report: dict[str, Any]) -> str:
     rows = [
         [
-            run["context"], run["arm"], run["num_tokens"], number(run["rollout_seconds"], ".1f"),
-            number(1e6 * run["rollout_seconds"] / run["num_tokens"], ".0f"), number(run["update_seconds"], ".1f"),
-            number(1e6 * run["update_seconds"] / run["num_tokens"], ".0f"), number(run["accept_length"]), run["peak_mib"],
+            run["context"],
+            run["arm"],
+            run["num_tokens"],
+            number(run["rollout_seconds"], ".1f"),
+            number(1e6 * run["rollout_seconds"] / run["num_tokens"], ".0f"),
+            number(run["update_seconds"], ".1f"),
+            number(1e6 * run["update_seconds"] / run["num_tokens"], ".0f"),
+            number(run["accept_length"]),
+            run["peak_mib"],
         ]
         for run in report["runs"]
-    ]  # fmt: skip
+    ]
     columns = [
         "context",
         "speculation",

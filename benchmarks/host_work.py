@@ -4,9 +4,11 @@
     python -m benchmarks.host_work --out RESULT                      # of this tree
     python -m benchmarks.host_work --before TREE --out RESULT        # beside another checkout, in turns
 
-    arms         ms of an engine step; the slope is µs a row between the two largest batches; threshold 0: chains of full depth
+    arms         ms of an engine step; the slope is µs a row between the two largest batches; threshold 0:
+                 chains of full depth
     retrieval    µs a row of proposing alone, for responses of that length; bytes of the index a token
-    crossings    a step on a pretended GPU (tests/unit/engine/pretend_device.py): times that the host waited, and that it sent something
+    crossings    a step on a pretended GPU (tests/unit/engine/pretend_device.py): times that the host waited,
+                 and that it sent something
 
 Every round measures every tree once in a process of its own (host_work_child.py), in an order that turns;
 medians of rounds are reported. Seconds are the thread's own, so a busy machine spoils little, but a core

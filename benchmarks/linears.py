@@ -7,7 +7,8 @@ Matrices of a model's sizes are multiplied with 1 to 64 rows: by the engine, by 
 kernel as it is, without the engine's choice of rows. So many copies of a matrix take turns that none stays in
 a cache.
 
-    GB/s       bytes of the matrix a second: what bounds few rows, beside the rate at which memory is read at all
+    GB/s       bytes of the matrix a second: what bounds few rows, beside the rate at which memory is read at
+               all
     GFLOP/s    what bounds many rows, beside one product of large matrices
 """
 

@@ -64,11 +64,17 @@ def to_markdown(report: dict[str, Any]) -> str:
     columns = ["", "tokens", "rollout, s", "update, s", "step, s", "accept length", "largest rank, GiB"]
     rows = [
         [
-            run["way"], run["num_tokens"], number(run["rollout_seconds"], ".1f"), number(run["update_seconds"], ".1f"),
-            number(run["step_seconds"], ".1f"), number(run["accept_length"]), number(run["peak_mib"] / 1024, ".1f"),
+            run["way"],
+            run["num_tokens"],
+            number(run["rollout_seconds"], ".1f"),
+            number(run["update_seconds"], ".1f"),
+            number(run["step_seconds"], ".1f"),
+            number(run["accept_length"]),
+            number(run["peak_mib"] / 1024, ".1f"),
         ]
-        for run in report["runs"] if "failed" not in run
-    ]  # fmt: skip
+        for run in report["runs"]
+        if "failed" not in run
+    ]
     refused = [f"{run['way']}: {run['failed']}" for run in report["runs"] if "failed" in run]
     return markdown("One RL step of a large model", report, table(columns, rows), *refused)
 

@@ -1,7 +1,9 @@
 """Part `law`: the law's kernel on the GPU against the PyTorch reference on the CPU, and how long a row takes.
 
-draws     tokens equal over vocabularies, types, temperatures, truncations and ties; log-probabilities within fused.py's bound
-seconds   a row of each vocabulary, in batches; PyTorch's own argmax of the same logits beside it, which reads them once too
+draws     tokens equal over vocabularies, types, temperatures, truncations and ties; log-probabilities within
+          fused.py's bound
+seconds   a row of each vocabulary, in batches; PyTorch's own argmax of the same logits beside it, which reads
+          them once too
 
 A rehearsal runs the kernel in Triton's interpreter on the CPU.
 """

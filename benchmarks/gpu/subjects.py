@@ -23,10 +23,20 @@ from tlt.types import resolve_dtype
 
 RECIPE = Path("countdown")
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 192, "head_dim": 64,
-    "intermediate_size": 512, "num_hidden_layers": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "max_position_embeddings": 4096, "rope_theta": 10000.0,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 192,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+}
 """Sizes of a rehearsal: just above the recipe's own model."""
 
 

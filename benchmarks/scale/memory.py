@@ -119,10 +119,19 @@ def words(shape: Shape, folder: Path) -> list[str]:
     """Returns the overrides of a run of two steps."""
     model = make_model(shape, folder / "model")
     keys = {
-        "model.path": model, "run.out_dir": folder / "run", "run.num_ranks": 1, "run.num_steps": 2, "run.checkpoint_every": 0,
-        "run.device": "cpu", "rollout.speculation": "off", "evaluation.num_problems": 0, "optimizer.learning_rate": 1e-6,
-        "rewards.functions": "benchmarks.scale.memory:parity", "rewards.num_workers": 0, **shape.keys,
-    }  # fmt: skip
+        "model.path": model,
+        "run.out_dir": folder / "run",
+        "run.num_ranks": 1,
+        "run.num_steps": 2,
+        "run.checkpoint_every": 0,
+        "run.device": "cpu",
+        "rollout.speculation": "off",
+        "evaluation.num_problems": 0,
+        "optimizer.learning_rate": 1e-6,
+        "rewards.functions": "benchmarks.scale.memory:parity",
+        "rewards.num_workers": 0,
+        **shape.keys,
+    }
     if shape.drafter:
         drafter = DraftModel(drafter_shape(load_model_config(model))).initialize(0)
         save_drafter(folder / "drafter", drafter, torch.float32, {"preset": "hass"})

@@ -16,11 +16,23 @@ pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "paper"
 SMALL = {
-    "run.device": "cpu", "run.num_ranks": "2", "run.num_steps": "2", "run.checkpoint_every": "0",
-    "task.name": "word-problems", "task.data": "none", "task.split": "none", "task.options": "{}", "task.num_problems": "16",
-    "rollout.problems_per_step": "2", "rollout.samples_per_problem": "4", "sampling.max_tokens": "48",
-    "evaluation.num_problems": "0", "evaluation.data": "none", "evaluation.split": "none", "rewards.num_workers": "0",
-}  # fmt: skip
+    "run.device": "cpu",
+    "run.num_ranks": "2",
+    "run.num_steps": "2",
+    "run.checkpoint_every": "0",
+    "task.name": "word-problems",
+    "task.data": "none",
+    "task.split": "none",
+    "task.options": "{}",
+    "task.num_problems": "16",
+    "rollout.problems_per_step": "2",
+    "rollout.samples_per_problem": "4",
+    "sampling.max_tokens": "48",
+    "evaluation.num_problems": "0",
+    "evaluation.data": "none",
+    "evaluation.split": "none",
+    "rewards.num_workers": "0",
+}
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.toml")))

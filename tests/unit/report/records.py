@@ -16,18 +16,29 @@ def record(step: int, **changes: Any) -> StepRecord:
     value}."""
     given: dict[str, dict[str, object]] = {
         "rollout": {
-            "response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5},
-            "strategy_speed": {"off": 200.0}, "strategy_predicted": {}, "draft_acceptance_rate_pos": (0.8, 0.5),
+            "response_tokens": LengthStats.of([5, 9, 700]),
+            "accept_by_depth": (0.8, 0.6),
+            "strategy_seconds": {"off": 1.5},
+            "strategy_speed": {"off": 200.0},
+            "strategy_predicted": {},
+            "draft_acceptance_rate_pos": (0.8, 0.5),
             "followed_by_age": {"1": 40},
         },
         "rewards": {
-            "parts": {"task": 0.5, "brief": -0.5}, "metrics": {}, "reward_by_task": {"sums": 0.5},
+            "parts": {"task": 0.5, "brief": -0.5},
+            "metrics": {},
+            "reward_by_task": {"sums": 0.5},
             "solve_rate_by_task": {"sums": 0.25},
         },
         "update": {},
         "drafter": {"version": step},
-        "idle": {"preemption_seconds": (0.01, 0.002), "seconds_by_use": {"rest": 0.5}, "gain": {}, "cost": {"train": 0.1}},
-    }  # fmt: skip
+        "idle": {
+            "preemption_seconds": (0.01, 0.002),
+            "seconds_by_use": {"rest": 0.5},
+            "gain": {},
+            "cost": {"train": 0.1},
+        },
+    }
     parts = {
         name: kind(**{**plain(kind), **given[name], **changes.pop(name, {})}) for name, kind in PARTS.items()
     }

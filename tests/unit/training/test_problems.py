@@ -53,28 +53,48 @@ def test_a_task_in_the_working_directory_is_found(write_task: Any) -> None:
 FAULTS = {
     "a syntax error": ("class Mine(:\n", "SyntaxError: .*line 1"),
     "a name error": (f"{returning('[]')}\nundefined\n", "NameError: name 'undefined' is not defined, .*py:8"),
-    "a base exception": ("raise BaseException('mine')\n", r"cannot be imported \(BaseException: mine, .*py:1\)"),
+    "a base exception": (
+        "raise BaseException('mine')\n",
+        r"cannot be imported \(BaseException: mine, .*py:1\)",
+    ),
     "a missing module": ("import no_such_module\n", "No module named 'no_such_module'"),
-    "a module's __getattr__": ("def __getattr__(name):\n    raise KeyError(name)\n", r"looked up \(KeyError: 'TASK', .*py:2\)"),
+    "a module's __getattr__": (
+        "def __getattr__(name):\n    raise KeyError(name)\n",
+        r"looked up \(KeyError: 'TASK', .*py:2\)",
+    ),
     "a task's __getattr__": (
         f"class Mine:\n    def __getattr__(self, name):\n        raise KeyError(name)\n{SCORE}",
         r"cannot be asked for its methods \(KeyError: '\w+', .*py:3\); correct it",
     ),
     "a __getattr__ beside all methods": (
-        returning("[]").replace("class Mine:", "class Mine:\n    def __getattr__(self, name):\n        raise KeyError(name)"),
+        returning("[]").replace(
+            "class Mine:", "class Mine:\n    def __getattr__(self, name):\n        raise KeyError(name)"
+        ),
         r"cannot be asked for its methods \(KeyError: '\w+', .*py:3\); correct it",
     ),
-    "no function": (f"class Mine:\n    problems = 3\n{SCORE}", "problems cannot be called .*; make it a method"),
+    "no function": (
+        f"class Mine:\n    problems = 3\n{SCORE}",
+        "problems cannot be called .*; make it a method",
+    ),
     "no such object": ("OTHER = 1\n", "has no 'TASK'"),
-    "an exception": (returning("1 / 0"), r"problems\(\) failed \(ZeroDivisionError: division by zero, .*py:3\)"),
+    "an exception": (
+        returning("1 / 0"),
+        r"problems\(\) failed \(ZeroDivisionError: division by zero, .*py:3\)",
+    ),
     "an exit": (returning("__import__('sys').exit(3)"), r"problems\(\) failed \(SystemExit: 3"),
     "no list": (returning("None"), "returned a NoneType"),
     "an empty list": (returning("[]"), "gave no problems"),
     "no dicts": (returning("['x']"), "problem 1: is a str"),
     "no problem_id": (returning("[{'prompt': 'x'}]"), "problem 1: problem_id is None"),
-    "a problem_id twice": (returning("[{'problem_id': 'a'}] * 2"), "problem 2: problem_id 'a' is that of problem 1"),
-    "an unknown option": (returning("[]").replace(", split='train'", ""), "does not take split, .*write problems"),
-}  # fmt: skip
+    "a problem_id twice": (
+        returning("[{'problem_id': 'a'}] * 2"),
+        "problem 2: problem_id 'a' is that of problem 1",
+    ),
+    "an unknown option": (
+        returning("[]").replace(", split='train'", ""),
+        "does not take split, .*write problems",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
