@@ -36,8 +36,9 @@ from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.ranks.world import World
-from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
+from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
 from tlt.saved.manifest import MANIFEST, read_manifest
+from tlt.saved.retention import go_back_to
 from tlt.types import UserError
 
 SHAPE = ModelConfig("llama", 61, 16, 24, 2, 2, 1, 8, max_positions=64)

@@ -6,11 +6,9 @@
 
 Every phase has its own prefix (its number) under the given store, so phases never mix. Its keys:
 
-    next      the phase's own units that were asked for. It changes by add alone, so a crowd takes its first
-              units without a race. It may exceed the number of units; a replica that gets a number beyond
-              has none.
-    queue     "next/total#replica.serial": units added later. It changes by compare_set alone, so takes and
-              additions have one linear order.
+    next      the phase's own units that were asked for; changes by add alone, so first takes never race. A
+              number beyond the last unit means: none left
+    queue     "next/total#replica.serial": units added later; changes by compare_set alone: one linear order
     open      units added minus units finished; all is done when num_units + open == 0 (absent means 0)
     help      "R,S#replica.serial": idle replicas that offer help; changes by compare_set alone
     load/U    number of parts of unit U, which one replica hands over to another; the parts are load/U/0, 1, …
@@ -67,23 +65,17 @@ class WorkQueue:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         assert 0 <= replica < num_replicas, f"replica {replica} of {num_replicas}"
-        self.replica = replica
-        self.num_replicas = num_replicas
-        self.timeout = timeout
+        self.replica, self.num_replicas, self.timeout = replica, num_replicas, timeout
         self._root, self._clock, self._sleep = store, clock, sleep
-        self._index = -1
-        self._held: set[int] = set()
-        self._oldest_kept = 0
-        self._serial = 0
+        self._index, self._held = -1, set[int]()
+        self._oldest_kept = self._serial = 0
         self._random = random.Random(replica)
-        self.pause = POLL_SECONDS
-        self._asks_at = float("-inf")
+        self.pause, self._asks_at = POLL_SECONDS, float("-inf")
 
     # -- phases ----------------------------------------------------------------------------------------------
 
     def begin(self, phase_name: str, num_units: int) -> None:
-        """Enters the next phase, without waiting. Every replica calls it with the same arguments, in the same
-        order."""
+        """Enters the next phase, without waiting. All replicas pass the same arguments, in the same order."""
         assert not self._held, f"{self._label}: units {sorted(self._held)} were taken and not finished"
         self._index += 1
         self._name = phase_name
@@ -93,7 +85,7 @@ class WorkQueue:
         mine = f"{phase_name}: {num_units} units"
         agreed = self.store.compare_set("args", "", mine).decode()
         assert agreed == mine, (
-            f"replica {self.replica} began phase {self._index} as {mine!r}, another as {agreed!r}"
+            f"replica {self.replica} began {self._index} as {mine!r}, another as {agreed!r}"
         )
         self._root.set(f"at/{self.replica}", str(self._index))
         self._life = Heartbeats(self.store, self.replica, self.num_replicas, self.timeout, self._clock)
@@ -273,8 +265,7 @@ class WorkQueue:
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
     def num_offers(self) -> int:
-        """Returns how many replicas offer help. It asks at most once in `HELP_SECONDS`; in between it returns
-        0."""
+        """Returns how many replicas offer help; 0 if it was asked less than `HELP_SECONDS` ago."""
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
@@ -296,8 +287,7 @@ class WorkQueue:
         self.store.set(f"load/{unit}", str(len(parts)))
 
     def receive(self, unit: int) -> list[bytes]:
-        """Returns the parts of a handed-over unit that this replica took. Waits while they are being
-        written."""
+        """Returns the parts of a handed-over unit, once they are written."""
         since = self._clock()
         while (num_parts := read_now(self.store, f"load/{unit}")) == ABSENT:
             if self._clock() - since > self.timeout:
@@ -346,8 +336,7 @@ def local_work_queue(timeout: float = float("inf")) -> WorkQueue:
 
 
 def connect_work_queue(store: Store, replica: int, num_replicas: int, timeout: float) -> WorkQueue:
-    """Makes a queue with a client connection of its own, which nobody's blocking wait holds up, and
-    a key prefix of its own."""
+    """Makes a queue with its own key prefix and its own connection, which no other thread's wait blocks."""
     if num_replicas == 1:
         return local_work_queue(timeout)
     connection = clone(store)

@@ -15,14 +15,12 @@ same run. One checkpoint is in flight at a time.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,6 @@ from tlt.saved.manifest import (
     FORMAT,
     MANIFEST,
     Manifest,
-    all_checkpoints,
     describe_state,
     folder_of,
     latest_checkpoint,
@@ -56,9 +53,9 @@ from tlt.saved.manifest import (
     read_manifest,
     verify_files,
 )
+from tlt.saved.retention import clear_leftovers, remove_older
 from tlt.types import LAW_VERSION, UserError
 
-_REPLACED = re.compile(r"\.(step-\d{8})\.old")
 _VISIBLE_SECONDS = 60.0
 """How long rank 0 waits to see another host's file, which network file systems show late."""
 _GRACE_SECONDS = 10.0
@@ -263,37 +260,6 @@ def _await_file(path: Path, expected: FileDigest) -> None:
         time.sleep(0.2)
 
 
-def remove_older(folder: Path, step: int, keep: int) -> None:
-    """Removes all but the `keep` newest checkpoints up to this step, and leftovers of killed writers. A newer
-    checkpoint is not this run's and stays; a damaged one is not counted."""
-    left = keep
-    for path in all_checkpoints(folder):
-        if path.name > folder_of(folder, step).name:
-            continue
-        if left <= 0:
-            path.rename(path.with_name(f".{path.name}.gone"))  # so that no half has a checkpoint's name
-        else:
-            left -= _has_manifest(path)
-    for leftover in folder.glob(".step-*"):
-        _discard(leftover)
-
-
-def _discard(path: Path) -> None:
-    """Removes a folder or a file."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _has_manifest(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except UserError:
-        return False
-    return True
-
-
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -333,25 +299,3 @@ def load_checkpoint(
     on_all_ranks(world, lambda: verify_files(path, manifest, {*files_for(tensors, manifest.tensors), *own}))
     read_into(tensors, manifest.tensors, path)
     return [json.loads((path / name).read_bytes()) for name in own]
-
-
-def clear_leftovers(folder: Path) -> None:
-    """Removes leftovers of killed writers. A checkpoint that was moved away and never replaced comes back."""
-    for leftover in folder.glob(".step-*"):
-        match = _REPLACED.fullmatch(leftover.name)
-        if match is not None and not (folder / match[1]).exists():
-            leftover.rename(folder / match[1])
-        else:
-            _discard(leftover)
-
-
-def go_back_to(path: Path) -> list[Path]:
-    """Makes this checkpoint the newest: newer ones are renamed, and their new paths are returned. Raises
-    UserError if it is not whole."""
-    manifest = read_manifest(path)
-    verify_files(path, manifest, manifest.files)
-    aside = []
-    for newer in (other for other in all_checkpoints(path.parent) if other.name > path.name):
-        names = (newer.with_name(f"{newer.name}.aside{f'-{n}' if n > 1 else ''}") for n in count(1))
-        aside.append(newer.rename(next(name for name in names if not name.exists())))
-    return aside

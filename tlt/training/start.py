@@ -42,10 +42,10 @@ from tlt.ranks.world import Rendezvous, meet_ranks
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
 from tlt.rewards.scoring import Scorer
-from tlt.saved.checkpoint import go_back_to
 from tlt.saved.inputs import Inputs
 from tlt.saved.manifest import latest_checkpoint
 from tlt.saved.replay import check_replay
+from tlt.saved.retention import go_back_to
 from tlt.saved.run_folder import FolderLock
 from tlt.saved.run_identity import Begun
 from tlt.training.loop import describe_run, main

@@ -26,8 +26,9 @@ from tests.unit.saved.saved_parts import (
 from tlt.ranks import shards
 from tlt.ranks.shards import digest_of
 from tlt.saved import checkpoint, manifest
-from tlt.saved.checkpoint import CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
+from tlt.saved.checkpoint import CheckpointWriter, find_checkpoint, load_checkpoint
 from tlt.saved.manifest import latest_checkpoint, read_manifest
+from tlt.saved.retention import go_back_to
 from tlt.types import LAW_VERSION, UserError
 
 # ── what they hold ──────────────────────────────────────────────────────────────────────────────────────────

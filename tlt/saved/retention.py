@@ -1,0 +1,66 @@
+"""Which checkpoints stay: older ones and leftovers of killed writers go, newer ones step aside."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from itertools import count
+from pathlib import Path
+
+from tlt.saved.manifest import all_checkpoints, folder_of, read_manifest, verify_files
+from tlt.types import UserError
+
+_REPLACED = re.compile(r"\.(step-\d{8})\.old")
+
+
+def remove_older(folder: Path, step: int, keep: int) -> None:
+    """Removes all but the `keep` newest checkpoints up to this step, and leftovers of killed writers. A newer
+    checkpoint is not this run's and stays; a damaged one is not counted."""
+    left = keep
+    for path in all_checkpoints(folder):
+        if path.name > folder_of(folder, step).name:
+            continue
+        if left <= 0:
+            path.rename(path.with_name(f".{path.name}.gone"))  # so that no half has a checkpoint's name
+        else:
+            left -= _has_manifest(path)
+    for leftover in folder.glob(".step-*"):
+        _discard(leftover)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Removes leftovers of killed writers. A checkpoint that was moved away and never replaced comes back."""
+    for leftover in folder.glob(".step-*"):
+        match = _REPLACED.fullmatch(leftover.name)
+        if match is not None and not (folder / match[1]).exists():
+            leftover.rename(folder / match[1])
+        else:
+            _discard(leftover)
+
+
+def go_back_to(path: Path) -> list[Path]:
+    """Makes this checkpoint the newest: newer ones are renamed, and their new paths are returned. Raises
+    UserError if it is not whole."""
+    manifest = read_manifest(path)
+    verify_files(path, manifest, manifest.files)
+    aside = []
+    for newer in (other for other in all_checkpoints(path.parent) if other.name > path.name):
+        names = (newer.with_name(f"{newer.name}.aside{f'-{n}' if n > 1 else ''}") for n in count(1))
+        aside.append(newer.rename(next(name for name in names if not name.exists())))
+    return aside
+
+
+def _discard(path: Path) -> None:
+    """Removes a folder or a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except UserError:
+        return False
+    return True
