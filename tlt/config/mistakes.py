@@ -46,7 +46,8 @@ def find_nearest(word: str, known: Iterable[str]) -> str | None:
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel]:
     """Returns the type of the section called `name`."""
-    section: type[BaseModel] = model.model_fields[name].annotation  # type: ignore[assignment]  # all fields of Config are sections
+    # all fields of Config are sections
+    section: type[BaseModel] = model.model_fields[name].annotation  # type: ignore[assignment]
     return section
 
 

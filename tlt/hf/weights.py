@@ -125,7 +125,8 @@ def read_safetensors(path: Path | str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
         with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # a handle is no mapping
+            # a handle is no mapping
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return tensors
 
 

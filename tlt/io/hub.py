@@ -206,7 +206,8 @@ def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
             is_repeat = str(kwargs.get("desc")).startswith("Reconstructing")
             self.shows = kwargs.get("unit") == "B" and not is_repeat
             self.said = -math.inf
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # tqdm has no types
+            # tqdm has no types
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0

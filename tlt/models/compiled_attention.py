@@ -88,7 +88,8 @@ def compiled(dtype: torch.dtype) -> int:
     """Returns the address of the loop for caches of this type. The first time, Numba compiles it for some
     seconds and keeps it on disk."""
     function = _attend_float32 if dtype == torch.float32 else _attend_bfloat16
-    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]  # None before compiling
+    # None before compiling
+    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
     return address
 
 

@@ -46,7 +46,9 @@ def response_logprobs(
     def head(features_E: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         logits_V = model.logits(features_E)
         logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
-        logprobs, entropies = ChosenLogprobs.apply(logits_V, chosen, temperature)  # type: ignore[no-untyped-call]  # as in decoder.py
+        # as in decoder.py
+        apply = ChosenLogprobs.apply
+        logprobs, entropies = apply(logits_V, chosen, temperature)  # type: ignore[no-untyped-call]
         return logprobs, entropies
 
     def read(features_NE: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,10 @@ class TltWorker:
         return self.model_runner.tlt
 
     def _tlt_model(self, is_drafter: bool) -> Any:
-        return self.get_draft_model() if is_drafter else self.model_runner.get_model()  # type: ignore[attr-defined]  # the worker's own method
+        # the worker's own method
+        if is_drafter:
+            return self.get_draft_model()  # type: ignore[attr-defined]
+        return self.model_runner.get_model()  # type: ignore[attr-defined]
 
     def _tlt_buffered(self) -> list[Tensor]:
         """Returns the received tensors that vLLM keeps until their layer is complete."""
