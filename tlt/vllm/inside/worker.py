@@ -129,7 +129,7 @@ class TltWorker:
         # the worker's own method
         if is_drafter:
             return self.get_draft_model()  # type: ignore[attr-defined]
-        return self.model_runner.get_model()  # type: ignore[attr-defined]
+        return self.model_runner.get_model()
 
     def _tlt_buffered(self) -> list[Tensor]:
         """Returns the received tensors that vLLM keeps until their layer is complete."""
