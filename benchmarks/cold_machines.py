@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tlt.speculative.strategy import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, Hindsight, PrefillTime, StepOutcome, Strategy, StrategyTuner
 from tlt.tuning.step_costs import CostPrior
 from tlt.tuning.tuner import default_arms
 
@@ -149,11 +149,11 @@ class Machine:
         disturbed = self.noise.uniform(*_OUTLIER) if self.noise.random() < _OUTLIERS else 1.0
         return seconds * disturbed * float(np.exp(self.noise.normal(0, _NOISE)))
 
-    def read(self, num_texts: int) -> Reading:
+    def read(self, num_texts: int) -> PrefillTime:
         """Reads the prompts; returns what is observed of it."""
         self._missed = PROMPT_TOKENS
         seconds = self.profile.forward_seconds(num_texts * PROMPT_TOKENS) + self.profile.first_call
-        return Reading(num_texts * PROMPT_TOKENS, 1, self.observed(seconds))
+        return PrefillTime(num_texts * PROMPT_TOKENS, 1, self.observed(seconds))
 
     def step(self, arm: Strategy, batch_size: int) -> StepOutcome:
         seconds = self.profile.seconds(arm, batch_size)
@@ -185,7 +185,7 @@ def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_token
     """Generates `batch_size` responses of `max_tokens` tokens, all from the start; returns the seconds
     that this took."""
     started = machine.seconds
-    reading: Reading | None = machine.read(batch_size)
+    prefill_time: PrefillTime | None = machine.read(batch_size)
     left_B = np.full(batch_size, max_tokens)
     hindsight: tuple[Hindsight, ...] = ()
     is_first = True
@@ -193,8 +193,8 @@ def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_token
         num = left_B.size
         length = PROMPT_TOKENS + max_tokens - float(left_B.mean())
         state = BatchState(num, length, 0, 0, num if is_first else 0, hindsight=hindsight)
-        batch = replace(state, num_left=float(left_B.mean()), reading=reading)
-        arm, is_first, reading = tuner.choose(batch), False, None
+        batch = replace(state, num_left=float(left_B.mean()), prefill_time=prefill_time)
+        arm, is_first, prefill_time = tuner.choose(batch), False, None
         outcome = machine.step(arm, num)
         tuner.observe(arm, batch, outcome)
         hindsight = machine.hindsight(arm)
@@ -212,16 +212,18 @@ def settled_speed(
     speeds = {
         arm: batch_size * drafter.tokens(arm) / profile.seconds(arm, batch_size) for arm in drafter.arms
     }
-    reading: Reading | None = machine.read(batch_size)
+    prefill_time: PrefillTime | None = machine.read(batch_size)
     hindsight: tuple[Hindsight, ...] = ()
     chosen: list[Strategy] = []
     since = None
     for step in range(4 * num_steps):
         if since is None and (machine.seconds > after or step >= 3 * num_steps):
             since = step
-        num_admitted = batch_size if reading is not None else 0
-        batch = BatchState(batch_size, 500.0, 0, 0, num_admitted, hindsight=hindsight, reading=reading)
-        arm, reading = tuner.choose(batch), None
+        num_admitted = batch_size if prefill_time is not None else 0
+        batch = BatchState(
+            batch_size, 500.0, 0, 0, num_admitted, hindsight=hindsight, prefill_time=prefill_time
+        )
+        arm, prefill_time = tuner.choose(batch), None
         tuner.observe(arm, batch, machine.step(arm, batch_size))
         hindsight = machine.hindsight(arm)
         chosen.append(arm)

@@ -172,7 +172,7 @@ def describe(request: Request, at: int, ours: Rollout, theirs: Rollout, referee:
 def margin_of(logits_V: Tensor, request: Request, position: int, pair: tuple[int, int]) -> float:
     """Returns by how much the law's scores of two tokens differ. logits_V: float64."""
     params = request.params
-    noise_V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[position]]), len(logits_V))[
+    noise_V = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[position]]), len(logits_V))[
         0, 0
     ].double()
     batch = BatchParams([params])

@@ -172,7 +172,9 @@ def margins(
         request = request_of(one)
         with torch.no_grad():
             logits_V = model(torch.tensor([prefix])).logits[0, -1]
-        noise_V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[len(prefix)]]), len(logits_V))[0, 0]
+        noise_V = gumbel_noise(
+            keys_tensor([request.noise_key]), torch.tensor([[len(prefix)]]), len(logits_V)
+        )[0, 0]
         scores_V = logits_V + noise_V
         a, b = one["token_ids"][index], other["token_ids"][index]
         margin, best_2 = float((scores_V[a] - scores_V[b]).abs()), set(scores_V.topk(2).indices.tolist())

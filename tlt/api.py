@@ -45,7 +45,7 @@ from tlt.tasks.base import Task
 from tlt.training.evaluations import Evaluation, read_evaluations
 from tlt.training.loop import describe_run, main
 from tlt.training.start import launch_ranks, prepare, run_started_rank
-from tlt.types import Request, Response, SamplingParams, UserError, checked, key_of, resolve_dtype
+from tlt.types import Request, Response, SamplingParams, UserError, checked, id_of, resolve_dtype
 
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -150,8 +150,8 @@ class Engine:
     ) -> list[Response]:
         """Returns `samples` responses to every prompt, in the order of the prompts."""
         requests = self._requests(prompts, samples, sampling)
-        order = {key_of(request): place for place, request in enumerate(requests)}
-        return sorted(self._run(requests), key=lambda response: order[key_of(response)])
+        order = {id_of(request): place for place, request in enumerate(requests)}
+        return sorted(self._run(requests), key=lambda response: order[id_of(response)])
 
     def stream(
         self, prompts: Iterable[Prompt], samples: int = 1, **sampling: Unpack[Sampling]

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 Purpose = Literal["rollout", "evaluation", "generate"]
-Key = tuple[str, int]
+ResponseId = tuple[str, int]
 """Names a response within a step: (problem id, sample index)."""
 NoiseKey = tuple[int, int, int, int]
-"""Names a response's noise: four 32-bit words, see `Request.key`."""
+"""Names a response's noise: four 32-bit words, see `Request.noise_key`."""
 
 LAW_VERSION = 1
 """Version of the sampling law. Bump it whenever the same key would give another token."""
@@ -90,8 +90,8 @@ class Request:
     logprobs: tuple[float, ...] = ()
 
     @property
-    def key(self) -> NoiseKey:
-        """The noise key: 128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem
+    def noise_key(self) -> NoiseKey:
+        """128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem
         id, sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. NumPy's
         numbers and strings count as the Python ones that they equal."""
         numbers = (int(self.params.seed), int(self.policy_step), int(self.sample_index))
@@ -118,7 +118,7 @@ class Rollout:
     policy_version: int
 
 
-def key_of(response: Request | Rollout | Response) -> Key:
+def id_of(response: Request | Rollout | Response) -> ResponseId:
     return response.problem_id, response.sample_index
 
 
@@ -247,7 +247,7 @@ class Reward:
 
 def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
     """Returns both in canonical order, by (problem id, sample index)."""
-    pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: key_of(pair[0]))
+    pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: id_of(pair[0]))
     return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
 
 

@@ -31,7 +31,7 @@ from tlt.report.timeline import Timeline
 from tlt.rollout.protocol import Recalled
 from tlt.saved.checkpoint import Saved
 from tlt.saved.journal import RUNNING_TOKENS, FileJournal
-from tlt.types import Request, Reward, Rollout, SamplingParams, key_of
+from tlt.types import Request, Reward, Rollout, SamplingParams, id_of
 
 PHASES = ("rollout 0, policy 0", "rollout 0, round 1, policy 0", "evaluation 0, policy 1")
 NUM_PROBLEMS, NUM_SAMPLES = 6, 4
@@ -77,11 +77,11 @@ def write(folder: Path, rng: random.Random) -> Known:
                 journal._index.clear()
                 journal.begin(phase, requests_of(number))
                 for request in (request for unit in requests_of(number) for request in unit):
-                    place = (phase, *key_of(request))
+                    place = (phase, *id_of(request))
                     if place not in known:
                         ids = tuple(rng.randrange(1, 1000) for _ in range(rng.randrange(1, 2500)))
                         logprobs = tuple(-rng.expovariate(1.0) for _ in ids)
-                        rollout = Rollout(*key_of(request), request.prompt_ids, ids, logprobs, "stop", 0)
+                        rollout = Rollout(*id_of(request), request.prompt_ids, ids, logprobs, "stop", 0)
                         known[place] = rollout, Reward(rng.random(), True, parts={"length": rng.random()})
                     append(journal, request, *known[place], rng, attempt)
                 journal.close()
@@ -99,7 +99,7 @@ def append(
     if fate > 0.6:
         journal.note_finished(rollout)
     if fate > 0.8:
-        journal.note_rewards({key_of(request): reward})
+        journal.note_rewards({id_of(request): reward})
 
 
 def take_back(folder: Path, known: Known) -> tuple[list[Recalled], str]:
@@ -108,15 +108,15 @@ def take_back(folder: Path, known: Known) -> tuple[list[Recalled], str]:
     recalled = [journal.begin(phase, requests_of(number)) for number, phase in enumerate(PHASES)]
     for phase, one in zip(PHASES, recalled, strict=True):
         for rollout in one.rollouts:
-            if rollout != known[phase, *key_of(rollout)][0]:
-                return recalled, f"{phase}: {key_of(rollout)} is another response"
+            if rollout != known[phase, *id_of(rollout)][0]:
+                return recalled, f"{phase}: {id_of(rollout)} is another response"
         for key, reward in one.rewards.items():
             if reward != known[phase, *key][1]:
                 return recalled, f"{phase}: {key} has another reward"
         for request in (request for unit in one.requests for request in unit):
-            whole, num = known[phase, *key_of(request)][0], len(request.token_ids)
+            whole, num = known[phase, *id_of(request)][0], len(request.token_ids)
             if (request.token_ids, request.logprobs) != (whole.token_ids[:num], whole.logprobs[:num]):
-                return recalled, f"{phase}: {key_of(request)} goes on from other tokens"
+                return recalled, f"{phase}: {id_of(request)} goes on from other tokens"
     return recalled, ""
 
 

@@ -26,7 +26,7 @@ from tlt.speculative.params import BatchParams, truncate
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.speculative.strategy import BatchState, Strategy, StrategyTuner
-from tlt.types import DraftTree, Key, Request, Rollout, SamplingParams, key_of
+from tlt.types import DraftTree, Request, ResponseId, Rollout, SamplingParams, id_of
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
@@ -132,7 +132,7 @@ class ArtificialDrafter(Drafter[Proposal]):
         tokens, parents = [], []
         for committed, request in zip(context.tokens, context.requests, strict=True):
             row_tokens, row_parents, depths = [committed[-1]], [-1], [0]
-            answer = self.answers.get(key_of(request), ())
+            answer = self.answers.get(id_of(request), ())
             done = len(committed) - len(request.prompt_ids)
             while len(row_tokens) < num_nodes:
                 parent = self.random.randrange(len(row_tokens))
@@ -188,17 +188,17 @@ def make_requests(
     return requests
 
 
-def by_key(rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
-    return {key_of(rollout): rollout for rollout in rollouts}
+def by_key(rollouts: Iterable[Rollout]) -> dict[ResponseId, Rollout]:
+    return {id_of(rollout): rollout for rollout in rollouts}
 
 
-def tokens_of(engine: RolloutEngine, requests: Sequence[Request]) -> dict[Key, tuple[int, ...]]:
-    return {key_of(rollout): rollout.token_ids for rollout in engine.generate(requests)}
+def tokens_of(engine: RolloutEngine, requests: Sequence[Request]) -> dict[ResponseId, tuple[int, ...]]:
+    return {id_of(rollout): rollout.token_ids for rollout in engine.generate(requests)}
 
 
-def step_of(engine: RolloutEngine) -> dict[Key, tuple[int, ...]]:
+def step_of(engine: RolloutEngine) -> dict[ResponseId, tuple[int, ...]]:
     """Runs an engine step; returns the tokens of the responses that it ended."""
-    return {key_of(finished.rollout): finished.rollout.token_ids for finished in engine.step()}
+    return {id_of(finished.rollout): finished.rollout.token_ids for finished in engine.step()}
 
 
 def use_references(engine: RolloutEngine, references: References, max_slots: int = 8) -> ReferenceDrafter:
@@ -239,7 +239,7 @@ def referee(model: LlamaForCausalLM, request: Request) -> tuple[int, ...]:
     params = BatchParams([request.params])
     for _ in range(request.params.max_tokens):
         logits_V = model(torch.tensor([tokens])).logits[0, -1]
-        noise = gumbel_noise(keys_tensor([request.key]), torch.tensor([[len(tokens)]]), VOCAB)
+        noise = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[len(tokens)]]), VOCAB)
         if request.params.temperature == 0:
             noise = torch.zeros_like(noise)
         token = int(sample(logits_V[None, None], noise, params)[0])

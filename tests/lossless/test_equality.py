@@ -34,7 +34,7 @@ from tlt.models.attention import PackedCausal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
 from tlt.speculative.strategy import BatchState, StepOutcome, Strategy
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
-from tlt.types import DraftTree, Request, Rollout, Verdict, key_of
+from tlt.types import DraftTree, Request, Rollout, Verdict, id_of
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
@@ -53,7 +53,7 @@ ARMS = default_arms(HybridDrafter.kinds)
 
 def test_without_speculation_the_engine_says_what_transformers_and_the_law_say() -> None:
     model = to_transformers(POLICY)
-    assert {key_of(request): referee(model, request) for request in REQUESTS} == OFF
+    assert {id_of(request): referee(model, request) for request in REQUESTS} == OFF
 
 
 ALL = {*STRATEGIES, *RETRIEVING}
@@ -154,7 +154,7 @@ def test_any_batch_composition_order_and_strategy_gives_the_same_tokens(data: st
         for _ in range(rng.randint(0, len(pending))):
             engine.add([pending.pop()])
         found.update(step_of(engine))
-    assert found == {key_of(request): OFF[key_of(request)] for request in chosen}
+    assert found == {id_of(request): OFF[id_of(request)] for request in chosen}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -170,14 +170,14 @@ def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_featu
     def step(engine: RolloutEngine, name: str) -> Iterator[Rollout]:
         for finished in engine.step(captures=True):
             assert finished.captured_TF is not None
-            features[name][key_of(finished.rollout)] = finished.captured_TF
+            features[name][id_of(finished.rollout)] = finished.captured_TF
             yield finished.rollout
 
     staying = make_engine(POLICY, Fixed(STRATEGIES[1]), max_batch_size=slots)
     staying.add(REQUESTS)
     while not staying.is_idle:
         for rollout in step(staying, "staying"):
-            logprobs[key_of(rollout)] = rollout.logprobs
+            logprobs[id_of(rollout)] = rollout.logprobs
     rng, num_moved, found = random.Random(seed), 0, {}
     tuners = [Switching([*ARMS, Strategy.OFF], seed + i) for i in range(2)]
     engines = [make_engine(POLICY, tuner, max_batch_size=slots) for tuner in tuners]
@@ -185,8 +185,8 @@ def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_featu
     while not all(engine.is_idle for engine in engines):
         for engine, other in (engines, reversed(engines)):
             for rollout in step(engine, "moving"):
-                found[key_of(rollout)] = rollout.token_ids
-                assert rollout.logprobs == pytest.approx(logprobs[key_of(rollout)], abs=1e-9)
+                found[id_of(rollout)] = rollout.token_ids
+                assert rollout.logprobs == pytest.approx(logprobs[id_of(rollout)], abs=1e-9)
             if rng.random() < 0.3:
                 num = len(engine.running)
                 partials = engine.withdraw(rng.sample(range(num), rng.randint(0, num)))
@@ -209,9 +209,9 @@ def test_an_aborted_rollout_is_generated_again_token_for_token() -> None:
 
 def test_logprobs_are_those_of_the_trainers_forward() -> None:
     engine = make_engine(POLICY, Fixed(STRATEGIES[4]))
-    requests = {key_of(request): request for request in REQUESTS}
+    requests = {id_of(request): request for request in REQUESTS}
     for rollout in engine.generate(REQUESTS):
-        request = requests[key_of(rollout)]
+        request = requests[id_of(rollout)]
         tokens = torch.tensor(rollout.prompt_ids + rollout.token_ids)
         attend = PackedCausal(CONFIG, [len(tokens) - 1])
         logits = POLICY.logits(POLICY(tokens[:-1], attend.positions(), attend))
@@ -227,10 +227,10 @@ def test_in_float32_almost_all_sequences_agree_and_every_difference_begins_at_a_
     plain = tokens_of(make_engine(POLICY, dtype=torch.float32, max_batch_size=64), requests)
     tuner = Switching(STRATEGIES, seed=0)
     speculated = tokens_of(make_engine(POLICY, tuner, dtype=torch.float32, max_batch_size=64), requests)
-    different = [request for request in requests if plain[key_of(request)] != speculated[key_of(request)]]
+    different = [request for request in requests if plain[id_of(request)] != speculated[id_of(request)]]
     for request in different:
-        key = key_of(request)
-        assert _margin_of_first_difference(request, plain[key], speculated[key]) < 1e-3
+        response_id = id_of(request)
+        assert _margin_of_first_difference(request, plain[response_id], speculated[response_id]) < 1e-3
     assert len(different) <= len(requests) // 1000
 
 
@@ -241,6 +241,8 @@ def _margin_of_first_difference(request: Request, a: tuple[int, ...], b: tuple[i
     attend = PackedCausal(CONFIG, [len(tokens)])
     logits = POLICY.logits(POLICY(tokens, attend.positions(), attend))[-1]
     logits = logits / (request.params.temperature or 1.0)
-    noise = gumbel_noise(keys_tensor([request.key]), torch.tensor([[len(tokens)]]), CONFIG.vocab_size)[0, 0]
+    noise = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[len(tokens)]]), CONFIG.vocab_size)[
+        0, 0
+    ]
     scores = logits + (noise if request.params.temperature > 0 else 0.0)
     return abs(float(scores[a[first]] - scores[b[first]]))

@@ -92,7 +92,7 @@ NUM_DRAWS = 1 << 15
 
 def draw(params: list[SamplingParams], dtype: torch.dtype = torch.float64) -> Tensor:
     """[B, draws] tokens: one position each, every row with a key of its own, as one mixed batch."""
-    keys = keys_tensor([Request("law", i, (0,), p).key for i, p in enumerate(params)])
+    keys = keys_tensor([Request("law", i, (0,), p).noise_key for i, p in enumerate(params)])
     noise = gumbel_noise(keys, torch.arange(NUM_DRAWS).expand(len(params), -1), VOCAB)
     return sample(
         torch.tensor(LOGITS, dtype=dtype).expand(len(params), NUM_DRAWS, -1), noise, BatchParams(params)

@@ -82,7 +82,7 @@ def test_requests_that_differ_in_any_field_have_different_keys() -> None:
         replace(REQUEST, params=SamplingParams(seed=18)),
         replace(REQUEST, params=SamplingParams(seed=2**63 - 17)),
     ]
-    assert len({request.key for request in variants}) == len(variants)
+    assert len({request.noise_key for request in variants}) == len(variants)
 
 
 def test_numbers_of_numpy_have_the_key_of_the_same_python_numbers() -> None:
@@ -90,8 +90,8 @@ def test_numbers_of_numpy_have_the_key_of_the_same_python_numbers() -> None:
     of_numpy = Request(
         np.str_("p"), np.int64(3), (1,), SamplingParams(seed=np.int32(5)), "rollout", np.uint8(2)
     )
-    assert of_numpy.key == plain.key
-    assert plain.key == (4150161731, 1033059850, 3521089466, 362085091)
+    assert of_numpy.noise_key == plain.noise_key
+    assert plain.noise_key == (4150161731, 1033059850, 3521089466, 362085091)
 
 
 def test_what_is_no_part_of_the_key_does_not_change_it() -> None:
@@ -100,7 +100,7 @@ def test_what_is_no_part_of_the_key_does_not_change_it() -> None:
         prompt_ids=(9,),
         params=SamplingParams(temperature=0.3, top_k=4, max_tokens=9, stop_ids=(1,), seed=17),
     )
-    assert other.key == REQUEST.key
+    assert other.noise_key == REQUEST.noise_key
 
 
 # ── the distribution ────────────────────────────────────────────────────────────────────────────────────────
@@ -111,7 +111,7 @@ NUM_TAIL = 1 << 21
 @lru_cache(maxsize=1)
 def values(noise: Noise) -> np.ndarray:
     """2 million values of one key, as float64."""
-    keys = keys_tensor([REQUEST.key])
+    keys = keys_tensor([REQUEST.noise_key])
     chunks = [
         noise(keys, torch.arange(start, start + 4096)[None], 256).flatten()
         for start in range(0, NUM_TAIL // 256, 4096)
@@ -152,7 +152,7 @@ def independence(first: Tensor, second: Tensor) -> float:
 
 def neighbouring_tokens(lag: int) -> Callable[[Noise], float]:
     def statistic(noise: Noise) -> float:
-        block = noise(keys_tensor([REQUEST.key]), torch.arange(512)[None], 256)
+        block = noise(keys_tensor([REQUEST.noise_key]), torch.arange(512)[None], 256)
         return independence(block[..., :-lag], block[..., lag:])
 
     return statistic
@@ -160,7 +160,7 @@ def neighbouring_tokens(lag: int) -> Callable[[Noise], float]:
 
 def neighbouring_positions(lag: int) -> Callable[[Noise], float]:
     def statistic(noise: Noise) -> float:
-        block = noise(keys_tensor([REQUEST.key]), torch.arange(2048)[None], 64)
+        block = noise(keys_tensor([REQUEST.noise_key]), torch.arange(2048)[None], 64)
         return independence(block[:, :-lag], block[:, lag:])
 
     return statistic
@@ -168,7 +168,7 @@ def neighbouring_positions(lag: int) -> Callable[[Noise], float]:
 
 def tokens_against_positions(noise: Noise) -> float:
     """The noise of (position a, token block b) against that of (b, a): a counter must not confuse the two."""
-    block = noise(keys_tensor([REQUEST.key]), torch.arange(256)[None], 1024)[0].view(256, 256, 4)
+    block = noise(keys_tensor([REQUEST.noise_key]), torch.arange(256)[None], 1024)[0].view(256, 256, 4)
     upper = torch.triu_indices(256, 256, 1)
     return independence(block[upper[0], upper[1]], block[upper[1], upper[0]])
 
@@ -177,7 +177,7 @@ def between(make: Callable[[int], Request]) -> Callable[[Noise], float]:
     """Requests that differ in one field by one, each against the next."""
 
     def statistic(noise: Noise) -> float:
-        keys = keys_tensor([make(i).key for i in range(32)])
+        keys = keys_tensor([make(i).noise_key for i in range(32)])
         block = noise(keys, torch.arange(16).expand(32, -1), 256)
         return independence(block[:-1], block[1:])
 
@@ -186,7 +186,7 @@ def between(make: Callable[[int], Request]) -> Callable[[Noise], float]:
 
 def between_purposes(noise: Noise) -> float:
     purposes = ("rollout", "evaluation", "generate")
-    keys = keys_tensor([replace(REQUEST, purpose=purpose).key for purpose in purposes])
+    keys = keys_tensor([replace(REQUEST, purpose=purpose).noise_key for purpose in purposes])
     block = noise(keys, torch.arange(256).expand(3, -1), 256)
     return independence(block, block.roll(1, 0))
 
@@ -195,7 +195,7 @@ def between_key_words(word: int) -> Callable[[Noise], float]:
     """Keys that differ in one word, by one: nothing is left to the hash."""
 
     def statistic(noise: Noise) -> float:
-        key = list(REQUEST.key)
+        key = list(REQUEST.noise_key)
         keys = keys_tensor([tuple(k + i * (j == word) for j, k in enumerate(key)) for i in range(32)])
         block = noise(keys & 0xFFFFFFFF, torch.arange(16).expand(32, -1), 256)
         return independence(block[:-1], block[1:])
@@ -296,7 +296,7 @@ def test_the_noise_of_a_part_is_that_part_of_the_noise_bit_for_bit(data: st.Data
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_default_dtype_does_not_change_the_noise(dtype: torch.dtype) -> None:
-    keys, positions = keys_tensor([REQUEST.key]), torch.arange(50)[None]
+    keys, positions = keys_tensor([REQUEST.noise_key]), torch.arange(50)[None]
     expected = gumbel_noise(keys, positions, 61)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -334,7 +334,7 @@ def test_drafts_are_ranked_with_the_laws_noise_of_their_position(
     starts, ids = [7, 0, 4000], None if token_ids is None else torch.tensor(token_ids)
     noise = StepNoise(BatchLaw.of(requests, torch.device("cpu")), starts, 61)
     expected = gumbel_noise(
-        keys_tensor([r.key for r in requests]), torch.tensor(starts)[:, None] + torch.arange(5), 61
+        keys_tensor([r.noise_key for r in requests]), torch.tensor(starts)[:, None] + torch.arange(5), 61
     )
     expected[1] = 0.0  # a greedy sequence has none
     for depth in range(5):

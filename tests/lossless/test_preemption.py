@@ -32,7 +32,7 @@ from tlt.models.kv_budget import Budget
 from tlt.models.kv_cache import Cache
 from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, SamplingParams, UserError, key_of
+from tlt.types import Request, SamplingParams, UserError, id_of
 
 POLICY = make_policy()
 STRATEGIES = [
@@ -136,7 +136,7 @@ def test_what_was_captured_of_a_preempted_response_is_whole() -> None:
         while not engine.is_idle:
             for one in engine.step(captures=True):
                 assert one.captured_TF is not None
-                found[key_of(one.rollout)] = one.captured_TF
+                found[id_of(one.rollout)] = one.captured_TF
         return found
 
     small = limited(Fixed(STRATEGIES[1]), 3.0)

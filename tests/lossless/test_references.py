@@ -16,13 +16,13 @@ from tests.lossless.helpers import CONFIG, STOP, VOCAB, by_key, make_engine, mak
 from tests.reference_kinds import KINDS, reference_of
 from tlt.drafter.drafting.reference_drafter import ReferenceCursor, ReferenceDrafter
 from tlt.drafter.drafting.references import REPLAY, Reference, References
-from tlt.engine import reading
+from tlt.engine import tree_forward
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, Rollout, SamplingParams, UserError, key_of
+from tlt.types import Request, Rollout, SamplingParams, UserError, id_of
 
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
 ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learned:5x1x5")
@@ -47,10 +47,10 @@ def plain() -> dict[tuple[str, int], Rollout]:
 def engine_with(tuner: StrategyTuner, kinds: Sequence[str]) -> RolloutEngine:
     rng, references = random.Random(1), References(None)
     for request, kind in zip(requests_for(), kinds, strict=True):
-        right, other = (plain()[key].token_ids for key in (key_of(request), ("p0", 0)))
+        right, other = (plain()[key].token_ids for key in (id_of(request), ("p0", 0)))
         reference = reference_of(kind, right, other, rng, range(8, VOCAB))
         if reference is not None:
-            references.keep(request.key, reference)
+            references.keep(request.noise_key, reference)
     engine = make_engine(make_policy(), tuner)
     use_references(engine, references)
     return engine
@@ -81,7 +81,7 @@ def test_a_tuner_that_may_use_references_changes_no_token() -> None:
 def test_a_long_chain_is_verified_in_pieces_of_any_length(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PIECE", piece)
+    monkeypatch.setattr(tree_forward, "PIECE", piece)
     assert_plain(
         engine_with(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "one differs", "truncated"] * 3)
     )
@@ -118,7 +118,7 @@ def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pyt
         engine.model, "logits", lambda features: (sizes.append(len(features)), logits(features))[1]
     )
     assert_plain(engine)
-    assert max(sizes) <= 8 * reading.PIECE
+    assert max(sizes) <= 8 * tree_forward.PIECE
 
 
 def test_after_a_difference_the_place_is_found_again() -> None:
@@ -143,7 +143,7 @@ def test_a_single_difference_leaves_the_place_where_it_is() -> None:
 def drafter_with(reference: Sequence[int]) -> tuple[ReferenceDrafter, list[int]]:
     """A drafter whose slot 0 has a sequence with this reference, and the sequence's prompt."""
     request, references = requests_for(1)[0], References(None)
-    references.keep(request.key, reference)
+    references.keep(request.noise_key, reference)
     drafter = use_references(make_engine(make_policy(), Fixed(Strategy.OFF)), references, 1)
     drafter.admit(0, request)
     return drafter, [*request.prompt_ids]
@@ -210,7 +210,7 @@ def test_references_are_bounded_and_the_first_leave_first() -> None:
 @pytest.mark.parametrize("token_id", [VOCAB, 10**6, -1])
 def test_a_reference_of_another_vocabulary_is_one_line(token_id: int) -> None:
     references = References(None)
-    references.keep(requests_for()[0].key, [token_id] * 20)
+    references.keep(requests_for()[0].noise_key, [token_id] * 20)
     engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:8x1x8")))
     use_references(engine, references)
     place = "^reference for problem 'p0', sample 0: "
@@ -232,7 +232,7 @@ def test_a_reference_to_a_token_without_an_embedding_changes_nothing() -> None:
     references = References(None)
     for request in requests:
         right = want[request.problem_id, request.sample_index].token_ids
-        references.keep(request.key, [*right[:3], hole, *right[4:]])
+        references.keep(request.noise_key, [*right[:3], hole, *right[4:]])
     engine = make_engine(policy, Fixed(Strategy.parse("ahead:8x1x8")))
     use_references(engine, references)
     for key, rollout in by_key(engine.generate(requests)).items():
@@ -245,7 +245,7 @@ def test_the_window_ends_a_draft() -> None:
     request = Request("w", 0, (9,) * 30, SamplingParams(1.0, max_tokens=CONFIG.max_positions - 30, seed=2))
     (want,) = make_engine(make_policy()).generate([request])
     references = References(None)
-    references.keep(request.key, [*want.token_ids, *range(8, 60)])
+    references.keep(request.noise_key, [*want.token_ids, *range(8, 60)])
     engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:256x1x256")))
     use_references(engine, references)
     (found,) = engine.generate([request])

@@ -15,7 +15,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Request, Rollout, SamplingParams, UserError, Verdict, key_of
+from tlt.types import Request, Rollout, SamplingParams, UserError, Verdict, id_of
 
 POLICY = make_policy()
 STOPS = ("abab", "ccc", "bcacb")
@@ -92,7 +92,7 @@ def test_a_response_that_another_engine_has_begun_ends_where_it_would_have_ended
         other.add(engine.withdraw(range(len(engine.running))))
         if all(engine.is_idle for engine in engines):
             break
-    assert {key_of(r): (r.token_ids, r.finish_reason) for r in found} == EXPECTED
+    assert {id_of(r): (r.token_ids, r.finish_reason) for r in found} == EXPECTED
 
 
 @pytest.mark.parametrize("stop", ["é", "🙂!", " b", "\n\n", "aé🙂"])

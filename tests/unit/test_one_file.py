@@ -102,7 +102,7 @@ def test_it_draws_the_laws_tokens(temperature: float, dtype: torch.dtype) -> Non
 def test_its_keys_are_those_of_the_package() -> None:
     for problem_id, index in (("p0", 0), ("countdown-train-0-17", 63), ("it's", 2)):
         request = Request(problem_id, index, (1,), SamplingParams(seed=SEED), "rollout", STEP)
-        assert one_file.noise_key(SEED, "rollout", STEP, problem_id, index) == request.key
+        assert one_file.noise_key(SEED, "rollout", STEP, problem_id, index) == request.noise_key
 
 
 # ── the rollout ───────────────────────────────────────────────────────────────────────────────────────────

@@ -188,7 +188,7 @@ def _by_the_law(request: Request, theirs: Rollout, referee: Referee) -> Rollout:
     num_prompt, num_tokens = len(request.prompt_ids), len(theirs.token_ids)
     logits_TV = torch.cat(list(referee.logits(request.prompt_ids, theirs.token_ids)))
     positions_1T = torch.arange(num_prompt, num_prompt + num_tokens)[None]
-    noise_1TV = gumbel_noise(keys_tensor([request.key]), positions_1T, logits_TV.shape[-1])
+    noise_1TV = gumbel_noise(keys_tensor([request.noise_key]), positions_1T, logits_TV.shape[-1])
     tokens_1T, logprobs_1T = sample(logits_TV[None], noise_1TV, BatchParams([request.params]))
     tokens, logprobs = tokens_1T[0].tolist(), logprobs_1T[0].tolist()
     stops = [index for index, token in enumerate(tokens) if token in request.params.stop_ids]

@@ -83,12 +83,12 @@ def fill(engine: Any, right: dict[tuple[str, int], Rollout], kinds: Sequence[str
     references, rng = engine.references.kept, random.Random(2)
     engine.stats = type(engine.stats)()
     for index, request in enumerate(REQUESTS):
-        references.drop(request.key)
+        references.drop(request.noise_key)
         tokens = right[request.problem_id, request.sample_index].token_ids
         if (
             reference := reference_of(kinds[index % len(kinds)], tokens, tokens[::-1], rng, range(3, VOCAB))
         ) is not None:
-            references.keep(request.key, reference)
+            references.keep(request.noise_key, reference)
 
 
 @pytest.mark.parametrize("turn", [0, 1])
@@ -116,10 +116,10 @@ def test_a_response_that_fills_the_window_is_followed_to_its_end(followed: Any, 
     room = WINDOW - len(request.prompt_ids)
     short = replace(request, params=replace(request.params, max_tokens=room))
     (want,) = own.generate([short])
-    followed.references.kept.keep(request.key, [*want.token_ids, *range(3, 20)])
+    followed.references.kept.keep(request.noise_key, [*want.token_ids, *range(3, 20)])
     (found,) = followed.generate([request])
     assert (found.token_ids, found.finish_reason) == (want.token_ids, "length")
-    followed.references.kept.drop(request.key)
+    followed.references.kept.drop(request.noise_key)
 
 
 def test_requests_that_are_handed_over_take_up_their_references(
@@ -161,7 +161,7 @@ def test_with_few_blocks_and_prefixes_in_the_cache_nothing_changes(cramped: Any,
     for index, request in enumerate(requests):
         right = expected[request.problem_id, 0].token_ids
         reference = reference_of(KINDS[index % 4], right, right[::-1], rng, range(3, VOCAB))
-        cramped.references.kept.keep(request.key, reference or [])
+        cramped.references.kept.keep(request.noise_key, reference or [])
     for _ in range(2):
         assert_equal(requests, own, answers(cramped, requests), BASE)
     assert cramped.stats.num_preemptions > 0

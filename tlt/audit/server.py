@@ -104,7 +104,7 @@ def _ask(server: Endpoint, request: Request, form: dict[str, Any], max_tokens: i
         "prompt": list(request.prompt_ids),
         "max_tokens": max_tokens,
         "temperature": params.temperature,
-        "seed": request.key[0] >> 1,  # a hash of seed, problem and sample, below 2³¹
+        "seed": request.noise_key[0] >> 1,  # a hash of seed, problem and sample, below 2³¹
         **({"stop_token_ids": list(params.stop_ids)} if params.stop_ids else {}),
         **{name: value for name, (value, off) in optional.items() if value != off},
         **form,

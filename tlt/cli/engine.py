@@ -17,7 +17,7 @@ from tlt.config.sampling import SamplingSection
 from tlt.config.vllm import VllmSection
 from tlt.io.hub import Repository, resolve_model
 from tlt.kinds import MaxTokens, Samples, Seed, Threads
-from tlt.types import Key, Request, Rollout, SamplingParams, UserError, key_of, resolve_dtype
+from tlt.types import Request, ResponseId, Rollout, SamplingParams, UserError, id_of, resolve_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -114,15 +114,15 @@ def longest(requests: Sequence[Request]) -> int:
 
 def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> list[Rollout]:
     """Returns the responses in the order of the requests, and shows its progress on stderr."""
-    answered: dict[Key, Rollout] = {}
+    answered: dict[ResponseId, Rollout] = {}
 
     def progress() -> Progress:
         return Progress(len(answered), len(requests), "responses", f"{engine.stats.num_tokens} tokens")
 
     with show_progress(progress):
         for rollout in engine.generate(requests):
-            answered[key_of(rollout)] = rollout
-    return [answered[key_of(request)] for request in requests]
+            answered[id_of(rollout)] = rollout
+    return [answered[id_of(request)] for request in requests]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -26,16 +26,16 @@ from tlt.engine.backend import RolloutBackend
 from tlt.engine.memory import CacheMemory
 from tlt.engine.noise import BatchLaw, StepNoise
 from tlt.engine.prefill import prefill
-from tlt.engine.reading import PIECE, along_paths, read
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Decode, Sequence, broken_policy
+from tlt.engine.tree_forward import PIECE, along_paths, forward_trees
 from tlt.models.attention import prepare_kernels
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.rows import compiled_loops
-from tlt.speculative.strategy import BatchState, Reading, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, PrefillTime, StepOutcome, Strategy, StrategyTuner
 from tlt.speculative.tree import chain, layout
 from tlt.speculative.verify import Verify, verify
 from tlt.types import DraftTree, Finished, Request, UserError, Verdict
@@ -130,20 +130,20 @@ class RolloutEngine(RolloutBackend):
         """Preempts what no longer fits, admits what does, and advances all that run by at least one token."""
         self._preempt()
         admissions = self.scheduler.admit(self.memory.fits_longer)
-        reading = self._prefill(admissions) if admissions else None
+        prefill_time = self._prefill(admissions) if admissions else None
         ended = self._release_finished(captures)  # continued ones may already hold their last token
         if not self.running:
             return ended
         start = time.perf_counter()
-        batch = self._batch_state(sum(len(admission.slots) for admission in admissions), reading)
+        batch = self._batch_state(sum(len(admission.slots) for admission in admissions), prefill_time)
         strategy = self._choose(batch)
         proposal, law = self._propose(strategy), self._batch_law()
         tree = proposal.tree
         prefixes = [sequence.num_cached for sequence in self.running]
         nodes = layout(tree, prefixes, self.model.dtype)
         self.memory.reserve(batch.num_running, nodes.length)
-        captured_BNF, target = read(self.model, self.cache, tree, nodes, self.drafter.capture)
-        verdicts = target.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
+        captured_BNF, forward = forward_trees(self.model, self.cache, tree, nodes, self.drafter.capture)
+        verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
         if not tree.is_chain:
             self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
         num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
@@ -169,7 +169,7 @@ class RolloutEngine(RolloutBackend):
             self.tuner.observe(strategy, batch, outcome)
         return ended + self._release_finished(captures)
 
-    def _prefill(self, admissions: list[Admission]) -> Reading | None:
+    def _prefill(self, admissions: list[Admission]) -> PrefillTime | None:
         """Prefills what was admitted, every distinct text once. Returns its time; None where nothing was
         read, or the device runs asynchronously."""
         start = time.perf_counter()
@@ -188,7 +188,7 @@ class RolloutEngine(RolloutBackend):
         if self.on_span is not None:
             self.on_span(Span(SpanName.PREFILL, start, end))
         is_timed = num_tokens > 0 and self.device.type == "cpu"
-        return Reading(num_tokens, num_forwards, end - start) if is_timed else None
+        return PrefillTime(num_tokens, num_forwards, end - start) if is_timed else None
 
     def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
         self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
@@ -203,7 +203,7 @@ class RolloutEngine(RolloutBackend):
             self.stats.num_preemptions += 1
             self.stats.num_reread_tokens += len(request.prompt_ids) + len(request.token_ids) - 1
 
-    def _batch_state(self, num_admitted: int, reading: Reading | None) -> BatchState:
+    def _batch_state(self, num_admitted: int, prefill_time: PrefillTime | None) -> BatchState:
         running, drafter = self.running, self.drafter
         tokens = [s.tokens for s in running]
         return BatchState(
@@ -215,7 +215,7 @@ class RolloutEngine(RolloutBackend):
             reference_drafts=drafter.reference_drafts(tokens),
             hindsight=drafter.hindsight(tokens),
             num_left=None if self.tuner is None else self.lengths.left(running, self.waiting),
-            reading=reading,
+            prefill_time=prefill_time,
         )
 
     def _choose(self, batch: BatchState) -> Strategy:

@@ -31,7 +31,7 @@ class BatchLaw:
 
     @staticmethod
     def of(requests: Sequence[Request], device: torch.device) -> BatchLaw:
-        keys = tuple(request.key for request in requests)
+        keys = tuple(request.noise_key for request in requests)
         params = BatchParams([request.params for request in requests], device)
         return BatchLaw(tuple(requests), params, keys, keys_tensor(keys, device))
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from tlt.accounts import RewardSummary
 from tlt.rewards.scoring import Completion, RewardSpec, Scorer
 from tlt.rewards.worker import Worker, WorkerLost
-from tlt.types import Key, Reward, UserError
+from tlt.types import ResponseId, Reward, UserError
 
 MAX_LOST_WITH = 2
 """Workers lost while they score a response, after which it has no score."""
@@ -73,7 +73,7 @@ def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
 
 
 class Job(NamedTuple):
-    key: Key
+    response_id: ResponseId
     response: Completion
 
 
@@ -87,7 +87,7 @@ class RewardPool:
     def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
         self._scorer = Scorer(spec)  # a misspelt task is an error here, not one of every response
         self.spec, self.timeout_seconds = spec, timeout_seconds
-        self._pending: dict[Key, Job] = {}
+        self._pending: dict[ResponseId, Job] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[Job, Reward | Exception]] = SimpleQueue()
         self._lock = threading.Lock()  # of the next two: no worker starts after close
@@ -98,26 +98,32 @@ class RewardPool:
             thread.start()
 
     def submit(
-        self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int] = (), step: int = 0
+        self,
+        response_id: ResponseId,
+        problem: Mapping[str, Any],
+        text: str,
+        token_ids: Sequence[int] = (),
+        step: int = 0,
     ) -> None:
         """Queues a response. step: updates behind the policy that wrote it."""
         assert not self._is_closed, "the pool is closed"
-        assert key not in self._pending, f"{key} was submitted twice"
-        job = self._pending[key] = Job(key, Completion(dict(problem), text, tuple(token_ids), step))
+        assert response_id not in self._pending, f"{response_id} was submitted twice"
+        job = Job(response_id, Completion(dict(problem), text, tuple(token_ids), step))
+        self._pending[response_id] = job
         if self._threads:
             self._jobs.put(job)
         else:
             self._done.put((job, self._scorer.score(job.response)))
 
-    def collect(self) -> dict[Key, Reward]:
+    def collect(self) -> dict[ResponseId, Reward]:
         """Returns the new rewards, without waiting."""
-        rewards: dict[Key, Reward] = {}
+        rewards: dict[ResponseId, Reward] = {}
         with contextlib.suppress(Empty):
             while True:
                 rewards.update(self._next(0.0))
         return rewards
 
-    def drain(self, patience: float = math.inf) -> dict[Key, Reward]:
+    def drain(self, patience: float = math.inf) -> dict[ResponseId, Reward]:
         """Waits for everything submitted and returns the new rewards. One response takes its time-out at most
         twice, and the start of a worker where one has died.
 
@@ -125,7 +131,7 @@ class RewardPool:
             infinite where no other rank waits.
         """
         deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX / 2)  # a queue refuses more
-        rewards: dict[Key, Reward] = {}
+        rewards: dict[ResponseId, Reward] = {}
         while self._pending:
             try:
                 rewards.update(self._next(max(deadline - time.monotonic(), 0.0)))
@@ -170,16 +176,16 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _next(self, timeout: float) -> dict[Key, Reward]:
+    def _next(self, timeout: float) -> dict[ResponseId, Reward]:
         """Waits for the next result; returns nothing where it was abandoned. Raises Empty after `timeout`
         seconds."""
         job, result = self._done.get(timeout=timeout)
-        if self._pending.get(job.key) is not job:
+        if self._pending.get(job.response_id) is not job:
             return {}
-        del self._pending[job.key]
+        del self._pending[job.response_id]
         if isinstance(result, Exception):
             raise result
-        return {job.key: result}
+        return {job.response_id: result}
 
     def _serve(self) -> None:
         """Serves jobs in a thread with workers of its own."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from tlt.config.algorithm import Algorithm, AlgorithmSection
 from tlt.rl.algorithms import group_advantages, overlong_penalty, rewards_to_go, whitened_advantages
 from tlt.rl.plan import Experience
-from tlt.types import Reward, Rollout, key_of
+from tlt.types import Reward, Rollout, id_of
 
 
 def check_batch(
@@ -34,13 +34,13 @@ def check_batch(
             f"{where}: {len(rollouts)} responses cannot fill algorithm.minibatches = {num_minibatches}; "
             "lower it"
         )
-    twice = next((key for key, times in Counter(map(key_of, rollouts)).items() if times > 1), None)
+    twice = next((which for which, times in Counter(map(id_of, rollouts)).items() if times > 1), None)
     if twice is not None:
         raise ValueError(
             f"{where}: response {twice} occurs twice; each (problem id, sample index) must be there once"
         )
     for rollout, reward in zip(rollouts, rewards, strict=True):
-        place = f"{where}: response {key_of(rollout)}"
+        place = f"{where}: response {id_of(rollout)}"
         if not rollout.prompt_ids or not rollout.token_ids:
             raise ValueError(f"{place} is empty; prompt and response need at least one token each")
         if len(rollout.logprobs) != len(rollout.token_ids):

@@ -51,7 +51,7 @@ from tlt.rl.gradients import gradients_of
 from tlt.rl.logprobs import response_logprobs
 from tlt.rl.plan import Experience, MicroBatch, plan_share, sample_flat
 from tlt.rl.schedule import learning_rate
-from tlt.types import Reward, Rollout, UserError, in_order, key_of
+from tlt.types import Reward, Rollout, UserError, id_of, in_order
 
 SAMPLED_TOKENS = 4096
 """Tokens that stand for all responses without advantage in the means, in whole responses drawn at random:
@@ -250,7 +250,7 @@ class PolicyTrainer:
         responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
         flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
-        places = dict(zip(map(key_of, rollouts), flat.split(lengths), strict=True))
+        places = dict(zip(map(id_of, rollouts), flat.split(lengths), strict=True))
         for batch in self._plan(responses):
             models: tuple[Transformer | BaseOf, ...] = (self.model, reference)
             logprobs_T, reference_T = (
@@ -260,7 +260,7 @@ class PolicyTrainer:
             parts = kl_T.split([r.num_tokens for r in batch.responses])
             for r, part in zip(batch.responses, parts, strict=True):
                 if not batch.is_dummy:
-                    places[key_of(r.rollout)].copy_(part)
+                    places[id_of(r.rollout)].copy_(part)
         if self.group is not None and lengths:
             dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.group)
         return list(flat.cpu().split(lengths))

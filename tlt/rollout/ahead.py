@@ -20,7 +20,7 @@ from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.rollout.ahead_queue import AheadQueue
 from tlt.rollout.protocol import Ahead, Found
-from tlt.types import Key, NoiseKey, Request, Rollout, key_of
+from tlt.types import NoiseKey, Request, ResponseId, Rollout, id_of
 
 
 class AheadOfPolicy(Ahead):
@@ -41,17 +41,17 @@ class AheadOfPolicy(Ahead):
         lengths: Mapping[str, float],
     ) -> None:
         self.engine, self.references = engine, references
-        self.past = [request.key for request in past]
+        self.past = [request.noise_key for request in past]
         offered = [known for known in map(references.get, self.past) if known and known.version != REPLAY]
         self.num_offered = sum(len(known.token_ids) for known in offered)
         by_step = sorted(requests, key=lambda request: request.policy_step)
-        nearest: dict[Key, Request] = {}  # the next step's request of a problem comes first
+        nearest: dict[ResponseId, Request] = {}  # the next step's request of a problem comes first
         for request in by_step:
-            nearest.setdefault(key_of(request), request)
+            nearest.setdefault(id_of(request), request)
         self.requests = sorted(
             nearest.values(), key=lambda r: (self._is_known(r), r.policy_step, -self._expected(r, lengths))
         )
-        self._number_of = {key_of(request): number for number, request in enumerate(self.requests)}
+        self._number_of = {id_of(request): number for number, request in enumerate(self.requests)}
         self.found: dict[NoiseKey, Found] = {}
         self._begun: set[int] = set()
         self._done: list[int] = []
@@ -101,7 +101,7 @@ class AheadOfPolicy(Ahead):
     def _is_known(self, request: Request) -> bool:
         """Returns whether an earlier policy has finished the response: that reference is nearly as good as a
         new one."""
-        known = self.references.get(request.key)
+        known = self.references.get(request.noise_key)
         return known is not None and known.is_whole
 
     def _room(self) -> int:
@@ -110,7 +110,7 @@ class AheadOfPolicy(Ahead):
 
     def _expected(self, request: Request, lengths: Mapping[str, float]) -> float:
         """Returns the expected length of a response in tokens, at least that of its reference."""
-        known = self.references.get(request.key)
+        known = self.references.get(request.noise_key)
         return max(lengths.get(request.problem_id, 0.0), 0.0 if known is None else len(known.token_ids))
 
     def _next(self, room: int) -> list[Request]:
@@ -135,8 +135,8 @@ class AheadOfPolicy(Ahead):
         return [self.requests[number] for number in new]
 
     def _keep(self, rollout: Rollout) -> None:
-        number = self._number_of[key_of(rollout)]
-        self.found[self.requests[number].key] = rollout.token_ids, True
+        number = self._number_of[id_of(rollout)]
+        self.found[self.requests[number].noise_key] = rollout.token_ids, True
         self._done.append(number)
 
     def _stop(self) -> None:
@@ -148,4 +148,4 @@ class AheadOfPolicy(Ahead):
             self._queue.note_done(self._done)
         for request in unfinished:
             if request.token_ids:
-                self.found[request.key] = request.token_ids, False
+                self.found[request.noise_key] = request.token_ids, False

@@ -32,7 +32,7 @@ from tlt.rollout.slowdown import SlowdownSums, add_up, sums_of
 from tlt.rollout.work import FinishedResponses, ReplicaWork
 from tlt.rollout.work_queue import WorkQueue
 from tlt.spans import SpanName
-from tlt.types import Problem, Purpose, Request, SamplingParams, in_order, key_of
+from tlt.types import Problem, Purpose, Request, SamplingParams, id_of, in_order
 
 NO_DRAFTER = DrafterSide()
 NO_WORK = IdleWork()
@@ -201,14 +201,14 @@ class RolloutPhase:
             own = ended.rollouts, ended.rewards, replica, idle.ahead.take_found()
             rollouts, rewards, reports, found = zip(*gather_objects(self.world, own), strict=True)
         idle.ahead.keep(found)
-        keys = [[key_of(request) for request in group] for group in requests]
-        brought = [[*map(key_of, of_rank)] for of_rank in rollouts]
-        check_complete([*chain(*keys)], [*zip(brought, rewards, strict=True)], name)
-        by_key = {key_of(rollout): rollout for rollout in chain(*rollouts)}
-        reward_of = {key: reward for scored in rewards for key, reward in scored.items()}
+        ids = [[id_of(request) for request in group] for group in requests]
+        brought = [[*map(id_of, of_rank)] for of_rank in rollouts]
+        check_complete([*chain(*ids)], [*zip(brought, rewards, strict=True)], name)
+        rollout_of = {id_of(rollout): rollout for rollout in chain(*rollouts)}
+        reward_of = {i: reward for scored in rewards for i, reward in scored.items()}
         groups = [
-            Group(draw, tuple(by_key[key] for key in group), tuple(reward_of[key] for key in group))
-            for draw, group in zip(draws, keys, strict=True)
+            Group(draw, tuple(rollout_of[i] for i in group), tuple(reward_of[i] for i in group))
+            for draw, group in zip(draws, ids, strict=True)
         ]
         self._measure_slowdown(steps, reports)
         return groups, [*reports]
@@ -231,11 +231,11 @@ class RolloutPhase:
         token, engine steps)."""
         last_token = self.timeline.clock()
         steps: list[TimedStep] = []
-        queue_is_empty = False
+        looks_for_units = True
         while not self.should_stop():
-            if not queue_is_empty and (room := self._room(work.unit_size)):
+            if looks_for_units and (room := self._room(work.unit_size)):
                 taken = work.take(room)
-                queue_is_empty = not taken
+                looks_for_units = bool(taken)
                 if taken and self.engine.is_idle:
                     work.gap_seconds += self.timeline.clock() - last_token
                     work.gap_training = spare.drafter_report.seconds
@@ -247,18 +247,20 @@ class RolloutPhase:
                     steps.append(latest)
                 for one in finished:
                     ended.add(one)
-                    work.finish(key_of(one.rollout))
+                    work.finish(id_of(one.rollout))
                 ended.collect()
                 self.receivers.journal.note_running(self.engine.running)
                 self.queue.heartbeat()
                 if self.migrates and (num_offers := self.queue.num_offers()):
-                    queue_is_empty = True  # or nobody would offer; a unit handed over is not to be taken back
+                    # Offers mean that the queue ran empty. Do not look there: `share` adds a unit, and that
+                    # one is the helper's.
+                    looks_for_units = False
                     work.share(self.engine, num_offers)
             elif self._has_better_to_do():
                 spare.leave()
                 if self.queue.all_done():
                     break
-                queue_is_empty = False
+                looks_for_units = True
             else:
                 spare.spend()
         spare.leave()

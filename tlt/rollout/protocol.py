@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tlt.accounts import AheadReport, DrafterCheck, DrafterReport
 from tlt.engine.backend import Unfinished
 from tlt.rollout.ahead_queue import AheadQueue
-from tlt.types import Finished, Key, NoiseKey, Request, Reward, Rollout
+from tlt.types import Finished, NoiseKey, Request, ResponseId, Reward, Rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,18 +27,23 @@ class Scorers(Protocol):
     """Scores responses while others are generated. `RewardPool` is the one that runs in processes."""
 
     def submit(
-        self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int
+        self,
+        response_id: ResponseId,
+        problem: Mapping[str, Any],
+        text: str,
+        token_ids: Sequence[int],
+        step: int,
     ) -> None:
         """Queues a response for scoring and returns at once.
 
         step: policy updates before the policy that wrote the response.
         """
 
-    def collect(self) -> dict[Key, Reward]:
+    def collect(self) -> dict[ResponseId, Reward]:
         """Returns the new rewards since the last call."""
         ...
 
-    def drain(self, patience: float) -> dict[Key, Reward]:
+    def drain(self, patience: float) -> dict[ResponseId, Reward]:
         """Waits for all rewards that are still missing, at most `patience` seconds, and returns them."""
         ...
 
@@ -54,7 +59,7 @@ class Recalled:
     """What is left, by unit. Unfinished responses carry the tokens that they had."""
     rollouts: Sequence[Rollout] = ()
     """The finished responses."""
-    rewards: Mapping[Key, Reward] = field(default_factory=dict)
+    rewards: Mapping[ResponseId, Reward] = field(default_factory=dict)
     """The rewards of the finished responses that were scored."""
 
     @property
@@ -81,7 +86,7 @@ class Journal:
     def note_finished(self, rollout: Rollout) -> None:
         """Records a finished response."""
 
-    def note_rewards(self, rewards: Mapping[Key, Reward]) -> None:
+    def note_rewards(self, rewards: Mapping[ResponseId, Reward]) -> None:
         """Records rewards."""
 
     def close(self) -> None:

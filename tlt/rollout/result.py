@@ -21,7 +21,7 @@ from tlt.engine.stats import EngineStats
 from tlt.rollout.dynamic import Group, flatten
 from tlt.rollout.idle_choice import Worth
 from tlt.rollout.slowdown import SlowdownSums
-from tlt.types import Key, Reward, Rollout
+from tlt.types import ResponseId, Reward, Rollout
 
 
 @dataclass(frozen=True)
@@ -235,15 +235,17 @@ class IncompleteBatch(RuntimeError):
 
 
 def check_complete(
-    asked: Sequence[Key], brought: Sequence[tuple[Collection[Key], Collection[Key]]], where: str
+    asked: Sequence[ResponseId],
+    brought: Sequence[tuple[Collection[ResponseId], Collection[ResponseId]]],
+    where: str,
 ) -> None:
     """Raises IncompleteBatch unless the ranks have brought each response once, with its reward.
 
-    asked: keys of the requests.
-    brought: by rank, the keys of (responses, rewards).
+    asked: ids of the requested responses.
+    brought: by rank, the ids of (responses, rewards).
     where: begins the message.
     """
-    responses, rewards = (Counter(key for rank in brought for key in rank[kind]) for kind in (0, 1))
+    responses, rewards = (Counter(one for rank in brought for one in rank[kind]) for kind in (0, 1))
     wanted = Counter(asked)
     for what, found in (
         ("have no response", wanted - responses),
@@ -251,7 +253,7 @@ def check_complete(
         ("were answered too often", (responses - wanted) | (rewards - wanted)),
     ):
         if found:
-            counts = ", ".join(f"{len(keys)} by rank {rank}" for rank, (keys, _) in enumerate(brought))
+            counts = ", ".join(f"{len(ids)} by rank {rank}" for rank, (ids, _) in enumerate(brought))
             raise IncompleteBatch(
                 f"{where}: {found.total()} of {len(asked)} requests {what}, such as {min(found)} "
                 f"(responses: {counts}); nothing is trained on them"

@@ -12,7 +12,7 @@ from functools import cached_property
 from tlt.engine.backend import RolloutBackend
 from tlt.rollout.protocol import DrafterSide, Recalled, Receivers
 from tlt.rollout.work_queue import WorkQueue
-from tlt.types import Finished, Key, Problem, Request, Reward, Rollout, key_of
+from tlt.types import Finished, Problem, Request, ResponseId, Reward, Rollout, id_of
 
 
 class ReplicaWork:
@@ -27,15 +27,15 @@ class ReplicaWork:
 
     def __init__(self, queue: WorkQueue, requests: Sequence[Sequence[Request]]) -> None:
         self.queue, self.requests = queue, requests
-        self.unit_of: dict[Key, int] = {}
+        self.unit_of: dict[ResponseId, int] = {}
         self.num_open: Counter[int] = Counter()
         self.num_received = 0
         self.gap_seconds = self.gap_training = 0.0
         self.unit_size = max(map(len, requests), default=1)
 
     @cached_property
-    def _request_of(self) -> dict[Key, Request]:
-        return {key_of(request): request for group in self.requests for request in group}
+    def _request_of(self) -> dict[ResponseId, Request]:
+        return {id_of(request): request for group in self.requests for request in group}
 
     def take(self, room: int) -> list[Request]:
         """Takes up to `room` units and returns their requests; none when the queue is empty."""
@@ -49,9 +49,9 @@ class ReplicaWork:
                 self.num_received += len(received)
         return taken
 
-    def finish(self, key: Key) -> None:
+    def finish(self, response_id: ResponseId) -> None:
         """Notes that a response has left this replica, finished or handed over."""
-        unit = self.unit_of.pop(key)
+        unit = self.unit_of.pop(response_id)
         self.num_open[unit] -= 1
         if self.num_open[unit] == 0:
             self.queue.finish(unit)
@@ -67,18 +67,18 @@ class ReplicaWork:
         requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
         self.queue.hand_over(unit, [self._pack(request) for request in requests])
         for request in requests:
-            self.finish(key_of(request))
+            self.finish(id_of(request))
 
     def _hold(self, unit: int, requests: Sequence[Request]) -> Sequence[Request]:
         for request in requests:
-            self.unit_of[key_of(request)] = unit
+            self.unit_of[id_of(request)] = unit
         self.num_open[unit] = len(requests)
         return requests
 
     def _pack(self, request: Request) -> bytes:
         """Encodes what another replica does not know yet; all know the phase's requests. JSON keeps floats
         exactly."""
-        return json.dumps([*key_of(request), request.token_ids, request.logprobs]).encode()
+        return json.dumps([*id_of(request), request.token_ids, request.logprobs]).encode()
 
     def _unpack(self, part: bytes) -> Request:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)
@@ -92,7 +92,7 @@ class FinishedResponses:
     def __init__(self, problems: Iterable[Problem], to: Receivers, drafter: DrafterSide) -> None:
         self.scorers, self.decode, self.journal, self.drafter = to.scorers, to.decode, to.journal, drafter
         self.rollouts: list[Rollout] = []
-        self.rewards: dict[Key, Reward] = {}
+        self.rewards: dict[ResponseId, Reward] = {}
         self._data_of = {problem.problem_id: problem.data for problem in problems}
 
     def add(self, finished: Finished) -> None:
@@ -103,16 +103,16 @@ class FinishedResponses:
         self.drafter.observe(finished)
         text = self.decode(rollout.token_ids)
         data = self._data_of[rollout.problem_id]
-        self.scorers.submit(key_of(rollout), data, text, rollout.token_ids, rollout.policy_version)
+        self.scorers.submit(id_of(rollout), data, text, rollout.token_ids, rollout.policy_version)
 
     def recall(self, recalled: Recalled, rank: int, num_ranks: int) -> None:
         """Takes this rank's part of the responses that an earlier attempt finished."""
         for rollout in recalled.rollouts[rank::num_ranks]:
-            if (reward := recalled.rewards.get(key_of(rollout))) is None:
+            if (reward := recalled.rewards.get(id_of(rollout))) is None:
                 self.add(Finished(rollout))
             else:
                 self.rollouts.append(rollout)
-                self.rewards[key_of(rollout)] = reward
+                self.rewards[id_of(rollout)] = reward
                 self.drafter.observe(Finished(rollout))
 
     def collect(self) -> None:
@@ -123,7 +123,7 @@ class FinishedResponses:
         """Waits for the missing rewards."""
         self._keep(self.scorers.drain(patience))
 
-    def _keep(self, rewards: Mapping[Key, Reward]) -> None:
+    def _keep(self, rewards: Mapping[ResponseId, Reward]) -> None:
         self.journal.note_rewards(rewards)
         self.rewards.update(rewards)
 

@@ -37,7 +37,7 @@ from tlt.saved.inputs import NO_INPUTS, Inputs
 from tlt.saved.journal_file import JournalRecord, read_record, read_records
 from tlt.saved.manifest import folder_of
 from tlt.spans import SpanName
-from tlt.types import LAW_VERSION, Key, Request, Reward, Rollout, key_of
+from tlt.types import LAW_VERSION, Request, ResponseId, Reward, Rollout, id_of
 
 _FORMAT = 2
 RUNNING_TOKENS = 1000
@@ -71,7 +71,7 @@ class FileJournal(Journal):
         self.folder, self.world, self.timeline, self.inputs = folder, world, timeline, inputs
         self._run, self._saved, self._base = run, saved, saved()
         self._file: int | None = None
-        self._phase, self._written = "", dict[Key, int]()
+        self._phase, self._written = "", dict[ResponseId, int]()
         self._num_steps = 0
         index = find_phases(folder, run, {self._base.digest, follows}, say) if world.is_leader else {}
         self._index = {phase: index.get(phase, []) for phase in broadcast_json(world, sorted(index))}
@@ -91,23 +91,24 @@ class FileJournal(Journal):
         if self._num_steps % _STEPS and not at_once:
             return
         for response in responses:
-            key = key_of(response.request)
-            first = self._written.get(key, 0)
+            response_id = id_of(response.request)
+            first = self._written.get(response_id, 0)
             if response.num_tokens - first >= (1 if at_once else RUNNING_TOKENS):
                 so_far = response.to_request()
                 stretch = so_far.token_ids[first:], so_far.logprobs[first:]
-                self._append("part", key, *stretch, first=first, prompt=fingerprint(so_far.prompt_ids))
-                self._written[key] = response.num_tokens
+                prompt = fingerprint(so_far.prompt_ids)
+                self._append("part", response_id, *stretch, first=first, prompt=prompt)
+                self._written[response_id] = response.num_tokens
 
     def note_finished(self, rollout: Rollout) -> None:
         about = {"reason": rollout.finish_reason, "version": rollout.policy_version}
         prompt = fingerprint(rollout.prompt_ids)
-        self._append("response", key_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
+        self._append("response", id_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
 
-    def note_rewards(self, rewards: Mapping[Key, Reward]) -> None:
-        for key, reward in rewards.items():
+    def note_rewards(self, rewards: Mapping[ResponseId, Reward]) -> None:
+        for response_id, reward in rewards.items():
             if reward.is_scored:  # what could not be scored is tried again
-                self._append("reward", key, reward=asdict(reward))
+                self._append("reward", response_id, reward=asdict(reward))
 
     def close(self) -> None:
         if self._file is not None:
@@ -117,7 +118,7 @@ class FileJournal(Journal):
     def _append(
         self,
         kind: str,
-        key: Key,
+        response_id: ResponseId,
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[float, ...] = (),
         **about: Any,
@@ -125,7 +126,7 @@ class FileJournal(Journal):
         with self.timeline.span(SpanName.JOURNAL):
             if self._file is None:
                 self._file = self._create()
-            facts = {"kind": kind, "phase": self._phase, "key": key, **about}
+            facts = {"kind": kind, "phase": self._phase, "key": response_id, **about}
             _write(self._file, JournalRecord.of(facts, token_ids, logprobs))
 
     def _create(self) -> int:
@@ -254,7 +255,7 @@ def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]
         elif before.num_tokens == record.about["first"]:
             tokens, numbers = before.tokens + record.tokens, before.numbers + record.numbers
             known[place] = JournalRecord(before.about, tokens, numbers)
-    best: dict[Key, JournalRecord] = {}
+    best: dict[ResponseId, JournalRecord] = {}
     for (_, problem_id, sample_index), record in known.items():
         other = best.get((problem_id, sample_index))
         if other is None or _worth(other) < _worth(record):
@@ -271,12 +272,12 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
     does not count."""
     known = {tuple(record.about["key"]): record for record in records}
     rollouts: list[Rollout] = []
-    rewards: dict[Key, Reward] = {}
+    rewards: dict[ResponseId, Reward] = {}
     units = []
     for group in requests:
         unit = []
         for request in group:
-            record = known.get(key_of(request))
+            record = known.get(id_of(request))
             if record is None or record.about["prompt"] != fingerprint(request.prompt_ids):
                 unit.append(request)
             elif record.about["kind"] == "part":
@@ -294,7 +295,7 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
                     )
                 )
                 if "reward" in record.about:
-                    rewards[key_of(request)] = Reward(**record.about["reward"])
+                    rewards[id_of(request)] = Reward(**record.about["reward"])
         if unit:
             units.append(unit)
     return Recalled(units, rollouts, rewards)

@@ -69,7 +69,7 @@ class ReplayOf(Replay):
         keys = []
         found = broadcast_json(self.world, self._read(purpose, number) if self.world.is_leader else None)
         for problem_id, sample_index, token_ids in found:
-            key = Request(problem_id, sample_index, (), self.params, purpose, policy_step).key
+            key = Request(problem_id, sample_index, (), self.params, purpose, policy_step).noise_key
             keys.append(key)
             if purpose == "rollout" and (own := self.references.get(key)) is not None:
                 self.references.keep(key, [*own.token_ids, *token_ids[len(own.token_ids) :]], own.version)

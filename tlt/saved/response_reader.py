@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tlt.drafter.drafting.references import References
 from tlt.io.files import Record, read_jsonl
-from tlt.types import Key, Request, Rollout, UserError, key_of
+from tlt.types import Request, ResponseId, Rollout, UserError, id_of
 
 if TYPE_CHECKING:
     from tlt.models.decoder import ModelConfig
@@ -28,12 +28,14 @@ def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]
 def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
     """Reads references for these requests: responses to the same prompt, by problem and sample. Raises
     UserError if there is none."""
-    asked = {(key_of(request), request.prompt_ids): request for request in requests}
+    asked = {(id_of(request), request.prompt_ids): request for request in requests}
     references, num_read = References(None), 0
-    for key, prompt_ids, token_ids in _read(path, "--references", vocab_size=vocab_size, window=window):
+    for response_id, prompt_ids, token_ids in _read(
+        path, "--references", vocab_size=vocab_size, window=window
+    ):
         num_read += 1
-        if (request := asked.get((key, prompt_ids))) is not None:
-            references.keep(request.key, token_ids)
+        if (request := asked.get((response_id, prompt_ids))) is not None:
+            references.keep(request.noise_key, token_ids)
     if not len(references):
         raise UserError(
             f"--references: {path} has {num_read} responses, but none to a problem and sample that is asked "
@@ -53,8 +55,8 @@ def read_answers(path: Path, prompts: Mapping[str, Ids], model: ModelConfig) -> 
     ]
 
 
-def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[tuple[Key, Ids, Ids]]:
-    """Yields (key, prompt ids, response ids) of every line."""
+def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[tuple[ResponseId, Ids, Ids]]:
+    """Yields (response id, prompt ids, response ids) of every line."""
     for place, record in read_jsonl(path, option):
         ids = response_ids(place, record, vocab_size=vocab_size, window=window)
         yield (str(record.get("problem_id")), record.get("sample_index", 0)), *ids

@@ -109,8 +109,8 @@ class Hindsight:
     STRATEGY: ClassVar[Strategy] = Strategy("ngram", 15, 1, 15)
 
 
-class Reading(NamedTuple):
-    """The reading of prompts by the target, and the seconds of all its forwards."""
+class PrefillTime(NamedTuple):
+    """The prompt tokens that the target prefilled, and the seconds of all its forwards."""
 
     num_tokens: int
     num_forwards: int
@@ -126,7 +126,7 @@ class BatchState:
     reference_drafts: one for each sequence that has a reference to draft from.
     hindsight: chains of retrieval whose outcome became known since the last step.
     num_left: tokens expected per running sequence, waiting ones' included; None: unknown.
-    reading: prompts read before this step; None: none was timed.
+    prefill_time: of the prompts read before this step; None: none was timed.
     """
 
     num_running: int
@@ -137,7 +137,7 @@ class BatchState:
     reference_drafts: tuple[ReferenceDraft, ...] = ()
     hindsight: tuple[Hindsight, ...] = ()
     num_left: float | None = None
-    reading: Reading | None = None
+    prefill_time: PrefillTime | None = None
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def evaluate(run: Run) -> None:
     run.keep_responses("evaluation", phase)
     for rollout in phase.rollouts:  # the next evaluation draws with the same noise
         request = Request(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, params, "evaluation")
-        run.references.keep(request.key, rollout.token_ids, rollout.policy_version)
+        run.references.keep(request.noise_key, rollout.token_ids, rollout.policy_version)
     if run.step == 0:  # later, a failed evaluation must not end the run
         check_scorable(phase.rewards, run.config.task.name, "the evaluation before training")
     report(run, Evaluation.of(run.step, phase), summarize(phase.rewards))

@@ -40,10 +40,10 @@ from tlt.rollout.result import PhaseResult
 from tlt.rollout.work_queue import connect_work_queue
 from tlt.speculative.strategy import Strategy
 from tlt.types import (
-    Key,
     Problem,
     Purpose,
     Request,
+    ResponseId,
     Reward,
     Rollout,
     SamplingParams,
@@ -214,8 +214,8 @@ class LiveRollouts:
 
     def _name(
         self, prompts: Sequence[Sequence[Any]], step: int, purpose: Purpose
-    ) -> list[list[tuple[Key, tuple[int, ...]]]]:
-        """Returns (key, prompt) of every prompt of every rank."""
+    ) -> list[list[tuple[ResponseId, tuple[int, ...]]]]:
+        """Returns (response id, prompt) of every prompt of every rank."""
         counts = self._occurrences[purpose]
         read = [
             [self._read(prompt, f"prompt {n} of rank {rank}") for n, prompt in enumerate(given, start=1)]
@@ -236,7 +236,7 @@ class PromptCounts:
         self._step = -1
         self._seen: Counter[str] = Counter()
 
-    def next(self, step: int, name: str) -> Key:
+    def next(self, step: int, name: str) -> ResponseId:
         """Returns the prompt's name and its earlier occurrences in this step, and counts this one."""
         if step != self._step:
             self._step = step
@@ -255,19 +255,24 @@ class Unscored:
     """A reward pool that scores nothing: rewards are the caller's."""
 
     def __init__(self) -> None:
-        self._keys: list[Key] = []
+        self._ids: list[ResponseId] = []
 
     def submit(
-        self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int
+        self,
+        response_id: ResponseId,
+        problem: Mapping[str, Any],
+        text: str,
+        token_ids: Sequence[int],
+        step: int,
     ) -> None:
-        self._keys.append(key)
+        self._ids.append(response_id)
 
-    def collect(self) -> dict[Key, Reward]:
+    def collect(self) -> dict[ResponseId, Reward]:
         return {}
 
-    def drain(self, patience: float) -> dict[Key, Reward]:
-        keys, self._keys = self._keys, []
-        return {key: Reward(0.0, False, "rewards are the caller's") for key in keys}
+    def drain(self, patience: float) -> dict[ResponseId, Reward]:
+        ids, self._ids = self._ids, []
+        return {response_id: Reward(0.0, False, "rewards are the caller's") for response_id in ids}
 
     def abandon(self) -> None:
         self._keys.clear()

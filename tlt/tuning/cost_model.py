@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.speculative.strategy import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, Hindsight, PrefillTime, StepOutcome, Strategy, StrategyTuner
 from tlt.tuning.acceptance import AcceptanceModel
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, StepWork, uses
 
@@ -101,7 +101,7 @@ class CostModel(StrategyTuner):
         """Cache of `_candidates`."""
         self._known: set[tuple[int, Strategy]] = set()
         """Batch sizes and arms that ran."""
-        self._reading: Reading | None = None
+        self._prefill_time: PrefillTime | None = None
 
     def choose(self, batch: BatchState) -> Strategy:
         versions = (batch.policy_version, batch.drafter_version)
@@ -109,9 +109,9 @@ class CostModel(StrategyTuner):
             if self._versions is not None:
                 self.acceptance.age()
             self._versions, self._chosen_for = versions, None
-        if batch.reading is not None and batch.reading is not self._reading:
-            self._reading = batch.reading
-            self.costs.observe_reading(*batch.reading)
+        if batch.prefill_time is not None and batch.prefill_time is not self._prefill_time:
+            self._prefill_time = batch.prefill_time
+            self.costs.observe_prefill(*batch.prefill_time)
         place = batch.num_running, bool(batch.reference_drafts)
         if place != self._chosen_for or self._seconds_since >= min(DECIDE_EVERY, 0.02 * self._seconds):
             predictions, choice = self.decide(batch)
@@ -181,7 +181,7 @@ class CostModel(StrategyTuner):
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
         work, size = self._work(strategy, batch), batch.num_running
         work = work._replace(rows=size + sum(outcome.drafted), levels=_levels(strategy, outcome))
-        is_typical = not batch.num_admitted or batch.reading is not None
+        is_typical = not batch.num_admitted or batch.prefill_time is not None
         self.costs.observe(work, outcome.seconds, is_typical)
         self._known.add((size, strategy))
         unread = min(work.unread + outcome.num_tokens, size * batch.mean_length)

@@ -43,8 +43,8 @@ _CACHED, _DRAFT, _LEVEL, _LEVEL_ROW, _HYBRID, _RETRIEVED, _UNREAD, _FIRST = rang
 ONCE = slice(_UNREAD, _NUM)
 """The parts that a next step of the same kind does not have."""
 
-_NOISE, _NOISE_OF_READING = 0.15, 0.3
-"""Standard deviations of the logarithm of a step's seconds, and of the seconds of reading prompts."""
+_NOISE, _NOISE_OF_PREFILL = 0.15, 0.3
+"""Standard deviations of the logarithm of a step's seconds, and of the seconds of a prefill."""
 _MAX_SURPRISE = 2.5
 """Standard deviations at which a step's surprise is clipped: most likely the machine was busy."""
 _FORGET = 1 / 4000
@@ -137,14 +137,14 @@ class StepCosts:
         """Engine steps observed, by arm."""
 
     def observe(self, work: StepWork, seconds: float, is_typical: bool = True) -> None:
-        """Learns from an engine step. is_typical: whether its seconds hold no reading of prompts."""
+        """Learns from an engine step. is_typical: whether its seconds hold no prefill of prompts."""
         self.num_steps[work.strategy] = self.num_steps.get(work.strategy, 0) + 1
         self._update(work.rows, work.amounts(), seconds, _NOISE if is_typical else 3 * _NOISE)
 
-    def observe_reading(self, num_tokens: float, num_forwards: int, seconds: float) -> None:
-        """Learns from the reading of prompts: a row per token, without the head."""
+    def observe_prefill(self, num_tokens: float, num_forwards: int, seconds: float) -> None:
+        """Learns from the prefill of prompts: a row per token, without the head."""
         rows = max(num_tokens / num_forwards * (1 - self.prior.head), 1.0)
-        self._update(rows, [0.0] * (len(PARTS) - 1) + [1.0], seconds / num_forwards, _NOISE_OF_READING)
+        self._update(rows, [0.0] * (len(PARTS) - 1) + [1.0], seconds / num_forwards, _NOISE_OF_PREFILL)
 
     def forecast(self, works: Sequence[StepWork]) -> Forecast:
         """Returns the expected seconds of these steps."""

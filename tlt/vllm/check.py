@@ -41,7 +41,7 @@ def check_law(engine: VllmEngine, vocab_size: int) -> None:
             engine.tuner = Fixed(Strategy("ahead", NUM_TOKENS, 1, NUM_TOKENS))
             engine.references = RunningReferences(References(), vocab_size)
             for request, rollout in zip(requests, rollouts, strict=True):
-                engine.references.kept.keep(request.key, rollout.token_ids)
+                engine.references.kept.keep(request.noise_key, rollout.token_ids)
             _check(engine, requests)
             if requests[0].params.max_tokens > 2 and not engine.stats.followed_by_age.total():
                 raise _drifted("drafts that its scheduler was given were not verified")
@@ -85,10 +85,12 @@ def _compare_with_the_law(
     for request, rollout in zip(requests, rollouts, strict=True):
         for index, token in enumerate(rollout.token_ids):
             position = len(request.prompt_ids) + index
-            logits_V = rows.get((position, request.key))
+            logits_V = rows.get((position, request.noise_key))
             if logits_V is None:
                 raise _drifted(f"position {position} was not drawn by the law")
-            noise_11V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[position]]), len(logits_V))
+            noise_11V = gumbel_noise(
+                keys_tensor([request.noise_key]), torch.tensor([[position]]), len(logits_V)
+            )
             expected, logprob = sample(logits_V.cpu()[None, None], noise_11V, BatchParams([request.params]))
             if int(expected) != token or abs(float(logprob) - rollout.logprobs[index]) > 1e-3:
                 raise _drifted(f"position {position} has token {token}, the law's is {int(expected)}")

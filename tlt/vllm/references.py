@@ -22,7 +22,7 @@ class RunningReferences:
         self._cursors: dict[str, ReferenceCursor] = {}
 
     def enter(self, name: str, request: Request) -> None:
-        if (reference := self.kept.get(request.key)) is not None:
+        if (reference := self.kept.get(request.noise_key)) is not None:
             self._cursors[name] = ReferenceCursor(reference, len(request.prompt_ids))
 
     def leave(self, names: Iterable[str]) -> None:

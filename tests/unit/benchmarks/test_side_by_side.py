@@ -24,7 +24,7 @@ def request_with(params: SamplingParams) -> Request:
 
 def logits_with_gap(request: Request, gap: float, others: float = -50.0) -> torch.Tensor:
     """Tokens 3 and 4 whose scores differ by `gap` under the law; all others are far below."""
-    noise_V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[9]]), VOCAB)[0, 0].double()
+    noise_V = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[9]]), VOCAB)[0, 0].double()
     logits_V = torch.full((VOCAB,), others, dtype=torch.float64)
     logits_V[3], logits_V[4] = 10 - noise_V[3], 10 - noise_V[4] - gap
     return logits_V

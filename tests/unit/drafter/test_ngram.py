@@ -318,7 +318,7 @@ def watch(
     if drafter == "ahead":
         references = References()
         for rollout in make_engine(make_policy(std=0.05)).generate(requests):
-            references.keep(requests[0].key, rollout.token_ids)
+            references.keep(requests[0].noise_key, rollout.token_ids)
         use_references(engine, references)
     for _ in engine.generate(requests):
         pass

@@ -17,7 +17,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.rl import update
 from tlt.rl.plan import Experience
 from tlt.rl.update import PolicyTrainer
-from tlt.types import Reward, Rollout, key_of
+from tlt.types import Reward, Rollout, id_of
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
 MAX_TOKENS = 20
@@ -77,10 +77,10 @@ class Table(torch.nn.Module):
         self.config = CONFIG
         self.logprobs = torch.nn.Parameter(values.clone())
         starts = torch.tensor([0, *case.lengths]).cumsum(0).tolist()
-        self.places = {key_of(r): slice(starts[i], starts[i + 1]) for i, r in enumerate(case.rollouts)}
+        self.places = {id_of(r): slice(starts[i], starts[i + 1]) for i, r in enumerate(case.rollouts)}
 
     def lookup(self, batch: Sequence[Experience], temperature: float) -> tuple[Tensor, Tensor]:
-        found = torch.cat([self.logprobs[self.places[key_of(response.rollout)]] for response in batch])
+        found = torch.cat([self.logprobs[self.places[id_of(response.rollout)]] for response in batch])
         return found, torch.zeros_like(found)
 
 

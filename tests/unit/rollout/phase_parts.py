@@ -31,7 +31,7 @@ from tlt.rollout.work import FinishedResponses, ReplicaWork
 from tlt.rollout.work_queue import WorkQueue
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Finished, Key, Problem, Request, Reward, Rollout, SamplingParams
+from tlt.types import Finished, Problem, Request, ResponseId, Reward, Rollout, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
 POLICY = make_policy()
@@ -44,19 +44,24 @@ class Scorers:
     """Scores at once, by a function of the token ids."""
 
     def __init__(self, score: Callable[[Sequence[int]], float] = lambda token_ids: 1.0) -> None:
-        self.score, self.submitted, self._done = score, list[Key](), dict[Key, Reward]()
+        self.score, self.submitted, self._done = score, list[ResponseId](), dict[ResponseId, Reward]()
 
     def submit(
-        self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int
+        self,
+        response_id: ResponseId,
+        problem: Mapping[str, Any],
+        text: str,
+        token_ids: Sequence[int],
+        step: int,
     ) -> None:
-        self.submitted.append(key)
-        self._done[key] = Reward(self.score(token_ids), True)
+        self.submitted.append(response_id)
+        self._done[response_id] = Reward(self.score(token_ids), True)
 
-    def collect(self) -> dict[Key, Reward]:
+    def collect(self) -> dict[ResponseId, Reward]:
         done, self._done = self._done, {}
         return done
 
-    def drain(self, patience: float) -> dict[Key, Reward]:
+    def drain(self, patience: float) -> dict[ResponseId, Reward]:
         return self.collect()
 
     def abandon(self) -> None: ...

@@ -49,7 +49,7 @@ def tokens_of(ahead: AheadOfPolicy) -> dict[tuple[int, int, int, int], tuple[int
 
 
 def plain(requests: list[Request]) -> dict[tuple[int, int, int, int], tuple[int, ...]]:
-    by_name = {(r.problem_id, r.sample_index): r.key for r in requests}
+    by_name = {(r.problem_id, r.sample_index): r.noise_key for r in requests}
     rollouts = make_engine(make_policy()).generate(requests)
     return {by_name[r.problem_id, r.sample_index]: r.token_ids for r in rollouts}
 
@@ -101,7 +101,7 @@ def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_h
     replicas[1].run(lambda: False)
     assert tokens_of(replicas[1]) == plain(requests), "the first one is busy, and its four are done here"
     replicas[0].run(lambda: False)
-    assert replicas[0].found.keys() == {requests[i].key for i in range(4)}, (
+    assert replicas[0].found.keys() == {requests[i].noise_key for i in range(4)}, (
         "and what the other has done is not done again"
     )
 
@@ -114,8 +114,8 @@ def test_the_next_step_comes_before_the_one_behind_it_and_the_longest_problems_f
 
 def test_what_a_policy_has_written_to_its_end_comes_last_however_near_its_step_is() -> None:
     asked, references = [request("a", 1), request("b", 1), request("c", 2)], References()
-    references.keep(asked[0].key, range(9), 0, is_whole=True)
-    references.keep(asked[1].key, range(9), 0)
+    references.keep(asked[0].noise_key, range(9), 0, is_whole=True)
+    references.keep(asked[1].noise_key, range(9), 0)
     order = [r.problem_id for r in make_ahead(asked, references=references).requests]
     assert order == ["b", "c", "a"]
 
@@ -138,30 +138,30 @@ def test_as_many_responses_run_at_a_time_as_a_step_has_and_further_steps_fill_up
 def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dropped() -> None:
     asked, used = request("p"), request("q", 0)
     references = References()
-    references.keep(asked.key, range(20), 0)
-    references.keep(used.key, range(5), 0)
+    references.keep(asked.noise_key, range(20), 0)
+    references.keep(used.noise_key, range(5), 0)
     ahead = make_ahead([asked], references=references, past=[used])
     assert ahead.num_offered == 5
-    references.keep(used.key, range(9), REPLAY)
+    references.keep(used.noise_key, range(9), REPLAY)
     assert make_ahead([asked], references=references, past=[used]).num_offered == 0, (
         "another run's are no offer of ours"
     )
     ahead.run(after(3))
     ahead.keep([ahead.take_found()])
     ahead.end()
-    kept = references.get(asked.key)
+    kept = references.get(asked.noise_key)
     assert kept is not None
-    assert [*kept.token_ids] == [*plain([asked])[asked.key][:3], *range(3, 20)]
+    assert [*kept.token_ids] == [*plain([asked])[asked.noise_key][:3], *range(3, 20)]
     assert not kept.is_whole
-    references.keep(asked.key, range(50), 0, is_whole=True)
+    references.keep(asked.noise_key, range(50), 0, is_whole=True)
     ahead.run(lambda: False)
     ahead.keep([ahead.take_found()])
-    kept = references.get(asked.key)
+    kept = references.get(asked.noise_key)
     assert kept is not None
-    assert tuple(kept.token_ids) == plain([asked])[asked.key], "a whole one has no rest"
+    assert tuple(kept.token_ids) == plain([asked])[asked.noise_key], "a whole one has no rest"
     assert kept.is_whole
     assert ahead.take_found() == {}
-    assert references.get(used.key) is None
+    assert references.get(used.noise_key) is None
 
 
 @pytest.mark.parametrize(

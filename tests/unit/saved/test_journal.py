@@ -48,7 +48,7 @@ def ask(num: int = 3, num_samples: int = 2) -> list[list[Request]]:
 
 
 def answer(request: Request, num_tokens: int = 5) -> Rollout:
-    rng = random.Random(str(request.key))
+    rng = random.Random(str(request.noise_key))
     token_ids = tuple(rng.randrange(1, 50) for _ in range(num_tokens))
     logprobs = tuple(-rng.random() for _ in token_ids)
     return Rollout(

@@ -20,7 +20,7 @@ PARAMS = SamplingParams(seed=3)
 
 
 def kept(references: References, request: Request) -> tuple[list[int], int | str] | None:
-    found = references.get(request.key)
+    found = references.get(request.noise_key)
     return None if found is None else ([*found.token_ids], found.version)
 
 
@@ -45,7 +45,7 @@ def test_what_was_generated_ahead_goes_first_and_an_earlier_evaluation_last(
     of_others = ({"problem_id": "strange"} | line, {"problem_id": "own", **line, "prompt_ids": [9]})
     write(tmp_path, purpose, 5, {"problem_id": "own"} | line, {"problem_id": "other"} | line, *of_others)
     references = References()
-    references.keep(own.key, [11, 12], 4)
+    references.keep(own.noise_key, [11, 12], 4)
     prompts = {"own": (8, 9), "other": (8, 9)}
     said: list[str] = []
     replay = ReplayOf(tmp_path, references, ALONE, {purpose: prompts}, PARAMS, CONFIG, said.append)

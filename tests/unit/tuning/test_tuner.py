@@ -19,7 +19,7 @@ from tlt.engine.stats import EngineStats
 from tlt.speculative.strategy import (
     BatchState,
     Hindsight,
-    Reading,
+    PrefillTime,
     ReferenceDraft,
     StepOutcome,
     Strategy,
@@ -454,11 +454,11 @@ def test_where_speculation_can_only_just_win_a_cold_batch_is_hardly_slower_than_
     assert np.mean(times) > 0.98
 
 
-def test_the_reading_of_prompts_tells_how_fast_the_machine_is() -> None:
+def test_the_prefill_of_prompts_tells_how_fast_the_machine_is() -> None:
     forwards = []
     for seconds in (0.05, 5.0):
         tuner = CostModel(ARMS)
-        tuner.choose(BatchState(4, 200.0, 0, 0, 4, reading=Reading(800, 1, seconds)))
+        tuner.choose(BatchState(4, 200.0, 0, 0, 4, prefill_time=PrefillTime(800, 1, seconds)))
         forwards.append(tuner.costs.forecast([work(Strategy.OFF, 4)]).seconds_A[0])
     assert forwards[1] > 20 * forwards[0]
 

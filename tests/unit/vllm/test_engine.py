@@ -197,7 +197,7 @@ def by_the_law(request: Request, logits_VV: Tensor = LOGITS_VV) -> tuple[int, ..
     """The response, token by token."""
     tokens, params = list(request.prompt_ids), BatchParams([request.params])
     for _ in range(min(request.params.max_tokens, WINDOW - len(request.prompt_ids))):
-        noise_11V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[len(tokens)]]), VOCAB)
+        noise_11V = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[len(tokens)]]), VOCAB)
         tokens.append(int(sample(logits_VV[tokens[-1]][None, None], noise_11V, params)[0]))
         if tokens[-1] in request.params.stop_ids:
             break

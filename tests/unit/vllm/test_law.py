@@ -160,7 +160,7 @@ def test_our_engine_s_law_travels_whole() -> None:
     params = SamplingParams(0.8, 20, 0.9, 0.02, 100, (7,), 11, ("stop",))
     request = Request("p", 3, (1, 2), params, "rollout", 5)
     found = RowLaw.of(Asked(temperature=0.0, extra_args=RowLaw.extra_args(request)))
-    assert found == RowLaw(request.key, SamplingParams(0.8, 20, 0.9, 0.02))
+    assert found == RowLaw(request.noise_key, SamplingParams(0.8, 20, 0.9, 0.02))
 
 
 def test_a_seed_is_the_key_and_its_absence_is_chance() -> None:

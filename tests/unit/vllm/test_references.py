@@ -51,7 +51,7 @@ def references_for(requests: Sequence[Request], kinds: Sequence[str], version: i
         tokens, kind = right[request.problem_id, request.sample_index], kinds[index % len(kinds)]
         reference = reference_of(kind, tokens, EXPECTED["p0", 0], rng, range(8, VOCAB), 90)
         if reference is not None:
-            references.keep(request.key, reference, version)
+            references.keep(request.noise_key, reference, version)
     return references
 
 
@@ -76,7 +76,7 @@ def test_a_right_reference_is_followed_to_its_end() -> None:
 def test_a_reference_that_is_one_token_off_is_found_one_place_on() -> None:
     references, right = References(None), answered(LONG)
     for request in LONG:
-        references.keep(request.key, [3, *right[request.problem_id, request.sample_index]])
+        references.keep(request.noise_key, [3, *right[request.problem_id, request.sample_index]])
     engine = engine_with(references, Fixed(AHEAD))
     list(engine.generate(LONG))
     assert engine.stats.draft_acceptance_rate is not None
@@ -86,9 +86,9 @@ def test_a_reference_that_is_one_token_off_is_found_one_place_on() -> None:
 def test_what_was_followed_is_counted_by_the_reference_s_age() -> None:
     references = references_for(LONG[:4], ["right"], version=3)
     for request in LONG[2:4]:
-        known = references.get(request.key)
+        known = references.get(request.noise_key)
         assert known is not None
-        references.keep(request.key, known.token_ids, REPLAY)
+        references.keep(request.noise_key, known.token_ids, REPLAY)
     engine = engine_with(references, Fixed(BESIDE))
     engine.policy_version = 5
     rollouts = list(engine.generate(LONG))
@@ -262,6 +262,6 @@ def test_a_request_that_is_nearly_over_is_drafted_no_further() -> None:
     request = Request("w", 0, (9,) * 40, SamplingParams(1.0, max_tokens=WINDOW, seed=2))
     ((key, want),) = answered([request]).items()
     references = References(None)
-    references.keep(request.key, [*want, *range(8, 60)])
+    references.keep(request.noise_key, [*want, *range(8, 60)])
     engine = engine_with(references, Fixed(Strategy.parse("ahead:256x1x256")))
     assert texts(list(engine.generate([request]))) == {key: want}

@@ -199,7 +199,7 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
 
     def admit(self, slot: int, request: Request) -> None:
         super().admit(slot, request)
-        reference = self.references.get(request.key)
+        reference = self.references.get(request.noise_key)
         skip = len(request.prompt_ids)
         self.cursors[slot] = None if reference is None else ReferenceCursor(reference, skip)
 

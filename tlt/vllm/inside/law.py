@@ -64,14 +64,14 @@ class RowLaw:
         params = SamplingParams(
             float(asked.temperature), top_k, float(asked.top_p), float(asked.min_p), seed=seed
         )
-        return RowLaw(Request("served", 0, (), params, "generate").key, params)
+        return RowLaw(Request("served", 0, (), params, "generate").noise_key, params)
 
     @staticmethod
     def extra_args(request: Request) -> dict[str, Any]:
         """Returns the `extra_args` of our engine's request."""
         p = request.params
         params = {"temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p}
-        return {EXTRA: {"key": list(request.key), "params": params}}
+        return {EXTRA: {"key": list(request.noise_key), "params": params}}
 
 
 _FREE = RowLaw((0, 0, 0, 0), SamplingParams())

@@ -33,10 +33,10 @@ NoiseOf = Callable[[Sequence[int], int, int], Noise]
 
 
 @dataclass(frozen=True)
-class Read:
-    """The features of the target at the nodes of a batch of trees.
+class TreeForward:
+    """A forward of the target over a batch of trees, to be verified.
 
-    features_NE: at the real nodes, without padding.
+    features_NE: the target's features at the real nodes, without padding.
     real_N: indices of the real nodes among all; None: all are real.
     """
 
@@ -86,11 +86,11 @@ class Read:
         return pad(self.model.logits(features_bnE.flatten(0, 1)[real_N]), real_N, b * n).view(b, n, -1)
 
 
-def read(
+def forward_trees(
     model: PackedTransformer, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int]
-) -> tuple[Tensor, Read]:
+) -> tuple[Tensor, TreeForward]:
     """Runs the target over the trees, laid out as `nodes`. Returns what was captured, [B, N, F], and the
-    features to verify."""
+    forward to verify."""
     B, N = tree.tokens_BN.shape
     if N > 1 and (unsound_V := model.unsound_V) is not None:  # any other draft token is as valid
         roots_B1 = tree.tokens_BN[:, :1]
@@ -106,7 +106,7 @@ def read(
     if nodes.length > config.max_positions:  # drafts beyond the window are never kept
         positions_N = positions_N.clamp_max(config.max_positions - 1)
     features_NE, captured_NF = model.forward_capturing(tokens_N, positions_N, attend, capture)
-    return pad(captured_NF, real_N, B * N).view(B, N, -1), Read(model, tree, features_NE, real_N)
+    return pad(captured_NF, real_N, B * N).view(B, N, -1), TreeForward(model, tree, features_NE, real_N)
 
 
 def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
