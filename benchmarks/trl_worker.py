@@ -198,7 +198,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
     engine = build_engine(
         model.config, model.tensors, EngineSettings.of_run(config, "cpu"), stored, on_span=timeline.add
     )
-    side = watch_drafter(config.drafter, stored, engine, world, timeline, seed=0)
+    training = watch_drafter(config.drafter, stored, engine, world, timeline, seed=0)
     queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=600.0)
     params = SamplingParams(max_tokens=job.max_tokens, stop_ids=model.stop_ids, seed=42)  # TRL's default seed
     with RewardPool(RewardSpec("countdown"), 1, 5.0) as scorers:
@@ -211,7 +211,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
             records = problems_of(job)[step * num : (step + 1) * num]
             ids = [model.tokenizer.encode_text(record["prompt"], "prompt") for record in records]  # type: ignore[union-attr]  # asserted
             problems = [Problem(prompt_name(i), i, record) for i, record in zip(ids, records, strict=True)]
-            result = generate(problems, GROUP, params, "rollout", step, side)
+            result = generate(problems, GROUP, params, "rollout", step, training)
             trainer.update(result.rollouts, result.rewards, step)
             engine.load_policy(dict(trainer.model.named_parameters()), step + 1)
             clock.num_tokens.append(sum(len(rollout.token_ids) for rollout in result.rollouts))

@@ -21,7 +21,7 @@ from tlt.engine.backend import RolloutBackend
 from tlt.models.packed import PackedTransformer
 from tlt.ranks.world import World, average_weighted, gather_objects
 from tlt.report.timeline import Timeline
-from tlt.rollout.protocol import DrafterSide
+from tlt.rollout.protocol import DrafterTraining
 from tlt.rollout.watched_drafter import Ranks, WatchedDrafter
 from tlt.spans import Span
 
@@ -74,7 +74,7 @@ def watch_drafter(
     *,
     seed: int,
     share: float = 0.0,
-) -> DrafterSide:
+) -> DrafterTraining:
     """Returns the engine's learned drafter as the run trains and measures it; the base, which does nothing,
     where the engine has none.
 
@@ -83,7 +83,7 @@ def watch_drafter(
     """
     drafter, target = engine.drafter, engine.target
     if stored is None or drafter is None or drafter.learned is None:
-        return DrafterSide()
+        return DrafterTraining()
     assert target is not None, "an engine with a learned drafter keeps the policy for it"
     model = build_draft_model(stored, world.device)
     spot = None

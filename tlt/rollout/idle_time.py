@@ -16,7 +16,7 @@ from tlt.drafter.drafting.references import REPLAY
 from tlt.ranks.world import World, gather_objects
 from tlt.report.timeline import Timeline
 from tlt.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
-from tlt.rollout.protocol import NO_AHEAD, Ahead, DrafterSide
+from tlt.rollout.protocol import NO_AHEAD, Ahead, DrafterTraining
 from tlt.rollout.result import PhaseResult
 from tlt.spans import SpanName
 
@@ -32,7 +32,9 @@ class IdleWork:
     plan: IdlePlan = field(default_factory=IdlePlan)
 
 
-def idle_choice(world: World, machine: str, ahead: bool, trains: bool, compares: bool = False) -> IdleChoice:
+def build_idle_choice(
+    world: World, machine: str, ahead: bool, trains: bool, compares: bool = False
+) -> IdleChoice:
     """Builds the IdleChoice, the policy for idle ranks. A collective.
 
     machine: this rank's machine.
@@ -55,12 +57,12 @@ class IdleTime:
     def __init__(
         self,
         work: IdleWork,
-        drafter: DrafterSide,
+        training: DrafterTraining,
         has_better_to_do: Callable[[], bool],
         rest: Callable[[], None],
         timeline: Timeline,
     ) -> None:
-        self.ahead, self.plan, self.drafter = work.ahead, work.plan, drafter
+        self.ahead, self.plan, self.training = work.ahead, work.plan, training
         self.has_better_to_do, self.rest, self.timeline = has_better_to_do, rest, timeline
         self.drafter_report, self._ahead_report = DrafterReport(), AheadReport()
         self.stretches: list[IdleStretch] = []
@@ -108,7 +110,7 @@ class IdleTime:
 
     def _train(self) -> bool:
         self._turn_to(IdleUse.TRAIN)
-        report = self.drafter.train(lambda: self._is_time_to_rest() or self.has_better_to_do())
+        report = self.training.train(lambda: self._is_time_to_rest() or self.has_better_to_do())
         self._use = IdleUse.TRAIN if report.num_micro_steps else IdleUse.REST
         self._turn_to(IdleUse.REST)
         if report.num_micro_steps:

@@ -26,7 +26,7 @@ from tlt.report.timeline import Timeline
 from tlt.rollout.ahead_queue import AheadQueue
 from tlt.rollout.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.rollout.idle_time import IdleTime, IdleWork
-from tlt.rollout.protocol import DrafterSide, Receivers
+from tlt.rollout.protocol import DrafterTraining, Receivers
 from tlt.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
 from tlt.rollout.slowdown import SlowdownSums, add_up, sums_of
 from tlt.rollout.work import FinishedResponses, ReplicaWork
@@ -34,7 +34,7 @@ from tlt.rollout.work_queue import WorkQueue
 from tlt.spans import SpanName
 from tlt.types import Problem, Purpose, Request, SamplingParams, id_of, in_order
 
-NO_DRAFTER = DrafterSide()
+NO_TRAINING = DrafterTraining()
 NO_WORK = IdleWork()
 
 
@@ -70,31 +70,31 @@ class RolloutPhase:
         params: SamplingParams,
         purpose: Purpose,
         step: int,
-        drafter: DrafterSide = NO_DRAFTER,
+        training: DrafterTraining = NO_TRAINING,
         sampling: DynamicSampling | None = None,
-        idle: IdleWork = NO_WORK,
+        idle_work: IdleWork = NO_WORK,
     ) -> PhaseResult:
         """Generates and scores `num_samples` responses to each problem. Every rank passes the same arguments
         and gets the same result. Raises StopRequested on all ranks when one of them was asked to stop.
 
-        drafter: trains and measures the drafter during the phase; does nothing by default.
+        training: trains and measures the drafter during the phase; does nothing by default.
         sampling: dynamic sampling, which may ask for further rounds; None: one round.
-        idle: further work for idle time.
+        idle_work: further work for idle time.
         """
         name = f"{purpose} {step}"
-        self._begin(drafter)
+        self._begin(training)
         groups: list[Group] = []
         rounds: list[list[ReplicaReport]] = []
         draws = [Draw(problem) for problem in problems]
         while draws:
             requests = [draw.requests(num_samples, params, purpose, step) for draw in draws]
             of_round = f"{name}, round {len(rounds)}" if rounds else name
-            found, reports = self._round(draws, requests, of_round, drafter, idle)
+            found, reports = self._round(draws, requests, of_round, training, idle_work)
             groups += found
             rounds.append(reports)
             draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
-        result = self._end(groups, rounds, params.temperature, drafter, sampling)
-        idle.ahead.end()
+        result = self._end(groups, rounds, params.temperature, training, sampling)
+        idle_work.ahead.end()
         return result
 
     def answer(
@@ -102,23 +102,23 @@ class RolloutPhase:
         problems: Sequence[Problem],
         requests: Sequence[Sequence[Request]],
         name: str,
-        drafter: DrafterSide = NO_DRAFTER,
-        idle: IdleWork = NO_WORK,
+        training: DrafterTraining = NO_TRAINING,
+        idle_work: IdleWork = NO_WORK,
     ) -> PhaseResult:
         """Generates and scores given requests in one round: for each problem at least one, with consecutive
         sample indices.
 
         name: a name that no other phase of the run has.
         """
-        self._begin(drafter)
+        self._begin(training)
         draws = [
             Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)
         ]
-        groups, replicas = self._round(draws, requests, name, drafter, idle)
-        return self._end(groups, [replicas], requests[0][0].params.temperature, drafter)
+        groups, replicas = self._round(draws, requests, name, training, idle_work)
+        return self._end(groups, [replicas], requests[0][0].params.temperature, training)
 
-    def _begin(self, drafter: DrafterSide) -> None:
-        drafter.begin()
+    def _begin(self, training: DrafterTraining) -> None:
+        training.begin()
         self.engine.stats = EngineStats()
         self._recalled_tokens = 0
         self._slowdown = SlowdownSums.zero()
@@ -128,7 +128,7 @@ class RolloutPhase:
         groups: list[Group],
         rounds: list[list[ReplicaReport]],
         temperature: float,
-        drafter: DrafterSide,
+        training: DrafterTraining,
         sampling: DynamicSampling | None = None,
     ) -> PhaseResult:
         """Ends the phase and returns its result."""
@@ -140,14 +140,14 @@ class RolloutPhase:
             rollouts,
             rewards,
             replicas,
-            check=drafter.check(rollouts, replica.drafter.num_tokens, temperature),
+            check=training.check(rollouts, replica.drafter.num_tokens, temperature),
             groups=groups,
             kept=groups if sampling is None else sampling.select(groups),
             num_rounds=len(rounds),
             recalled_tokens=self._recalled_tokens,
             slowdown=self._slowdown,
         )
-        drafter.end(rollouts, result.seconds)
+        training.end(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
             last_token = result.last_token - self.timeline.epoch.to_rank_0
             self.timeline.record(SpanName.PREEMPT, last_token, last_token + seconds)
@@ -158,27 +158,27 @@ class RolloutPhase:
         draws: Sequence[Draw],
         requests: Sequence[Sequence[Request]],
         name: str,
-        drafter: DrafterSide,
-        idle: IdleWork,
+        training: DrafterTraining,
+        idle_work: IdleWork,
     ) -> tuple[list[Group], list[ReplicaReport]]:
         """Generates and scores one round: `requests[i]` answer `draws[i]`. Returns (a group for each draw, a
         report for each replica), the same on all ranks."""
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.queue.begin(name, len(recalled.requests))
-        idle.ahead.begin(AheadQueue(self.queue.store))
+        idle_work.ahead.begin(AheadQueue(self.queue.store))
         start = self.timeline.clock()
         work = ReplicaWork(self.queue, recalled.requests)
-        ended = FinishedResponses((draw.problem for draw in draws), self.receivers, drafter)
+        ended = FinishedResponses((draw.problem for draw in draws), self.receivers, training)
         ended.recall(recalled, self.world.rank, self.world.world_size)
-        spare = self.idle_time(idle, drafter)
-        last_token, steps = self.generate(work, ended, spare)
+        idle_time = self.build_idle_time(idle_work, training)
+        last_token, steps = self.generate(work, ended, idle_time)
         if any_rank(self.world, self.should_stop()):
             self.receivers.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()
             self.queue.abandon()
             self.receivers.scorers.abandon()
-            drafter.abandon()
+            training.abandon()
             first = requests[0][0]
             is_step = first.purpose == "rollout"
             raise StopRequested(f"in step {first.policy_step + 1}" if is_step else "in an evaluation")
@@ -189,18 +189,18 @@ class RolloutPhase:
             last_token,
             self.timeline.clock(),
             stats=self.engine.stats,
-            drafter=spare.drafter_report,
+            drafter=idle_time.drafter_report,
             gap_seconds=work.gap_seconds,
             gap_training=work.gap_training,
             num_migrated=work.num_received,
-            ahead=spare.ahead_report,
-            idle=tuple(spare.stretches),
+            ahead=idle_time.ahead_report,
+            idle=tuple(idle_time.stretches),
             machine=self.timeline.epoch.machine,
         ).shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
-            own = ended.rollouts, ended.rewards, replica, idle.ahead.take_found()
+            own = ended.rollouts, ended.rewards, replica, idle_work.ahead.take_found()
             rollouts, rewards, reports, found = zip(*gather_objects(self.world, own), strict=True)
-        idle.ahead.keep(found)
+        idle_work.ahead.keep(found)
         ids = [[id_of(request) for request in group] for group in requests]
         brought = [[*map(id_of, of_rank)] for of_rank in rollouts]
         check_complete([*chain(*ids)], [*zip(brought, rewards, strict=True)], name)
@@ -225,7 +225,7 @@ class RolloutPhase:
             self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
 
     def generate(
-        self, work: ReplicaWork, ended: FinishedResponses, spare: IdleTime
+        self, work: ReplicaWork, ended: FinishedResponses, idle_time: IdleTime
     ) -> tuple[float, list[TimedStep]]:
         """Runs this replica until the whole round is done, without a collective. Returns (time of the last
         token, engine steps)."""
@@ -238,10 +238,10 @@ class RolloutPhase:
                 looks_for_units = bool(taken)
                 if taken and self.engine.is_idle:
                     work.gap_seconds += self.timeline.clock() - last_token
-                    work.gap_training = spare.drafter_report.seconds
+                    work.gap_training = idle_time.drafter_report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
-                finished = self.engine.step(captures=ended.drafter.captures)
+                finished = self.engine.step(captures=ended.training.captures)
                 last_token = self.timeline.clock()
                 if (latest := self.engine.stats.latest) is not None and latest not in steps[-1:]:
                     steps.append(latest)
@@ -257,18 +257,18 @@ class RolloutPhase:
                     looks_for_units = False
                     work.share(self.engine, num_offers)
             elif self._has_better_to_do():
-                spare.leave()
+                idle_time.leave()
                 if self.queue.all_done():
                     break
                 looks_for_units = True
             else:
-                spare.spend()
-        spare.leave()
+                idle_time.spend()
+        idle_time.leave()
         return last_token, steps
 
-    def idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
+    def build_idle_time(self, idle_work: IdleWork, training: DrafterTraining) -> IdleTime:
         """Builds the IdleTime in which this replica works while it has no units."""
-        return IdleTime(idle, drafter, self._has_better_to_do, self.queue.rest, self.timeline)
+        return IdleTime(idle_work, training, self._has_better_to_do, self.queue.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
         """Returns how many units could start now; at least one when nothing runs."""

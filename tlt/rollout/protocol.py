@@ -1,10 +1,10 @@
 """What a rollout phase asks of those around it. The base classes do nothing, so a phase never asks whether
 there is one.
 
-Scorers       score responses, in processes (rewards/pool.py)
-Journal       keeps responses and rewards on disk (saved/journal.py)
-DrafterSide   trains and measures the drafter (watched_drafter.py)
-Ahead         generates the next steps' responses in idle time (ahead.py)
+Scorers           score responses, in processes (rewards/pool.py)
+Journal           keeps responses and rewards on disk (saved/journal.py)
+DrafterTraining   trains and measures the drafter (watched_drafter.py)
+Ahead             generates the next steps' responses in idle time (ahead.py)
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Receivers:
     journal: Journal = field(default_factory=Journal)
 
 
-class DrafterSide:
+class DrafterTraining:
     """Trains and measures the drafter during a phase. This base does nothing: it serves evaluations, and runs
     that have no learned drafter."""
 

@@ -32,7 +32,7 @@ from tlt.drafter.measure import TOLERANCE, DrafterCopies, Measurement, Tally, ch
 from tlt.drafter.publisher import Publisher, Served
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.report.timeline import Timeline
-from tlt.rollout.protocol import DrafterSide
+from tlt.rollout.protocol import DrafterTraining
 from tlt.spans import SpanName
 from tlt.types import Finished, Rollout
 
@@ -67,7 +67,7 @@ class RankState:
     num_tokens: int = 0
 
 
-class WatchedDrafter(DrafterSide):
+class WatchedDrafter(DrafterTraining):
     """A learned drafter that is measured and, with `spot`, trained.
 
     copies: the copy that is trained and the engine's copy.

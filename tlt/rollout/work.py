@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from tlt.engine.backend import RolloutBackend
-from tlt.rollout.protocol import DrafterSide, Recalled, Receivers
+from tlt.rollout.protocol import DrafterTraining, Recalled, Receivers
 from tlt.rollout.work_queue import WorkQueue
 from tlt.types import Finished, Problem, Request, ResponseId, Reward, Rollout, id_of
 
@@ -89,8 +89,8 @@ class ReplicaWork:
 class FinishedResponses:
     """The finished responses of this replica in a round, and their rewards."""
 
-    def __init__(self, problems: Iterable[Problem], to: Receivers, drafter: DrafterSide) -> None:
-        self.scorers, self.decode, self.journal, self.drafter = to.scorers, to.decode, to.journal, drafter
+    def __init__(self, problems: Iterable[Problem], to: Receivers, training: DrafterTraining) -> None:
+        self.scorers, self.decode, self.journal, self.training = to.scorers, to.decode, to.journal, training
         self.rollouts: list[Rollout] = []
         self.rewards: dict[ResponseId, Reward] = {}
         self._data_of = {problem.problem_id: problem.data for problem in problems}
@@ -100,7 +100,7 @@ class FinishedResponses:
         rollout = finished.rollout
         self.rollouts.append(rollout)
         self.journal.note_finished(rollout)
-        self.drafter.observe(finished)
+        self.training.observe(finished)
         text = self.decode(rollout.token_ids)
         data = self._data_of[rollout.problem_id]
         self.scorers.submit(id_of(rollout), data, text, rollout.token_ids, rollout.policy_version)
@@ -113,7 +113,7 @@ class FinishedResponses:
             else:
                 self.rollouts.append(rollout)
                 self.rewards[id_of(rollout)] = reward
-                self.drafter.observe(Finished(rollout))
+                self.training.observe(Finished(rollout))
 
     def collect(self) -> None:
         """Takes the rewards that have arrived."""

@@ -73,9 +73,9 @@ def evaluate(run: Run) -> None:
     with (
         run.timeline.span(SpanName.EVALUATE),
         run.console.status(f"evaluating on {len(run.held_out)} held-out problems"),
-        run.replay.lend("evaluation", 0, run.step),
+        run.replay.lend("evaluation", policy_step=0, number=run.step),
     ):
-        run.drafter.foresee(problem.prompt_ids for problem in run.held_out)
+        run.drafter_training.foresee(problem.prompt_ids for problem in run.held_out)
         phase = run.phase.run(run.held_out, settings.samples_per_problem, params, "evaluation", 0)
     run.keep_responses("evaluation", phase)
     for rollout in phase.rollouts:  # the next evaluation draws with the same noise

@@ -33,9 +33,9 @@ from tlt.hf.weights import expected_shapes
 from tlt.kinds import BatchSize, Share, plain, shorten
 from tlt.ranks.world import gather_objects, join_process_group, shutdown
 from tlt.report.timeline import Timeline, shared_epoch
-from tlt.rollout.idle_time import IdleWork, facts_of, idle_choice
+from tlt.rollout.idle_time import IdleWork, build_idle_choice, facts_of
 from tlt.rollout.phase import RolloutPhase
-from tlt.rollout.protocol import DrafterSide, Receivers
+from tlt.rollout.protocol import DrafterTraining, Receivers
 from tlt.rollout.result import PhaseResult
 from tlt.rollout.work_queue import connect_work_queue
 from tlt.speculative.strategy import Strategy
@@ -133,14 +133,14 @@ class LiveRollouts:
             self.engine = build_engine(
                 self.config, tensors, settings.of_engine(policy), stored, on_span=self.timeline.add
             )
-            self.drafter = watch_drafter(
+            self.drafter_training = watch_drafter(
                 settings.section, stored, self.engine, world, self.timeline, seed=0, share=share
             )
         queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
         receivers = Receivers(Unscored(), lambda _: "")
         self._phase = RolloutPhase(world, self.engine, queue, receivers, self.timeline, lambda: False)
         trains = folder is not None and settings.section.train
-        self._idle = idle_choice(world, self.timeline.epoch.machine, False, trains)
+        self._idle_choice = build_idle_choice(world, self.timeline.epoch.machine, False, trains)
         self._occurrences = {purpose: PromptCounts() for purpose in ("rollout", "evaluation", "generate")}
         self._num_calls = 0
         self.latest: PhaseResult | None = None
@@ -178,17 +178,17 @@ class LiveRollouts:
         self._num_calls += 1
         self.engine.load_policy(module_tensors(self.model, self._expected), step)
         label = f"{purpose} {step}, call {self._num_calls}"
-        trained = self.drafter if purpose == "rollout" else DrafterSide()
-        self.drafter.foresee(problem.prompt_ids for problem in problems)
+        training = self.drafter_training if purpose == "rollout" else DrafterTraining()
+        self.drafter_training.foresee(problem.prompt_ids for problem in problems)
         try:
-            idle = IdleWork(plan=self._idle.plan(self._num_calls))
-            self.latest = self._phase.answer(problems, list(groups.values()), label, trained, idle)
+            idle_work = IdleWork(plan=self._idle_choice.plan(self._num_calls))
+            self.latest = self._phase.answer(problems, list(groups.values()), label, training, idle_work)
             if purpose == "rollout":
-                self._idle.observe(facts_of(self.latest), self.latest.slowdown)
+                self._idle_choice.observe(facts_of(self.latest), self.latest.slowdown)
         except BaseException:  # such as Ctrl-C in a notebook: the next call begins anew
             self.engine.abort()
             self._phase.queue.abandon()
-            trained.abandon()
+            training.abandon()
             raise
         self.seconds = defaultdict(float)
         for span in self.timeline.spans:
@@ -204,12 +204,12 @@ class LiveRollouts:
 
     def save_drafter(self, folder: str | Path) -> None:
         """Writes the drafter, for this class, `tlt train` or another engine to load. One rank calls it."""
-        self.drafter.save(Path(folder), {})
+        self.drafter_training.save(Path(folder), {})
 
     def close(self) -> None:
         """Leaves the ranks' process group. Every rank calls it, at the end."""
         world = self.world
-        del self._phase, self.drafter, self.engine
+        del self._phase, self.drafter_training, self.engine
         shutdown(world)
 
     def _name(

@@ -91,20 +91,20 @@ def sample(run: Run) -> PhaseResult:
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
-    plan, steps_left = run.idle.plan(run.step), run.config.run.num_steps - run.step - 1
-    idle = IdleWork(next_steps(run, IdleUse.AHEAD in plan.order), plan)
-    run.drafter.foresee(problem.prompt_ids for problem in problems)
-    with run.replay.lend("rollout", run.step, run.step):
+    plan, steps_left = run.idle_choice.plan(run.step), run.config.run.num_steps - run.step - 1
+    idle_work = IdleWork(ahead_work(run, IdleUse.AHEAD in plan.order), plan)
+    run.drafter_training.foresee(problem.prompt_ids for problem in problems)
+    with run.replay.lend("rollout", policy_step=run.step, number=run.step):
         phase = run.phase.run(
-            problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle
+            problems, num_samples, run.params, "rollout", run.step, run.drafter_training, sampling, idle_work
         )
     run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
-    run.idle.observe(facts_of(phase, idle.ahead.num_offered, steps_left), phase.slowdown)
+    run.idle_choice.observe(facts_of(phase, idle_work.ahead.num_offered, steps_left), phase.slowdown)
     return phase
 
 
-def next_steps(run: Run, generates: bool) -> Ahead:
+def ahead_work(run: Run, generates: bool) -> Ahead:
     """Returns the work of generating the next steps' responses in this step's idle time, as references.
 
     generates: False: none are generated in this step; those of earlier steps are still accounted for.
@@ -215,7 +215,7 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
         if (mistake := explain_os_error(error, config.run.out_dir)) is None:
             raise
         raise mistake from error
-    del run
+    del run  # what refers to the ranks' group must be gone before `shutdown`
     # A signal reaches one rank; the run has ended on all of them.
     stop.signal = next(filter(None, gather_objects(world, stop.signal)), None)
     shutdown(world)

@@ -27,7 +27,7 @@ def write_products(run: Run) -> None:
     folder = run.out_dir
     forget_journal(folder)  # the last checkpoint has all of it
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
-    run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
+    run.drafter_training.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
     for missing in merge_timelines(folder, folder / "timeline.json"):
         run.console.note(missing)
     written = "policy adapter best drafter evaluations.jsonl metrics.jsonl config.json timeline.json"

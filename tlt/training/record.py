@@ -36,7 +36,7 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
         rewards=summarize(phase.rewards),
         update=update,
         drafter=phase.drafter_record(),
-        idle=phase.idle_record(run.idle.worth()),
+        idle=phase.idle_record(run.idle_choice.worth()),
     )
     run.check_folder()
     if run.metrics is not None:

@@ -32,7 +32,7 @@ from tlt.report.timeline import Timeline, rank_path, shared_epoch
 from tlt.report.trackers import TrackedRun
 from tlt.report.tracking import NO_TRACKING, Tracking, track
 from tlt.rewards.pool import RewardPool
-from tlt.rollout.idle_time import idle_choice
+from tlt.rollout.idle_time import build_idle_choice
 from tlt.rollout.phase import RolloutPhase
 from tlt.rollout.protocol import Journal, Receivers
 from tlt.rollout.result import PhaseResult
@@ -59,7 +59,7 @@ class Run:
     step: updates done, `first_step` of them by earlier attempts.
     id: the run's name for trackers.
     inputs: digests of model, problems and adapter, by which a resumed run knows them again.
-    drafter: trains and measures the learned drafter.
+    drafter_training: trains and measures the learned drafter.
     lengths: mean length of the latest responses, by problem.
     metrics: None but on the leader.
 
@@ -132,11 +132,13 @@ class Run:
         self.references = References(config.rollout.references_mib)
         self.lengths: dict[str, float] = {}
         ahead, compares = config.rollout.steps_ahead > 0, config.rollout.compares_idle_work
-        self.idle = idle_choice(world, self.timeline.epoch.machine, ahead, config.drafter.train, compares)
+        self.idle_choice = build_idle_choice(
+            world, self.timeline.epoch.machine, ahead, config.drafter.train, compares
+        )
         self.engine = build_backend(
             model, settings, stored, on_span=self.timeline.add, references=self.references
         )
-        self.drafter = watch_drafter(
+        self.drafter_training = watch_drafter(
             config.drafter, stored, self.engine, world, self.timeline, seed=config.run.seed
         )
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
@@ -175,9 +177,9 @@ class Run:
         path, manifest = found
         own = load_checkpoint(path, manifest, self._tensors(), self.world)
         self.trainer.restore(manifest.counters["policy"])
-        self.drafter.restore(manifest.counters["drafter"], own[0]["drafter"])
+        self.drafter_training.restore(manifest.counters["drafter"], own[0]["drafter"])
         if idle := manifest.counters.get("idle"):  # older checkpoints have none
-            self.idle.restore(idle)
+            self.idle_choice.restore(idle)
         if self.engine.tuner is not None:
             self.engine.tuner.restore(own[0]["tuner"])
         if self.engine.drafter is not None:
@@ -237,7 +239,7 @@ class Run:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns this rank's part of all trained tensors, by name; checkpoints save and fill them."""
-        return {**self.trainer.tensors(), **self.drafter.tensors()}
+        return {**self.trainer.tensors(), **self.drafter_training.tensors()}
 
     def _track(self) -> Tracking:
         """Starts the configured trackers."""
@@ -278,13 +280,17 @@ class Run:
             self.checkpoints.wait()  # the new one names the one before
             counters = {
                 "policy": self.trainer.counters(),
-                "drafter": self.drafter.counters(),
-                "idle": self.idle.counters(),
+                "drafter": self.drafter_training.counters(),  # its training, what all ranks share
+                "idle": self.idle_choice.counters(),
                 "follows": self._saved().digest,
             }
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
             tuner = {} if self.engine.tuner is None else self.engine.tuner.counters()
-            own = {"drafter": self.drafter.own_counters(), "tuner": tuner, "drafting": drafting}
+            own = {
+                "drafter": self.drafter_training.own_counters(),  # its training, this rank's part
+                "tuner": tuner,
+                "drafting": drafting,  # the engine's drafter: what it has measured while drafting
+            }
             self.checkpoints.save(Checkpoint(self.step, self.id, self._tensors(), counters, own, self.inputs))
 
     def check_folder(self) -> None:

@@ -62,7 +62,7 @@ def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
     parts, prompt_ids = Parts(), tuple(range(1, 61)) * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tlt.drafter.measure.CANARY_TOKENS", 30)
-        check = parts.side.check([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
+        check = parts.training.check([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
     assert 0 < check.acceptance < 1
 
 

@@ -379,19 +379,19 @@ def test_both_copies_are_measured_over_what_is_proposed() -> None:
 def watched(wanted: DraftVocab) -> tuple[Any, DraftVocabulary]:
     """A drafter of a run of one rank, with the parts that choose."""
     vocabulary = DraftVocabulary(costs_of(CONFIG), wanted)
-    return Parts(vocabulary=vocabulary).side, vocabulary
+    return Parts(vocabulary=vocabulary).training, vocabulary
 
 
 def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_responses_do_not_change() -> None:
-    side, vocabulary = watched(10)
+    training, vocabulary = watched(10)
     first, second = make_rollouts(seed=1), make_rollouts(seed=2)
-    check = side.check(first, 0, 1.0)
+    check = training.check(first, 0, 1.0)
     assert (check.vocabulary, check.coverage) == (VOCAB, 1.0), "nothing was known in the first step"
-    side.foresee([(1, 2)])
+    training.foresee([(1, 2)])
     chosen = chosen_by(vocabulary)
     assert {1, 2} < set(chosen)
-    assert side.served.model.token_ids.tolist() == side.spot.trainer.token_ids.tolist() == chosen
-    check = side.check(second, 0, 1.0)
+    assert training.served.model.token_ids.tolist() == training.spot.trainer.token_ids.tolist() == chosen
+    check = training.check(second, 0, 1.0)
     assert chosen_by(vocabulary) == chosen
     tokens = [token for rollout in second for token in rollout.token_ids]
     assert check.vocabulary == 10
@@ -401,55 +401,57 @@ def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_respon
 def test_a_saved_drafter_says_what_acceptance_was_measured_last_so_that_the_next_tuner_knows_it(
     tmp_path: Path,
 ) -> None:
-    side, _ = watched("full")
-    side.check_every = 2
-    measured = side.check(make_rollouts(seed=1), 0, 1.0).acceptance
-    assert math.isnan(side.check(make_rollouts(seed=2), 0, 1.0).acceptance), "not due"
+    training, _ = watched("full")
+    training.check_every = 2
+    measured = training.check(make_rollouts(seed=1), 0, 1.0).acceptance
+    assert math.isnan(training.check(make_rollouts(seed=2), 0, 1.0).acceptance), "not due"
     restarted, _ = watched("full")
-    restarted.restore(side.counters(), side.own_counters())
-    for number, one in enumerate((side, restarted)):
+    restarted.restore(training.counters(), training.own_counters())
+    for number, one in enumerate((training, restarted)):
         one.save(tmp_path / str(number), {})
         assert load_drafter(tmp_path / str(number), CONFIG, POLICY.state_dict()).acceptance == measured
 
 
 def test_ranks_that_propose_other_tokens_stop_the_run() -> None:
-    side, _ = watched(10)
-    side.foresee([(30, 31)])
-    ours = Measurement(side.copies, make_rollouts(), 1.0, random.Random(1)).tally()
-    side.served.model.choose(torch.arange(10))
-    theirs = Measurement(side.copies, make_rollouts(), 1.0, random.Random(1)).tally()
+    training, _ = watched(10)
+    training.foresee([(30, 31)])
+    ours = Measurement(training.copies, make_rollouts(), 1.0, random.Random(1)).tally()
+    training.served.model.choose(torch.arange(10))
+    theirs = Measurement(training.copies, make_rollouts(), 1.0, random.Random(1)).tally()
     with pytest.raises(RuntimeError, match="rank 1 proposes other tokens than rank 0"):
         check_arrival([ours, theirs], 3, 1e-4)
 
 
 def test_a_run_leads_so_that_no_rank_chooses_by_its_own_responses() -> None:
-    side, vocabulary = watched(10)
+    training, vocabulary = watched(10)
     context = SimpleNamespace(tokens=[[*range(60)] * 20], requests=[SimpleNamespace(prompt_ids=(1, 2))])
     for is_led in (True, False):
-        side.served.choice.is_led = is_led
-        side.served.finish(0, make_rollouts()[0])
-        side.served.choice.look(context)
+        training.served.choice.is_led = is_led
+        training.served.finish(0, make_rollouts()[0])
+        training.served.choice.look(context)
         assert (vocabulary.num_renewals, float(vocabulary.counts_V.sum()) > 0) == (
             (0, False) if is_led else (1, True)
         )
 
 
 def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_wanted_now() -> None:
-    side, vocabulary = watched(10)
-    side.foresee([(30, 31)])
-    side.check(make_rollouts(seed=1), 0, 1.0)
-    counters = json.loads(json.dumps(side.counters()))
+    training, vocabulary = watched(10)
+    training.foresee([(30, 31)])
+    training.check(make_rollouts(seed=1), 0, 1.0)
+    counters = json.loads(json.dumps(training.counters()))
     again, restored = watched(10)
-    again.restore(counters, side.own_counters())
+    again.restore(counters, training.own_counters())
     assert restored.counters() == vocabulary.counters()
     assert again.served.model.token_ids.tolist() == vocabulary.token_ids.tolist()  # type: ignore[union-attr]
     assert torch.equal(again.spot.trainer.token_ids, again.served.model.token_ids)
     wider, _ = watched(15)
-    wider.restore(counters, side.own_counters())
+    wider.restore(counters, training.own_counters())
     wider.foresee([(30, 31)])
     assert wider.served.model.num_proposed == 15
     old, _ = watched(10)
-    old.restore({key: value for key, value in counters.items() if key != "vocabulary"}, side.own_counters())
+    old.restore(
+        {key: value for key, value in counters.items() if key != "vocabulary"}, training.own_counters()
+    )
     assert old.served.model.token_ids is None, "an older checkpoint says nothing of it"
 
 

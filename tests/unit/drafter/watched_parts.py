@@ -55,7 +55,7 @@ class Parts:
         self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
         copies = DrafterCopies(self.model, packed, TARGET, lambda group, counts: 0)
         ranks = Ranks(0, lambda value: [value], lambda tensors, weight: weight)
-        self.side = WatchedDrafter(copies, self.learned, self.spot, ranks, Timeline(0), check_every)
+        self.training = WatchedDrafter(copies, self.learned, self.spot, ranks, Timeline(0), check_every)
 
     def join(self, state: RankState, tally: Tally | None = None) -> None:
         """Adds a second rank, with this state at every step's end and this tally (None: the first one's)."""
@@ -63,18 +63,18 @@ class Parts:
         def gather(value: Any) -> list[Any]:
             return [value, state if isinstance(value, RankState) else tally or value]
 
-        self.side.ranks = replace(self.side.ranks, gather=gather)
+        self.training.ranks = replace(self.training.ranks, gather=gather)
 
     def measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool = True) -> Tally:
-        return Measurement(self.side.copies, rollouts, temperature, random.Random("0/0"), is_due).tally()
+        return Measurement(self.training.copies, rollouts, temperature, random.Random("0/0"), is_due).tally()
 
     def train(self, micro_steps: int = 6) -> DrafterReport:
         left = iter([False] * micro_steps + [True])
-        return self.side.train(lambda: next(left))
+        return self.training.train(lambda: next(left))
 
     def step(self, seed: int = 0, micro_steps: int = 6) -> DrafterCheck:
         """Trains on new responses, and checks. micro_steps: 0 for a step without training."""
         rollouts = make_rollouts(seed=seed)
         for rollout in rollouts:
             self.spot.buffer.add(rollout)
-        return self.side.check(rollouts, self.train(micro_steps).num_tokens, 1.0)
+        return self.training.check(rollouts, self.train(micro_steps).num_tokens, 1.0)

@@ -121,7 +121,7 @@ def make_phase(engine: Any, queue: Any, scorers: Scorers | None = None) -> Rollo
     return RolloutPhase(world, engine, queue, Receivers(scorers, lambda ids: ""), timeline, lambda: False)
 
 
-def make_side(
+def make_training(
     spot: Any,
     learned: Any = None,
     target: PackedTransformer | None = None,
@@ -149,14 +149,14 @@ def generate(
     phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None
 ) -> tuple[list[Rollout], float, DrafterReport]:
     """The part of a phase in which a replica waits for nobody."""
-    drafter = make_side(spot)
-    drafter.begin()
+    training = make_training(spot)
+    training.begin()
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.queue.begin("rollout", len(problems))
-    ended = FinishedResponses(problems, phase.receivers, drafter)
-    spare = phase.idle_time(NO_WORK, drafter)
-    last_token, _ = phase.generate(ReplicaWork(phase.queue, requests), ended, spare)
-    return ended.rollouts, last_token, spare.drafter_report
+    ended = FinishedResponses(problems, phase.receivers, training)
+    idle_time = phase.build_idle_time(NO_WORK, training)
+    last_token, _ = phase.generate(ReplicaWork(phase.queue, requests), ended, idle_time)
+    return ended.rollouts, last_token, idle_time.drafter_report
 
 
 def make_queues(num: int) -> list[WorkQueue]:

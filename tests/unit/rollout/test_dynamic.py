@@ -15,7 +15,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.rollout.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.rollout.phase import StopRequested
-from tlt.rollout.protocol import DrafterSide
+from tlt.rollout.protocol import DrafterTraining
 from tlt.rollout.result import PhaseResult, ReplicaReport, combine
 from tlt.rollout.work_queue import local_work_queue
 from tlt.speculative.strategy import Strategy
@@ -126,8 +126,8 @@ PARITY = Scorers(lambda token_ids: float(sum(token_ids) % 5 == 0))
 """Gives some groups different rewards, and others not."""
 
 
-class Watcher(DrafterSide):
-    """Writes down what a phase asks of the drafter's side."""
+class Watcher(DrafterTraining):
+    """Writes down what a phase asks of the drafter's training."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -145,11 +145,11 @@ class Watcher(DrafterSide):
         self.events.append("abandon")
 
 
-def sample(engine: RolloutEngine, step: int = 4, drafter: DrafterSide | None = None) -> PhaseResult:
+def sample(engine: RolloutEngine, step: int = 4, training: DrafterTraining | None = None) -> PhaseResult:
     params = SamplingParams(temperature=1.0, max_tokens=16, stop_ids=(STOP,))
     begin, spare = problems_of_step(PROBLEMS, step, 4, 0), spare_problems(PROBLEMS, step, 4, 0)
     return make_phase(engine, local_work_queue(), PARITY).run(
-        begin, 2, params, "rollout", step, drafter or DrafterSide(), rule(4, spare)
+        begin, 2, params, "rollout", step, training or DrafterTraining(), rule(4, spare)
     )
 
 
@@ -178,7 +178,7 @@ def test_with_speculation_on_and_off_the_same_problems_are_drawn_again_and_answe
 
 def test_the_drafter_sees_all_rounds_as_one_step() -> None:
     watcher = Watcher()
-    result = sample(make_engine(POLICY), drafter=watcher)
+    result = sample(make_engine(POLICY), training=watcher)
     num = len(result.rollouts)
     assert num == 2 * len(result.groups) > 8
     assert watcher.events == ["begin", f"check {num}", f"end {num}"]

@@ -24,7 +24,7 @@ from tests.unit.rollout.phase_parts import (
 from tlt.engine.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
 from tlt.rollout.phase import NO_WORK
-from tlt.rollout.protocol import DrafterSide
+from tlt.rollout.protocol import DrafterTraining
 from tlt.rollout.work import FinishedResponses, ReplicaWork, worth_migrating
 from tlt.speculative.strategy import Strategy
 from tlt.types import Finished, Request, Rollout
@@ -69,9 +69,9 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
             return taken
 
         works[index].take = take_back_only_when_idle
-        ended = FinishedResponses(problems, phase.receivers, DrafterSide())
-        spare = phase.idle_time(NO_WORK, DrafterSide())
-        return lambda: (ended.rollouts, phase.generate(works[index], ended, spare))
+        ended = FinishedResponses(problems, phase.receivers, DrafterTraining())
+        idle_time = phase.build_idle_time(NO_WORK, DrafterTraining())
+        return lambda: (ended.rollouts, phase.generate(works[index], ended, idle_time))
 
     with running(replica(0), replica(1)) as results:
         pass

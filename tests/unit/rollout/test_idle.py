@@ -18,7 +18,7 @@ from tlt.report.timeline import Timeline
 from tlt.rollout import idle_choice as module
 from tlt.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
 from tlt.rollout.idle_time import IdleTime, IdleWork, facts_of
-from tlt.rollout.protocol import Ahead, DrafterSide
+from tlt.rollout.protocol import Ahead, DrafterTraining
 from tlt.rollout.result import PhaseResult, ReplicaReport
 from tlt.rollout.slowdown import SlowdownSums
 from tlt.spans import Span
@@ -40,7 +40,7 @@ class Clock:
         self.now += seconds
 
 
-class Working(Ahead, DrafterSide):
+class Working(Ahead, DrafterTraining):
     """Works in pieces of 50 ms, until it is to stop or all of its pieces are done."""
 
     def __init__(self, clock: Clock, pieces: int) -> None:
@@ -67,49 +67,49 @@ def spend(plan: IdlePlan, ahead: int, train: int, seconds: float) -> tuple[IdleT
     clock = Clock()
     timeline, end = Timeline(0, clock=lambda: clock.now), clock.now + seconds
     work = IdleWork(Working(clock, ahead), plan)
-    idle = IdleTime(
+    idle_time = IdleTime(
         work, Working(clock, train), lambda: clock.now >= end, lambda: clock.sleep(0.01), timeline
     )
     while clock.now < end:
-        idle.spend()
-    idle.leave()
-    return idle, timeline.spans
+        idle_time.spend()
+    idle_time.leave()
+    return idle_time, timeline.spans
 
 
-def seconds_of(idle: IdleTime, use: IdleUse) -> float:
-    return sum(stretch.end - stretch.start for stretch in idle.stretches if stretch.use is use)
+def seconds_of(idle_time: IdleTime, use: IdleUse) -> float:
+    return sum(stretch.end - stretch.start for stretch in idle_time.stretches if stretch.use is use)
 
 
 @pytest.mark.parametrize("order", [(TRAIN, AHEAD), (TRAIN,)], ids=len)
 def test_the_plan_says_what_is_done_and_in_which_order(order: tuple[IdleUse, ...]) -> None:
-    idle, _ = spend(IdlePlan(order), ahead=4, train=6, seconds=1.0)
-    assert [stretch.use for stretch in idle.stretches] == [*order, REST]
+    idle_time, _ = spend(IdlePlan(order), ahead=4, train=6, seconds=1.0)
+    assert [stretch.use for stretch in idle_time.stretches] == [*order, REST]
 
 
 def test_what_comes_first_is_done_first_and_what_is_left_of_the_time_is_rest() -> None:
-    idle, spans = spend(IdlePlan(), ahead=4, train=6, seconds=1.0)
-    assert [stretch.use for stretch in idle.stretches] == [AHEAD, TRAIN, REST]
-    assert seconds_of(idle, AHEAD) == pytest.approx(0.2)
-    assert seconds_of(idle, TRAIN) == pytest.approx(0.3)
-    assert seconds_of(idle, REST) == pytest.approx(0.5)
-    assert idle.ahead_report == AheadReport(4, 12, pytest.approx(0.2))
-    assert idle.drafter_report.num_micro_steps == 6
+    idle_time, spans = spend(IdlePlan(), ahead=4, train=6, seconds=1.0)
+    assert [stretch.use for stretch in idle_time.stretches] == [AHEAD, TRAIN, REST]
+    assert seconds_of(idle_time, AHEAD) == pytest.approx(0.2)
+    assert seconds_of(idle_time, TRAIN) == pytest.approx(0.3)
+    assert seconds_of(idle_time, REST) == pytest.approx(0.5)
+    assert idle_time.ahead_report == AheadReport(4, 12, pytest.approx(0.2))
+    assert idle_time.drafter_report.num_micro_steps == 6
     assert {span.name for span in spans} == {"ahead", "wait"}
 
 
 @pytest.mark.parametrize("order", [(AHEAD,), (TRAIN,)])
 def test_a_rank_rests_for_the_share_that_the_plan_says(order: tuple[IdleUse, ...]) -> None:
-    idle, _ = spend(IdlePlan(order, rest=0.25), ahead=1000, train=1000, seconds=8.0)
-    assert seconds_of(idle, REST) == pytest.approx(2.0, abs=0.3)
-    rests = [stretch for stretch in idle.stretches if stretch.use is REST]
+    idle_time, _ = spend(IdlePlan(order, rest=0.25), ahead=1000, train=1000, seconds=8.0)
+    assert seconds_of(idle_time, REST) == pytest.approx(2.0, abs=0.3)
+    rests = [stretch for stretch in idle_time.stretches if stretch.use is REST]
     assert len(rests) == pytest.approx(10, abs=1)
-    assert sum(s.end - s.start for s in idle.stretches) == pytest.approx(8.0, abs=0.06)
+    assert sum(s.end - s.start for s in idle_time.stretches) == pytest.approx(8.0, abs=0.06)
 
 
 def test_real_work_ends_a_rest_at_once() -> None:
-    idle, _ = spend(IdlePlan((TRAIN,), rest=0.25, offset=0.75), ahead=0, train=1000, seconds=0.1)
-    assert [stretch.use for stretch in idle.stretches] == [REST]
-    assert seconds_of(idle, REST) == pytest.approx(0.1, abs=0.011)
+    idle_time, _ = spend(IdlePlan((TRAIN,), rest=0.25, offset=0.75), ahead=0, train=1000, seconds=0.1)
+    assert [stretch.use for stretch in idle_time.stretches] == [REST]
+    assert seconds_of(idle_time, REST) == pytest.approx(0.1, abs=0.011)
 
 
 def test_what_another_runs_references_have_won_is_no_gain_of_generating_ahead() -> None:

@@ -11,7 +11,7 @@ from tests.unit.rollout.phase_parts import (
     make_phase,
     make_problems,
     make_queues,
-    make_side,
+    make_training,
 )
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
@@ -39,7 +39,7 @@ def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on(keeps
             PARAMS,
             "rollout",
             0,
-            make_side(spot, learned, engine.model),
+            make_training(spot, learned, engine.model),
         )
     assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
     assert spot.counters()["trajectories"] == [[[3, 4, 5, 6, 7], 2]]
@@ -84,7 +84,7 @@ def test_features_are_read_out_only_where_they_are_trained_on() -> None:
         trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
         spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
         (queue,) = make_queues(1)
-        drafter = make_side(spot, learned, engine.model)
+        drafter = make_training(spot, learned, engine.model)
         finished: list[str] = []
         add = spot.add
         spot.add = lambda r, f, add=add, done=finished: done.append(r.problem_id) or add(r, f)

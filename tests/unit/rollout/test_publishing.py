@@ -16,7 +16,7 @@ from tests.unit.rollout.phase_parts import (
     make_phase,
     make_problems,
     make_queues,
-    make_side,
+    make_training,
 )
 from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel
@@ -92,7 +92,7 @@ def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above
         spot.trainer.model.load_state_dict(average.state_dict())
         return 9.0
 
-    drafter = make_side(spot, learned, engine.model, average_weighted, others=(10, 7))
+    drafter = make_training(spot, learned, engine.model, average_weighted, others=(10, 7))
     learned.load(make_model(4).state_dict(), 9)
     result = make_phase(engine, queue).run(make_problems(2), 2, PARAMS, "rollout", 0, drafter)
     assert result.check is not None

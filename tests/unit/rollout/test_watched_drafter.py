@@ -52,7 +52,7 @@ def listen(parts: Parts) -> list[str]:
         calls.append(type(value).__name__)
         return [value]
 
-    parts.side.ranks = replace(parts.side.ranks, gather=gather)
+    parts.training.ranks = replace(parts.training.ranks, gather=gather)
     return calls
 
 
@@ -110,18 +110,18 @@ def test_ranks_that_hold_different_drafters_are_an_error(check_every: int, steps
 def test_a_step_in_which_any_rank_ran_out_of_passes_says_so_and_the_next_one_starts_anew() -> None:
     parts = Parts(max_passes=1.0)
     parts.spot.buffer.add(make_rollouts()[0])
-    report = parts.side.train(lambda: parts.trainer.num_tokens > 1000)
-    parts.side.train(lambda: True)
-    check = parts.side.check(make_rollouts(), report.num_tokens, 1.0)
+    report = parts.training.train(lambda: parts.trainer.num_tokens > 1000)
+    parts.training.train(lambda: True)
+    check = parts.training.check(make_rollouts(), report.num_tokens, 1.0)
     assert check.training == "trained; max_passes reached"
     parts.spot.end_step(make_rollouts(), 1.0)
     assert parts.step(micro_steps=4).training == "trained"
-    alone = parts.side.ranks
+    alone = parts.training.ranks
     parts.join(RankState("", 0, True))
     assert parts.step(micro_steps=4).training == "trained; max_passes reached"
-    parts.side.ranks = alone
-    assert parts.side.train(lambda: False).is_limited
-    parts.side.abandon()
+    parts.training.ranks = alone
+    assert parts.training.train(lambda: False).is_limited
+    parts.training.abandon()
     assert parts.step(micro_steps=4).training == "trained"
 
 
@@ -139,15 +139,15 @@ def test_acceptance_is_measured_every_so_many_steps_all_else_in_each_and_a_resta
         calls.append("average")
         return weight
 
-    assert parts.side.publisher is not None
-    parts.side.publisher.average = average
+    assert parts.training.publisher is not None
+    parts.training.publisher.average = average
     checks = [parts.step(seed) for seed in range(5)]
     assert [is_measured(check) for check in checks] == [True, False, False, True, False]
     assert [check.version for check in checks] == [1, 2, 3, 4, 5]
     assert all(check.training == "trained" for check in checks)
     assert calls == ["RankState", "average", "Tally"] * 5
-    again.side.restore(parts.side.counters(), parts.side.own_counters())
-    assert again.side.counters() == parts.side.counters()
+    again.training.restore(parts.training.counters(), parts.training.own_counters())
+    assert again.training.counters() == parts.training.counters()
     assert [is_measured(again.step(seed)) for seed in range(3)] == [False, True, False]
 
 
@@ -175,7 +175,7 @@ def test_publication_takes_as_long_as_on_the_slowest_rank_on_all_of_them() -> No
     def gather(value: Any) -> list[Any]:
         return [value, replace(value, publish_seconds=77.0) if isinstance(value, Tally) else value]
 
-    parts.side.ranks = replace(parts.side.ranks, gather=gather)
+    parts.training.ranks = replace(parts.training.ranks, gather=gather)
     assert parts.step(0).publish_seconds == 77.0
 
 
@@ -226,7 +226,7 @@ def test_an_interrupted_step_leaves_no_trace() -> None:
     before = content_hash(parts.model.state_dict())
     parts.train()
     assert content_hash(parts.model.state_dict()) != before
-    parts.side.abandon()
+    parts.training.abandon()
     assert content_hash(parts.model.state_dict()) == before
 
 
