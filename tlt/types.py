@@ -3,8 +3,8 @@
 torch appears as the type of a tensor alone; importing this file does not import it.
 
 Axes used throughout the package:
-    N tokens of a flat batch · B sequences · T tokens per sequence · V vocabulary · E hidden size
-    H query heads · K key/value heads · D head dimension · L cache length · S cache slots
+    N tokens of a flat batch · B sequences · T tokens per sequence (in rl/: response tokens) · V vocabulary
+    E hidden size · H query heads · K key/value heads · D head dimension · L cache length · S cache slots
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ def test_logprobs_are_those_of_the_trainers_forward() -> None:
 
 
 def test_in_float32_almost_all_sequences_agree_and_every_difference_begins_at_a_near_tie() -> None:
-    """DESIGN §2: fewer than 1 sequence in 1,000 may differ, and only from a token on whose margin in
-    float64 is below 1e-3. 1,200 sequences: at most 1 may."""
+    """Fewer than 1 sequence in 1,000 may differ, and only from a token on whose margin in float64 is below
+    1e-3. 1,200 sequences: at most 1 may."""
     requests = make_requests(num_problems=150, num_samples=8, seed=5, params=PARAMS)
     plain = tokens_of(make_engine(POLICY, dtype=torch.float32, max_batch_size=64), requests)
     tuner = Switching(STRATEGIES, seed=0)

@@ -1,7 +1,7 @@
 """The law draws the truncated softmax and nothing else, and verification walks the tree exactly as it says.
 
-References here are brute force in plain Python, written from DESIGN §2; test_warpers.py holds the law to
-transformers'. Error rate: 10 chi-square tests with fixed seeds, each failing a correct law with
+References here are brute force in plain Python, written from "The promise" in docs/architecture.md;
+test_warpers.py holds the law to transformers'. Error rate: 10 chi-square tests with fixed seeds, each failing a correct law with
 probability ALPHA = 1e-6; together 1e-5.
 """
 

@@ -222,7 +222,7 @@ def _imported(source: str) -> list[str]:
 
 
 def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
-    """DESIGN §3: speculative/ is auditable in an hour."""
+    """Whoever checks speculative/ needs no other part of the package."""
     plain = {
         "__future__",
         "abc",

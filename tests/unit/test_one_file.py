@@ -268,11 +268,11 @@ def test_its_advantages_and_clipped_loss_are_those_of_the_package() -> None:
     rewards_PG[0] = 1.0
     expected = group_advantages(rewards_PG.flatten(), torch.arange(5).repeat_interleave(8))
     torch.testing.assert_close(one_file.group_advantages(rewards_PG).flatten(), expected)
-    ratio_N = torch.linspace(0.3, 2.0, 40, dtype=torch.float64)
+    ratio_T = torch.linspace(0.3, 2.0, 40, dtype=torch.float64)
     grpo = AlgorithmSection().resolve(max_tokens=70)
-    loss_N, is_clipped_N = clipped_loss(ratio_N, expected, 1 - grpo.clip_low, 1 + grpo.clip_high)
-    assert is_clipped_N.any()
-    torch.testing.assert_close(one_file.clipped_loss(ratio_N, expected), loss_N)
+    loss_T, is_clipped_T = clipped_loss(ratio_T, expected, 1 - grpo.clip_low, 1 + grpo.clip_high)
+    assert is_clipped_T.any()
+    torch.testing.assert_close(one_file.clipped_loss(ratio_T, expected), loss_T)
 
 
 def package_gradient(policy: Transformer, rollouts: list[Any], rewards: list[float]) -> dict[str, Tensor]:

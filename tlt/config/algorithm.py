@@ -71,7 +71,8 @@ class AlgorithmSection(Section):
     """The policy update: a published algorithm by name. Each of its choices has a key that changes it."""
 
     name: Name = "grpo"
-    """The algorithm, which makes every choice that the keys below leave out (table in docs/algorithms.md)."""
+    """The algorithm, which makes every choice that the keys below leave out (table in docs/algorithms.md).
+    Two choices of grpo are DAPO's here: the mean over tokens, and clip_high = 0.28."""
     advantage: Advantage | None = None
     """Baseline that is subtracted from a response's reward, and scale that divides the difference; None: the
     algorithm's choice. group-mean: the mean of its problem's responses. group-std: the same, divided by their

@@ -3,11 +3,11 @@ one choice of config/algorithm.py.
 
     rewards_R ─ group_advantages ──────┐
     returns   ─ whitened_advantages ───┴─▶ one per response token ─┐
-    logprobs_N ─ importance_ratio ─────────────────────────────────┴─▶ policy_loss ────┐
+    logprobs_T ─ importance_ratio ─────────────────────────────────┴─▶ policy_loss ────┐
                                                                        kl_estimate × β ┴▶ × loss_weight,
                                                                                           sum, / loss_divisor
 
-Axes: R responses · N response tokens, of all responses · V vocabulary.
+Axes: R responses · G groups · T response tokens, of one response after the other · V vocabulary
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = 
     elif advantage == "leave-one-out":
         advantages_R = advantages_R * (size_G.double() / others_G)[group_R]
     # The mean of equal rewards can differ from them by rounding; their advantage is 0 all the same.
-    is_flat_G = per_group(rewards_R, "amax") == per_group(rewards_R, "amin")
-    return torch.where(is_flat_G[group_R], 0.0, advantages_R)
+    is_equal_G = per_group(rewards_R, "amax") == per_group(rewards_R, "amin")
+    return torch.where(is_equal_G[group_R], 0.0, advantages_R)
 
 
 def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
@@ -66,10 +66,10 @@ def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
 
     returns: float64, for each response one per token.
     """
-    all_N = torch.cat(list(returns))
-    if bool((all_N == all_N[0]).all()):
+    all_T = torch.cat(list(returns))
+    if bool((all_T == all_T[0]).all()):
         return [torch.zeros_like(returns_T) for returns_T in returns]
-    mean, std = all_N.mean(), all_N.std(correction=0)
+    mean, std = all_T.mean(), all_T.std(correction=0)
     return [(returns_T - mean) / (std + STD_FLOOR) for returns_T in returns]
 
 
@@ -92,89 +92,89 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> fl
 class PolicyLoss(NamedTuple):
     """The policy loss of each token."""
 
-    loss_N: Tensor
+    loss_T: Tensor
     """Carries the gradient."""
-    is_clipped_N: Tensor
+    is_clipped_T: Tensor
     """Whether the clip changed the gradient."""
 
 
 def policy_loss(
-    ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, algorithm: Algorithm
+    ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, algorithm: Algorithm
 ) -> PolicyLoss:
     """Returns the loss of every token, clipped as the algorithm says."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     if algorithm.loss == "cispo":
-        return cispo_loss(ratio_N, logprobs_N, advantages_N, low, high)
-    return clipped_loss(ratio_N, advantages_N, low, high)
+        return cispo_loss(ratio_T, logprobs_T, advantages_T, low, high)
+    return clipped_loss(ratio_T, advantages_T, low, high)
 
 
 def importance_ratio(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, lengths: Sequence[int], level: RatioScope
+    logprobs_T: Tensor, old_logprobs_T: Tensor, lengths: Sequence[int], level: RatioScope
 ) -> Tensor:
     """Returns ρ = π / π_old for every token:
 
     token       of that token (PPO, arXiv 1707.06347, section 3)
-    sequence    (Π_t ρ_t)^(1/T) over the T tokens of its response (GSPO, arXiv 2507.18071, equation 7)
+    sequence    (Π_t ρ_t)^(1/n) over the n tokens of its response (GSPO, arXiv 2507.18071, equation 7)
     trajectory  Π_t ρ_t: the response is one action (RLOO, arXiv 2402.14740, section 2.3)
 
     lengths: tokens of each response; the responses are whole and lie one after the other.
     """
-    log_ratio_N = logprobs_N - old_logprobs_N
+    log_ratio_T = logprobs_T - old_logprobs_T
     if level == "token":
-        return log_ratio_N.exp()
-    parts = log_ratio_N.split(list(lengths))
+        return log_ratio_T.exp()
+    parts = log_ratio_T.split(list(lengths))
     of_responses = [part.mean() if level == "sequence" else part.sum() for part in parts]
     return torch.cat([one.expand_as(part) for one, part in zip(of_responses, parts, strict=True)]).exp()
 
 
-def clipped_loss(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> PolicyLoss:
+def clipped_loss(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> PolicyLoss:
     """Returns -min(ρ A, clip(ρ, low, high) A) (PPO, arXiv 1707.06347, equation 7; DAPO, arXiv 2503.14476,
     equation 8, with two bounds)."""
-    unclipped_N = ratio_N * advantages_N
-    clipped_N = ratio_N.clamp(low, high) * advantages_N
-    return PolicyLoss(-torch.minimum(unclipped_N, clipped_N), clipped_N < unclipped_N)
+    unclipped_T = ratio_T * advantages_T
+    clipped_T = ratio_T.clamp(low, high) * advantages_T
+    return PolicyLoss(-torch.minimum(unclipped_T, clipped_T), clipped_T < unclipped_T)
 
 
 def cispo_loss(
-    ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, low: float, high: float
+    ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, low: float, high: float
 ) -> PolicyLoss:
     """Returns -clip(ρ, low, high) A log π, with the clipped ratio as a constant: no token loses its
     gradient (MiniMax-M1, arXiv 2506.13585, equations 4 and 5)."""
-    weight_N = ratio_N.detach().clamp(low, high)
-    return PolicyLoss(-weight_N * advantages_N * logprobs_N, (weight_N != ratio_N) & (advantages_N != 0))
+    weight_T = ratio_T.detach().clamp(low, high)
+    return PolicyLoss(-weight_T * advantages_T * logprobs_T, (weight_T != ratio_T) & (advantages_T != 0))
 
 
-def importance_weights(old_logprobs_N: Tensor, engine_logprobs_N: Tensor, *, cap: float) -> Tensor:
+def importance_weights(old_logprobs_T: Tensor, engine_logprobs_T: Tensor, *, cap: float) -> Tensor:
     """Returns min(π_trainer / π_engine, cap) per token, a constant of the loss. It corrects for an engine
     whose arithmetic samples a slightly different policy (truncated importance sampling, Ionides 2008; for RL
     engines Yao et al. 2025)."""
-    return (old_logprobs_N - engine_logprobs_N).exp().clamp(max=cap).detach()
+    return (old_logprobs_T - engine_logprobs_T).exp().clamp(max=cap).detach()
 
 
 # ── estimators ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+def kl_estimate(logprobs_T: Tensor, reference_logprobs_T: Tensor, estimator: KLEstimator = "k3") -> Tensor:
     """Returns, with r = π_reference / π, k1 = -log r, k2 = (log r)² / 2 or k3 = r - log r - 1 (Schulman
     2020, "Approximating KL divergence"). Under tokens of π, k1 and k3 are unbiased for KL(π ‖
     π_reference), and k2 has its gradient; k3 is never negative (GRPO, arXiv 2402.03300, equation 4)."""
-    log_ratio_N = reference_logprobs_N - logprobs_N
+    log_ratio_T = reference_logprobs_T - logprobs_T
     match estimator:
         case "k1":
-            return -log_ratio_N
+            return -log_ratio_T
         case "k2":
-            return log_ratio_N.square() / 2
-    return log_ratio_N.expm1() - log_ratio_N
+            return log_ratio_T.square() / 2
+    return log_ratio_T.expm1() - log_ratio_T
 
 
-def entropy(logprobs_NV: Tensor) -> Tensor:
-    """Returns H_N = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing. On a
+def entropy(logprobs_TV: Tensor) -> Tensor:
+    """Returns H_T = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing. On a
     CPU row by row, which stays in the cache and is six times as fast."""
-    if logprobs_NV.device.type != "cpu" or not len(logprobs_NV):
-        entropy_NV: Tensor = torch.special.entr(logprobs_NV.exp())
-        return entropy_NV.sum(-1)
-    least = torch.finfo(logprobs_NV.dtype).min
-    return torch.stack([-(row_V.exp() @ row_V.clamp(min=least)) for row_V in logprobs_NV])
+    if logprobs_TV.device.type != "cpu" or not len(logprobs_TV):
+        entropy_TV: Tensor = torch.special.entr(logprobs_TV.exp())
+        return entropy_TV.sum(-1)
+    least = torch.finfo(logprobs_TV.dtype).min
+    return torch.stack([-(row_V.exp() @ row_V.clamp(min=least)) for row_V in logprobs_TV])
 
 
 # ── one loss of many tokens ─────────────────────────────────────────────────────────────────────────────────

@@ -65,7 +65,7 @@ def scored_ones(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple
 def make_experiences(
     rollouts: Sequence[Rollout],
     rewards: Sequence[Reward],
-    settings: AlgorithmSection,
+    section: AlgorithmSection,
     algorithm: Algorithm,
     kl: Sequence[Tensor] | None,
 ) -> tuple[list[Experience], int]:
@@ -78,18 +78,18 @@ def make_experiences(
     """
     if not rollouts:
         return [], 0
-    penalties = None if kl is None else [settings.kl_coefficient * kl_T for kl_T in kl]
+    penalties = None if kl is None else [section.kl_coefficient * kl_T for kl_T in kl]
     values = []
     for rollout, reward in zip(rollouts, rewards, strict=True):
         num_tokens = len(rollout.token_ids)
         excess = overlong_penalty(num_tokens, algorithm.max_tokens, algorithm.overlong_buffer_tokens)
-        values.append(reward.value - settings.overlong_penalty * excess)
+        values.append(reward.value - section.overlong_penalty * excess)
     make = _whitened if algorithm.advantage == "batch-whitened" else _grouped
     advantages = make(rollouts, values, algorithm, penalties)
-    has_kl_loss = settings.kl_coefficient > 0 and algorithm.kl_in == "loss"
+    has_kl_loss = section.kl_coefficient > 0 and algorithm.kl_in == "loss"
     experiences, with_advantage = [], set()
     for rollout, of_tokens in zip(rollouts, advantages, strict=True):
-        if settings.mask_truncated and rollout.finish_reason == "length":
+        if section.mask_truncated and rollout.finish_reason == "length":
             masked = (0.0,) * len(of_tokens)
             experiences.append(Experience(rollout, masked, needs_grad=False, is_masked=True))
         else:

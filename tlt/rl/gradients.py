@@ -96,9 +96,8 @@ class Sharded:
     """Gradients where every rank holds slices (ranks/sharding.py) and FSDP reduces within the backward pass.
 
     reduces_each: reduces after every micro-batch, so that no rank holds the gradients of more than a layer.
-        Else
-        they are added up whole on every rank and reduced with the last micro-batch: less traffic, and sums in
-        the order of the replicated update.
+        Else they are added up whole on every rank and reduced with the last micro-batch: less traffic, and
+        sums in the order of the replicated update.
     """
 
     needs_equal_shares = True

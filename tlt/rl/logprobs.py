@@ -1,6 +1,7 @@
 """The log-probabilities of responses under a policy, with gradients.
 
-Axes: N tokens of a flat batch · T response tokens of it · E hidden size · V vocabulary
+Axes: N tokens of a flat batch · T response tokens of it, of one response after the other · E hidden size ·
+      V vocabulary
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ def response_logprobs(
     sizes = [(batch[f[0]].num_prompt, [batch[i].num_own for i in f]) for f in families]
     attend = SharedPrompts(model.config, sizes)
     tokens: list[int] = []
-    readers: dict[int, list[int]] = {}  # response → the positions that predict its tokens
+    predictors: dict[int, list[int]] = {}  # response → the positions that predict its tokens
     for family in families:
         tokens += batch[family[0]].rollout.prompt_ids
         end = len(tokens) - 1
         for i in family:
-            readers[i] = [end, *range(len(tokens), len(tokens) + batch[i].num_own)]
+            predictors[i] = [end, *range(len(tokens), len(tokens) + batch[i].num_own)]
             tokens += batch[i].rollout.token_ids[:-1]
-    readers_T = torch.tensor([reader for i in range(len(batch)) for reader in readers[i]], device=device)
+    predictors_T = torch.tensor([n for i in range(len(batch)) for n in predictors[i]], device=device)
     targets_T = torch.tensor([token for r in batch for token in r.rollout.token_ids], device=device)
 
-    def head(features_E: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        logits_V = model.logits(features_E)
-        logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
+    def head(features_TE: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
+        logits_TV = model.logits(features_TE)
+        logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         # as in decoder.py
         apply = ChosenLogprobs.apply
-        logprobs, entropies = apply(logits_V, chosen, temperature)  # type: ignore[no-untyped-call]
-        return logprobs, entropies
+        logprobs_T, entropy_T = apply(logits_TV, chosen_T, temperature)  # type: ignore[no-untyped-call]
+        return logprobs_T, entropy_T
 
     def read(features_NE: Tensor) -> tuple[Tensor, Tensor]:
-        features_TE = features_NE[readers_T]
+        features_TE = features_NE[predictors_T]
         rows = max(LOGITS_PER_CHUNK // model.config.vocab_size, 1)
         if len(targets_T) <= rows:
             return head(features_TE, targets_T)
         chunks = [
-            checkpoint(head, features, chosen, use_reentrant=False, preserve_rng_state=False)
-            for features, chosen in zip(features_TE.split(rows), targets_T.split(rows), strict=True)
+            checkpoint(head, part_TE, chosen_T, use_reentrant=False, preserve_rng_state=False)
+            for part_TE, chosen_T in zip(features_TE.split(rows), targets_T.split(rows), strict=True)
         ]
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)

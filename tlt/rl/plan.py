@@ -1,7 +1,7 @@
 """The plan of a policy update: which rank computes which responses, in which micro-batches.
 
-    responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0 ─ pack_families ─▶ [micro-batch] [micro-batch]
-                                                        rank 1                    [micro-batch]
+    responses ─ sample_zero_advantage ─▶ fewer ─ plan_ranks ─▶ rank 0 ─ pack_families ─▶ [micro-batch] …
+                                                               rank 1                    [micro-batch] …
 
 Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank, or
 is divided where that balances the ranks better. The plan is a pure function of lengths and prompts, so that
@@ -30,7 +30,7 @@ class Experience:
     """One per token."""
     needs_grad: bool
     """Whether it needs a backward pass."""
-    weight: float = 1.0
+    metric_weight: float = 1.0
     """Responses that it stands for in the means of the metrics; 0: another one stands for it."""
     is_masked: bool = False
     """Whether it is left out of the loss."""
@@ -65,28 +65,26 @@ class MicroBatch:
     """The responses of one forward, all with or all without a backward pass; a key, compared by identity."""
 
     responses: tuple[Experience, ...]
+    is_dummy: bool = False
+    """Whether it is computed only to keep step with other ranks: its loss is 0 and it counts nowhere."""
 
     @property
     def needs_grad(self) -> bool:
         return self.responses[0].needs_grad
 
-    @property
-    def is_dummy(self) -> bool:
-        """Whether it is computed only to keep step with other ranks: its loss is 0 and it counts nowhere."""
-        return self.responses[0].weight == 0
 
-
-def sample_flat(responses: Sequence[Experience], num_tokens: int) -> list[Experience]:
-    """Returns the responses with weights: a sample of about `num_tokens` tokens stands for all responses
-    without a gradient, so that sums stay unbiased."""
-    flat = [i for i, r in enumerate(responses) if not r.needs_grad]
-    num_flat = sum(responses[i].num_tokens for i in flat)
-    if num_flat <= num_tokens:
+def sample_zero_advantage(responses: Sequence[Experience], num_tokens: int) -> list[Experience]:
+    """Returns the responses with metric weights: a sample of about `num_tokens` tokens stands for all
+    responses without a gradient, so that sums stay unbiased."""
+    without = [i for i, r in enumerate(responses) if not r.needs_grad]
+    num_without = sum(responses[i].num_tokens for i in without)
+    if num_without <= num_tokens:
         return list(responses)
-    count = math.ceil(len(flat) * num_tokens / num_flat)
-    sampled = set(random.Random(num_flat).sample(flat, count))  # seeded by the tokens: the update is pure
-    weights = {i: len(flat) / count if i in sampled else 0.0 for i in flat}
-    return [dataclasses.replace(r, weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
+    count = math.ceil(len(without) * num_tokens / num_without)
+    # seeded by the tokens: the update is pure
+    sampled = set(random.Random(num_without).sample(without, count))
+    weights = {i: len(without) / count if i in sampled else 0.0 for i in without}
+    return [dataclasses.replace(r, metric_weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
 
 
 MIN_PROMPT = 1 / 16
@@ -184,9 +182,9 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def plan_shares(
     responses: Sequence[Experience], config: ModelConfig, budget: int, num_ranks: int
 ) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of every rank, those that need a gradient first. Responses without weight are
-    left out."""
-    responses = [r for r in responses if r.weight]
+    """Returns the micro-batches of every rank, those that need a gradient first. Responses that another
+    one stands for are left out."""
+    responses = [r for r in responses if r.metric_weight]
     families = families_of(responses)
     prompts = [responses[family[0]].num_prompt * _passes(responses[family[0]]) for family in families]
     own = [(sequence_cost(r.length, config) - r.num_prompt) * _passes(r) for r in responses]
@@ -245,4 +243,4 @@ def plan_share(
 def dummy_batch(needs_grad: bool) -> MicroBatch:
     """Returns a micro-batch of two tokens that changes nothing."""
     rollout = Rollout("", 0, (0,), (0, 0), (0.0, 0.0), "stop", 0)
-    return MicroBatch((Experience(rollout, (0.0, 0.0), needs_grad, weight=0.0, is_masked=True),))
+    return MicroBatch((Experience(rollout, (0.0, 0.0), needs_grad, is_masked=True),), is_dummy=True)

@@ -14,7 +14,7 @@ only have to be added up. A response lies whole in one micro-batch, so a mean ov
 there. A KL in the reward is measured beforehand. A minibatch without a token in the loss takes no optimizer
 step: the moments of earlier steps would move the weights.
 
-Axes: T response tokens of a flat batch
+Axes: T response tokens, of one response after the other
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from tlt.rl.batch import check_batch, count_problems, make_experiences, scored_o
 from tlt.rl.finite import check_loss, check_rewards, check_weights
 from tlt.rl.gradients import gradients_of
 from tlt.rl.logprobs import response_logprobs
-from tlt.rl.plan import Experience, MicroBatch, plan_share, sample_flat
+from tlt.rl.plan import Experience, MicroBatch, plan_share, sample_zero_advantage
 from tlt.rl.schedule import learning_rate
 from tlt.types import Reward, Rollout, UserError, id_of, in_order
 
 SAMPLED_TOKENS = 4096
-"""Tokens that stand for all responses without advantage in the means, in whole responses drawn at random:
-their gradient is exactly 0."""
+"""Most responses with zero advantage skip the forward, for their gradient is exactly 0. A random sample of
+about so many tokens, in whole responses, stands for them in the means of entropy and gap."""
 
 
 @dataclass
@@ -92,9 +92,8 @@ class PolicyTrainer:
     sampling: the policy trained is softmax(logits / temperature); max_tokens is a constant of some losses.
     num_steps: policy steps of the whole run, for the schedule.
     process_group: None when this process is alone.
-    reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where
-        the
-        model is. It is `BaseOf(model)` where adapters alone are trained.
+    reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
+        is. It is `BaseOf(model)` where adapters alone are trained.
     reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
 
     base: a digest of the weights that the policy began with, which are the reference's, too.
@@ -103,8 +102,8 @@ class PolicyTrainer:
     def __init__(
         self,
         model: Transformer,
-        algorithm: AlgorithmSection,
-        optimizer: OptimizerSection,
+        algorithm_section: AlgorithmSection,
+        optimizer_section: OptimizerSection,
         sampling: SamplingSection,
         num_steps: int,
         process_group: dist.ProcessGroup | None = None,
@@ -114,11 +113,11 @@ class PolicyTrainer:
         if sampling.temperature < COLDEST:
             needs = f"a policy gradient needs samples: set it to {COLDEST} or more"
             raise UserError(f"sampling: temperature is {sampling.temperature}; {needs}")
-        assert (reference is not None) == (algorithm.kl_coefficient > 0), (
+        assert (reference is not None) == (algorithm_section.kl_coefficient > 0), (
             "a reference policy is for a KL coefficient above 0"
         )
-        self.settings, self.schedule = algorithm, optimizer
-        self.algorithm = algorithm.resolve(sampling.max_tokens)
+        self.algorithm_section, self.optimizer_section = algorithm_section, optimizer_section
+        self.algorithm = algorithm_section.resolve(sampling.max_tokens)
         self.model, self.reference = model, reference
         self.has_kl_loss = reference is not None and self.algorithm.kl_in == "loss"
         self.temperature, self.num_steps = sampling.temperature, num_steps
@@ -133,15 +132,15 @@ class PolicyTrainer:
         matrices = [p for p in parameters if p.dim() > 1]
         vectors = [p for p in parameters if p.dim() <= 1]  # norms and biases are not decayed
         groups = [
-            {"params": matrices, "weight_decay": optimizer.weight_decay},
+            {"params": matrices, "weight_decay": optimizer_section.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         # Fused, a CPU goes through memory once rather than a dozen times; GPUs keep torch's own choice.
         self.optimizer = torch.optim.AdamW(
             groups,
-            lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
+            lr=optimizer_section.learning_rate,
+            betas=(optimizer_section.beta1, optimizer_section.beta2),
+            eps=optimizer_section.eps,
             fused=True if self.device.type == "cpu" else None,
         )
 
@@ -152,8 +151,8 @@ class PolicyTrainer:
         Raises NonFiniteUpdate, before the optimizer's step where possible, and ValueError for an empty batch.
         """
         start = time.perf_counter()
-        a = self.settings
-        check_batch(rollouts, rewards, a.minibatches, f"policy update of step {step + 1}")
+        section = self.algorithm_section
+        check_batch(rollouts, rewards, section.minibatches, f"policy update of step {step + 1}")
         num_groups = count_problems(rollouts)
         rollouts, rewards = scored_ones(*in_order(rollouts, rewards))
         num_unscored_groups = num_groups - count_problems(rollouts)
@@ -161,19 +160,19 @@ class PolicyTrainer:
         kl, reference = None, {}
         if self.reference is not None and not self.has_kl_loss:
             kl = self._estimate_kl(rollouts, self.reference)
-        responses, num_flat_groups = make_experiences(rollouts, rewards, a, self.algorithm, kl)
+        responses, num_zero_advantage = make_experiences(rollouts, rewards, section, self.algorithm, kl)
         lr = self._set_learning_rate(step)
-        responses = sample_flat(responses, SAMPLED_TOKENS)
-        minibatches = [responses[i :: a.minibatches] for i in range(a.minibatches)]
+        responses = sample_zero_advantage(responses, SAMPLED_TOKENS)
+        minibatches = [responses[i :: section.minibatches] for i in range(section.minibatches)]
         shares = [self._plan(minibatch) for minibatch in minibatches]
-        is_on_policy = a.epochs * a.minibatches == 1  # then the old logprobs are this pass's own
+        is_on_policy = section.epochs * section.minibatches == 1  # then the old logprobs are this pass's own
         old = {} if is_on_policy else self._frozen(self.model, shares)
         if self.reference is not None and self.has_kl_loss:
             reference = self._frozen(self.reference, shares)
 
         sums = Totals()
         grad_norms = []
-        for _ in range(a.epochs):
+        for _ in range(section.epochs):
             for minibatch, share in zip(minibatches, shares, strict=True):
                 lengths = [r.num_in_loss for r in minibatch]
                 divisor = loss_divisor(lengths, self.algorithm.aggregation, self.algorithm.max_tokens)
@@ -190,10 +189,10 @@ class PolicyTrainer:
         self.next_step = step + 1
 
         num_tokens = sum(r.num_tokens for r in responses)
-        num_passes = num_tokens * a.epochs or math.nan
+        num_passes = num_tokens * section.epochs or math.nan
         num_steps = len(grad_norms) or math.nan
         if kl is not None:
-            sums.kl = a.epochs * float(sum(kl_T.sum() for kl_T in kl))
+            sums.kl = section.epochs * float(sum(kl_T.sum() for kl_T in kl))
         return UpdateMetrics(
             loss=sums.loss / num_steps,
             grad_norm=sum(grad_norms) / num_steps,
@@ -204,8 +203,8 @@ class PolicyTrainer:
             engine_trainer_logprob_gap=sums.gap / num_passes,
             engine_trainer_logprob_gap_max=sums.gap_max,
             num_tokens=num_tokens,
-            zero_variance_groups=num_unscored_groups + num_flat_groups,
-            num_skipped=a.epochs * a.minibatches - len(grad_norms),
+            zero_variance_groups=num_unscored_groups + num_zero_advantage,
+            num_skipped=section.epochs * section.minibatches - len(grad_norms),
             seconds=time.perf_counter() - start,
         )
 
@@ -233,14 +232,14 @@ class PolicyTrainer:
         return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
 
     def _set_learning_rate(self, step: int) -> float:
-        lr = learning_rate(self.schedule, step, self.num_steps)
+        lr = learning_rate(self.optimizer_section, step, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
 
     def _plan(self, responses: Sequence[Experience]) -> list[MicroBatch]:
         """Returns this rank's micro-batches."""
-        budget, fills_up = self.settings.tokens_per_micro_batch, self.gradients.needs_equal_shares
+        budget, fills_up = self.algorithm_section.tokens_per_micro_batch, self.gradients.needs_equal_shares
         return plan_share(responses, self.model.config, budget, self.num_ranks, self.rank, fills_up)
 
     @torch.no_grad()
@@ -249,8 +248,8 @@ class PolicyTrainer:
         Every rank computes a share; the sum over the ranks has all."""
         responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
-        flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
-        places = dict(zip(map(id_of, rollouts), flat.split(lengths), strict=True))
+        all_kl_T = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
+        places = dict(zip(map(id_of, rollouts), all_kl_T.split(lengths), strict=True))
         for batch in self._plan(responses):
             models: tuple[Transformer | BaseOf, ...] = (self.model, reference)
             logprobs_T, reference_T = (
@@ -262,8 +261,8 @@ class PolicyTrainer:
                 if not batch.is_dummy:
                     places[id_of(r.rollout)].copy_(part)
         if self.group is not None and lengths:
-            dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.group)
-        return list(flat.cpu().split(lengths))
+            dist.all_reduce(all_kl_T, op=dist.ReduceOp.SUM, group=self.group)
+        return list(all_kl_T.cpu().split(lengths))
 
     @torch.no_grad()
     def _frozen(
@@ -287,7 +286,7 @@ class PolicyTrainer:
         reference: None where the loss has no KL.
         is_last: no other backward pass of the minibatch follows.
         """
-        a, responses = self.settings, batch.responses
+        section, responses = self.algorithm_section, batch.responses
         lengths = [r.num_tokens for r in responses]
         with torch.set_grad_enabled(batch.needs_grad):
             logprobs_T, entropy_T = response_logprobs(self.model, responses, self.temperature)
@@ -296,23 +295,23 @@ class PolicyTrainer:
             old_T, entropy_T = old or (logprobs_T.detach(), entropy_T)
             ratio_T = importance_ratio(logprobs_T, old_T, lengths, self.algorithm.ratio)
             loss_T, is_clipped_T = policy_loss(ratio_T, logprobs_T, advantages_T, self.algorithm)
-            if a.importance_correction_cap is not None:
-                loss_T = loss_T * importance_weights(old_T, engine_T, cap=a.importance_correction_cap)
+            if section.importance_correction_cap is not None:
+                loss_T = loss_T * importance_weights(old_T, engine_T, cap=section.importance_correction_cap)
             kl_T = torch.zeros_like(loss_T)
             if reference is not None:
                 kl_T = kl_estimate(logprobs_T, reference[0], self.algorithm.kl_estimator)
-                kl_T = kl_T * ratio_T if a.kl_bias_correction else kl_T
+                kl_T = kl_T * ratio_T if section.kl_bias_correction else kl_T
             aggregation = self.algorithm.aggregation
             weights = [0.0 if r.is_masked else loss_weight(r.num_tokens, aggregation) for r in responses]
             parts = [logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)]
             weight_T = torch.cat(parts)
-            loss = ((loss_T + a.kl_coefficient * kl_T) * weight_T).sum() / divisor
+            loss = ((loss_T + section.kl_coefficient * kl_T) * weight_T).sum() / divisor
         if batch.needs_grad:
             self.gradients.backward(loss, is_last)
         if batch.is_dummy:
             return Totals()
         gap_T = (engine_T - old_T).abs()
-        weight = responses[0].weight  # equal for all of them; 1 with a gradient
+        weight = responses[0].metric_weight  # equal for all of them; 1 with a gradient
         entropy, kl, gap = (values_T.detach().sum() * weight for values_T in (entropy_T, kl_T, gap_T))
         sums = torch.stack([loss.detach(), entropy, is_clipped_T.sum(), kl, gap, gap_T.max()])
         return Totals(*sums.tolist())
@@ -334,9 +333,9 @@ class PolicyTrainer:
         """Clips the gradient and takes the optimizer's step; returns the norm before clipping."""
         grad_norm = self.gradients.norm()
         check_loss(loss, grad_norm, step, largest_reward)
-        if grad_norm > self.schedule.clip_grad_norm:
-            self.gradients.scale(self.schedule.clip_grad_norm / grad_norm)
+        if grad_norm > self.optimizer_section.clip_grad_norm:
+            self.gradients.scale(self.optimizer_section.clip_grad_norm / grad_norm)
         self.optimizer.step()
         sharded_over = self.group if self.gradients.needs_equal_shares else None
-        check_weights(self.trained(), step, self.schedule, sharded_over)
+        check_weights(self.trained(), step, self.optimizer_section, sharded_over)
         return grad_norm

@@ -9,8 +9,7 @@
                                                               └─▶ acceptance, every `check_every` steps
 
 All ranks decide alike, because they decide by numbers gathered from all. A drafter with low acceptance stays
-in
-service: the tuner drafts less with it.
+in service: the tuner drafts less with it.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ class AcceptanceModel:
             learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
             known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)
             known += 0.0 if self.recorded is None else _WORTH_OF_RESEMBLED
-        rate, num_chances = first, math.sqrt(curve.width)  # later candidates are worth less (DESIGN §2)
+        rate, num_chances = first, math.sqrt(curve.width)  # later candidates are worth less
         doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
         accepted, counts, survival = [], [], 1.0
         for d in range(Strategy.MAX_DEPTH):

@@ -4,8 +4,7 @@
             + cached tokens x cached            attention reads the caches
             + draft + levels x level …          the learned drafter (PARTS)
             + sequences x retrieved             retrieval, on the host
-            + unread x read + first             once: tokens the drafter has not read, and the cost of a new
-            shape
+            + unread x read + first             once: tokens new to the drafter, the cost of a new shape
 
 Before anything is measured, the sizes follow from bytes and operations (`CostPrior`), up to the machine's
 speed. An extended Kalman filter on their logarithms then learns from every step: a step that took longer than

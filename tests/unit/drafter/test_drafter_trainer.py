@@ -1,5 +1,4 @@
-"""Drafter training against its formulas; averaging, restoring, and the target left as it is (FIELD §2, 5,
-9 and 10)."""
+"""Drafter training against its formulas; averaging, restoring, and the target left as it is."""
 
 from __future__ import annotations
 

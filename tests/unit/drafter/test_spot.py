@@ -1,5 +1,4 @@
-"""Training in idle time: preemption, the responses of the step before, and the limit on passes (FIELD §2,
-6 and 7)."""
+"""Training in idle time: preemption, the responses of the step before, and the limit on passes."""
 
 from __future__ import annotations
 

@@ -190,11 +190,11 @@ def test_a_response_whose_first_token_has_no_advantage_still_gets_a_gradient_for
     rewards = [Reward(1.0, True), Reward(-1.0, False)]
     kl = [torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([-1.0, 0.0], dtype=torch.float64)]
     settings = AlgorithmSection(name="reinforce++", kl_coefficient=1.0)
-    responses, num_flat = make_experiences(rollouts, rewards, settings, settings.resolve(9), kl)
+    responses, num_zero_advantage = make_experiences(rollouts, rewards, settings, settings.resolve(9), kl)
     assert [response.advantages[0] for response in responses] == [0, 0]
     assert [response.advantages[1] for response in responses] == pytest.approx([2**0.5, -(2**0.5)], abs=1e-5)
     assert all(response.needs_grad for response in responses)
-    assert num_flat == 0
+    assert num_zero_advantage == 0
 
 
 def test_truncated_responses_are_left_out_of_the_loss_and_stay_in_their_groups() -> None:

@@ -124,17 +124,17 @@ def test_clipped_loss_is_the_one_worked_out_by_hand(
     old = tensor(-1.0)
     new = (old + math.log(ratio)).requires_grad_()
     result = clipped_loss((new - old).exp(), tensor(advantage), 0.8, 1.3)
-    assert result.loss_N.item() == pytest.approx(loss)
-    assert result.is_clipped_N.item() is is_clipped
-    (gradient,) = torch.autograd.grad(result.loss_N.sum(), new)
+    assert result.loss_T.item() == pytest.approx(loss)
+    assert result.is_clipped_T.item() is is_clipped
+    (gradient,) = torch.autograd.grad(result.loss_T.sum(), new)
     assert gradient.item() == pytest.approx(0.0 if is_clipped else -ratio * advantage)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        lambda logprobs, ratio, advantages: clipped_loss(ratio, advantages, 0.8, 1.2).loss_N,
-        lambda logprobs, ratio, advantages: cispo_loss(ratio, logprobs, advantages, 0.0, 5.0).loss_N,
+        lambda logprobs, ratio, advantages: clipped_loss(ratio, advantages, 0.8, 1.2).loss_T,
+        lambda logprobs, ratio, advantages: cispo_loss(ratio, logprobs, advantages, 0.0, 5.0).loss_T,
     ],
     ids=["clipped", "cispo"],
 )
@@ -157,7 +157,7 @@ def test_gradients_agree_with_finite_differences(level: Any) -> None:
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         policy = clipped_loss(importance_ratio(x, old, (5, 7), level), advantages, 0.8, 1.28)
-        corrected = policy.loss_N * importance_weights(old, reference, cap=1.1)
+        corrected = policy.loss_T * importance_weights(old, reference, cap=1.1)
         return (corrected + 0.1 * kl_estimate(x, reference)).sum() / 12
 
     assert torch.autograd.gradcheck(loss, new.clone().requires_grad_())

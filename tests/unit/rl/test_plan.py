@@ -142,7 +142,7 @@ def test_equal_shares_are_the_plain_ones_and_dummies(
     for mine, theirs in zip(equal, plain, strict=True):
         assert [b.responses for b in mine if not b.is_dummy] == [b.responses for b in theirs]
         for (dummy,) in (batch.responses for batch in mine if batch.is_dummy):
-            assert (dummy.length, dummy.num_in_loss, dummy.weight, {*dummy.advantages}) == (2, 0, 0, {0.0})
+            assert (dummy.length, dummy.num_in_loss, {*dummy.advantages}) == (2, 0, {0.0})
 
 
 def test_learning_rates_follow_the_schedule() -> None:

@@ -1,5 +1,5 @@
-"""The policy update against transformers and torch's own parts, and the promises of DESIGN §2: a pure
-function of (tokens, rewards, weights), whatever the order of arrival, the micro-batches and the ranks.
+"""The policy update against transformers and torch's own parts, and its promise: a pure function of (tokens,
+rewards, weights), whatever the order of arrival, the micro-batches and the ranks.
 Float64, two layers, vocabulary 61."""
 
 from __future__ import annotations
@@ -323,14 +323,15 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
     assert difference(sampled, whole) < 1e-12
     assert estimates[0].loss == pytest.approx(metrics[0].loss, abs=1e-12)
     assert estimates[0].num_tokens == metrics[0].num_tokens
-    flat = [r for r in rollouts if r.problem_id in ("p1", "p3")]
+    zero_advantage = [r for r in rollouts if r.problem_id in ("p1", "p3")]
     kept = [r.rollout for r in seen if not r.needs_grad]
-    assert len(kept) < len(flat)
-    assert len(kept) == math.ceil(30 / (sum(len(r.token_ids) for r in flat) / len(flat)))
+    assert len(kept) < len(zero_advantage)
+    mean_length = sum(len(r.token_ids) for r in zero_advantage) / len(zero_advantage)
+    assert len(kept) == math.ceil(30 / mean_length)
 
     def mean(value: Callable[[Rollout], float]) -> float:
         total = sum(value(r.rollout) for r in seen if r.needs_grad)
-        return (total + sum(map(value, kept)) * len(flat) / len(kept)) / metrics[0].num_tokens
+        return (total + sum(map(value, kept)) * len(zero_advantage) / len(kept)) / metrics[0].num_tokens
 
     assert estimates[0].entropy == pytest.approx(mean(lambda r: float(exact[r][1].sum())))
     gap = mean(lambda r: float((exact[r][0] - torch.tensor(r.logprobs, dtype=torch.float64)).abs().sum()))

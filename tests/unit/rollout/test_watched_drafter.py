@@ -1,4 +1,4 @@
-"""Updates of the drafter never fail in silence: every fault planted here is seen (FIELD §2, 9 and 10)."""
+"""Updates of the drafter never fail in silence: every fault planted here is seen."""
 
 from __future__ import annotations
 

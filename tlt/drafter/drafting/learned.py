@@ -42,7 +42,7 @@ class LearnedSettings:
 
     ranking: Literal["coupled", "top-k"] = "coupled"
     """Scores candidates by log q / tau + the target's noise (coupled), q being the draft distribution at the
-    sequence's temperature (DESIGN §2), or by log q alone (top-k; EAGLE-2, arXiv 2406.16858)."""
+    sequence's temperature, or by log q alone (top-k; EAGLE-2, arXiv 2406.16858)."""
     tau: float | None = None
     """The coupling temperature; None: tuned while running."""
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD
