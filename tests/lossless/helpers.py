@@ -188,7 +188,7 @@ def make_requests(
     return requests
 
 
-def by_key(rollouts: Iterable[Rollout]) -> dict[ResponseId, Rollout]:
+def by_id(rollouts: Iterable[Rollout]) -> dict[ResponseId, Rollout]:
     return {id_of(rollout): rollout for rollout in rollouts}
 
 

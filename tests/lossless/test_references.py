@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lossless.helpers import CONFIG, STOP, VOCAB, by_key, make_engine, make_policy, use_references
+from tests.lossless.helpers import CONFIG, STOP, VOCAB, by_id, make_engine, make_policy, use_references
 from tests.reference_kinds import KINDS, reference_of
 from tlt.drafter.drafting.reference_drafter import ReferenceCursor, ReferenceDrafter
 from tlt.drafter.drafting.references import REPLAY, Reference, References
@@ -41,7 +41,7 @@ def requests_for(num: int = 9, max_tokens: int = 110) -> list[Request]:
 @cache
 def plain() -> dict[tuple[str, int], Rollout]:
     """What the engine says without drafts."""
-    return by_key(make_engine(make_policy()).generate(requests_for()))
+    return by_id(make_engine(make_policy()).generate(requests_for()))
 
 
 def engine_with(tuner: StrategyTuner, kinds: Sequence[str]) -> RolloutEngine:
@@ -57,7 +57,7 @@ def engine_with(tuner: StrategyTuner, kinds: Sequence[str]) -> RolloutEngine:
 
 
 def assert_plain(engine: RolloutEngine) -> None:
-    found = by_key(engine.generate(requests_for()))
+    found = by_id(engine.generate(requests_for()))
     for key, rollout in plain().items():
         assert found[key].token_ids == rollout.token_ids, key
         assert found[key].finish_reason == rollout.finish_reason
@@ -228,14 +228,14 @@ def test_a_reference_to_a_token_without_an_embedding_changes_nothing() -> None:
     requests = [
         replace(request, params=replace(request.params, temperature=0.0)) for request in requests_for()
     ]
-    want = by_key(make_engine(policy).generate(requests))
+    want = by_id(make_engine(policy).generate(requests))
     references = References(None)
     for request in requests:
         right = want[request.problem_id, request.sample_index].token_ids
         references.keep(request.noise_key, [*right[:3], hole, *right[4:]])
     engine = make_engine(policy, Fixed(Strategy.parse("ahead:8x1x8")))
     use_references(engine, references)
-    for key, rollout in by_key(engine.generate(requests)).items():
+    for key, rollout in by_id(engine.generate(requests)).items():
         assert rollout.token_ids == want[key].token_ids
     assert engine.stats.num_verifications > 0
 

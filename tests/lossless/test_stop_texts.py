@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.lossless.helpers import VOCAB, by_key, make_engine, make_policy, make_requests
+from tests.lossless.helpers import VOCAB, by_id, make_engine, make_policy, make_requests
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
 from tlt.speculative.strategy import Strategy
@@ -39,7 +39,7 @@ def engine_for(strategy: Strategy = Strategy.OFF, max_batch_size: int = 8) -> Ro
 def expected() -> dict[tuple[str, int], tuple[tuple[int, ...], str]]:
     """Whole responses, cut by the definition alone: the text of all tokens so far."""
     cut = {}
-    for key, rollout in by_key(make_engine(POLICY).generate(REQUESTS)).items():
+    for key, rollout in by_id(make_engine(POLICY).generate(REQUESTS)).items():
         ends = [
             n
             for n in range(1, len(rollout.token_ids) + 1)
@@ -55,7 +55,7 @@ EXPECTED = expected()
 
 
 def test_the_stop_texts_of_this_test_end_some_responses_and_not_others() -> None:
-    whole = by_key(make_engine(POLICY).generate(REQUESTS))
+    whole = by_id(make_engine(POLICY).generate(REQUESTS))
     num_cut = sum(len(EXPECTED[key][0]) < len(rollout.token_ids) for key, rollout in whole.items())
     assert 5 <= num_cut <= len(REQUESTS) - 5
 
@@ -75,7 +75,7 @@ def test_the_stop_texts_of_this_test_end_some_responses_and_not_others() -> None
 def test_a_response_ends_at_the_first_token_that_completes_a_stop_text_whatever_is_drafted(
     strategy: Strategy, max_batch_size: int
 ) -> None:
-    found = by_key(engine_for(strategy, max_batch_size).generate(STOPPING))
+    found = by_id(engine_for(strategy, max_batch_size).generate(STOPPING))
     assert {key: (rollout.token_ids, rollout.finish_reason) for key, rollout in found.items()} == EXPECTED
     assert all(len(rollout.logprobs) == len(rollout.token_ids) for rollout in found.values())
 

@@ -49,6 +49,7 @@ from tlt.types import (
     SamplingParams,
     UserError,
     checked,
+    id_of,
     resolve_dtype,
 )
 
@@ -168,9 +169,9 @@ class LiveRollouts:
         step: updates of the policy so far.
         Raises UserError, on all ranks, for a prompt that the model cannot read.
         """
-        keys = self._name(gather_objects(self.world, [plain(prompt) for prompt in prompts]), step, purpose)
+        named = self._name(gather_objects(self.world, [plain(prompt) for prompt in prompts]), step, purpose)
         groups: dict[str, list[Request]] = {}
-        for (name, index), prompt in (pair for rank in keys for pair in rank):
+        for (name, index), prompt in (pair for rank in named for pair in rank):
             groups.setdefault(name, []).append(Request(name, index, prompt, params, purpose, step))
         if not groups:
             return []
@@ -194,8 +195,8 @@ class LiveRollouts:
         for span in self.timeline.spans:
             self.seconds[span.name] += span.end - span.start
         self.timeline.clear()
-        rollouts = {(r.problem_id, r.sample_index): r for r in self.latest.rollouts}
-        return [rollouts[key] for key, _ in keys[self.world.rank]]
+        rollouts = {id_of(rollout): rollout for rollout in self.latest.rollouts}
+        return [rollouts[response_id] for response_id, _ in named[self.world.rank]]
 
     def restart(self, purpose: Purpose) -> None:
         """Counts the prompts of this purpose from zero again: an evaluation that is repeated in the same step
