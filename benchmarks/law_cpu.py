@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.command import command_of, make_parser
 from tlt.bench.measure import in_turns, seconds_of
 from tlt.bench.report import environment, markdown, number, table, write_report
+from tlt.speculative.draw import draw, noise_to_rank_with, reference
 from tlt.speculative.params import BatchParams
-from tlt.speculative.rows import draw, noise_to_rank_with, reference
 from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 

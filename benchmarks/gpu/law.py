@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Record, seconds_of
+from tlt.speculative.draw import reference
 from tlt.speculative.params import BatchParams
-from tlt.speculative.rows import reference
 from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 

@@ -97,13 +97,13 @@ def make_engine(
 
 @dataclass(frozen=True)
 class Given:
-    """Stands for the law's noise while drafts are made (`DraftNoise`): noise_BDV[b, d] is row b's at depth
-    d."""
+    """Stands for the law's noise while drafts are made (`DraftNoise`): noise_BDV[b, l] is row b's at level
+    l."""
 
     noise_BDV: Tensor
 
-    def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
-        noise_BV = self.noise_BDV[:, depth]
+    def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
+        noise_BV = self.noise_BDV[:, level]
         return noise_BV if token_ids_V is None else noise_BV[:, token_ids_V]
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:

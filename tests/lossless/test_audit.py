@@ -22,7 +22,7 @@ from tlt.audit.verdict import Auditor
 from tlt.engine.engine import RolloutEngine
 from tlt.speculative.params import BatchParams
 from tlt.speculative.strategy import Strategy, StrategyTuner
-from tlt.speculative.verify import Verify, verify
+from tlt.speculative.verify import Noise, Verify, verify
 from tlt.types import DraftTree, Request, SamplingParams, Verdict
 
 MAX_TOKENS = 40
@@ -122,12 +122,10 @@ def test_truncation_forgotten_is_found(referee: Referee) -> None:
 
 
 def test_a_stop_token_suppressed_by_the_engine_is_found(referee: Referee) -> None:
-    def suppressing(
-        tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams
-    ) -> list[Verdict]:
+    def suppressing(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
         logits_BNV = logits_BNV.clone()
         logits_BNV[..., STOP] -= 1.0
-        return verify(tree, logits_BNV, noise_BNV, params)
+        return verify(tree, logits_BNV, noise, params)
 
     report = audit(referee, with_fault(suppressing), SamplingParams(), num_responses=400)
     assert report.is_convicted

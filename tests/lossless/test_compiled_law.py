@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import make_engine, make_policy, make_requests, tokens_of
-from tlt.speculative import rows
+from tlt.speculative import draw as draw_module
+from tlt.speculative.draw import draw
 from tlt.speculative.params import BatchParams
-from tlt.speculative.rows import draw
 from tlt.speculative.sampling import gumbel_noise, sample
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
@@ -157,9 +157,9 @@ def test_what_is_left_to_the_reference_is_its_own(monkeypatch: pytest.MonkeyPatc
     logits_RV = torch.cat([3 * torch.randn(5, 300, generator=generator), logits_1V])
     keys_R4, positions_R = keys_14.expand(6, -1).contiguous(), torch.cat([torch.arange(5), positions_1])
     asked: list[int] = []
-    plain = rows.reference
+    plain = draw_module.reference
     monkeypatch.setattr(
-        rows, "reference", lambda logits, *args: asked.append(len(logits)) or plain(logits, *args)
+        draw_module, "reference", lambda logits, *args: asked.append(len(logits)) or plain(logits, *args)
     )
     found = draw(logits_RV, keys_R4, positions_R, BatchParams([SamplingParams()] * 6))[0]
     assert asked == [1]
@@ -201,5 +201,5 @@ def test_an_engine_draws_the_same_without_numba(
     strategy: Strategy, max_batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled_tokens = engine_tokens(strategy, max_batch_size)
-    monkeypatch.setattr(rows, "compiled_loops", lambda: None)
+    monkeypatch.setattr(draw_module, "compiled_loops", lambda: None)
     assert engine_tokens(strategy, max_batch_size) == compiled_tokens

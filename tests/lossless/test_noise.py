@@ -24,7 +24,7 @@ from scipy import stats
 from torch import Tensor
 
 from tlt.engine.noise import BatchLaw, StepNoise
-from tlt.speculative import rows as rows_module
+from tlt.speculative import draw as draw_module
 from tlt.speculative import sampling
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, noise_of_tokens, philox
 from tlt.types import Request, SamplingParams
@@ -314,7 +314,7 @@ def test_the_noise_of_single_tokens_is_that_of_the_vocabulary(vocab: int) -> Non
     whole = gumbel_noise(keys, positions, vocab)
     places = list(product(range(2), range(2), {0, vocab // 2, vocab - 1}))
     rows, columns, tokens = (torch.tensor(part) for part in zip(*places, strict=True))
-    for noise_of in (noise_of_tokens, rows_module.noise_of_tokens):
+    for noise_of in (noise_of_tokens, draw_module.noise_of_tokens):
         assert torch.equal(
             noise_of(keys[rows], positions[rows, columns], tokens), whole[rows, columns, tokens]
         )
@@ -328,7 +328,7 @@ def test_drafts_are_ranked_with_the_laws_noise_of_their_position(
     token_ids: list[int] | None, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr(rows_module, "compiled_loops", lambda: None)
+        monkeypatch.setattr(draw_module, "compiled_loops", lambda: None)
     params = [SamplingParams(temperature=t) for t in (1.0, 0.0, 0.6)]
     requests = [replace(REQUEST, sample_index=i, params=p) for i, p in enumerate(params)]
     starts, ids = [7, 0, 4000], None if token_ids is None else torch.tensor(token_ids)
@@ -337,10 +337,10 @@ def test_drafts_are_ranked_with_the_laws_noise_of_their_position(
         keys_tensor([r.noise_key for r in requests]), torch.tensor(starts)[:, None] + torch.arange(5), 61
     )
     expected[1] = 0.0  # a greedy sequence has none
-    for depth in range(5):
-        found = noise.of_depth(depth, ids)
+    for level in range(5):
+        found = noise.of_level(level, ids)
         assert torch.allclose(
-            found, expected[:, depth] if ids is None else expected[:, depth][:, ids], rtol=0, atol=2.0**-19
+            found, expected[:, level] if ids is None else expected[:, level][:, ids], rtol=0, atol=2.0**-19
         )
     places = [(2, 4, 60), (0, 0, 5), (1, 1, 3), (0, 3, 5)]
     assert noise.of_tokens(places) == [expected[place].item() for place in places]

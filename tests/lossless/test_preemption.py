@@ -23,7 +23,7 @@ from tests.lossless.helpers import (
     step_of,
     tokens_of,
 )
-from tlt.drafter.drafting import history
+from tlt.drafter.drafting import feature_history
 from tlt.engine import memory
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.memory import automatic_bytes, machine_bytes
@@ -63,11 +63,11 @@ AMPLE = tokens_of(make_engine(POLICY, max_batch_size=20), REQUESTS)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_budget, kv_cache, history, memory):
+    for module in (kv_budget, kv_cache, feature_history, memory):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
     monkeypatch.setattr("tlt.drafter.drafting.pair_cache._CATCH_UP_TOKENS", 16)
     monkeypatch.setattr("tlt.drafter.drafting.pair_cache.SPARE_COLUMNS", 96)
-    monkeypatch.setattr(history, "_MAX_QUEUED", 8)
+    monkeypatch.setattr(feature_history, "_MAX_QUEUED", 8)
     monkeypatch.setattr("tlt.models.kv_cache.GROUP_BYTES", 1)  # every layer a tensor of its own
 
 

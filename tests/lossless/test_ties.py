@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.lossless.helpers import Switching, make_engine, make_policy, tokens_of
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig
-from tlt.speculative import rows
+from tlt.speculative import draw as draw_module
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, sample
 from tlt.speculative.strategy import Strategy
@@ -52,8 +52,10 @@ def doubled(values: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def _noise_of_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it ties hardly occur above temperature 0, where only greedy rows would prove anything."""
-    monkeypatch.setattr(rows, "gumbel_noise", lambda *args: doubled(gumbel_noise(*args)))
-    monkeypatch.setattr(rows, "compiled_loops", lambda: None)  # whose own ties are in test_compiled_law.py
+    monkeypatch.setattr(draw_module, "gumbel_noise", lambda *args: doubled(gumbel_noise(*args)))
+    monkeypatch.setattr(
+        draw_module, "compiled_loops", lambda: None
+    )  # whose own ties are in test_compiled_law.py
 
 
 def engine_with_twins(strategies: list[Strategy], dtype: torch.dtype, batch: int) -> RolloutEngine:

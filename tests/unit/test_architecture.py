@@ -255,7 +255,7 @@ COMPILED_WITH = {
     ("compiled", "importer"),
     [
         ("tlt.speculative.fused", "tlt.speculative.sampling"),
-        ("tlt.speculative.compiled", "tlt.speculative.rows"),
+        ("tlt.speculative.compiled", "tlt.speculative.draw"),
     ],
 )
 def test_what_a_package_compiles_is_imported_by_a_function_alone_so_that_all_works_without_it(

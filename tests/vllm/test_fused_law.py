@@ -27,8 +27,8 @@ from tests.vllm.interpreted import (
     planted,
     triton_process,
 )
+from tlt.speculative.draw import draw, reference
 from tlt.speculative.params import BatchParams
-from tlt.speculative.rows import draw, reference
 from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 

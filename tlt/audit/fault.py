@@ -23,10 +23,10 @@ class PlantedFault:
         self.num_planted = 0
 
     def __call__(
-        self, tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams
+        self, tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams
     ) -> list[Verdict]:
         tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
-        verdicts = verify(tree, logits_BNV, noise_BNV, params)
+        verdicts = verify(tree, logits_BNV, noise, params)
         logits_BNV = logits_BNV.clone()
         decided: set[tuple[int, int]] = set()
         while True:
@@ -43,4 +43,4 @@ class PlantedFault:
                     self.num_planted += 1
             if self.num_planted == before:
                 return verdicts
-            verdicts = verify(tree, logits_BNV, noise_BNV, params)
+            verdicts = verify(tree, logits_BNV, noise, params)

@@ -103,11 +103,11 @@ def observe(chains: Chains, requests: Sequence[Request]) -> ChainAcceptance:
     confidence, entropy, accepted = list[float](), list[float](), list[bool]()
     entropy_BN: list[list[float]] = []  # the target's, at every node of the latest step
 
-    def watch(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
+    def watch(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
         if tree.num_nodes > 1:
             logprobs_BNV = params.scale(logits_BNV).log_softmax(dim=-1)
             entropy_BN[:] = (-(logprobs_BNV.exp() * logprobs_BNV).sum(dim=-1)).tolist()
-        return verify(tree, logits_BNV, noise_BNV, params)
+        return verify(tree, logits_BNV, noise, params)
 
     def note(proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
         assert proposal.logprobs_BD is not None, "a drafter with on_verdicts gives them"

@@ -8,10 +8,11 @@ target's features.
     eagle3   hidden t = fc(residual sums of three of the target's layers at t)
              attention reads norm(embedding) ‖ norm(hidden)
 
-Pair t has the rotary position t. While drafting, the drafter reads its own hidden state in place of one
-made from the target's features. `eagle` (arXiv 2401.15077) applies the target's head to the hidden state;
-`eagle3` (arXiv 2503.01840) applies a norm of its own first. The drafter borrows the target's embedding and
-head, and never changes them.
+drafting/learned.py says what a feature is and why a pair joins it with the next token. Pair t has the rotary
+position t. While drafting, the drafter reads its own hidden state in place of one made from the target's
+features. `eagle` (arXiv 2401.15077) applies the target's head to the hidden state; `eagle3` (arXiv
+2503.01840) applies a norm of its own first. The drafter borrows the target's embedding and head, and never
+changes them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tlt.drafter.drafting.choice import VocabularyChoice
+from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.training.trainer import DrafterTrainer
 

@@ -33,8 +33,8 @@ from tlt.models.attention import prepare_kernels
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
+from tlt.speculative.draw import compiled_loops
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
-from tlt.speculative.rows import compiled_loops
 from tlt.speculative.strategy import BatchState, PrefillTime, StepOutcome, Strategy, StrategyTuner
 from tlt.speculative.tree import chain, layout
 from tlt.speculative.verify import Verify, verify

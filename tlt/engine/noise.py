@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tlt.speculative.draw import noise_of_tokens, noise_to_rank_with
 from tlt.speculative.params import BatchParams
-from tlt.speculative.rows import noise_of_tokens, noise_to_rank_with
 from tlt.speculative.sampling import keys_tensor
 from tlt.speculative.tree import TreeLayout
 from tlt.speculative.verify import NoiseAt
@@ -49,11 +49,11 @@ class StepNoise:
 
     law: BatchLaw
     starts: Sequence[int]
-    """By row: the position that depth 0 drafts for."""
+    """By row: the position that level 0 drafts for."""
     vocab_size: int
 
-    def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
-        noise_BV = noise_to_rank_with(self.law.keys_B4, self._starts_B + depth, self.vocab_size, token_ids_V)
+    def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
+        noise_BV = noise_to_rank_with(self.law.keys_B4, self._starts_B + level, self.vocab_size, token_ids_V)
         scale_B11 = self.law.params.noise_scale_B11
         return noise_BV if scale_B11 is None else noise_BV * scale_B11[:, 0].float()
 
@@ -63,7 +63,7 @@ class StepNoise:
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
         keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])
-        positions_K = torch.tensor([self.starts[row] + depth for row, depth, _ in places])
+        positions_K = torch.tensor([self.starts[row] + level for row, level, _ in places])
         noise_K = noise_of_tokens(keys_K4, positions_K, torch.tensor([token for _, _, token in places]))
         is_greedy = [request.params.temperature == 0 for request in self.law.requests]
         noise = zip(places, noise_K.tolist(), strict=True)

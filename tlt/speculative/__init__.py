@@ -15,9 +15,17 @@ key, on any engine and in any order. Speculation needs no more:
     4. the walk goes on while that token is a drafted child         verify.py
 
 Every committed token is the target's own, so a wrong draft costs time and changes nothing. A drafter may rank
-its candidates with the same noise (Gumbel coupling): then it agrees with the target more often.
+its candidates with the same noise (Gumbel coupling): then it agrees with the target more often. The target
+will pick argmax(log p + G). The drafter knows G and estimates p by its own distribution q, so it guesses
+
+    argmax_v [ log q(v) / tau + G(v) ]
+
+At tau = 1 it takes q for p. But the drafter knows less than the target, and averages over what it does not
+know. An average of distributions is flatter than they are. So q is often flatter than p, and tau < 1, which
+sharpens q, guesses better. How much depends on drafter and text: `TauSearch` in
+drafter/drafting/calibration.py counts which tau hits most often.
 
 Read sampling.py (the law), params.py (temperature and truncation), tree.py, verify.py, then protocol.py and
-strategy.py. rows.py chooses how the law is computed; compiled.py (CPUs) and fused.py (GPUs) compute the same
-faster, and nothing is lost by skipping them.
+strategy.py. The engine draws by verify.py → draw.py → compiled.py on a CPU (sampling.py in float64), fused.py
+on a GPU. compiled.py and fused.py compute the same faster, and nothing is lost by skipping them.
 """

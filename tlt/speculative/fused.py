@@ -35,7 +35,7 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 def draw(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, [R]), as `rows.draw` does. Truncation sorts and takes 60
+    """Returns (tokens, int64[R]; log-probabilities, [R]), as `draw.draw` does. Truncation sorts and takes 60
     bytes for each logit; without it a row takes 20 bytes for every BLOCK of its logits."""
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape

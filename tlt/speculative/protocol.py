@@ -42,15 +42,15 @@ class DraftContext:
 
 
 class DraftNoise(Protocol):
-    """The law's noise of the positions that are drafted for. Depth d is position d + 1 after the root, where
-    the target will draw with the same noise. For a greedy sequence it is 0."""
+    """The law's noise of the positions that are drafted for. Level l (0, 1, …) drafts for the position l + 1
+    after the root, where the target will draw with the same noise. For a greedy sequence it is 0."""
 
-    def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
-        """Returns the noise of all tokens, or of `token_ids_V`, at a depth: float32[B, V]."""
+    def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
+        """Returns the noise of all tokens, or of `token_ids_V`, at a level: float32[B, V]."""
         ...
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
-        """Returns the noise of single tokens, each given as (row, depth, token), computed on the host."""
+        """Returns the noise of single tokens, each given as (row, level, token), computed on the host."""
         ...
 
 

@@ -3,7 +3,9 @@
     y(n) = argmax_v [ log p_n(v) + Gumbel(key, n, v) ]
     p_n: logits → temperature → top-k → top-p → min-p → softmax
 
-Gumbel noise added to log-probabilities makes the argmax a sample of the distribution (the Gumbel-max trick).
+Gumbel noise added to log-probabilities makes the argmax a sample of the distribution (the Gumbel-max trick):
+G = -log E with E exponential, so log p + G = -log(E / p), and E / p is when an exponential clock of rate p
+rings. The argmax is the clock that rings first, and a clock is first with a chance in proportion to its rate.
 The noise of a token depends on nothing but (key, absolute position n, token id v): no generator has a state.
 So any engine, batch, draft tree or restart draws the same token. Ties go to the lowest token id;
 temperature 0 is plain argmax. The coupling of drafter and target by this noise is that of Daliri, Musco and
@@ -124,6 +126,7 @@ def _sample(logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> tuple
     kept_BNV = truncate(scaled_BNV, params) if params.truncates else scaled_BNV
     if params.noise_scale_B11 is not None:
         noise_BNV = noise_BNV * params.noise_scale_B11.to(noise_BNV.dtype)
+    # log p is the scaled logits minus one number per node, their logsumexp: the argmax is the same
     tokens_BN = (kept_BNV + noise_BNV).argmax(dim=-1)
     chosen_BN = scaled_BNV.gather(-1, tokens_BN[..., None])[..., 0]
     return tokens_BN, chosen_BN - scaled_BNV.logsumexp(dim=-1)

@@ -15,7 +15,7 @@ class Strategy:
     """A way to speculate. `Strategy.OFF` decodes without drafts.
 
     drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference).
-    depth: drafting steps.
+    depth: drafting steps, one per level: the depth of the deepest node (`DraftTree` counts depths).
     width: candidates per node.
     budget: most drafted nodes. The root, which is the last committed token, is not counted.
     """

@@ -74,7 +74,7 @@ class TreeLayout:
     """The cache columns of the nodes of B trees, read behind their sequences, and what each node sees.
 
     columns_BN: cache column of each node; row b's nodes follow its prefix of committed tokens.
-    depths_BN:  steps from the root; None for chains, where column i has depth i.
+    depths_BN:  steps from the root, whose depth is 0; None for chains, where column i has depth i.
     mask_BNL:   additive, over the first `length` columns; None where every node may see all of them.
     lengths:    columns that a row's nodes may see, by row.
     counts:     nodes by row, the rest is padding; None: no row's padding is known to the host.

@@ -15,39 +15,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.speculative.draw import draw
 from tlt.speculative.params import BatchParams
-from tlt.speculative.rows import draw
 from tlt.speculative.sampling import sample
 from tlt.types import DraftTree, Verdict
 
 
 @dataclass(frozen=True)
 class NoiseAt:
-    """Names noise without computing it: that of keys_B4[b] at positions_BN[b, n]."""
+    """Names noise without computing it: that of keys_B4[b] at positions_BN[b, n]. The engine gives this."""
 
     keys_B4: Tensor
     positions_BN: Tensor
 
 
 Noise = Tensor | NoiseAt
-"""The noise of the position that follows each node: values [B, N, V], or their names."""
+"""The noise of the position that follows each node: its name or, in tests, its values [B, N, V]."""
 
 Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
 """The type of `verify`; an audit replaces it by a faulty one."""
 
 
-def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
+def verify(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
     """Returns one verdict per sequence.
 
     logits_BNV: of the target, at every node.
-    noise_BNV: of the position that *follows* each node.
+    noise: of the position that *follows* each node.
 
     Synchronizes once: one transfer brings tokens, log-probabilities and the tree to the host.
     """
-    if isinstance(noise_BNV, NoiseAt):
-        chosen_BN, logprobs_BN = _draw(logits_BNV, noise_BNV, params)
+    if isinstance(noise, NoiseAt):
+        chosen_BN, logprobs_BN = _draw(logits_BNV, noise, params)
     else:
-        chosen_BN, logprobs_BN = sample(logits_BNV, noise_BNV, params)
+        chosen_BN, logprobs_BN = sample(logits_BNV, noise, params)
     if tree.num_nodes == 1:
         (chosen,), logprobs = to_host([chosen_BN], logprobs_BN)
         return [Verdict((c[0],), 0, (0,), (p[0],)) for c, p in zip(chosen, logprobs, strict=True)]

@@ -1,8 +1,8 @@
 """Predicts tokens per verification from how many drafted tokens were accepted so far.
 
-At each depth the target accepts a drafted token with some probability, given that it accepted all before it.
-The products of these rates are the survival curve. A verification is expected to commit the sum of the curve,
-and one more, the bonus token.
+At each depth, from 1 on, the target accepts a drafted token with some probability, given that it accepted
+all before it. (Entry `level` of a list by depth is depth level + 1.) The products of these rates are the
+survival curve. A verification is expected to commit the sum of the curve, and one more, the bonus token.
 """
 
 from __future__ import annotations
@@ -297,13 +297,13 @@ class AcceptanceModel:
         rate, num_chances = first, math.sqrt(curve.width)  # later candidates are worth less
         doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
         accepted, counts, survival = [], [], 1.0
-        for d in range(Strategy.MAX_DEPTH):
+        for level in range(Strategy.MAX_DEPTH):
             if prior:
-                rate = 1.0 - (1.0 - prior[d]) ** num_chances
+                rate = 1.0 - (1.0 - prior[level]) ** num_chances
             elif rate > _MAX_LEANING:
                 rate -= doubt * (rate - _MAX_LEANING)
-            num, kept = tried[d], survived[d]
-            others, others_kept = all_tried[d] - num, all_survived[d] - kept
+            num, kept = tried[level], survived[level]
+            others, others_kept = all_tried[level] - num, all_survived[level] - kept
             if others > 0.0:  # conditions instead of min and max, which would take most of a decision's time
                 others_kept = 0.0 if others_kept < 0.0 else others if others_kept > others else others_kept
                 worth = others + known

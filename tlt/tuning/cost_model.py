@@ -7,8 +7,10 @@ It chooses the arm that needs the least time for the tokens that are left, the e
 included. A speculating arm is rated CAUTION standard deviations below its expected speed: speculation must
 never be slower than off. Another arm is tried while that pays:
 
-    gain(arm) = time left x E[share of it that is saved], over the possible results of TRIALS steps
-    loss(arm) = extra seconds + TRIALS steps - seconds in which the best arm commits as many tokens
+    loss(arm)   the seconds that TRIALS steps of it take more than the best arm takes for as many tokens, and
+                the extra seconds of its first step
+    gain(arm)   the seconds that the arm then saves of the time left, on average over what the trial may show;
+                none where it shows the arm to be slower, because the best arm then goes on
 
 Of the arms whose gain exceeds their loss, the one with the smallest loss is tried. An arm that is not
 expected to be clearly faster must not lose more than MOST_LOST of the time left. This is the knowledge
@@ -58,10 +60,10 @@ class Prediction:
     """Tokens per second of the whole batch."""
     low: float
     """The same, less CAUTION standard deviations."""
-    doubt: float
-    """Standard deviation of log(speed / off's speed)."""
-    deviation: float
-    """Standard deviation of log(speed / the best arm's speed) that a trial is expected to remove."""
+    sd_vs_off: float
+    """Standard deviation of log(speed / off's speed): how uncertain the arm is."""
+    sd_learned_by_trial: float
+    """Standard deviation by which a trial moves the estimate of log(speed / the best arm's speed)."""
     seconds: float
     """Seconds of an engine step."""
     once: float
@@ -131,14 +133,14 @@ class CostModel(StrategyTuner):
         num_left = math.inf if batch.num_left is None else size * batch.num_left
         num_left = min(num_left, HORIZON_SECONDS * float(speed_A.max()))
         off = arms.index(Strategy.OFF)
-        doubt_A = np.sqrt(self.costs.variance(cost.shares_AP, off) + (expected.spread_AR**2).sum(1))
-        low_A = speed_A * np.exp(-CAUTION * doubt_A)
+        sd_vs_off_A = np.sqrt(self.costs.variance(cost.shares_AP, off) + (expected.spread_AR**2).sum(1))
+        low_A = speed_A * np.exp(-CAUTION * sd_vs_off_A)
         seconds_A = cost.once_A + num_left / low_A
         seconds_A[off] /= 1 + MARGIN
         best = int(seconds_A.argmin())
         variance_A = self.costs.variance_removed(cost.shares_AP, best, TRIALS)
         variance_A = variance_A + expected.variance_removed(best, TRIALS * size)
-        columns = (speed_A, low_A, doubt_A, np.sqrt(variance_A), cost.seconds_A, cost.once_A)
+        columns = (speed_A, low_A, sd_vs_off_A, np.sqrt(variance_A), cost.seconds_A, cost.once_A)
         predictions = list(map(Prediction, arms, *(column.tolist() for column in columns)))
         if self.costs.num_steps.get(Strategy.OFF, 0) < NUM_FIRST:
             return predictions, predictions[off]
@@ -212,11 +214,16 @@ def _trial(predictions: Sequence[Prediction], best: Prediction, num_left: float)
     seconds_left = num_left / best.low
     found, smallest = None, math.inf
     for one in predictions:
-        if one is best or one.deviation == 0.0:
+        if one is best or one.sd_learned_by_trial == 0.0:
             continue
         loss = one.once + TRIALS * one.seconds * (1 - one.low / best.low)
-        still = CAUTION * math.sqrt(max(one.doubt**2 - one.deviation**2, 0.0))
-        gain = seconds_left * expected_saving(math.log(one.speed / best.low) - still, one.deviation)
+        # Variance today = that of the estimate after a trial + what is left then (law of total variance).
+        # If the arm is known within 0.25, and a trial moves the estimate by 0.20, then it is known within
+        # sqrt(0.25² - 0.20²) = 0.15, by which CAUTION still lowers it. One deviation is about off, the other
+        # about the best arm: an approximation unless off is the best.
+        sd_left = math.sqrt(max(one.sd_vs_off**2 - one.sd_learned_by_trial**2, 0.0))
+        expected_lead = math.log(one.speed / best.low) - CAUTION * sd_left
+        gain = seconds_left * expected_saving(expected_lead, one.sd_learned_by_trial)
         may_lose = one.speed > CLEARLY * best.low or loss < MOST_LOST * seconds_left
         if gain > loss and may_lose and loss < smallest:
             found, smallest = one, loss

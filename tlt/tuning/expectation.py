@@ -17,7 +17,8 @@ class Rates:
     """Acceptance rates by depth."""
 
     accepted: Sequence[float]
-    """For d = 0, 1, …: P(the target accepts the token at depth d + 1, given that it accepted all before)."""
+    """For levels 0, 1, …: P(the target accepts the token of depth level + 1, given that it accepted all
+    before)."""
     counts: Sequence[float]
     """The number of verifications behind each rate."""
 

@@ -233,14 +233,14 @@ def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequenc
             for slot, row in enumerate(rows):
                 embeddings, inputs = TARGET.embed(torch.tensor(row[1:])), features[slot][: len(row) - 1]
                 drafted = tree.tokens_BN[slot, 1:].tolist()
-                for depth in range(3):
+                for level in range(3):
                     output = plain_forward(embeddings, inputs)[-1]
-                    score = TARGET.logits(output) / drafter.tau + noise[slot, depth]
-                    assert drafted[depth] == int(score.argmax())
-                    if depth < 2:
-                        produced = calls[depth - 2][3].view(2, -1, SIZE)[slot]
+                    score = TARGET.logits(output) / drafter.tau + noise[slot, level]
+                    assert drafted[level] == int(score.argmax())
+                    if level < 2:
+                        produced = calls[level - 2][3].view(2, -1, SIZE)[slot]
                         embeddings = torch.cat(
-                            [embeddings, TARGET.embed(torch.tensor(drafted[depth : depth + 1]))]
+                            [embeddings, TARGET.embed(torch.tensor(drafted[level : level + 1]))]
                         )
                         inputs = torch.cat([inputs, output[None]])
                         torch.testing.assert_close(
@@ -287,14 +287,14 @@ def reference_tree(
 
     frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     pool: list[tuple[float, tuple[int, ...]]] = []
-    for depth in range(strategy.depth):
-        level = []
+    for level in range(strategy.depth):
+        found = []
         for confidence, path in frontier:
-            logprobs = (TARGET.logits(states(path)) / tau + noise[depth]).log_softmax(-1)
+            logprobs = (TARGET.logits(states(path)) / tau + noise[level]).log_softmax(-1)
             for token in logprobs.topk(strategy.width).indices.tolist():
-                level.append((confidence + min(float(logprobs[token]), -1e-4), (*path, token)))
-        pool += level
-        frontier = sorted(level, reverse=True)[: strategy.width]
+                found.append((confidence + min(float(logprobs[token]), -1e-4), (*path, token)))
+        pool += found
+        frontier = sorted(found, reverse=True)[: strategy.width]
     return {path for _, path in sorted(pool, reverse=True)[: strategy.budget]}
 
 

@@ -19,7 +19,8 @@ from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
-from tlt.speculative import rows, sampling
+from tlt.speculative import draw as draw_module
+from tlt.speculative import sampling
 from tlt.speculative.params import BatchParams
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
@@ -40,7 +41,7 @@ def kernels() -> SimpleNamespace:
     ) -> tuple[Tensor, ...]:
         assert params.inverse_temperature_B11 is None
         assert params.noise_scale_B11 is None
-        drawn = rows.reference(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
+        drawn = draw_module.reference(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
         return tuple(map(PretendTensor, drawn))
 
     return SimpleNamespace(gumbel_noise=gumbel_noise, draw=draw)
@@ -70,7 +71,7 @@ def make_engine(strategy: Strategy, batch_size: int) -> RolloutEngine:
 def crossings_of_a_step(monkeypatch: pytest.MonkeyPatch, strategy: str, batch_size: int) -> Crossings:
     """Returns the most that any of five steps had, once the batch runs."""
     monkeypatch.setattr(sampling, "kernels", kernels)
-    monkeypatch.setattr(rows, "kernels", kernels)
+    monkeypatch.setattr(draw_module, "kernels", kernels)
     with pretended(monkeypatch) as crossings:
         engine = make_engine(Strategy.parse(strategy), batch_size)
         for _ in range(3):
@@ -142,7 +143,7 @@ def test_what_was_learned_of_confidences_goes_to_the_device_without_a_wait(
 
 
 def test_on_a_gpu_the_engine_keeps_to_kernels_that_plan_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "kernels", kernels)
+    monkeypatch.setattr(draw_module, "kernels", kernels)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:

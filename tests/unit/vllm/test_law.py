@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import tlt.speculative.rows as rows_module
+import tlt.speculative.draw as draw_module
 from tests.lossless.helpers import PARAMS
 from tlt.drafter.drafting.reference_drafter import reference_kinds
+from tlt.speculative.draw import draw
 from tlt.speculative.params import BatchParams
-from tlt.speculative.rows import draw
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.tuning.tuner import make_tuner
 from tlt.types import Request, SamplingParams, UserError
@@ -178,14 +178,14 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
     logits_RV = torch.randn(7, VOCAB, dtype=torch.float64)  # float64 is the reference's
     positions_R = torch.arange(7) * 3
     whole = draw(logits_RV, keys_R4, positions_R, params)
-    monkeypatch.setattr(rows_module, "ROW_BYTES", 28 * VOCAB * 3)
+    monkeypatch.setattr(draw_module, "ROW_BYTES", 28 * VOCAB * 3)
     asked: list[int] = []
 
     def counted(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
         asked.append(len(keys_B4))
         return gumbel_noise(keys_B4, positions_BT, vocab_size)
 
-    monkeypatch.setattr(rows_module, "gumbel_noise", counted)
+    monkeypatch.setattr(draw_module, "gumbel_noise", counted)
     parts = draw(logits_RV, keys_R4, positions_R, params)
     assert asked == [3, 3, 1]
     assert torch.equal(parts[0], whole[0])

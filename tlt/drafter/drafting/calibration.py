@@ -22,11 +22,11 @@ DEFAULT_CONFIDENCE_THRESHOLD = 0.4
 benchmarks/log.md)."""
 
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
-"""Borders of the bins of a candidate's raw log-confidence, the log-probability that the drafter gives it."""
+"""Borders of the bins of a candidate's raw confidence, the log-softmax of its score among all candidates."""
 
-_DEPTH_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3)
-"""Group of each depth: depths 0, 1, 2-3, 4-7 and from 8 on count together."""
-_NUM_DEPTH_GROUPS = 5
+_LEVEL_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3)
+"""Group of each level: levels 0, 1, 2-3, 4-7 and from 8 on count together."""
+_NUM_LEVEL_GROUPS = 5
 _NUM_RANKS = 8
 """Ranks among siblings that are told apart; later ones count as the last."""
 _PRIOR_COUNT = 8.0
@@ -44,11 +44,11 @@ def sent_to_host(values: Tensor) -> Tensor:
 
 
 class Calibration:
-    """Estimates P(accepted | parent accepted) of a candidate by its depth, rank among siblings and
+    """Estimates P(accepted | parent accepted) of a candidate by its level, rank among siblings and raw
     confidence.
 
     Each combination of the three is a cell with a Beta posterior, whose mean is the estimate; its prior says
-    that the drafter's confidence is right. A node counts only if its parent was accepted: for others the
+    that the raw confidence is right. A node counts only if its parent was accepted: for others the
     target's token is unknown.
     """
 
@@ -58,7 +58,7 @@ class Calibration:
     def __init__(self, device: torch.device) -> None:
         num_bins = len(_EDGES) + 1
         centers = [_EDGES[0] - 1.0, *((a + b) / 2 for a, b in pairwise(_EDGES)), _EDGES[-1] / 2]
-        prior = torch.tensor(centers).exp().expand(_NUM_DEPTH_GROUPS, _NUM_RANKS, num_bins)
+        prior = torch.tensor(centers).exp().expand(_NUM_LEVEL_GROUPS, _NUM_RANKS, num_bins)
         self.accepted = (prior * _PRIOR_COUNT).flatten().tolist()
         self.seen = [_PRIOR_COUNT] * len(self.accepted)
         self.prior = prior.flatten().tolist()
@@ -67,13 +67,14 @@ class Calibration:
         self._num_new = 0
         self._refresh()
 
-    def __call__(self, depth: int, raw_BFW: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (cells, calibrated log-confidences) of the candidates, both [B, F, W]. B: sequences, F:
-        expanded nodes, W: candidates of each, best first. `depth` counts from 0."""
-        group = _DEPTH_GROUPS[depth] if depth < len(_DEPTH_GROUPS) else _NUM_DEPTH_GROUPS - 1
-        num_bins = len(_EDGES) + 1
-        ranks_W = torch.arange(raw_BFW.shape[-1], device=raw_BFW.device).clamp_max_(_NUM_RANKS - 1)
-        cells_BFW = torch.bucketize(raw_BFW, self.edges) + (group * _NUM_RANKS + ranks_W) * num_bins
+    def estimate(self, level: int, raw_confidence_BFW: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (cells, log P(accepted | parent accepted)) of the candidates, both [B, F, W]. B: sequences,
+        F: expanded nodes, W: candidates of each, best first."""
+        group = _LEVEL_GROUPS[level] if level < len(_LEVEL_GROUPS) else _NUM_LEVEL_GROUPS - 1
+        num_bins, device = len(_EDGES) + 1, raw_confidence_BFW.device
+        ranks_W = torch.arange(raw_confidence_BFW.shape[-1], device=device).clamp_max_(_NUM_RANKS - 1)
+        cells_BFW = torch.bucketize(raw_confidence_BFW, self.edges)
+        cells_BFW = cells_BFW + (group * _NUM_RANKS + ranks_W) * num_bins
         return cells_BFW, self.table[cells_BFW]
 
     def note(self, tree: DraftTree, cells_BN: Tensor) -> Tensor:
@@ -91,10 +92,11 @@ class Calibration:
         for tokens, parents, cells, verdict in zip(*noted_3BN.tolist(), verdicts, strict=False):
             path = [0]
             for node, (token, parent, cell) in enumerate(zip(tokens, parents, cells, strict=True), start=1):
-                depth = path.index(parent) if parent in path else len(verdict.tokens)
-                if depth == len(verdict.tokens):
+                # a node's level is its parent's depth, which is its parent's place in the accepted path
+                level = path.index(parent) if parent in path else len(verdict.tokens)
+                if level == len(verdict.tokens):
                     continue
-                is_accepted = token == verdict.tokens[depth]
+                is_accepted = token == verdict.tokens[level]
                 if is_accepted:
                     path.append(node)
                 if cell != self.UNUSED:
@@ -129,8 +131,9 @@ class Calibration:
 class TauSearch:
     """Finds the coupling temperature tau whose first candidate is most often the target's token.
 
-    Candidates at the root are ranked by logits / tau + noise, and the target's token there is always known.
-    So one verification judges every tau.
+    The candidates of level 0 are ranked by logits / tau + noise, and the target's token there is always
+    known. So one verification judges every tau. tlt/speculative/__init__.py says why the best is often below
+    1.
 
     tau: a fixed value; None: search.
     """

@@ -1,11 +1,18 @@
-"""The learned drafter: ranks candidates for the next tokens and makes chains and trees of them.
+"""The learned drafter: ranks candidates for the next tokens and makes chains and trees of them (EAGLE, arXiv
+2401.15077).
+
+    feature t   the target's last hidden state at position t, of which lm_head makes the logits of token t+1;
+                eagle3 has in its place fc(residual sums of three of the target's layers at t)
+    pair t      (token t+1, feature t): the drafter's input. Feature t leaves open which token was drawn.
+    output t    imitates feature t+1. So lm_head of it proposes token t+2 (eagle3: of it behind its own norm).
+
+Feature t+1 exists once the target has read token t+1, and drafted tokens it has not read. So while drafting,
+the drafter's output t stands in for feature t+1. (eagle3's loss asks for good proposals alone: its outputs
+need not resemble features, because training already reads them in this way.)
 
     committed tokens, read (pair_cache.py) ─▶ last output ─▶ scores of the candidates ─▶ the best
                                                   ▲                                         │
                                                   └── (drafted token, last output) is read ◀┘
-
-A drafted token is read with the drafter's last output in place of the target's feature, which is not known
-yet.
 """
 
 from __future__ import annotations
@@ -19,9 +26,9 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
-from tlt.drafter.drafting.choice import VocabularyChoice
 from tlt.drafter.drafting.pair_cache import CaughtUp, PairCache
-from tlt.drafter.drafting.pool import best_nodes, select
+from tlt.drafter.drafting.tree_selection import best_nodes, select
+from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
 from tlt.drafter.model import PackedDrafter, training_capture
 from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
@@ -32,8 +39,8 @@ from tlt.speculative.tree import chain, chain_mask, tree_mask
 from tlt.types import DraftTree, Request, Rollout, Verdict
 from tlt.uploads import upload
 
-_MAX_LOG_CONFIDENCE = -1e-4
-"""Upper bound of a candidate's log-confidence, so that a child never outranks its parent."""
+_MAX_LOG_CHANCE = -1e-4
+"""Upper bound of a candidate's log P(accepted | parent accepted): a child never outranks its parent."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,8 @@ class LearnedSettings:
     """Settings of the learned drafter: how it ranks, when it stops and what it remembers."""
 
     ranking: Literal["coupled", "top-k"] = "coupled"
-    """Scores candidates by log q / tau + the target's noise (coupled), q being the draft distribution at the
-    sequence's temperature, or by log q alone (top-k; EAGLE-2, arXiv 2406.16858)."""
+    """Scores candidates by log q / tau + the target's noise (coupled: tlt/speculative/__init__.py) or by log
+    q alone (top-k; EAGLE-2, arXiv 2406.16858). q: the draft distribution at the sequence's temperature."""
     tau: float | None = None
     """The coupling temperature; None: tuned while running."""
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD
@@ -203,18 +210,21 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         front = _Front(context.params, strategy, noise, unwanted, roots_B1, read)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
-    def _rank(self, front: _Front, hidden_BTE: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _rank(self, front: _Front, hidden_BTE: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ranks the candidates of one level, over the draft vocabulary.
 
         Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise, or log q
-        if ranking is not coupled, up to a constant per node), and at the root `TauSearch.guess`.
+        if ranking is not coupled, up to a constant per node), and at level 0 `TauSearch.guess`.
+
+        The log-softmax of the scores is a candidate's raw confidence. Where the scores contain the noise it
+        is no log-probability: `Calibration.estimate` makes log P(accepted) of it.
         """
         scaled_BTV = front.params.scale(self.model.logits(hidden_BTE, self.target))
         if not self.is_coupled:
             return scaled_BTV, scaled_BTV, None
-        noise_BV = front.noise.of_depth(depth, self.model.token_ids)
+        noise_BV = front.noise.of_level(level, self.model.token_ids)
         guesses_KB = None
-        if depth == 0:
+        if level == 0:
             guesses_KB = self.tau_search.guess(scaled_BTV[:, 0], noise_BV, self.model.token_ids)
         return scaled_BTV, torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau), guesses_KB
 
@@ -241,26 +251,27 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         if front.unwanted:
             survival_B[upload(front.unwanted, survival_B.device)] = -torch.inf
         likely, logprobs = [], []
-        for depth in range(front.strategy.depth):
-            if depth:
-                columns_B1 = read.ends_B[:, None] + depth - 1
-                length = max(read.num_pairs) + depth
+        for level in range(front.strategy.depth):
+            if level:
+                columns_B1 = read.ends_B[:, None] + level - 1
+                length = max(read.num_pairs) + level
                 mask = None if is_even else chain_mask(columns_B1, length, self.model.dtype)
                 hidden_B1E = self.pairs.forward(
                     tokens[-1], hidden_B1E, columns_B1, columns_B1, read.offsets_B1, length, mask
                 )
-            scaled_B1V, scores_B1V, guessed_KB = self._rank(front, hidden_B1E, depth)
-            guesses_KB = guesses_KB if depth else guessed_KB
+            scaled_B1V, scores_B1V, guessed_KB = self._rank(front, hidden_B1E, level)
+            guesses_KB = guesses_KB if level else guessed_KB
             best_B1, token_B1 = scores_B1V.max(dim=-1)
             tokens.append(self._token_ids(token_B1))
             if self.on_verdicts is not None:
                 logprobs.append(scaled_B1V[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
             if self.stops_below:
-                logprob_B1 = (best_B1 - scores_B1V.logsumexp(dim=-1)).float()
+                raw_confidence_B1 = (best_B1 - scores_B1V.logsumexp(dim=-1)).float()
+                log_chance_B1 = raw_confidence_B1
                 if self.calibration is not None:
-                    cells_B1, logprob_B1 = self.calibration(depth, logprob_B1)
+                    cells_B1, log_chance_B1 = self.calibration.estimate(level, raw_confidence_B1)
                     cells.append(cells_B1)
-                survival_B = survival_B + logprob_B1[:, 0]
+                survival_B = survival_B + log_chance_B1[:, 0]
                 likely.append(survival_B >= math.log(self.stops_below))
                 if not likely[-1].any():
                     break
@@ -288,21 +299,22 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
         pool_confidence, pool_cells = [], []
         guesses_KB: Tensor | None = None
-        for depth in range(strategy.depth):
-            _, scores_BFV, guessed_KB = self._rank(front, hidden_BFE, depth)
-            guesses_KB = guesses_KB if depth else guessed_KB
-            logprob_BFW, token_BFW = scores_BFV.float().log_softmax(dim=-1).topk(width, dim=-1)
+        for level in range(strategy.depth):
+            _, scores_BFV, guessed_KB = self._rank(front, hidden_BFE, level)
+            guesses_KB = guesses_KB if level else guessed_KB
+            raw_confidence_BFW, token_BFW = scores_BFV.float().log_softmax(dim=-1).topk(width, dim=-1)
+            log_chance_BFW = raw_confidence_BFW
             if self.calibration is not None:
-                cells_BFW, logprob_BFW = self.calibration(depth, logprob_BFW)
+                cells_BFW, log_chance_BFW = self.calibration.estimate(level, raw_confidence_BFW)
                 pool_cells.append(cells_BFW.flatten(1))
             frontier = confidence_BF.shape[1]
-            logprob_BFW = logprob_BFW.clamp_max(_MAX_LOG_CONFIDENCE)
-            confidence_BC = (confidence_BF[:, :, None] + logprob_BFW).flatten(1)
+            log_chance_BFW = log_chance_BFW.clamp_max(_MAX_LOG_CHANCE)
+            confidence_BC = (confidence_BF[:, :, None] + log_chance_BFW).flatten(1)
             token_BC = self._token_ids(token_BFW.flatten(1))
             pool_tokens.append(token_BC)
             pool_parents.append(pool_index_BF.repeat_interleave(width, dim=1))
             pool_confidence.append(confidence_BC)
-            if depth + 1 < strategy.depth:
+            if level + 1 < strategy.depth:
                 num_next = min(strategy.width, confidence_BC.shape[1])
                 confidence_BF, chosen_BF = confidence_BC.topk(num_next, dim=-1)
                 pool_index_BF = chosen_BF + pool_size
@@ -312,12 +324,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 own = torch.eye(num_next, dtype=torch.bool, device=device).expand(B, -1, -1)
                 seen_BFC = torch.cat([seen_BFC[rows_B1, parent_BF], own], dim=2)
                 columns_BF = read.ends_B[:, None] + start + torch.arange(num_next, device=device)
-                depths_BF = (read.ends_B + depth)[:, None].expand(-1, num_next)
+                pairs_BF = (read.ends_B + level)[:, None].expand(-1, num_next)
                 length = max(read.num_pairs) + start + num_next
                 mask = tree_mask(seen_BFC, read.ends_B, length, self.model.dtype)
                 inputs = hidden_BFE[rows_B1, parent_BF]
                 hidden_BFE = self.pairs.forward(
-                    tokens_BF, inputs, depths_BF, columns_BF, read.offsets_B1, length, mask
+                    tokens_BF, inputs, pairs_BF, columns_BF, read.offsets_B1, length, mask
                 )
             pool_size += frontier * width
         chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)

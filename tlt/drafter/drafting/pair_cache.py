@@ -4,9 +4,9 @@
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
                        └ caught up ┘
 
-A pair is a token and the target's feature of the position before it. Every proposal first reads the pairs
-committed since the last one: a few while speculating, up to the window of kept features when speculation is
-switched on late. The target never runs for this.
+Pair t is (token t+1, the target's feature t), the drafter's input (learned.py says why). Every proposal first
+reads the pairs committed since the last one: a few while speculating, up to the window of kept features when
+speculation is switched on late. The target never runs for this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.drafter.drafting.history import FeatureHistory
+from tlt.drafter.drafting.feature_history import FeatureHistory
 from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter
 from tlt.models.attention import StoringPrefill, cached
 from tlt.models.kv_cache import Cache, prefill_groups
@@ -191,7 +191,7 @@ class PairCache:
         self,
         tokens_BT: Tensor,
         hidden_BTE: Tensor,
-        depths_BT: Tensor,
+        pairs_BT: Tensor,
         columns_BT: Tensor,
         offsets_B1: Tensor | None,
         length: int,
@@ -199,11 +199,11 @@ class PairCache:
     ) -> Tensor:
         """Runs the drafter over T pairs of each row behind what is cached; returns [B, T, E].
 
-        `depths_BT` counts pairs from the first in the cache; with the offset it is the rotary position.
+        `pairs_BT` counts pairs from the first in the cache; with the offset it is the rotary position.
         """
         attend = cached(self.model.config.layer, self.cache.layers, columns_BT, length, mask)
         embeddings = self.target.embed(tokens_BT.flatten())
-        positions_BT = depths_BT if offsets_B1 is None else depths_BT + offsets_B1
+        positions_BT = pairs_BT if offsets_B1 is None else pairs_BT + offsets_B1
         positions = positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)
         output_NE = self.model.forward(embeddings, hidden_BTE.flatten(0, 1), positions, attend)
         return output_NE.view(*tokens_BT.shape, -1)

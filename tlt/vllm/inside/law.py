@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tlt.speculative.draw import draw, noise_to_rank_with
 from tlt.speculative.params import MAX_INVERSE_TEMPERATURE, BatchParams
-from tlt.speculative.rows import draw, noise_to_rank_with
 from tlt.speculative.sampling import keys_tensor
 from tlt.types import Request, SamplingParams
 

@@ -160,18 +160,18 @@ def install_v1(runner: Any, tau: float) -> Batch:
 
 def _couple(drafter: Any, batch: Batch) -> None:
     """Replaces the drafter's choice of tokens. A proposal calls it for every position from `next_B` on."""
-    propose, depth = drafter.propose, 0
+    propose, level = drafter.propose, 0
 
     def propose_from_the_root(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal depth
-        depth = 0
+        nonlocal level
+        level = 0
         return propose(*args, **kwargs)
 
     def choose(hidden_states: Tensor, sampling_metadata: SamplingMetadata) -> tuple[Tensor, None]:
-        nonlocal depth
+        nonlocal level
         logits_BV = drafter.model.compute_logits(hidden_states)
-        tokens_B = batch.table.rank(logits_BV, batch.slots_B, batch.next_B + depth)
-        depth += 1
+        tokens_B = batch.table.rank(logits_BV, batch.slots_B, batch.next_B + level)
+        level += 1
         return tokens_B, None
 
     drafter.propose, drafter._sample_draft_tokens = propose_from_the_root, choose

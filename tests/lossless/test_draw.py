@@ -1,4 +1,4 @@
-"""The reference at rows: a part at a time where memory is short, and the one line that a GPU without
+"""The reference of draw.py: a part at a time where memory is short, and the one line that a GPU without
 Triton gets."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 from tests.lossless.helpers import make_engine, make_policy, make_requests, tokens_of
 from tlt import speculative
-from tlt.speculative import rows
+from tlt.speculative import draw as draw_module
 from tlt.speculative.sampling import kernels
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
@@ -23,12 +23,12 @@ TREE = Strategy("learned", 3, 2, 6)
 def test_rows_drawn_a_part_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     off = tokens_of(make_engine(POLICY), REQUESTS)
     calls: list[int] = []
-    plain = rows.reference
+    plain = draw_module.reference
     monkeypatch.setattr(
-        rows, "reference", lambda logits, *args: calls.append(len(logits)) or plain(logits, *args)
+        draw_module, "reference", lambda logits, *args: calls.append(len(logits)) or plain(logits, *args)
     )
     for num_bytes in (1, 28 * 61 * 4, 1 << 28):
-        monkeypatch.setattr(rows, "ROW_BYTES", num_bytes)
+        monkeypatch.setattr(draw_module, "ROW_BYTES", num_bytes)
         assert tokens_of(make_engine(POLICY, Fixed(TREE), max_batch_size=5), REQUESTS) == off
     assert {1, 4} < set(calls), "float64 is the reference's"
 
@@ -47,6 +47,6 @@ def test_without_numba_the_reference_draws(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "tlt.speculative.compiled", raising=False)
     monkeypatch.delattr(speculative, "compiled", raising=False)
-    rows.compiled_loops.cache_clear()
-    assert rows.compiled_loops() is None
-    rows.compiled_loops.cache_clear()
+    draw_module.compiled_loops.cache_clear()
+    assert draw_module.compiled_loops() is None
+    draw_module.compiled_loops.cache_clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lossless.helpers import make_engine, make_policy
-from tlt.drafter.drafting.history import FeatureHistory
+from tlt.drafter.drafting.feature_history import FeatureHistory
 from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams

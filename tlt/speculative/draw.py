@@ -1,4 +1,5 @@
-"""The law row by row: each row has its own logits, key and position. The noise need not lie in memory.
+"""Draws by the law, row by row: each row has its own logits, key and position. The noise need not lie in
+memory.
 
 on a CPU    compiled loops (compiled.py); sampling.py for float64, and where Numba is missing
 on a GPU    the kernel (fused.py)

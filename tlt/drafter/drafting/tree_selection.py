@@ -1,4 +1,4 @@
-"""The pool of candidates that a draft tree is chosen from (EAGLE-2, arXiv 2406.16858)."""
+"""Selects a draft tree from the pool of all drafted candidates (EAGLE-2, arXiv 2406.16858)."""
 
 from __future__ import annotations
 
