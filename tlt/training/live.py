@@ -276,4 +276,4 @@ class Unscored:
         return {response_id: Reward(0.0, False, "rewards are the caller's") for response_id in ids}
 
     def abandon(self) -> None:
-        self._keys.clear()
+        self._ids.clear()
