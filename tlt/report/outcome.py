@@ -89,7 +89,7 @@ def _gain_rows(gain: Gain) -> Iterator[tuple[str, Text]]:
     else:
         solved = _rise(*gain.solve_rates, ".1%")
         yield "solved", solved.append(f" of held-out problems, {between}", style="dim")
-    yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(gain.p_value)}", style="dim")
+    yield "", Text(f"paired sign-flip test, one-sided: p {written_p_value(gain.p_value)}", style="dim")
     if gain.rewards is not None:
         yield "solved", _rise(*gain.solve_rates, ".1%")
 
@@ -99,5 +99,6 @@ def _rise(before: float, after: float, form: str) -> Text:
     return Text(f"{before:{form}} → ").append(f"{after:{form}}", style=style)
 
 
-def _p_value(value: float) -> str:
+def written_p_value(value: float) -> str:
+    """Returns a p value as it follows the letter p: = 0.012 or < 0.0001."""
     return "< 0.0001" if value < 1e-4 else f"= {value:.2g}"
