@@ -9,12 +9,13 @@
 #   make gpu      on a machine with a GPU: what TLT does there, in ten minutes, into GPU_OUT=benchmarks/results/gpu (docs/gpu.md)
 #   make gpu-rehearse   the same in small, on a CPU       make gpu-carry   what a machine without a network lacks for it
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
+#   make docs     the site, into runs/site, in an environment of its own, .venv-docs; a warning is an error
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry extras-check lint format clean
+.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry extras-check docs lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -100,6 +101,15 @@ gpu-carry: $(STAMP)
 
 extras-check: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.extras $(ARGS)
+
+.venv-docs/.installed: pyproject.toml | .venv/bin/python
+	.venv/bin/python -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	.venv-docs/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --group docs
+	@touch $@
+
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -109,7 +109,13 @@ class AheadReport:
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Statistics of response lengths in tokens. Percentiles are interpolated linearly."""
+    """Statistics of response lengths in tokens. Percentiles are interpolated linearly.
+
+    mean: the mean length.
+    p50: the median length.
+    p95: the length that 95 % of the responses do not exceed.
+    max: the longest response.
+    """
 
     mean: float
     p50: float
@@ -134,6 +140,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 class RolloutRecord:
     """The rollout of a step. Groups that dynamic sampling discarded are included.
 
+    seconds: duration of the rollout phase.
+    num_responses: responses of all ranks.
+    num_tokens: response tokens of all ranks.
+    response_tokens: statistics of the responses' lengths.
     truncated_share: share of responses that reached their token limit.
     tokens_per_second: response tokens per second, without recalled ones.
     recalled_tokens: tokens that an earlier attempt had generated, found in the journal.
@@ -145,8 +155,11 @@ class RolloutRecord:
     resample_rounds: rounds of dynamic sampling after the first.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
     accept_by_depth: share of verifications that kept depth 1, 2, …, among those that drafted as deep.
-    draft_acceptance_rate, draft_mean_acceptance_length: as vLLM counts them (engine/stats.py).
-    draft_acceptance_rate_pos: as vLLM counts it, for positions 1, 2, …
+    draft_acceptance_rate: accepted drafted tokens over drafted tokens, as vLLM counts them.
+    draft_mean_acceptance_length: accepted drafted tokens per verification that drafted, plus one, as vLLM
+        counts them.
+    draft_acceptance_rate_pos: share of verifications that drafted in which the drafted token at position 1,
+        2, … was accepted, as vLLM counts them.
     strategy_seconds: engine seconds under each strategy, "off" included.
     strategy_speed: measured tokens per second of the engine steps under each strategy.
     strategy_predicted: the tuner's prediction of strategy_speed.
@@ -186,12 +199,15 @@ class RewardSummary:
     """The rewards of a step. Groups that dynamic sampling discarded are included. Means are over the scored
     responses; NaN: none was scored.
 
+    mean: mean reward.
+    solve_rate: share of the responses that solved their problem.
     num_errors: responses that could not be scored.
     first_error: why the first of them could not; empty: all were scored.
     parts: reward function → mean before its weight, over the responses to which it applied; empty without
         rewards.functions.
     metrics: figure that a function logged → mean.
-    reward_by_task, solve_rate_by_task: by the problems' column `task`, as a mixture gives it; empty without.
+    reward_by_task: mean reward by the problems' column `task`, as a mixture gives it; empty without.
+    solve_rate_by_task: solve rate by the same column; empty without.
     """
 
     mean: float
@@ -208,15 +224,19 @@ class RewardSummary:
 class UpdateMetrics:
     """One update of the policy. Means are over the tokens of all ranks' scored responses.
 
-    loss, grad_norm, clip_fraction, kl: means over the optimizer steps, too; NaN without any. grad_norm is
-        taken before clipping.
-    entropy: of the policy before the update. It and the gaps are estimated without bias where more than
-        `SAMPLED_TOKENS` (rl/update.py) tokens have no advantage.
-    kl: NaN without a reference policy (coefficient 0); before the update where it is in the reward.
+    loss: the algorithm's loss, averaged over the optimizer steps, too; NaN without any.
+    grad_norm: norm of the gradient before clipping, averaged over the optimizer steps; NaN without any.
+    entropy: entropy of the policy before the update, in nats per token. It and the gaps are estimated without
+        bias where more than `SAMPLED_TOKENS` (rl/update.py) tokens have no advantage.
+    clip_fraction: share of tokens with a clipped ratio, averaged over the optimizer steps; NaN without any.
+    kl: divergence from the reference policy, in nats per token; NaN without one (coefficient 0). Where it is
+        in the reward it is taken before the update, else averaged over the optimizer steps.
+    lr: learning rate of the step.
     zero_variance_groups: problems all of whose responses have advantage 0, or no score.
     engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|, before the update.
     engine_trainer_logprob_gap_max: the largest computed gap.
-    num_tokens: of scored responses.
+    seconds: duration of the update.
+    num_tokens: tokens of scored responses.
     num_skipped: optimizer steps that were not taken, as no token was in their loss.
     """
 
@@ -282,8 +302,9 @@ class IdleRecord:
     harvested_share: share of it in which the drafter was trained.
     preemption_seconds: from the last response's end to the trainer's return, for each rank that trained then.
     seconds_by_use: idle time until the phase's end, by use: ahead, train, rest.
-    gain, cost: by use, seconds by which a step becomes shorter, or longer, for each second that a rank spends
-        on it, as measured so far (docs/ahead.md).
+    gain: by use, seconds by which a step becomes shorter for each second that a rank spends on it, as
+        measured so far (docs/ahead.md).
+    cost: by use, seconds by which a step becomes longer for each such second.
     ahead_seconds: seconds of generating later steps' responses.
     ahead_tokens: tokens generated then.
     """

@@ -36,15 +36,26 @@ def explain(command: str, kind: type[Options], lists_keys: bool = False) -> str:
     def paragraph(text: str, indent: str = "") -> str:
         return textwrap.indent(textwrap.fill(text, width - len(indent), break_on_hyphens=False), indent)
 
+    lines = [usage(command, kind)]
+    lines += [f"\n{paragraph(text)}" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")]
+    for title, entries in option_groups(kind, lists_keys):
+        lines += ["", paragraph(title)]
+        for heading, text in entries.items():
+            lines += [paragraph(heading, "  "), paragraph(text, "      ")]
+    return "\n".join(lines)
+
+
+def usage(command: str, kind: type[Options]) -> str:
+    """Returns the line that shows how the command is written."""
     headings = {_heading(label(name, field), field): field for name, field in options_of(kind).items()}
     usual = [text for text, field in headings.items() if field.is_required() or not text.startswith("--")]
-    lines = [" ".join(["usage: tlt", command, *usual, "[--option VALUE ...]"])]
-    lines += [f"\n{paragraph(text)}" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")]
+    return " ".join(["usage: tlt", command, *usual, "[--option VALUE ...]"])
+
+
+def option_groups(kind: type[Options], lists_keys: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields each group's title and its options: how one is written, and its text and default."""
     for title, fields in _groups(kind, lists_keys):
-        lines += ["", paragraph(title)]
-        for written, field in fields.items():
-            lines += [paragraph(_heading(written, field), "  "), paragraph(_explained(field), "      ")]
-    return "\n".join(lines)
+        yield title, {_heading(name, field): _explained(field) for name, field in fields.items()}
 
 
 def _groups(kind: type[Options], lists_keys: bool) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:

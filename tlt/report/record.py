@@ -27,6 +27,9 @@ from tlt.types import UserError
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise.
 
+    step: number of the step, from 0.
+    policy_version: updates behind the policy that generated the responses.
+    step_seconds: duration of the whole step.
     cpu_seconds: processor time of all ranks.
     finished_at: Unix time.
     algorithm: its name.

@@ -30,8 +30,10 @@ class Evaluation:
     """A line of evaluations.jsonl.
 
     step: updates done.
-    solve_rate, reward: means over the problems; None: nothing was scored, or an older TLT wrote the line,
-        without rewards.
+    solve_rate: mean over the problems of their solved share; None: nothing was scored.
+    reward: mean over the problems of their mean reward; None: nothing was scored, or an older TLT wrote the
+        line, without rewards.
+    seconds: duration of the evaluation.
     by_problem: solved share of each problem's scored samples; problems without any are left out.
     reward_by_problem: mean reward of the same samples.
     by_task: solved share of the scored samples, by the problems' column `task`; empty without it.

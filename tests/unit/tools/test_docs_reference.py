@@ -1,0 +1,62 @@
+"""The reference pages say everything that the code declares."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import tlt
+from tests.unit.report.records import record
+from tlt.cli.commands import COMMANDS
+from tlt.cli.options import label, options_of
+from tlt.config.mistakes import section_of
+from tlt.config.schema import Config
+from tlt.training.evaluations import Evaluation
+from tools.docs_reference import PAGES, as_markdown, plain, split_fields
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return {address.removeprefix("reference/"): make() for address, make in PAGES.items()}
+
+
+def test_every_key_of_the_configuration_has_a_heading(pages: dict[str, str]) -> None:
+    keys = [f"{name}.{key}" for name in Config.model_fields for key in section_of(Config, name).model_fields]
+    assert len(keys) > 100
+    assert [key for key in keys if f"### `{key}`\n" not in pages["configuration.md"]] == []
+
+
+def test_every_option_of_every_command_is_explained(pages: dict[str, str]) -> None:
+    for name, command in COMMANDS.items():
+        _, _, section = pages["commands.md"].partition(f"## tlt {name}\n")
+        section = section.partition("\n## ")[0]
+        for option, field in options_of(command.options).items():
+            assert f"`{label(option, field)}" in section, (name, option)
+
+
+def test_every_public_name_is_described(pages: dict[str, str]) -> None:
+    names = set(tlt.__all__) - {"__version__"}
+    assert {name for name in names if f"## tlt.{name}\n" not in pages["python.md"]} == set()
+
+
+def test_every_figure_that_a_run_writes_has_a_meaning(pages: dict[str, str]) -> None:
+    rows = dict(line.split(" | ", 1) for line in pages["metrics.md"].splitlines() if line.startswith("| `"))
+    meanings = {name.strip("|` "): text.strip("| ") for name, text in rows.items()}
+    figures: list[str] = []
+    for name, value in dataclasses.asdict(record(3)).items():
+        parts = value if isinstance(value, dict) else None
+        figures += [name] if parts is None else [f"{name}.{field}" for field in parts]
+    figures += [f"rollout.response_tokens.{name}" for name in ("mean", "p50", "p95", "max")]
+    figures += [field.name for field in dataclasses.fields(Evaluation)]
+    assert [figure for figure in figures if not meanings.get(figure)] == []
+
+
+def test_the_lines_of_a_docstring_become_fields_and_a_list() -> None:
+    docstring = "Returns it.\n\nloss, kl: means, and\n    more.\nkl: NaN without."
+    assert split_fields(docstring) == (
+        "Returns it.",
+        {"loss": "means, and more.", "kl": "means, and more. NaN without."},
+    )
+    assert as_markdown("It.\n\nmax_tokens: at most.") == "It.\n\n- `max_tokens`: at most."
+    assert plain("a_b <c> | d*") == r"a\_b \<c> \| d\*"
