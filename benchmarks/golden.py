@@ -68,14 +68,20 @@ class Tree:
 
     def python(self, *words: str | Path) -> str:
         """Standard output of `python WORDS` with this tree's packages."""
+        process = self.start(*words, errors=subprocess.PIPE)
+        output, errors = process.communicate()
+        if process.returncode not in (0, TOO_SHORT):
+            sys.exit(f"{process.args}: exit code {process.returncode}\n{errors}")
+        return output
+
+    def start(self, *words: str | Path, errors: int | None = None) -> subprocess.Popen[str]:
+        """Starts `python WORDS` with this tree's packages, between pipes."""
         environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *map(str, words)]
-        done = subprocess.run(
-            command, cwd=self.root, env=environment, capture_output=True, text=True, check=False
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, cwd=self.root, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True
         )
-        if done.returncode not in (0, TOO_SHORT):
-            sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
-        return done.stdout
 
     def child(self, script: Path, *words: str | Path) -> dict[str, Any]:
         """The JSON of the last line of a script that measures whatever tree is imported."""

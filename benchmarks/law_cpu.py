@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.command import command_of, make_parser
 from tlt.bench.measure import in_turns, seconds_of
 from tlt.bench.report import environment, markdown, number, table, write_report
-from tlt.speculative.draw import draw, noise_to_rank_with, reference
+from tlt.speculative.draw import draw, draw_by_definition, noise_to_rank_with
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
@@ -55,7 +55,7 @@ def measure_times(num_rounds: int) -> list[dict[str, Any]]:
                 _, keys_R4, positions_R, _ = case
                 some = torch.randperm(vocab_size)[:DRAFT_VOCAB]
                 ways: dict[str, Callable[[], object]] = {
-                    "reference": partial(reference, *case),
+                    "reference": partial(draw_by_definition, *case),
                     "loops": partial(draw, *case),
                     "noise, reference": partial(gumbel_noise, keys_R4, positions_R[:, None], vocab_size),
                     "noise": partial(noise_to_rank_with, keys_R4, positions_R, vocab_size),
@@ -95,13 +95,13 @@ def compare_tokens(num_draws: int) -> dict[str, int]:
         if seed % 3 == 0:
             logits_RV = logits_RV.round()  # many equal logits
         law = (keys_R4, positions_R, params)
-        found, expected = draw(logits_RV, *law)[0], reference(logits_RV, *law)[0]
+        found, expected = draw(logits_RV, *law)[0], draw_by_definition(logits_RV, *law)[0]
         compared, different = compared + len(found), different + int((found != expected).sum())
     large = 0
     for vocab_size in VOCABULARIES:
         for seed in range(8):
             case = rows(64, vocab_size, 100 + seed, LAWS)
-            different += int((draw(*case)[0] != reference(*case)[0]).sum())
+            different += int((draw(*case)[0] != draw_by_definition(*case)[0]).sum())
             large += 64
     return {"compared": compared, "compared_large": large, "different": different}
 

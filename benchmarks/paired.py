@@ -3,13 +3,12 @@
     OUT=benchmarks/results/paired
     python -m benchmarks.paired BEFORE AFTER --what headline --rounds 5 --out $OUT-headline
     python -m benchmarks.paired BEFORE AFTER --what longtail --rounds 8 --out $OUT-longtail
-    python -m benchmarks.paired BEFORE AFTER --what one-rank --rounds 4 --out $OUT-one-rank
+    python -m benchmarks.paired BEFORE AFTER --what engine --speculation 3x1x3 --rounds 30 --out $OUT-engine
     python -m benchmarks.paired BEFORE AFTER --what real --model smollm2 --rounds 8 --out $OUT-real
 
     headline   `tlt train recipes/countdown/headline.toml` without evaluations: all steps but the first
     longtail   one rollout of recipes/countdown/longtail.json, adaptive (paired_longtail.py)
-    one-rank   the headline on one rank, where nothing is handed over and nobody is idle; both trees at once,
-               each on a core of its own, which they change from round to round
+    engine     16 responses of up to 64 tokens, by two processes that stay and are asked in turns: the most precise
     real       `tlt generate` with a real model (tlt init smollm2 DIR): 16 responses, as --speculation says
 
     round 0: before, after │ round 1: after, before │ …
@@ -23,11 +22,9 @@ gives, differ a little.
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
+import json
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +37,7 @@ from tlt.bench.report import environment, markdown, table, write_report
 from tlt.report.record import read_metrics
 
 CHILD = Path(__file__).with_name("paired_longtail.py")
+ENGINE = Path(__file__).with_name("paired_engine.py")
 
 
 @dataclass(frozen=True)
@@ -89,28 +87,20 @@ def said(tree: Tree, work: Work) -> Work:
     return work
 
 
-def side_by_side(
-    trees: dict[str, Tree], measure: Callable[[Tree], Work], num: int
-) -> Iterator[dict[str, list[Work]]]:
-    """Every round measures both trees at once. Yields all that was measured, after each."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < len(trees):
-        sys.exit(f"one-rank: needs {len(trees)} cores, there is {len(cores)}")
-    works: dict[str, list[Work]] = {name: [] for name in trees}
+def resident(tree: Tree, model: Path | None, speculation: str) -> Callable[[], Work]:
+    """Starts a process that keeps this tree's engine, and returns what asks it. Its first two answers, in which
+    a fresh process is slow, do not count."""
+    process = tree.start("-P", ENGINE, model or tree.recipe, speculation)
 
-    def on_core(tree: Tree, core: int) -> Work:
-        os.sched_setaffinity(0, {core})  # of this thread, and of what it starts
-        return measure(tree)
+    def ask() -> Work:
+        assert process.stdin is not None, "a pipe"
+        assert process.stdout is not None, "a pipe"
+        print(file=process.stdin, flush=True)
+        return said(tree, Work(**json.loads(process.stdout.readline())))
 
-    for index in range(num):
-        with ThreadPoolExecutor(len(trees)) as pool:
-            rotated = cores[index % 2 :] + cores[: index % 2]
-            begun = [
-                pool.submit(on_core, tree, core) for tree, core in zip(trees.values(), rotated, strict=False)
-            ]
-            for name, one in zip(trees, begun, strict=True):
-                works[name].append(one.result())
-        yield works
+    for _ in range(2):
+        ask()
+    return ask
 
 
 def describe(ratio: dict[str, Any]) -> str:
@@ -144,35 +134,33 @@ def main() -> None:
     parser = make_parser("paired", __doc__)
     parser.add_argument("before", type=Path, help="a checkout of the commit to compare with")
     parser.add_argument("after", type=Path, help="the checkout to judge")
-    parser.add_argument("--what", choices=["headline", "longtail", "one-rank", "real"], required=True)
+    parser.add_argument("--what", choices=["headline", "longtail", "engine", "real"], required=True)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements")
     parser.add_argument(
-        "--steps", type=int, default=5, help="of headline and one-rank, per round; the first does not count"
+        "--steps", type=int, default=5, help="of headline, per round; the first does not count"
     )
-    parser.add_argument("--model", type=Path, help="of real: a folder of `tlt init smollm2`")
-    parser.add_argument("--speculation", default="off", help="of real: off, adaptive or a strategy")
+    parser.add_argument("--model", type=Path, help="of real and engine: a folder of `tlt init smollm2`")
+    parser.add_argument(
+        "--speculation", default="off", help="of real and engine: off, adaptive or a strategy"
+    )
     options = parser.parse_args()
-    if (options.what == "real") != (options.model is not None):
-        parser.error("--model goes with --what real, which needs it")
+    if options.what == "real" and options.model is None:
+        parser.error("--what real needs --model")
     if options.rounds < 1 or options.steps < 2:
         parser.error("--rounds must be 1 or more, --steps 2 or more")
     trees = {name: Tree(path) for name, path in (("before", options.before), ("after", options.after))}
-    if options.what == "one-rank":
-        rounds = side_by_side(
-            trees, lambda tree: headline(tree, options.steps, "--run.num_ranks", "1"), options.rounds
-        )
-    else:
-        measures: dict[str, Callable[[Tree], Work]] = {
-            "longtail": longtail,
-            "headline": partial(headline, num_steps=options.steps),
-            "real": partial(real, model=options.model, speculation=options.speculation),
-        }
-        measure = measures[options.what]
-        rounds = rounds_in_turns(
-            {name: partial(measure, tree) for name, tree in trees.items()}, options.rounds
-        )
-    amounts = {"longtail": "", "real": f" --model smollm2 --speculation {options.speculation}"}
-    amount = amounts.get(options.what, f" --steps {options.steps}")
+    measures: dict[str, Callable[[Tree], Callable[[], Work]]] = {
+        "longtail": lambda tree: partial(longtail, tree),
+        "headline": lambda tree: partial(headline, tree, num_steps=options.steps),
+        "real": lambda tree: partial(real, tree, options.model, options.speculation),
+        "engine": lambda tree: resident(tree, options.model, options.speculation),
+    }
+    measure = measures[options.what]
+    rounds = rounds_in_turns({name: measure(tree) for name, tree in trees.items()}, options.rounds)
+    model = "" if options.model is None else " --model smollm2"
+    of_engine = f"{model} --speculation {options.speculation}"
+    amounts = {"longtail": "", "headline": f" --steps {options.steps}"}
+    amount = amounts.get(options.what, of_engine)
     report: dict[str, Any] = {
         "command": f"{parser.prog} BEFORE AFTER --what {options.what} --rounds {options.rounds}{amount}",
         "environment": environment(),

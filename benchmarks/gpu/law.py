@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Record, seconds_of
-from tlt.speculative.draw import reference
+from tlt.speculative.draw import draw_by_definition
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
@@ -55,7 +55,7 @@ def compare(num_rows: int, vocab_size: int, seed: int, device: torch.device) -> 
         dtype = DTYPES[(index + seed) % len(DTYPES)]
         logits, keys, positions = rows_of(num_rows, vocab_size, seed + index, dtype)
         params = [one] * num_rows
-        tokens_R, logprobs_R = reference(logits, keys, positions, BatchParams(params))
+        tokens_R, logprobs_R = draw_by_definition(logits, keys, positions, BatchParams(params))
         drawn = fused.draw(
             logits.to(device), keys.to(device), positions.to(device), BatchParams(params, device)
         )

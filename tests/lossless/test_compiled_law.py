@@ -157,9 +157,11 @@ def test_what_is_left_to_the_reference_is_its_own(monkeypatch: pytest.MonkeyPatc
     logits_RV = torch.cat([3 * torch.randn(5, 300, generator=generator), logits_1V])
     keys_R4, positions_R = keys_14.expand(6, -1).contiguous(), torch.cat([torch.arange(5), positions_1])
     asked: list[int] = []
-    plain = draw_module.reference
+    plain = draw_module.draw_by_definition
     monkeypatch.setattr(
-        draw_module, "reference", lambda logits, *args: asked.append(len(logits)) or plain(logits, *args)
+        draw_module,
+        "draw_by_definition",
+        lambda logits, *args: asked.append(len(logits)) or plain(logits, *args),
     )
     found = draw(logits_RV, keys_R4, positions_R, BatchParams([SamplingParams()] * 6))[0]
     assert asked == [1]

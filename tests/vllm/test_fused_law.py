@@ -27,7 +27,7 @@ from tests.vllm.interpreted import (
     planted,
     triton_process,
 )
-from tlt.speculative.draw import draw, reference
+from tlt.speculative.draw import draw, draw_by_definition
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
@@ -67,7 +67,7 @@ def make_rows(
 
 
 def expected(rows: Rows) -> tuple[Tensor, Tensor]:
-    return reference(rows.logits, rows.keys, rows.positions, BatchParams(rows.params))
+    return draw_by_definition(rows.logits, rows.keys, rows.positions, BatchParams(rows.params))
 
 
 def logprob_bound(rows: Rows, tokens_R: Tensor) -> Tensor:

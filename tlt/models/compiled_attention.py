@@ -4,8 +4,9 @@ padding.
     an item: the new tokens of one sequence, and the query heads that share a key head
       64 keys at a time ─▶ scores ─▶ online softmax (arXiv 1805.02867) ─▶ weighted sums of the values
 
-attention.py is the reference, and attends without Numba. All arithmetic is float32. To the last bit, the
-result of a query does not depend on other queries, other sequences or keys that it does not see.
+attention.py computes the same in plain PyTorch, and attends where Numba is missing. All arithmetic is
+float32. To the last bit, the result of a query does not depend on other queries, other sequences or keys
+that it does not see.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
                                   └─ above: its score, with the law's own noise
       Σ exp(logit - largest)  ─▶ the log-probability
 
-sampling.py is the reference. The bound: E = -log(1 - w) ≥ w, so the noise G = -log E is at most -log w, which
+sampling.py defines the law. The bound: E = -log(1 - w) ≥ w, so the noise G = -log E is at most -log w, which
 is at most (number of leading zero bits + 1) ln 2. Two libraries may differ in the last bit of a float64
-logarithm. Where two tokens are so close that this could matter, the reference draws the row again, so the
-tokens are always the reference's. Log-probabilities sum in another order; in float32 they differ by
+logarithm. Where two tokens are so close that this could matter, sampling.py draws the row again, so the
+tokens are always the law's. Log-probabilities sum in another order; in float32 they differ by
 2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|) at most.
 
 Numba compiles the loops at their first use and keeps them on disk. Only tensors of at most 32 bits on a CPU
@@ -65,10 +65,10 @@ def load() -> None:
 def draw(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, float32[R]; whether the reference must draw the row,
+    """Returns (tokens, int64[R]; log-probabilities, float32[R]; whether sampling.py must draw the row,
     bool[R]).
 
-    Computes in float32. Rows with a NaN are left to the reference.
+    Computes in float32. Rows with a NaN are left to sampling.py.
     """
     kept_RV = logits_RV = logits_RV.float().contiguous()
     inverse_R = _column(params.inverse_temperature_B11, len(logits_RV))
@@ -136,7 +136,7 @@ def _draw_rows(first, end, rows, law, drawn):  # type: ignore
 
     rows:  (logits, logits after truncation, the largest logit).
     law:   (1 / temperature, scale of the noise, key, position), by row.
-    drawn: (tokens, log-probabilities, whether the reference must draw), by row; written.
+    drawn: (tokens, log-probabilities, whether sampling.py must draw), by row; written.
     """
     logits, kept, largest = rows
     inverse, scale, keys, positions = law

@@ -18,7 +18,7 @@ from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import VALUES_PER_PART, gumbel_noise, kernels, sample
 
 ROW_BYTES = 1 << 28
-"""Memory for the noise of the rows that `reference` draws at a time; a value takes 28 bytes."""
+"""Memory for the noise of the rows that `draw_by_definition` draws at a time; a value takes 28 bytes."""
 
 
 @cache
@@ -72,9 +72,9 @@ def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> T
 def _in_parts(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
-    """Draws by the GPU's kernel or by `reference`, as many rows at a time as memory allows."""
+    """Draws by the GPU's kernel or by `draw_by_definition`, as many rows at a time as memory allows."""
     num_rows, vocab_size = logits_RV.shape
-    law, per_part = reference, ROW_BYTES // (28 * vocab_size)
+    law, per_part = draw_by_definition, ROW_BYTES // (28 * vocab_size)
     if logits_RV.is_cuda:
         law, per_part = kernels().draw, VALUES_PER_PART // vocab_size if params.truncates else num_rows
     step = max(per_part, 1)
@@ -84,7 +84,7 @@ def _in_parts(
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def reference(
+def draw_by_definition(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
     """Draws as sampling.py defines it: the noise of whole rows, then the law."""

@@ -5,14 +5,14 @@
                        logits / T ─▶ the largest, and Σ exp(logit - largest)          ─▶ 20 bytes a block
                   ─▶ the token of the row's best block; its log-probability
 
-sampling.py is the reference; tokens and noise are the same. 1 - w has 33 bits, so it is exact in float64, and
+sampling.py defines the law; tokens and noise are the same. 1 - w has 33 bits, so it is exact in float64, and
 the noise is -log(-log(1 - w)) without a log1p. Two libraries may differ in the last bit of a float64
 logarithm (CUDA promises one unit in the last place). It shows only where the noise lies that close to the
 border between two float32 numbers: in one word of some millions, by a unit of float32 or, near noise 0, by
 2⁻⁵¹ (counted in benchmarks/results/law-kernel.md). Products and sums are never contracted to an fma, which
 would round once where the law rounds twice.
 
-Log-probabilities sum in another order than the reference's; in float32 they differ by 2⁻¹⁷ + 2⁻²²
+Log-probabilities sum in another order than there; in float32 they differ by 2⁻¹⁷ + 2⁻²²
 (|scaled logit| + |logsumexp|) at most. Positions and the words of a key are below 2³².
 
 This file imports Triton; only tensors on a GPU come here.
