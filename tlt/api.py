@@ -87,8 +87,8 @@ class Engine:
         *,
         revision: str | None = None,
         drafter: str | Path | None = None,
-        speculation: str | Strategy = "off",
-        dtype: str | torch.dtype = "float32",
+        speculation: str | Strategy = "adaptive",
+        dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         max_batch_size: int = 64,
         engine: Literal["tlt", "vllm"] = "tlt",
@@ -100,9 +100,10 @@ class Engine:
         revision: branch, tag or commit of a model of the hub; None: main.
         drafter: a drafter's folder or its name on the hub; None: drafts are retrieved from earlier responses
             to the same problem.
-        speculation: "off", "adaptive" (measured while running), or a strategy such as "4x1x4": depth, width,
+        speculation: "adaptive" (measured while running), "off", or a strategy such as "4x1x4": depth, width,
             budget.
-        dtype: of weights and activations: float32, float64 or bfloat16.
+        dtype: of weights and activations: float32, float64, bfloat16, or "auto": bfloat16 on a GPU, else
+            float32.
         device: "auto" is a GPU where there is one.
         max_batch_size: sequences decoded at a time.
         engine: TLT's own engine, or an installed vLLM with the same sampling law inside, which also takes
@@ -124,10 +125,11 @@ class Engine:
             raise UserError(f"drafter: {drafter} does not exist; {hub}")
         if engine == "vllm":
             check_served(section.vocabulary, "vocabulary")
+        on = resolve_device(device)
         settings = EngineSettings(
             str(speculation),
-            dtype=resolve_dtype(str(dtype).removeprefix("torch.")),
-            device=resolve_device(device),
+            dtype=resolve_dtype(str(dtype).removeprefix("torch."), on.type),
+            device=on,
             max_batch_size=max_batch_size,
             engine=engine,
             drafting=section,

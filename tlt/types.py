@@ -254,11 +254,13 @@ def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[li
     return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """Returns the torch type of that name."""
+def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
+    """Returns the torch type of that name. device: the kind that "auto" suits: bfloat16 for "cuda", else
+    float32."""
     import torch  # here alone, so that the command line starts without it
 
     dtypes = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtypes["auto"] = torch.bfloat16 if device == "cuda" else torch.float32
     if name not in dtypes:
         raise UserError(f"dtype: {name!r} is unknown; use one of {', '.join(dtypes)}")
     return dtypes[name]

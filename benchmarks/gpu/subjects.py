@@ -70,7 +70,7 @@ class GrownSubject:
 
 def grown_subject(config: Config, geometry: str, device: torch.device) -> GrownSubject:
     """Grows the recipe's model and drafter on the device."""
-    growth, dtype = plan_growth(config, geometry), resolve_dtype(config.run.dtype)
+    growth, dtype = plan_growth(config, geometry), resolve_dtype(config.run.dtype, device.type)
     model = grown_model(growth, dtype, device)
     agreement = compare(growth.small, model, config)
     assert growth.drafter is not None

@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
-    return Engine.from_pretrained(folder / "base", dtype="float64", device="cpu")
+    return Engine.from_pretrained(folder / "base", dtype="float64", device="cpu", speculation="off")
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────

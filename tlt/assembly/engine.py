@@ -78,7 +78,7 @@ class EngineSettings:
     @staticmethod
     def of_run(config: Config, device: torch.device | str) -> EngineSettings:
         """Returns the settings in a run's configuration."""
-        rollout, dtype = config.rollout, resolve_dtype(config.run.dtype)
+        rollout, dtype = config.rollout, resolve_dtype(config.run.dtype, torch.device(device).type)
         return EngineSettings(
             rollout.speculation,
             rollout.tuner,

@@ -20,6 +20,11 @@ def device_of(config: Config) -> DeviceChoice:
     return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else num_gpus(config))
 
 
+def engine_dtype(config: Config) -> torch.dtype:
+    """Returns the number type of the engine on this machine's kind of device."""
+    return resolve_dtype(config.run.dtype, device_of(config).name)
+
+
 def layout_of(config: Config) -> LayoutChoice:
     """Returns whether the policy is replicated or sharded. Raises UserError for keys that contradict it."""
     wanted = config.parallel.param_dtype

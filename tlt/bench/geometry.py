@@ -25,7 +25,7 @@ from tlt import __version__
 from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, adapter_folder, drafter_folder, load_model, model_folder, open_model
 from tlt.assembly.policy import master_dtype
-from tlt.assembly.world import device_of
+from tlt.assembly.world import device_of, engine_dtype
 from tlt.bench.report import with_changes
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter, save_stored
@@ -38,7 +38,7 @@ from tlt.hf.weights import content_hash, expected_shapes, save_model
 from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 from tlt.training.problems import load_problems
-from tlt.types import Request, SamplingParams, UserError, resolve_dtype
+from tlt.types import Request, SamplingParams, UserError
 
 NUM_PROMPTS, NUM_TOKENS = 8, 16
 """Prompts, and greedy tokens of each response, that are compared."""
@@ -131,7 +131,7 @@ def grown_config(
 
 
 def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, dict[str, Any]]:
-    dtype, device = resolve_dtype(config.run.dtype), device_of(config).name
+    dtype, device = engine_dtype(config), device_of(config).name
     folder = parent / growth.folder_name(dtype, device)
     if not (folder / "model").exists():  # written last, and whole
         check_disk(parent, growth.geometry, growth.num_parameters * dtype.itemsize)
@@ -143,7 +143,7 @@ def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, di
     if agreement.num_equal < MIN_EQUAL * agreement.num_tokens:
         found = f"only {agreement.num_equal} of {agreement.num_tokens} greedy tokens are the small model's"
         where = f"{OPTION}: {growth.geometry.name}"
-        raise UserError(f"{where}: {found} in {config.run.dtype}; set run.dtype to float32")
+        raise UserError(f"{where}: {found} in {_name_of(dtype)}; set run.dtype to float32")
     return changed, {"geometry": describe_growth(growth, agreement, config)}
 
 
@@ -174,7 +174,7 @@ def check_disk(folder: Path, geometry: Geometry, num_bytes: int) -> None:
 def compare(small: Model, grown: Model, config: Config) -> Agreement:
     """Compares both models along the small one's greedy responses to the configuration's first prompts. If
     the grown model chooses each of these tokens, it generates the same responses."""
-    dtype, device = resolve_dtype(config.run.dtype), torch.device(device_of(config).name)
+    dtype, device = engine_dtype(config), torch.device(device_of(config).name)
     prompts = [problem.prompt_ids for problem in load_problems(config, "train")[:NUM_PROMPTS]]
     texts = greedy_responses(small, prompts)
     expected_NV = response_logits(small, texts, master_dtype(config), torch.device("cpu"))
@@ -210,13 +210,17 @@ def response_logits(model: Model, texts: Sequence[Text], dtype: torch.dtype, dev
 # ── the report's entry ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def describe_growth(growth: Growth, agreement: Agreement, config: Config) -> dict[str, Any]:
     """Returns the entry of a report; its `lines` are for readers."""
     c, small, name = growth.grown.config, growth.small, growth.geometry.name
     heads = f"{c.num_heads} heads, {c.num_kv_heads} of keys and values"
     tokens = f"{agreement.num_equal} of {agreement.num_tokens} greedy tokens"
     equal = f"{tokens} equal, logits within {agreement.difference:.1g}"
-    number = f"{growth.num_parameters:,} parameters in {config.run.dtype}"
+    number = f"{growth.num_parameters:,} parameters in {_name_of(engine_dtype(config))}"
     lines = [
         f"geometry {name}: {number}, grown from {small.path.name}",
         f"shape: {c.architecture}, {c.num_layers} layers, hidden size {c.hidden_size:,}, {heads}",

@@ -73,6 +73,7 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
     tolerance: Share = 1e-3
     """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens are
     tied."""
+    dtype: Literal["auto", "float32", "float64", "bfloat16"] = "float32"
     referee_dtype: Literal["float32", "float64"] = "float32"
     """Number type of the model in transformers, which runs on the CPU."""
     out: File = None

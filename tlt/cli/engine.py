@@ -66,9 +66,8 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
             from tlt.vllm.preflight import check_vllm
 
             device, has_drafter = self.choose_device().type, self.drafter is not None
-            check_vllm(
-                speculation, has_drafter, resolve_dtype(self.dtype), device, self, follows=has_references
-            )
+            dtype = resolve_dtype(self.dtype, device)
+            check_vllm(speculation, has_drafter, dtype, device, self, follows=has_references)
         kinds = drafter_kinds(self.drafter is not None)
         make_tuner(speculation, reference_kinds(kinds) if has_references else kinds)
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
@@ -90,7 +89,7 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
         return EngineSettings(
             speculation,
-            dtype=resolve_dtype(self.dtype),
+            dtype=resolve_dtype(self.dtype, self.choose_device().type),
             device=self.choose_device(),
             max_batch_size=self.max_batch_size,
             drafting=DrafterSection(vocabulary=self.draft_vocab),

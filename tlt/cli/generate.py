@@ -34,10 +34,10 @@ class Generate(PromptOptions, SamplingOptions, EngineOptions):
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     out: Annotated[Path, Written("FILE")]
     """JSONL to write, with one response a line."""
-    speculation: Annotated[str, Written(SPECULATION)] = "off"
-    """How tokens are drafted: off, adaptive (measured and chosen at every step), or fixed: 4x1x4 drafts
-    chains of four tokens, 3x2x5 trees. DRAFTER is learned, ngram (retrieval from the problem's own
-    responses) or hybrid (both); ngram and adaptive need no --drafter."""
+    speculation: Annotated[str, Written(SPECULATION)] = "adaptive"
+    """How tokens are drafted: off, adaptive (measured and chosen at every step, off included), or fixed:
+    4x1x4 drafts chains of four tokens, 3x2x5 trees. DRAFTER is learned, ngram (retrieval from the problem's
+    own responses) or hybrid (both); ngram and adaptive need no --drafter."""
     references: File = None
     """Responses of an earlier tlt generate to these prompts, such as those of the model before its last
     update. With the same seed hardly a token differs, so drafts are taken from them. Needs --speculation

@@ -133,7 +133,7 @@ def continued_config(
     is_asked |= any(word.partition("=")[0] == "--run.num_ranks" for word in overrides)
     config = _with_num_ranks(config, place, is_asked)
     before = load_config(written)
-    config = _keep_commits(before, config)
+    config = _keep_resolved(before, config)
     _refuse_changes(before, config, resume)
     return config
 
@@ -143,17 +143,19 @@ def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Conf
     user has given a number, which must be the same."""
     if place is None:
         return config
-    if is_asked and config.run.num_ranks is not None:
+    if is_asked and config.run.num_ranks != "auto":
         check_num_ranks(place, config.run.num_ranks)
     values = config.model_dump()
     values["run"]["num_ranks"] = place.world_size
     return Config.model_validate(values)
 
 
-def _keep_commits(before: Config, now: Config) -> Config:
-    """Returns the configuration with the commits that the run has recorded for the repositories of the hub,
-    where it still names these."""
+def _keep_resolved(before: Config, now: Config) -> Config:
+    """Returns the configuration with what the run has recorded for a dtype of "auto", and for the
+    repositories of the hub, their commits, where it still names these."""
     values = now.model_dump()
+    if now.run.dtype == "auto":
+        values["run"]["dtype"] = before.run.dtype
     models = ("model", "path"), ("model", "adapter"), ("drafter", "path")
     for section, key in (*models, ("task", "data"), ("evaluation", "data")):
         noted, named = getattr(getattr(before, section), key), values[section][key]

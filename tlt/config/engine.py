@@ -27,5 +27,5 @@ class DeviceSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto takes a GPU where every rank can have one of its own, else the CPU."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Number type of the engine's weights and activations."""
+    dtype: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
+    """Number type of the engine's weights and activations; auto: bfloat16 on a GPU, else float32."""

@@ -26,8 +26,8 @@ class RolloutSection(EngineSection):
     """Problems that each policy step answers."""
     samples_per_problem: Annotated[Samples, Field(ge=2)] = 4
     """Responses to each problem of a step, a GRPO group: advantages compare them, so at least 2."""
-    speculation: str = "off"
-    """How tokens are drafted: off, adaptive (chosen at every decoding step), or fixed as
+    speculation: str = "adaptive"
+    """How tokens are drafted: off, adaptive (chosen at every decoding step, off included), or fixed as
     [DRAFTER:]DEPTHxWIDTHxBUDGET, such as 4x1x4. DRAFTER is learned, ngram (retrieval from the problem's own
     responses), hybrid (both), ahead (earlier responses drawn with the same noise, docs/ahead.md) or
     ahead+hybrid."""

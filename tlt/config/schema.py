@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tlt.config.algorithm import AlgorithmSection
 from tlt.config.drafter import DrafterSection
@@ -53,9 +53,10 @@ class RunSection(DeviceSection):
     num_steps: NonNegativeInt = 100
     """Policy steps of the run; each generates responses, then updates the policy. 0: the run only
     evaluates."""
-    num_ranks: Processes | None = None
-    """Processes that train, on all machines; None: one for each GPU that run.device allows, or 2 on CPUs.
-    Under torchrun or srun the number of processes that they have started counts."""
+    num_ranks: Processes | Literal["auto"] = "auto"
+    """Processes that train, on all machines. auto: one for each GPU that run.device allows; on CPUs as many
+    as the cores carry at threads_per_rank and the memory at the model's size, at most one for each problem
+    of a step. Under torchrun or srun the number of processes that they have started counts."""
     launcher: Literal["local", "ray"] = "local"
     """What starts the ranks: this process, on this machine (local), or an existing Ray cluster (ray). Not
     used under torchrun and srun, which start them."""
@@ -81,6 +82,13 @@ class RunSection(DeviceSection):
     time_limit_minutes: PositiveFloat | None = None
     """Time limit of the run in minutes: a step begins only if it and the last evaluation would end in time;
     None: no limit."""
+
+    @field_validator("num_ranks", mode="before")
+    @classmethod
+    def _is_auto_or_a_number(cls, value: Any) -> Any:
+        if value != "auto" and type(value) is not int:
+            raise mistake("it must be auto, or a number of 1 or more")
+        return value
 
 
 class ParallelSection(Section):
@@ -196,7 +204,7 @@ class EvaluationSection(Section):
 
     every: NonNegativeInt = 0
     """Policy steps between evaluations; 0: only before the first step and after the last."""
-    num_problems: Annotated[int, Field(ge=0, le=2**24)] = 256
+    num_problems: Annotated[int, Field(ge=0, le=2**24)] = 64
     """Held-out problems of an evaluation; 0: no evaluation."""
     data: AnyPath | None = None
     """Held-out problems: a file, folder or dataset as for task.data; None: task.data if evaluation.split is

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Returns the shapes of a checkpoint's tensors by name, in the order of the layers. Allocates nothing."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Transformer(config).state_dict().items()}
+
+
+@lru_cache
+def count_parameters(config: ModelConfig) -> int:
+    """Returns the number of a model's parameters, from its shape."""
+    return sum(shape.numel() for shape in expected_shapes(config).values())
 
 
 def load_tensors(

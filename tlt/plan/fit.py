@@ -11,6 +11,8 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from tlt.plan.memory import plan_memory, slot_bytes
 from tlt.plan.sizes import GIB, PlannedRun
 from tlt.types import UserError
@@ -88,7 +90,7 @@ def _changes(run: PlannedRun) -> list[dict[str, Any]]:
         changes.append({"algorithm.tokens_per_micro_batch": longest})
     if config.rollout.kv_gib is not None:
         changes.append({"rollout.kv_gib": None})
-    if config.run.dtype == "float32":
+    if run.engine_dtype == torch.float32:
         changes.append({"run.dtype": "bfloat16"})
     if lora.rank and lora.base_dtype is None and config.run.dtype != "float64":
         changes.append({"lora.base_dtype": "bfloat16"})

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from tlt.assembly.drafter import preset_changes
+from tlt.assembly.ranks import CPU_PROCESS_BYTES
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.drafter.drafting.pair_cache import PairCache
 from tlt.drafter.model import PackedDrafter, training_capture
@@ -41,8 +42,8 @@ ALWAYS: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
 
 CACHES, COPY = "caches", "copy of the policy"
 
-PROCESS_BYTES = {"cpu": 400 * 2**20, "cuda": 1200 * 2**20}
-"""A process with PyTorch and transformers, measured; its context on a GPU, a rule of thumb."""
+PROCESS_BYTES = {"cpu": CPU_PROCESS_BYTES, "cuda": 1200 * 2**20}
+"""A process with PyTorch and transformers; its context on a GPU, a rule of thumb."""
 
 VLLM_PROCESS_BYTES = 600 * 2**20
 """A started vLLM without weights and caches, estimated from one on a CPU."""

@@ -11,7 +11,7 @@ import torch
 from tlt.assembly.policy import base_dtype, master_dtype
 from tlt.config.schema import Config
 from tlt.drafter.model import DrafterShape, DraftModel
-from tlt.hf.weights import expected_shapes
+from tlt.hf.weights import count_parameters
 from tlt.models.decoder import ModelConfig
 from tlt.models.lora import count_adapters
 from tlt.ranks.sharding import choose_layout
@@ -70,7 +70,7 @@ class PlannedRun:
 
     @property
     def engine_dtype(self) -> torch.dtype:
-        return resolve_dtype(self.config.run.dtype)
+        return resolve_dtype(self.config.run.dtype, "cuda" if self.is_gpu else "cpu")
 
     @property
     def frozen(self) -> int:
@@ -111,11 +111,6 @@ class PlannedRun:
     @property
     def drafter_parameters(self) -> int:
         return 0 if self.drafter is None else count_drafter(self.drafter)
-
-
-@lru_cache
-def count_parameters(model: ModelConfig) -> int:
-    return sum(shape.numel() for shape in expected_shapes(model).values())
 
 
 @lru_cache

@@ -269,7 +269,7 @@ class Run:
     def publish(self, version: int) -> None:
         """Gives the engine the policy, layer by layer. version: updates behind it."""
         with self.timeline.span(SpanName.PUBLISH):
-            tensors = FullTensors(self.policy, resolve_dtype(self.config.run.dtype))
+            tensors = FullTensors(self.policy, resolve_dtype(self.config.run.dtype, self.world.device.type))
             self.engine.load_policy_parts(layer_by_layer(tensors), version)
 
     def checkpoint(self) -> None:

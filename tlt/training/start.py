@@ -16,8 +16,8 @@ import torch
 from tlt.assembly.drafter import preset_changes
 from tlt.assembly.model import adapter_folder, drafter_folder, model_folder, read_start
 from tlt.assembly.policy import reward_spec
-from tlt.assembly.ranks import all_ranks, local_ranks
-from tlt.assembly.world import device_of, layout_of
+from tlt.assembly.ranks import RankChoice, all_ranks, choose_ranks, local_ranks
+from tlt.assembly.world import device_of, engine_dtype, layout_of
 from tlt.clock import Moment
 from tlt.config.drafter import check_served
 from tlt.config.schema import Config
@@ -27,7 +27,7 @@ from tlt.drafter.vocabulary import check_wanted
 from tlt.engine.memory import machine_bytes
 from tlt.hf.config import load_model_config
 from tlt.hf.prompts import check_max_tokens
-from tlt.hf.weights import expected_shapes
+from tlt.hf.weights import count_parameters
 from tlt.io.hub import Repository, pin_dataset, pin_model
 from tlt.launch.failures import EXIT_USER_ERROR, Restarts
 from tlt.launch.local import is_rank, launch, run_here
@@ -50,7 +50,7 @@ from tlt.saved.run_folder import FolderLock
 from tlt.saved.run_identity import Begun
 from tlt.training.loop import describe_run, main
 from tlt.training.problems import describe_overlap, load_problems
-from tlt.types import UserError, resolve_dtype
+from tlt.types import UserError
 from tlt.vllm.preflight import check_vllm
 
 WAIT_SECONDS = 0.1
@@ -164,6 +164,7 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
 
     begun: the run that is resumed; None: a new run, or nothing is known of the old one.
     """
+    ranks = choose_ranks(config)
     config = pin(config)
     place = find_place()
     is_first = place is None or place.is_leader
@@ -172,7 +173,7 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
             findings = preflight(config, begun, trains=config.run.num_steps > 0)
         if is_first:
             FolderLock(config.run.out_dir).release()
-        console.header(header_rows(config, findings))
+        console.header(header_rows(config, findings, ranks))
         if place is None and (num_idle := device_of(config).num_idle):
             num = all_ranks(config)
             console.note(
@@ -185,10 +186,12 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
 
 
 def pin(config: Config) -> Config:
-    """Returns the configuration with its number of ranks and the commits of its names on the hub filled in.
-    Downloads what is not cached, so that ranks and a resumed run take the same without a network."""
+    """Returns the configuration with its number of ranks, its dtype and the commits of its names on the hub
+    filled in. Downloads what is not cached, so that ranks and a resumed run take the same without a
+    network."""
     values = config.model_dump()
     values["run"]["num_ranks"] = all_ranks(config)
+    values["run"]["dtype"] = str(engine_dtype(config)).removeprefix("torch.")
     if (model := pin_model(config.model.path, config.model.revision)) is not None:
         values["model"] |= {"path": model.name, "revision": model.revision}
     for section, key, name in (
@@ -212,7 +215,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     layout = layout_of(config)
     if config.rollout.engine == "vllm":
         check_served(config.drafter.vocabulary, "drafter.vocabulary")
-        has_learned, dtype = config.drafter.path is not None, resolve_dtype(config.run.dtype)
+        has_learned, dtype = config.drafter.path is not None, engine_dtype(config)
         is_in_group = layout.is_sharded or all_ranks(config) > 1
         place = device_of(config).name, config.vllm, local_ranks(config), is_in_group
         check_vllm(
@@ -253,11 +256,11 @@ def plan_run(
     return PlannedRun(config, model, drafter, all_ranks(config), is_gpu, rank_bytes, longest_prompt)
 
 
-def header_rows(config: Config, findings: Findings) -> dict[str, str]:
+def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[str, str]:
     """Returns the header's lines, name → text."""
     model, device = findings.model, device_of(config)
     run, rollout, drafter = config.run, config.rollout, config.drafter
-    num_parameters = sum(shape.numel() for shape in expected_shapes(model).values())
+    num_parameters = count_parameters(model)
     speculation = rollout.speculation
     if speculation != "off":
         speculation += ", by retrieval alone" if drafter.path is None else f", drafter {_named(drafter.path)}"
@@ -265,6 +268,7 @@ def header_rows(config: Config, findings: Findings) -> dict[str, str]:
     held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"
     name = _named(config.model.path, config.model.revision)
     start = f", with adapter {_named(config.model.adapter)}" if config.model.adapter else ""
+    why = [device.reason, *([ranks.reason] if ranks.reason else [])]
     responses = "evaluated alone, for run.num_steps is 0"
     if run.num_steps:
         per_step = f"{rollout.problems_per_step} × {rollout.samples_per_problem}"
@@ -274,7 +278,7 @@ def header_rows(config: Config, findings: Findings) -> dict[str, str]:
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
-        "ranks": f"{all_ranks(config)} on {device.name} ({device.reason}), {run.dtype}",
+        "ranks": f"{ranks.number} on {device.name} ({'; '.join(why)}), {run.dtype}",
         "update": describe_update(config) + describe_lora(config, findings.num_adapted, num_parameters),
         **({"engine": "vLLM, with TLT's sampling law inside"} if rollout.engine == "vllm" else {}),
         **({"sampling": SLOW_SAMPLING} if device.name == "cpu" and find_spec("numba") is None else {}),

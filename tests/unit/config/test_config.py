@@ -52,7 +52,9 @@ def mistake(path: Path, *overrides: str) -> str:
 
 def test_a_minimal_file_gets_every_default(folder: Path) -> None:
     config = load_config(folder / "run.toml")
-    assert config.rollout.speculation == "off"
+    assert config.rollout.speculation == "adaptive"
+    assert (config.run.num_ranks, config.run.dtype) == ("auto", "auto")
+    assert (config.evaluation.num_problems, config.run.time_limit_minutes) == (64, None)
     assert config.drafter.path is None
     assert config.algorithm.resolve(config.sampling.max_tokens).clip_high == 0.28
     assert config.task.num_problems == 4096
@@ -134,7 +136,7 @@ def test_the_quickstart_recipe_is_valid_toml_with_known_keys_only() -> None:
     """The model and drafter folders may not have been built where this runs; everything else must hold."""
     here = str(Path(__file__).parents[1])
     config = load_config(QUICKSTART, ["--model.path", here, "--drafter.path", here])
-    assert config.run.num_ranks is None, "it suits any machine"
+    assert config.run.num_ranks == "auto", "it suits any machine"
     assert config.drafter.train
 
 
@@ -273,7 +275,7 @@ def test_weights_belong_to_functions_one_each(folder: Path) -> None:
         (("--drafter.train", "yes"), "drafter.train is 'yes'; it must be a valid boolean"),
         (("--sampling.top_p", "0"), "it must be greater than 0"),
         (("--sampling.temperature", "nan"), "it must be a finite number"),
-        (("--run.dtype", "float16"), "it must be 'float32', 'float64' or 'bfloat16'"),
+        (("--run.dtype", "float16"), "it must be 'auto', 'float32', 'float64' or 'bfloat16'"),
         (("--rollout.speculation", "4x1"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--rollout.speculation", "4x1x2"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--rollout.samples_per_problem", "1"), "it must be greater than or equal to 2"),
@@ -339,7 +341,10 @@ def test_a_tasks_options_are_a_toml_table_or_a_json_object(folder: Path) -> None
         ("--drafter.train true", "drafter.train is true but drafter.path is not set"),
         ("--task.num_problems 3", "rollout.problems_per_step is 8 but task.num_problems only 3"),
         ("--algorithm.minibatches 33", "algorithm.minibatches is 33 but a step has only 32 responses"),
-        ("--rollout.ahead 1", "rollout.ahead is 1, but nothing would draft from what is generated"),
+        (
+            "--rollout.ahead 1 --rollout.speculation off",
+            "rollout.ahead is 1, but nothing would draft from what is generated",
+        ),
         ("--algorithm.overlong_buffer_tokens 9999", "is 9999 but sampling.max_tokens only 2048: lower it"),
     ],
 )

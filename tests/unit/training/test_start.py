@@ -29,7 +29,7 @@ SIZES = ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
 
 
 def make_config(folder: Path) -> Config:
-    words = ["--run.out_dir", str(folder), "--run.device", "cpu", *SIZES]
+    words = ["--run.out_dir", str(folder), "--run.device", "cpu", "--run.num_ranks", "2", *SIZES]
     return load_config(RECIPE / "quickstart.toml", words)
 
 
@@ -77,6 +77,7 @@ def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("tlt.assembly.ranks.num_cores", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
@@ -90,6 +91,8 @@ def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle
     assert config.run.num_ranks == chosen
     assert next(line for line in said if line.startswith("ranks ")).split()[1] == str(chosen)
     assert [line for line in said if "idle," in line] == notes
+    ranks = next(line for line in said if line.startswith("ranks "))
+    assert ("as many as the cores allow" in ranks) == ("cpu" in given)
 
 
 def test_the_header_says_how_the_update_is_sharded_and_why(tmp_path: Path) -> None:
