@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.cli import audit, bench, drafter, generate, hub, init, plan, plan_speed, task, train
+from tlt.cli import audit, bench, drafter, generate, hub, init, own, plan, plan_speed, task, train
 from tlt.cli.options import Options
 from tlt.config.mistakes import find_nearest
 from tlt.io.files import Record
@@ -30,6 +30,7 @@ class Command:
 
 COMMANDS = {
     "init": Command(init.Init, init.run),
+    "init own": Command(own.InitOwn, own.run),
     "train": Command(train.Train, train.run, lists_keys=True),
     "plan speed": Command(plan_speed.PlanSpeed, plan_speed.speed),
     "plan memory": Command(plan.PlanMemory, plan.memory),

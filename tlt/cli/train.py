@@ -8,9 +8,10 @@ from typing import Annotated, Literal, TypeGuard
 
 from tlt.cli.engine import show_busy
 from tlt.cli.options import WithOverrides, Written
+from tlt.cli.own import print_choices
 from tlt.clock import Moment
-from tlt.config.load import load_config
-from tlt.config.schema import Config, RunSection
+from tlt.config.load import load_config, read_overrides
+from tlt.config.schema import DEFAULT_OUT_DIR, Config, RunSection
 from tlt.io.hub import Repository
 from tlt.io.streams import forgiving_output
 from tlt.launch.place import Place, check_num_ranks, find_place
@@ -25,6 +26,9 @@ class Train(WithOverrides):
 
     A new run: tlt train CONFIG [--section.key VALUE ...]
 
+    The same without a configuration: tlt train --model.path MODEL --task.data DATA [--section.key VALUE ...];
+    every other key is chosen by model, data and machine, and printed.
+
     A continued run: tlt train --resume DIR [--run.num_steps N]
 
     Either of the two, for schedulers: tlt train CONFIG --resume auto
@@ -33,7 +37,8 @@ class Train(WithOverrides):
     """
 
     config: Annotated[Path | None, Written("[CONFIG]", is_alone=True)] = None
-    """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume."""
+    """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume, and with
+    --model.path and --task.data."""
     resume: Annotated[Literal["auto"] | Path | None, Written("DIR|auto")] = None
     """Continues the run in this folder with its own configuration; only [tracking], the run's length and its
     machine may change. With a checkpoint, DIR/checkpoints/step-N, the run goes back to that one, and newer
@@ -104,14 +109,33 @@ def resolve_config(
     if isinstance(resume, Path):
         folder = resume.parents[1] if is_checkpoint(resume) else resume
         return continued_config(path, overrides, folder, place)
-    if path is None:
-        remedy = "write tlt train CONFIG.toml, or --resume DIR to continue a run"
-        raise UserError(f"train: no configuration given; {remedy}")
-    config = load_config(path, overrides)
-    if (goes_on or resume == "auto") and can_go_on(config.run.out_dir):
-        return continued_config(path, overrides, config.run.out_dir, place)
-    refuse_begun(config.run.out_dir)
+    out_dir = _out_dir(overrides) if path is None else load_config(path, overrides).run.out_dir
+    if (goes_on or resume == "auto") and can_go_on(out_dir):
+        return continued_config(path, overrides, out_dir, place)
+    refuse_begun(out_dir)
+    config = _chosen_config(overrides) if path is None else load_config(path, overrides)
     return _with_num_ranks(config, place, is_asked="num_ranks" in config.run.model_fields_set)
+
+
+def _out_dir(overrides: Sequence[str]) -> Path:
+    """Returns run.out_dir of a run without a configuration."""
+    given = {override.keys: override.value for override in read_overrides(overrides)}
+    return Path(given.get(("run", "out_dir")) or DEFAULT_OUT_DIR).absolute()
+
+
+def _chosen_config(overrides: Sequence[str]) -> Config:
+    """Returns the configuration of a run without one, by the choices for its model and data, and prints
+    these."""
+    from tlt.training.own import choose_own, is_own
+
+    if not is_own(overrides):
+        remedy = (
+            "write tlt train CONFIG.toml, --resume DIR to continue a run, or --model.path and --task.data"
+        )
+        raise UserError(f"train: no configuration given; {remedy}")
+    own = choose_own(overrides)
+    print_choices(own.choices.chosen)
+    return own.config
 
 
 def is_checkpoint(resume: Path | str | None) -> TypeGuard[Path]:

@@ -18,20 +18,24 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.parse import quote
 
 from tlt.io.extras import how_to_install
-from tlt.io.files import Record, line_number, read_jsonl, write_jsonl
+from tlt.io.files import Record, line_number, parse_json, read_jsonl, write_jsonl
 from tlt.io.hub import Repository, pin_dataset, quiet
 from tlt.io.text import one_line
 from tlt.types import UserError
 
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 """Words that name a split in the name of a JSONL file."""
+
+_SAVED = ("dataset_dict.json", "state.json")
+"""Files by which a folder of save_to_disk is known."""
+_ROWS = re.compile(r"\[(-?\d*):(-?\d*)\]$")
 
 Records = list[tuple[str, Record]]
 """Pairs of a record's place for errors, such as "file:line", and the record."""
@@ -69,18 +73,59 @@ def _read(source: DataSource) -> Records:
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))
         if files and not any(path.glob("*.parquet")):
-            chosen = _files_of_split(files, source)
-            return _number(pair for file in chosen for pair in read_jsonl(file, option))
+            split, rows = _split_and_rows(source)
+            chosen = _files_of_split(files, replace(source, split=split))
+            return _number(pair for file in chosen for pair in read_jsonl(file, option))[rows]
         return _number(_rows(_load_folder(source), source))
     if not path.exists() and (repository := Repository.parse(path)) is not None:
         return _read_repository(source, repository)
-    if source.subset is not None or source.split is not None:
-        what = f"{path} is one file, which has no subset and no split"
+    is_train = source.split is None or source.split.partition("[")[0] == "train"
+    if source.subset is not None or not is_train:
+        what = f"{path} is one file, which has no subset, and no split but train"
         raise UserError(f"{option}: {what}; remove {source.subset or source.split}")
     if path.suffix == ".parquet":
         return _number(_rows(_load(source, "parquet", data_files=str(path)), source))
-    rows = read_jsonl(path, option)
-    return [(place, {"problem_id": line_number(place), **record}) for place, record in rows]
+    _, rows = _split_and_rows(source)
+    records = read_jsonl(path, option)
+    return [(place, {"problem_id": line_number(place), **record}) for place, record in records][rows]
+
+
+def _split_and_rows(source: DataSource) -> tuple[str | None, slice]:
+    """Returns the name of a JSONL split and its rows, which are written as in `datasets`, train[:-64]."""
+    name, bracket, _ = (source.split or "").partition("[")
+    if not bracket:
+        return source.split, slice(None)
+    if (found := _ROWS.search(source.split or "")) is None:
+        what = f"split {source.split!r} names no rows of a JSONL file"
+        raise UserError(f"{source.option}: {what}; write them as train[:1000] or train[-64:]")
+    return name, slice(*(int(text) if text else None for text in found.groups()))
+
+
+def names_rows(source: DataSource) -> bool:
+    """Returns whether a split of the data may be written with its rows, train[:-64]: not after
+    save_to_disk."""
+    return not any((source.name / name).is_file() for name in _SAVED)
+
+
+def list_splits(source: DataSource) -> tuple[str, ...]:
+    """Returns the names of the data's splits; ("train",) where it has none."""
+    path = source.name
+    if path.is_file() or (path / "state.json").is_file():
+        return ("train",)
+    if (path / "dataset_dict.json").is_file():
+        return tuple(parse_json((path / "dataset_dict.json").read_text())["splits"])
+    if path.is_dir() and any(path.glob("*.jsonl")) and not any(path.glob("*.parquet")):
+        words = {word for file in path.glob("*.jsonl") for word in re.split(r"\W|_", file.stem)}
+        return tuple(sorted(words & _SPLITS)) or ("train",)
+    pinned = None if path.exists() else pin_dataset(path)
+    name, revision = (str(path), None) if pinned is None else (pinned.name, pinned.revision)
+    datasets = _import_datasets(source)
+    try:
+        with quiet():
+            found = datasets.get_dataset_split_names(name, source.subset, revision=revision)
+    except Exception as error:  # as for load_dataset
+        raise _unreadable(source, error) from None
+    return tuple(found)
 
 
 def _number(records: Iterable[tuple[str, Record]]) -> Records:
@@ -147,7 +192,7 @@ def _check_commit(rows: Any, pinned: Repository, source: DataSource) -> None:
 
 def _load_folder(source: DataSource) -> Any:
     path = str(source.name)
-    if not any((source.name / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if names_rows(source):
         return _load(source, path, name=source.subset)
     if source.subset is not None:
         what = f"{path} was written by save_to_disk and has no subset"

@@ -112,10 +112,12 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     return folder
 
 
-def resolve_description(name: str | Path, revision: str | None = None) -> Path:
+def resolve_description(name: str | Path, revision: str | None = None, with_tokenizer: bool = False) -> Path:
     """Returns the local folder of a model's config.json, as `resolve_model` does, but without its weights."""
-    repository = _find(name, revision)
-    return Path(name) if repository is None else _snapshot(repository, "model", ("config.json",))
+    repository, files = _find(name, revision), ["config.json"]
+    if with_tokenizer:
+        files += [*COMPANIONS, "additional_chat_templates/*"]
+    return Path(name) if repository is None else _snapshot(repository, "model", files)
 
 
 def pin_model(name: Path, revision: str | None = None) -> Repository | None:

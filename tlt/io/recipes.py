@@ -27,9 +27,15 @@ _LEFT_OUT = shutil.ignore_patterns("*.py", "__pycache__", "README.md", ".*")
 """The files by which a recipe was made; pyproject.toml leaves them out of the wheel, too."""
 
 
-def list_recipes() -> list[str]:
-    """Returns the names of all recipes that have a quickstart."""
-    return sorted(path.parent.name for path in _home().glob(f"*/{CONFIG}"))
+def list_configs() -> list[str]:
+    """Returns the names of all configurations that come along: a recipe's own for its quickstart.toml, such
+    as "countdown", and "countdown/headline"."""
+    names = (path.parent.name if path.name == CONFIG else _name(path) for path in _home().glob("*/*.toml"))
+    return sorted(names)
+
+
+def _name(config: Path) -> str:
+    return f"{config.parent.name}/{config.stem}"
 
 
 def find_recipe(name: str) -> Path:
@@ -38,7 +44,7 @@ def find_recipe(name: str) -> Path:
     recipe, _, variant = name.partition("/")
     config = _folder(recipe) / (f"{variant}.toml" if variant else CONFIG)
     if not config.is_file():
-        known = ", ".join(sorted(f"{recipe}/{path.stem}" for path in config.parent.glob("*.toml")))
+        known = ", ".join(sorted(map(_name, config.parent.glob("*.toml"))))
         raise UserError(f"recipe {name!r}: {recipe} has no {config.name}; give one of {known}")
     return config
 
@@ -51,7 +57,7 @@ def find_config(path: Path) -> Path:
         return path
     if path.parts[:1] and path.parts[0] in _folders():
         return find_recipe(path.as_posix())
-    raise UserError(f"{path}: is neither a file nor a recipe; recipes are {', '.join(_folders())}")
+    raise UserError(f"{path}: is neither a file nor a recipe; recipes are {', '.join(list_configs())}")
 
 
 def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | None = None) -> list[Path]:
@@ -93,7 +99,7 @@ def _with_own_model(text: str) -> str:
 
 def _folder(name: str) -> Path:
     if name not in _folders():
-        raise UserError(f"recipe {name!r}: is unknown; recipes are {', '.join(_folders())}")
+        raise UserError(f"recipe {name!r}: is unknown; recipes are {', '.join(list_configs())}")
     return _home() / name
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from tlt.assembly.model import model_folder
 from tlt.config.schema import Config
@@ -18,10 +19,13 @@ from tlt.tasks.base import make_problems, prepare_records
 from tlt.types import Problem, UserError
 
 
-def load_problems(config: Config, split: str) -> list[Problem]:
+def load_problems(config: Config, split: str, folder: Path | None = None) -> list[Problem]:
     """Returns the problems of a split, "train" or "test". Raises UserError for a prompt that the model cannot
-    read, and for fewer problems than a step takes."""
-    folder = model_folder(config)
+    read, and for fewer problems than a step takes.
+
+    folder: of the model's description and tokenizer; None: the model's own.
+    """
+    folder = folder or model_folder(config)
     tokenizer, window = load_tokenizer(folder), load_model_config(folder).max_positions
     chat = ChatFormat(config.task.chat, config.task.system_prompt, config.model.chat_template_kwargs)
     records = _records(config, split)

@@ -68,6 +68,17 @@ def test_a_folder_of_jsonl_has_the_splits_that_its_names_say(tmp_path: Path) -> 
     assert refusal(source(tmp_path, split="dev")).endswith(told)
 
 
+def test_rows_of_a_jsonl_split_are_written_as_in_datasets_and_keep_their_ids(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    for name in (tmp_path / "a.jsonl", tmp_path):
+        whole = records(source(name))
+        assert records(source(name, split="train[:-2]")) == whole[:-2]
+        assert records(source(name, split="train[-2:]")) == whole[-2:]
+        assert records(source(name, split="train[1:3]")) == whole[1:3]
+        told = "split 'train[:10%]' names no rows of a JSONL file; write them as train[:1000] or train[-64:]"
+        assert told in refusal(source(name, split="train[:10%]"))
+
+
 def test_columns_get_our_names_and_the_others_keep_theirs(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"question": "1+1", "prompt": "no", "level": 3}])
     (record,) = records(source(tmp_path / "a.jsonl", columns={"prompt": "question"}))
@@ -75,7 +86,7 @@ def test_columns_get_our_names_and_the_others_keep_theirs(tmp_path: Path) -> Non
     message = refusal(source(tmp_path / "a.jsonl", columns={"prompt": "problem"}))
     told = "has no column 'problem'; columns are question, prompt, level"
     assert message.startswith(f"{tmp_path / 'a.jsonl'}:1: {told}")
-    told = "is one file, which has no subset and no split; remove test"
+    told = "is one file, which has no subset, and no split but train; remove test"
     assert told in refusal(source(tmp_path / "a.jsonl", split="test"))
 
 
@@ -85,7 +96,7 @@ def test_parquet_without_the_package_says_what_to_install(
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     assert refusal(source(tmp_path / "a.parquet")).endswith(
-        "needs the package datasets (JSONL does not); pip install '.[data]' in the folder of TLT's source"
+        "needs the package datasets (JSONL does not); pip install 'datasets>=4'"
     )
 
 

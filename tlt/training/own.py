@@ -1,0 +1,117 @@
+"""A run of a model and data of the user's own without a configuration: facts are looked up, keys are chosen.
+
+--model.path M --task.data D … ─▶ Facts ─ plan/choices.py ─▶ OwnRun: sections, choices, a few rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt.assembly.ranks import num_cores
+from tlt.config.load import load_config, read_overrides
+from tlt.config.schema import Config
+from tlt.engine.memory import machine_bytes
+from tlt.hf.config import load_model_config
+from tlt.hf.files import read_json
+from tlt.hf.tokenizer import load_tokenizer
+from tlt.io.data import DataSource, list_splits, names_rows, read_data
+from tlt.io.files import Record
+from tlt.io.hub import resolve_description
+from tlt.plan.choices import Choices, DataFacts, Facts, MachineFacts, ModelFacts, choose, choose_data
+from tlt.training.problems import load_problems
+from tlt.types import UserError
+
+REWARD = "reward:reward"
+"""The reward function that `tlt init own` writes."""
+_ROWS = 100
+"""Rows that are looked at."""
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """A run without a configuration file.
+
+    config: with the choices and what the user gives.
+    given: the user's values by key.
+    rows: some rows of the data, with TLT's names of columns.
+    """
+
+    config: Config
+    choices: Choices
+    given: Mapping[str, Any]
+    rows: Sequence[Record]
+
+
+def is_own(overrides: Sequence[str]) -> bool:
+    """Returns whether the overrides name a model and its data, which is all that `choose_own` needs."""
+    names = {override.keys for override in read_overrides(overrides)}
+    return {("model", "path"), ("task", "data")} <= names
+
+
+def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
+    """Chooses all keys but those that the user gives. Raises UserError where nothing scores the responses.
+
+    overrides: words `--section.key value`, among them model.path and task.data.
+    writes_reward: whether the caller writes the function `REWARD` where nothing else scores.
+    """
+    given = {".".join(override.keys): override.value for override in read_overrides(overrides)}
+    source = DataSource(
+        Path(given["task.data"]), "task.data", given.get("task.subset"), given.get("task.split")
+    )
+    folder = resolve_description(Path(given["model.path"]), given.get("model.revision"), with_tokenizer=True)
+    model, records = _look_at_model(folder), read_data(source)
+    data = _look_at_data(source, [record for _, record in records])
+    about_data = choose_data(model, data, given)
+    sections = _sections(about_data)
+    if about_data.reward != "task":
+        if not writes_reward:
+            what = "no column of the data says by a number or formula what is right"
+            remedy = "give --rewards.functions module:function, or have tlt init own write one to fill in"
+            raise UserError(f"rewards.functions: {what}; {remedy}")
+        sections["rewards"] = {"functions": [REWARD]}
+    problems = load_problems(load_config(sections, overrides), "train", folder)
+    longest = max(len(problem.prompt_ids) for problem in problems)
+    choices = choose(Facts(model, data, _look_at_machine(given), longest), given)
+    sections = _sections(choices) | {name: sections[name] for name in ("rewards",) if name in sections}
+    config = load_config(sections, overrides)
+    return OwnRun(config, choices, given, _examples(source, config))
+
+
+def _sections(choices: Choices) -> dict[str, Any]:
+    sections: dict[str, Any] = {}
+    for choice in choices.chosen:
+        section, key = choice.key.split(".")
+        sections.setdefault(section, {})[key] = choice.value
+    return sections
+
+
+def _look_at_model(folder: Path) -> ModelFacts:
+    written, tokenizer = read_json(folder / "config.json"), load_tokenizer(folder)
+    stored_as = written.get("dtype") or written.get("torch_dtype") or "float32"
+    return ModelFacts(load_model_config(folder), bool(tokenizer.hf.chat_template), str(stored_as))
+
+
+def _look_at_data(source: DataSource, rows: Sequence[Record]) -> DataFacts:
+    splits = list_splits(source)
+    train = splits[0] if len(splits) == 1 else "train"
+    test = next((name for name in ("test", "validation", "dev") if name in splits), None)
+    can_verify = find_spec("math_verify") is not None
+    return DataFacts(rows[:_ROWS], len(rows), test, train if names_rows(source) else None, can_verify)
+
+
+def _look_at_machine(given: Mapping[str, Any]) -> MachineFacts:
+    num_gpus = 0 if given.get("run.device") == "cpu" else torch.cuda.device_count()
+    num_bytes = torch.cuda.get_device_properties(0).total_memory if num_gpus else machine_bytes()
+    return MachineFacts(num_gpus, num_cores(), num_bytes)
+
+
+def _examples(source: DataSource, config: Config) -> list[Record]:
+    renamed = replace(source, columns=config.task.columns)
+    return [record for _, record in read_data(renamed)[:_EXAMPLES]]
