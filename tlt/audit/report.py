@@ -111,6 +111,11 @@ class AuditReport:
         return has_other_source or is_surprising
 
     @property
+    def has_no_evidence(self) -> bool:
+        """Whether nothing speaks against the engine, but the tokens are too few to call it lossless."""
+        return not (self.is_convicted or self.is_doubtful or self.has_enough_tokens)
+
+    @property
     def mean_tokens(self) -> float:
         return self.num_tokens / self.num_responses
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from tlt.audit.server import read_api_key
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
-from tlt.cli.options import File, ModelName, Names, Written
+from tlt.cli.options import File, ModelName, Names, Switch, Written
 from tlt.config.mistakes import mistake
 from tlt.io.files import Record, check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
 from tlt.io.hub import resolve_model
@@ -39,7 +39,8 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
 
     Its tokens are tested against the probabilities that transformers computes.
 
-    Exit code 0: lossless; 1: not lossless; 3: undecided, for want of tokens.
+    Exit code 0: lossless; 1: not lossless; 3: undecided, for want of tokens or because an estimate speaks
+    against the engine. --few-tokens-pass makes want of tokens 0, too.
     """
 
     model: ModelName
@@ -76,6 +77,9 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = "float32"
     referee_dtype: Literal["float32", "float64"] = "float32"
     """Number type of the model in transformers, which runs on the CPU."""
+    few_tokens_pass: Switch = False
+    """Exit with 0 also where nothing speaks against the engine, but the tokens are too few to call it
+    lossless."""
     out: File = None
     """JSON to write, with the complete reports."""
     samples: Samples = 8
@@ -162,6 +166,8 @@ def run(options: Audit) -> int:
     if options.responses is None and options.url is None:
         summary["device"] = str(options.choose_device())
     print(dumps(summary), flush=True)
+    if options.few_tokens_pass and all(one.is_lossless or one.has_no_evidence for one in reports):
+        return 0
     return EXIT_CODES[worst.verdict]
 
 
@@ -275,12 +281,11 @@ def describe_report(report: AuditReport) -> str:
     """Returns the report as one line."""
     size = f"{report.num_tokens} tokens in {report.num_responses} responses (mean {report.mean_tokens:.1f})"
     verdict = f"NOT lossless: {'; '.join(report.reasons)}" if report.is_convicted else report.verdict
-    if report.verdict == "undecided":
+    if report.has_no_evidence:
         needed = "over 5 million" if report.tokens_needed is None else f"{report.tokens_needed:,}"
-        why = f"{report.num_tokens:,} of {needed} tokens"
-        if report.has_enough_tokens:
-            why = "an estimate speaks against it, and the bets do not convict it"
-        verdict += f": {why}; judge more"
+        verdict = f"undecided: no evidence against; needs {needed} tokens, and has {report.num_tokens:,}"
+    elif report.verdict == "undecided":
+        verdict += ": an estimate speaks against it, and the bets do not convict it; judge more"
     if report.max_log10_e is None:
         return f"{verdict}; {size}; {report.num_near_ties} near-ties"
     surprise, share = report.surprise, report.elsewhere

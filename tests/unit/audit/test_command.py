@@ -41,7 +41,9 @@ def test_too_few_tokens_are_undecided_with_exit_code_3(
     (mode,) = json.loads(Path("new/report.json").read_text())["modes"]
     assert (mode["verdict"], mode["is_lossless"]) == ("undecided", None)
     needed = max(mode["tokens_for_power"].values())
-    assert text.startswith(f"off: undecided: {mode['num_tokens']:,} of {needed:,} tokens; judge more; ")
+    has = f"needs {needed:,} tokens, and has {mode['num_tokens']:,}"
+    assert text.startswith(f"off: undecided: no evidence against; {has}; ")
+    assert run(capsys, str(model), *arguments.split(), "--few-tokens-pass")[0] == 0
     assert mode["num_responses"] == 40
     assert mode["offenders"][0]["expected_text"]
 
