@@ -30,7 +30,8 @@ class PlanSpeed(WithOverrides):
 
     tlt plan speed CONFIG [--replicas N,N] [--run RUN] [--section.key VALUE ...]
 
-    Plain arithmetic on lengths, step costs and acceptance; nothing is generated.
+    Plain arithmetic on lengths, step costs and acceptance; nothing is generated. The first line says whose
+    costs and acceptance the factors are of: those of --run, or the TLT paper's model.
     """
 
     config: ConfigFile
@@ -67,14 +68,18 @@ def speed(options: PlanSpeed) -> Record:
     assumed = assume(options, config)
     rows = [expect(assumed, num, _num_problems(config, num), options.steps) for num in options.replicas]
     lines = [*assumed.lines, *GENERAL]
-    print_rows(rows, lines)
+    print_rows(rows, assumed.source, lines)
     if options.out is not None:
-        figures = {"assumptions": lines, "rows": [dataclasses.asdict(row) for row in rows]}
+        figures = {
+            "factors_of": assumed.source,
+            "assumptions": lines,
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
         write_json(with_folder(options.out), figures)
     times = {
         str(row.num_replicas): {one.variant: round(one.times, 2) for one in row.variants} for row in rows
     }
-    return {"replicas": times}
+    return {"factors_of": assumed.source, "replicas": times}
 
 
 def _num_problems(config: Config, num_replicas: int) -> int:
@@ -115,13 +120,14 @@ def run_in(folder: Path) -> RecordedRun:
     return read_run(folder, [checkpoint / name for name in names])
 
 
-def print_rows(rows: list[Row], lines: list[str]) -> None:
-    """Prints the table and the assumptions below it."""
+def print_rows(rows: list[Row], source: str, lines: list[str]) -> None:
+    """Prints the table with the source of its factors, and the assumptions below it."""
     import rich.console
 
     from tlt.report.console import WIDTH
 
     console = rich.console.Console(width=WIDTH + 28, highlight=False, emoji=False, markup=False)
+    console.print(f"factors of {source}", soft_wrap=True)
     console.print(to_table(rows))
     console.print("assumed:")
     for line in lines:

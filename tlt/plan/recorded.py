@@ -131,6 +131,7 @@ def assume_recorded(run: RecordedRun, config: Config) -> Assumed:
             f"the range: its steps took {errors.low:.2f} to {errors.high:.2f} times as long; of off some may"
             " take as long as the tuners say",
         ),
+        source=f"{run.config.model.path.name}, as the run {run.config.run.out_dir} has recorded it",
         seed=config.run.seed,
     )
     return with_rest(assumed, fmean(step.step_seconds - step.rollout.seconds for step in run.steps))

@@ -119,6 +119,7 @@ class Assumed:
     tlt: errors with drafts.
     other_seconds: of a step outside of the rollout.
     lines: the assumptions for people, besides GENERAL.
+    source: whose acceptance and costs the factors are of, for people.
     """
 
     steps: Sequence[Groups]
@@ -129,6 +130,7 @@ class Assumed:
     tlt: Errors
     other_seconds: float
     lines: tuple[str, ...]
+    source: str
     seed: int = 0
 
 
@@ -248,6 +250,7 @@ def assume_gpu(config: Config, pace: GpuPace, median: float, p95: float) -> Assu
             f"acceptance: of the paper's Qwen2.5-32B, the same at all batch sizes; in chains {_KEPT} a token",
             f"the range: with drafts up to {PAPER_ERRORS.high} times as long, as in the paper's table",
         ),
+        source="Qwen2.5-32B and its drafter (arXiv 2511.16665), not of your model; give --run for yours",
         seed=config.run.seed,
     )
 

@@ -24,6 +24,9 @@ def test_the_command_prints_a_row_for_each_number_of_replicas_and_what_it_rests_
         "each replica has its share of the recipe's step"
     )
     assert found["replicas"]["2"]["off"] == 1.0
+    assert written["factors_of"] == found["factors_of"]
+    assert "arXiv 2511.16665" in found["factors_of"], "the factors are no measurement of the user's model"
+    assert "not of your model; give --run" in found["factors_of"]
     assert any("log-normal" in line for line in written["assumptions"])
 
 

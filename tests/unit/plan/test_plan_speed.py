@@ -226,7 +226,7 @@ def test_steps_are_corrected_by_the_others_alone() -> None:
 
 
 def test_errors_multiply_rollouts_alone() -> None:
-    assumed = Assumed([[[10]]], one_second, 1, 8, Errors(2.0, 1.0, 3.0), Errors(1.0, 0.5, 1.5), 7.0, ())
+    assumed = Assumed([[[10]]], one_second, 1, 8, Errors(2.0, 1.0, 3.0), Errors(1.0, 0.5, 1.5), 7.0, (), "")
     off, _, tlt = expect(assumed, 1, 1, 1).variants
     assert (off.low, off.seconds, off.high) == (17.0, 27.0, 37.0)
     assert (tlt.low, tlt.seconds, tlt.high) == (12.0, 17.0, 22.0)
