@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.cli.data import Columns, Data, DataOptions, Subset
 from tlt.cli.options import File, JsonObject, Options, Written
 from tlt.config.mistakes import mistake
+from tlt.config.rewards import check_weights
+from tlt.config.section import split_words
 from tlt.io.data import DataSource, read_data
 from tlt.io.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_jsonl
-from tlt.kinds import Problems, Seed
+from tlt.kinds import AnyFloat, Problems, Seed
 from tlt.types import Reward, UserError
 
 TaskName = Annotated[str, Written("NAME", is_alone=True)]
@@ -82,27 +85,48 @@ def write_problems(options: WriteProblems) -> Record:
 
 
 class Score(DataOptions):
-    """Score responses: prints the mean reward and the solve rate, of all and of each problem."""
+    """Score responses: prints the mean reward and the solve rate, of all and of each problem.
 
-    name: TaskName
-    """A task that comes with TLT, such as countdown, or your own as module:object."""
+    By a task's own score, by reward functions, or by both: as a run with [rewards] would."""
+
+    name: TaskName = "data"
+    """A task that comes with TLT, such as countdown, or your own as module:object; default: data, whose rows
+    --functions alone score."""
+    functions: Annotated[tuple[str, ...], BeforeValidator(split_words), Written("MODULE:FUNCTION,...")] = ()
+    """Reward functions in TRL's signature, and task for the task's own score; default: the task's score
+    alone."""
+    weights: Annotated[tuple[AnyFloat, ...], BeforeValidator(split_words), Written("X,...")] = ()
+    """Weights of the functions, whose weighted sum is the reward; default: 1 each."""
+    solved_at: AnyFloat = 1.0
+    """Reward from which on a response counts as solved, where task is not among the functions."""
     problems: Annotated[Path, Written("DATA")]
     """Problems: JSONL as tlt task writes it, or data as for its --data. A problem without problem_id is named
     by its line or row."""
     responses: Annotated[Path, Written("FILE")]
     """JSONL of responses with problem_id and text, as tlt generate writes it."""
     out: File = None
-    """JSONL to write: the responses again, with reward and solved."""
+    """JSONL to write: the responses again, with reward and solved, and reward_parts by function. A response
+    that no function could score has reward null, and reward_error."""
+
+    @model_validator(mode="after")
+    def _has_a_score(self) -> Score:
+        check_weights(self.functions, self.weights, "--")
+        if self.name == "data" and not self.functions:
+            raise mistake("--functions: rows of data have no score of their own; give it, or a task's NAME")
+        return self
 
 
 def score(options: Score) -> Record:
     """Scores every response, prints one line for each problem and returns the summary."""
+    from tlt.rewards.pool import check_scorable
     from tlt.rewards.scoring import Completion, RewardSpec, Scorer
 
     if options.out is not None:
         check_output_file(options.out, "--out")
-    scorer = Scorer(RewardSpec(options.name))
+    scorer = Scorer(RewardSpec(options.name, options.functions, options.weights, options.solved_at))
     problems = _read_problems(options.name, options.source(options.problems, "--problems"))
+    for problem in [*problems.values()][:1]:
+        scorer.check(problem)
     scores: dict[str, list[Reward]] = {problem_id: [] for problem_id in problems}
     scored: list[Record] = []
     for place, response in read_jsonl(options.responses, "--responses"):
@@ -113,15 +137,25 @@ def score(options: Score) -> Record:
             )
         if not isinstance(text, str):
             raise UserError(f"{place}: text is {text!r}; it must be the response's text")
-        found = scorer.score(Completion(problems[problem_id], text))
-        if found.error:
+        found = scorer.score(Completion(problems[problem_id], text, tuple(response.get("token_ids") or ())))
+        if found.error and not options.functions:
             where = f"{place}: task {options.name}, problem {problem_id!r}"
             raise UserError(f"{where}: score() failed ({found.error}); correct the task, or the problem")
         scores[problem_id].append(found)
-        scored.append({**response, "reward": found.value, "solved": found.is_solved})
+        scored.append({**response, **_score_of(found)})
+    scorer.close()
+    check_scorable([*chain(*scores.values())], options.name, str(options.responses))
     if options.out is not None:
         write_jsonl(with_folder(options.out), scored)
     return _summarize(scores)
+
+
+def _score_of(found: Reward) -> Record:
+    """Returns what a scored response has besides its own fields."""
+    line: Record = {"reward": found.value if found.is_scored else None, "solved": found.is_solved}
+    if found.parts:
+        line["reward_parts"] = dict(found.parts)
+    return line if found.is_scored else {**line, "reward_error": found.error}
 
 
 def _read_problems(task: str, source: DataSource) -> dict[str, Record]:
@@ -148,11 +182,18 @@ def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
     rewards = [reward for found in answered.values() for reward in found]
     overall = summarize(rewards)
     print(f"mean reward {overall.mean:.4f}, solve rate {overall.solve_rate:.4f}")
+    for name, mean in overall.parts.items():
+        print(f"{name}: mean {mean:.4f}, before its weight")
+    if overall.num_errors:
+        told = f"{overall.num_errors} of {len(rewards)} responses could not be scored"
+        print(f"{told}; the first: {overall.first_error}")
+    parts = {"reward_parts": overall.parts, "unscored": overall.num_errors} if overall.parts else {}
     return {
         "problems": len(answered),
         "responses": len(rewards),
         "mean_reward": overall.mean,
         "solve_rate": overall.solve_rate,
+        **parts,
         "problems_solved_at_least_once": sum(any(r.is_solved for r in found) for found in answered.values())
         / len(answered),
         "problems_without_responses": len(by_problem) - len(answered),

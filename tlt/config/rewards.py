@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -39,9 +40,15 @@ class RewardsSection(Section):
 
     @model_validator(mode="after")
     def _a_weight_for_each(self) -> RewardsSection:
-        if self.weights and len(self.weights) != len(self.functions):
-            told = f"weights has {len(self.weights)} values for {len(self.functions)} functions"
-            raise mistake(f"{told}: give each its weight")
-        if len(set(self.functions)) < len(self.functions):
-            raise mistake(f"functions names one twice ({', '.join(self.functions)}): give it once")
+        check_weights(self.functions, self.weights)
         return self
+
+
+def check_weights(functions: Sequence[str], weights: Sequence[float], prefix: str = "") -> None:
+    """Raises a mistake unless each function is named once, and has one weight or none has. prefix: of the
+    options' names."""
+    if weights and len(weights) != len(functions):
+        told = f"{prefix}weights has {len(weights)} values for {len(functions)} functions"
+        raise mistake(f"{told}: give each its weight")
+    if len(set(functions)) < len(functions):
+        raise mistake(f"{prefix}functions names one twice ({', '.join(functions)}): give it once")

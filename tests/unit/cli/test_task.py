@@ -110,6 +110,68 @@ def test_score_refuses_a_malformed_line_with_its_place(
     assert part in fail(capsys, "score", "countdown", *SCORE)
 
 
+FUNCTIONS = """
+def short(completions, **kwargs):
+    return [None if c == "nothing" else 1.0 / len(c) for c in completions]
+
+def near(completions, target):
+    return [float(goal) for goal in target]
+
+def broken(completions, **kwargs):
+    raise KeyError("judge")
+"""
+
+
+@pytest.fixture
+def answers(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_countdown()
+    (here / "own_scores.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.delitem(sys.modules, "own_scores", raising=False)
+    texts = {"a": "9-2=7!9-2=7", "b": "nothing"}
+    write_lines("responses.jsonl", *({"problem_id": name, "text": text} for name, text in texts.items()))
+
+
+@pytest.mark.usefixtures("answers")
+def test_score_takes_reward_functions_with_weights_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--functions", "task,own_scores:short,own_scores:near", "--weights", "1,2,0.5")
+    found = succeed(capsys, "score", "countdown", *SCORE, *words)
+    assert found["mean_reward"] == pytest.approx((1 + 2 / 11 + 3.5 + 5.5) / 2)
+    assert found["solve_rate"] == 0.5, "the task says what is solved"
+    assert found["reward_parts"] == {"near": 9.0, "short": pytest.approx(1 / 11), "task": 0.5}
+    assert read_lines("s.jsonl")[1]["reward_parts"] == {"near": 11.0, "task": 0.0}
+    alone = succeed(capsys, "score", *SCORE, "--functions", "own_scores:near", "--solved-at", "8")
+    assert (alone["mean_reward"], alone["solve_rate"]) == (9.0, 0.5), "rows of data need no task"
+
+
+@pytest.mark.usefixtures("answers")
+def test_a_response_that_no_function_scores_is_told_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["score", *SCORE, "--functions", "own_scores:short"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "1 of 2 responses could not be scored; the first: not applicable: " in lines[-2]
+    found = json.loads(lines[-1])
+    assert (found["mean_reward"], found["unscored"]) == (pytest.approx(1 / 11), 1)
+    left_out = read_lines("s.jsonl")[1]
+    assert (left_out["reward"], left_out["reward_error"][:14]) == (None, "not applicable")
+
+
+@pytest.mark.usefixtures("answers")
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("", "--functions: rows of data have no score of their own; give it, or a task's NAME"),
+        ("--functions own_scores:short --weights 1,2", "--weights has 2 values for 1 functions"),
+        ("--functions own_scores:short,own_scores:short", "--functions names one twice"),
+        ("--functions own_scores:shorter", "own_scores:shorter"),
+        ("--functions own_scores:broken", "none of the 2 responses of responses.jsonl could be scored"),
+    ],
+)
+def test_functions_that_cannot_score_are_refused_in_one_line(
+    words: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in fail(capsys, "score", *SCORE, *words.split())
+
+
 # ── a user's own task ───────────────────────────────────────────────────────────────────────────────────────
 
 
