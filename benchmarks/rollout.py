@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.command import carry_out, command_of, make_parser, words
 from benchmarks.longtail import Workload, hash_model, read_workload
 from benchmarks.peers import PeerResult, run_transformers, run_vllm, setup_vllm
-from tlt.bench.measure import Ratio, in_turns
+from tlt.bench.measure import in_turns
 from tlt.bench.report import header, markdown, ratio_text, table, write_report
 from tlt.bench.rollout import over_off
 from tlt.bench.subject import Subject
@@ -33,6 +33,7 @@ from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.io.files import check_output_file
+from tlt.report.ratio import Ratio
 from tlt.training.start import preflight
 from tlt.tuning.tuner import make_tuner
 from tlt.types import Request, Rollout, UserError

@@ -1,5 +1,6 @@
-"""Reports of ranks about engine steps and idle time, and the five records of a step, each written where it is
-measured: rollout and idle time by the phase (rollout/result.py), rewards, the update, the drafter.
+"""Reports of ranks about engine steps and idle time, and the six records of a step, each written where it is
+measured: rollout and idle time by the phase (rollout/result.py), rewards, the update, the drafter, the pair
+of rollouts with and without speculation.
 
 A quantity that does not exist, such as the accept length of a step without verification, is NaN.
 """
@@ -167,6 +168,11 @@ class RolloutRecord:
         policies; "replay": references of another run.
     won_seconds: seconds saved by these tokens, summed over ranks: the tuner's prediction without references,
         less the measured seconds.
+    busy_seconds: seconds in which ranks had responses to generate, prefills included, summed over ranks.
+    saved_seconds: seconds of them that speculation saved: the tuner's prediction for the same tokens at the
+        same batch sizes without drafts, less the measured seconds.
+    times_off: how many times as fast the rollout was as without speculation, as predicted:
+        1 + saved_seconds / busy_seconds; NaN: speculation is off, or its tuner predicts nothing.
     """
 
     seconds: float
@@ -192,6 +198,30 @@ class RolloutRecord:
     resample_rounds: int = 0
     followed_by_age: dict[str, int] = field(default_factory=dict)
     won_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    times_off: float = NAN
+
+
+@dataclass(frozen=True)
+class OffPair:
+    """A few responses that the leader generated twice, with speculation and without (rollout/off_pair.py);
+    the defaults stand for a step in which nothing was measured.
+
+    times_off: how many times as fast it was with speculation: the ratio of tokens per second.
+    predicted: the same, as the tuner predicts it for these engine steps; NaN: it predicts nothing.
+    num_responses: responses that ran at a time, at first: as many as in the step's rollout on average.
+    num_tokens: their tokens in each of the two rollouts.
+    num_different: responses whose tokens were not the same; by the law 0 but for roundings.
+    seconds: of the whole measurement, in which other ranks wait.
+    """
+
+    times_off: float = NAN
+    predicted: float = NAN
+    num_responses: int = 0
+    num_tokens: int = 0
+    num_different: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.real_size.competitors import BASE, Competitor
 from benchmarks.real_size.serving import Took
-from tlt.bench.measure import Ratio
 from tlt.bench.report import markdown, number, ratio_text, speed_text, table
+from tlt.report.ratio import Ratio
 
 
 @dataclass(frozen=True)

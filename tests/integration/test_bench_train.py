@@ -100,7 +100,7 @@ def test_runs_go_on_where_they_ended(
     assert launch_runs(config, longer) == 0
     path = tmp_path / "runs" / "turns.jsonl"
     off, tlt = read_turns(path, PLAN.runs).values()
-    assert [turn.step for turn in off] == [turn.step for turn in tlt] == [0, 1]
+    assert [turn.step for turn in off] == [turn.step for turn in tlt] == [1, 2]
     assert [turn.digest for turn in off] == [turn.digest for turn in tlt]
 
     path.write_text(

@@ -74,18 +74,18 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_run_keeps_each_steps_responses_with_their_rewards(first: Path) -> None:
     assert [path.name for path in kept_by(first, "rollout")] == [
-        f"rollout-0000000{step}.jsonl" for step in range(3)
+        f"rollout-0000000{step}.jsonl" for step in (1, 2, 3)
     ]
     assert [path.name for path in kept_by(first, "evaluation")] == [
         f"evaluation-0000000{step}.jsonl" for step in (0, 2, 3)
     ]
-    for step, record in enumerate(records(first)):
-        kept = lines(first / "responses" / f"rollout-0000000{step}.jsonl")
+    for record in records(first):
+        kept = lines(first / "responses" / f"rollout-0000000{record.step}.jsonl")
         assert len(kept) == record.rollout.num_responses == 16
         assert sum(len(one["token_ids"]) for one in kept) == record.rollout.num_tokens
         assert sum(one["reward"] for one in kept) / 16 == pytest.approx(record.rewards.mean)
         assert {(one["purpose"], one["policy_step"], one["policy_version"]) for one in kept} == {
-            ("rollout", step, step)
+            ("rollout", record.step - 1, record.policy_version)
         }
         assert all(
             isinstance(one["text"], str) and one["prompt_ids"] and one["finish_reason"] in ("stop", "length")
@@ -113,7 +113,7 @@ def test_what_of_a_replayed_run_cannot_be_read_is_said_and_left_out(
 ) -> None:
     damaged = workspace / "damaged"
     shutil.copytree(first, damaged)
-    torn, foreign, strange = (damaged / "responses" / f"rollout-0000000{step}.jsonl" for step in (1, 2, 0))
+    torn, foreign, strange = (damaged / "responses" / f"rollout-0000000{step}.jsonl" for step in (2, 3, 1))
     torn.write_text(torn.read_text()[:-40])
     foreign.write_text(
         json.dumps({"problem_id": "of another task", "prompt_ids": [1], "token_ids": [1]}) + "\n"
@@ -210,7 +210,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(
     for name, change in (("large", {"token_ids": [3, 99999]}), ("other", {"prompt_ids": [3, 4]})):
         if not (workspace / name).exists():
             shutil.copytree(first, workspace / name)
-            path = workspace / name / "responses" / "rollout-00000000.jsonl"
+            path = workspace / name / "responses" / "rollout-00000001.jsonl"
             path.write_text("".join(json.dumps(one | change) + "\n" for one in lines(path)))
     capsys.readouterr()
     given = ("train", "run.toml", "--run.out_dir", "refused", "--run.num_ranks", "1", *STEPS)

@@ -159,7 +159,7 @@ def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> N
     assert (speculating_run / "drafter" / "config.json").exists()
     assert (speculating_run / "config.json").exists()
     assert not (speculating_run / "journal").exists(), "the last checkpoint has all of it"
-    assert [record.step for record in records(speculating_run)] == [0, 1, 2, 3, 4]
+    assert [record.step for record in records(speculating_run)] == [1, 2, 3, 4, 5]
     assert [record.policy_version for record in records(speculating_run)] == [0, 1, 2, 3, 4]
 
 
@@ -212,7 +212,7 @@ def measured_steps(out_dir: Path) -> list[int]:
 
 
 def test_acceptance_is_measured_in_every_second_step(speculating_run: Path) -> None:
-    assert measured_steps(speculating_run) == [0, 2, 4]
+    assert measured_steps(speculating_run) == [1, 3, 5]
 
 
 def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_policy_metrics_evaluations_and_best(
@@ -238,7 +238,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_policy_metrics_evaluations
     resumed = programs.run(words, env=environment, timeout=PATIENCE)
     assert resumed.returncode == 0, resumed.stderr + resumed.stdout
     assert not difference(out_dir, speculating_run)
-    assert measured_steps(out_dir) == [0, 2, 4], "the count goes on where it was"
+    assert measured_steps(out_dir) == [1, 3, 5], "the count goes on where it was"
 
 
 def test_a_second_run_into_the_same_folder_is_refused_in_one_line(

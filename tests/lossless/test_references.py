@@ -19,7 +19,7 @@ from tlt.drafter.drafting.references import REPLAY, Reference, References
 from tlt.engine import tree_forward
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
-from tlt.speculative.strategy import Strategy, StrategyTuner
+from tlt.speculative.strategy import ExpectedSpeeds, Strategy, StrategyTuner
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import Request, Rollout, SamplingParams, UserError, id_of
@@ -90,7 +90,7 @@ def test_a_long_chain_is_verified_in_pieces_of_any_length(
 class Slow(Fixed):
     """Says that without references a second brings a hundredth of a token."""
 
-    speed_otherwise = 0.01
+    expected = ExpectedSpeeds(otherwise=0.01)
 
 
 def test_the_engine_counts_the_seconds_that_references_have_won_and_no_others() -> None:

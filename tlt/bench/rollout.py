@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tlt.bench.measure import Ratio, in_turns
+from tlt.bench.measure import in_turns
 from tlt.bench.report import markdown, number, ratio_text, speed_text, table
 from tlt.bench.subject import Subject
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
+from tlt.report.ratio import Ratio
 from tlt.types import Request
 
 

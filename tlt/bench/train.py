@@ -163,7 +163,7 @@ def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:
         found = responses(phases[name])
         turn = Turn(
             name,
-            step,
+            step + 1,
             seconds[name],
             num_different=sum(a != b for a, b in zip(found, expected, strict=True)),
             same_weights=all(map(torch.equal, run.policy.parameters(), reference.policy.parameters())),
@@ -193,7 +193,7 @@ def synchronize(run: Run, reference: Run) -> None:
 
 
 def describe_round(turns: Sequence[Turn]) -> str:
-    """Returns a round as one line for the screen; steps are counted from 1 there."""
+    """Returns a round as one line for the screen."""
     different = sum(turn.num_different for turn in turns)
     same = "same tokens" if not different else f"{different} responses differ"
-    return f"step {turns[0].step + 1}: {', '.join(f'{t.run} {t.seconds:.1f} s' for t in turns)}; {same}"
+    return f"step {turns[0].step}: {', '.join(f'{t.run} {t.seconds:.1f} s' for t in turns)}; {same}"

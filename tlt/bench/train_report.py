@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.measure import Ratio
 from tlt.bench.report import markdown, number, ratio_text, table
 from tlt.io.files import read_appended
+from tlt.report.ratio import Ratio
 from tlt.report.record import StepRecord, read_metrics
 from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
 from tlt.spans import Span, SpanName

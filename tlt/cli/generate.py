@@ -87,13 +87,14 @@ def run(options: Generate) -> Record:
 
 def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
     """Returns the summary of responses that took so many seconds to generate. accept_length is None where
-    nothing was speculated."""
+    nothing was speculated, times_off where nothing is predicted."""
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     return {
         "responses": len(rollouts),
         "tokens": num_tokens,
         "seconds": seconds,
         "tokens_per_second": num_tokens / seconds,
+        "times_off": stats.times_off(seconds),
         "accept_length": stats.accept_length,
         "accept_by_depth": stats.accept_by_depth,
         "strategy_seconds": {name: s.seconds for name, s in stats.by_strategy.items()},

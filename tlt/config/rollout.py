@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from tlt.config.engine import EngineSection
 from tlt.config.mistakes import mistake
 from tlt.config.section import AnyPath
-from tlt.kinds import NonNegativeFloat, Problems, Samples
+from tlt.kinds import NonNegativeFloat, NonNegativeInt, Problems, Samples
 from tlt.speculative.strategy import Strategy
 from tlt.types import UserError
 
@@ -49,6 +49,11 @@ class RolloutSection(EngineSection):
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
     """How adaptive speculation chooses drafts: by measured costs and acceptance (cost-model), or by the
     bandit of the TLT paper (beg-mab)."""
+
+    times_off_every: NonNegativeInt = 20
+    """Policy steps between two measurements of how many times as fast speculation makes a rollout: the leader
+    generates a few more responses with and without it, in at most 1 % of the rollouts' time. A shorter run
+    measures in its last step. 0: never."""
 
     @property
     def steps_ahead(self) -> int:

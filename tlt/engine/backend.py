@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import Drafting
-from tlt.speculative.strategy import BatchState, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, ExpectedSpeeds, StepOutcome, Strategy, StrategyTuner
 from tlt.types import Finished, Request, Rollout
 
 
@@ -67,6 +68,8 @@ class RolloutBackend(ABC):
     """The drafter; None: this engine has none."""
     target: PackedTransformer | None = None
     """The policy in our own layout, for training and measuring the drafter; None: no copy is kept."""
+    generates_aside = False
+    """Whether it has `aside`."""
 
     def __init__(
         self,
@@ -159,6 +162,14 @@ class RolloutBackend(ABC):
         while not self.is_idle:
             yield from (finished.rollout for finished in self.step())
 
+    def aside(self, drafts: bool) -> AbstractContextManager[EngineStats]:
+        """Lets responses be generated in the context that leave no trace: statistics, which are yielded, are
+        of these alone; tuner, drafter and expected lengths learn nothing, and no spans are reported.
+
+        drafts: False: as with speculation off.
+        """
+        raise NotImplementedError
+
     # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
 
     @abstractmethod
@@ -175,12 +186,11 @@ class RolloutBackend(ABC):
         batch: BatchState,
         outcome: StepOutcome,
         start: float,
-        *,
-        predicted: float | None,
-        otherwise: float | None,
+        expected: ExpectedSpeeds,
     ) -> None:
-        """Records a step in the statistics and reports its span. predicted, otherwise: see `record_step`."""
-        self.stats.record_step(str(strategy), outcome, predicted, otherwise)
+        """Records a step in the statistics and reports its span. expected: by the tuner, of this batch."""
+        self.stats.record_step(str(strategy), outcome, expected)
+        self.stats.sequence_seconds += batch.num_running * outcome.seconds
         end = start + outcome.seconds
         is_steady = outcome.num_tokens > 0 and not batch.num_admitted
         self.stats.latest = TimedStep(str(strategy), batch.num_running, start, end) if is_steady else None

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Slots
+from contextlib import contextmanager
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
@@ -28,14 +30,22 @@ from tlt.engine.noise import BatchLaw, StepNoise
 from tlt.engine.prefill import prefill
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Decode, Sequence, broken_policy
+from tlt.engine.stats import EngineStats
 from tlt.engine.tree_forward import PIECE, along_paths, forward_trees
 from tlt.models.attention import prepare_kernels
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.draw import compiled_loops
-from tlt.speculative.protocol import DraftContext, Drafter, Proposal
-from tlt.speculative.strategy import BatchState, PrefillTime, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.protocol import DraftContext, Drafter, LentDrafter, NoDrafter, Proposal
+from tlt.speculative.strategy import (
+    NO_EXPECTATION,
+    BatchState,
+    PrefillTime,
+    StepOutcome,
+    Strategy,
+    StrategyTuner,
+)
 from tlt.speculative.tree import chain, layout
 from tlt.speculative.verify import Verify, verify
 from tlt.types import DraftTree, Finished, Request, UserError, Verdict
@@ -50,6 +60,7 @@ class RolloutEngine(RolloutBackend):
     """
 
     drafter: Drafter[Any]
+    generates_aside = True
 
     def __init__(
         self,
@@ -75,8 +86,7 @@ class RolloutEngine(RolloutBackend):
         prepare_kernels(self.device, model.dtype)
         if self.device.type == "cpu":
             compiled_loops()
-        self._predicted_speed: float | None = None
-        self._speed_otherwise: float | None = None
+        self._expected = NO_EXPECTATION
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,6 +133,21 @@ class RolloutEngine(RolloutBackend):
         assert self.is_idle
         self.memory.release()
 
+    @contextmanager
+    def aside(self, drafts: bool) -> Iterator[EngineStats]:
+        assert self.is_idle, "responses are generated aside between phases"
+        kept = self.tuner, self.drafter, self.stats, self.lengths, self.on_span
+        self.tuner = deepcopy(self.tuner) if drafts else None
+        self.drafter = self.memory.drafter = LentDrafter(self.drafter) if drafts else NoDrafter()
+        self.stats, self.lengths, self.on_span = EngineStats(), copy(self.lengths), None
+        try:
+            yield self.stats
+        finally:
+            self.abort()
+            self.release()
+            self.tuner, self.drafter, self.stats, self.lengths, self.on_span = kept
+            self.memory.drafter = self.drafter
+
     # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
@@ -163,8 +188,7 @@ class RolloutEngine(RolloutBackend):
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
         followed = tuple(version is not None for version in proposal.references)
         outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start, followed)
-        predicted, otherwise = self._predicted_speed, self._speed_otherwise
-        self._count_step(strategy, batch, outcome, start, predicted=predicted, otherwise=otherwise)
+        self._count_step(strategy, batch, outcome, start, self._expected)
         if self.tuner is not None:
             self.tuner.observe(strategy, batch, outcome)
         return ended + self._release_finished(captures)
@@ -219,7 +243,7 @@ class RolloutEngine(RolloutBackend):
         )
 
     def _choose(self, batch: BatchState) -> Strategy:
-        self._predicted_speed = self._speed_otherwise = None
+        self._expected = NO_EXPECTATION
         if self.tuner is None or not self.drafter.kinds:
             return Strategy.OFF
         if any(len(sequence.tokens) < 2 for sequence in self.running):
@@ -227,7 +251,7 @@ class RolloutEngine(RolloutBackend):
         strategy = self.tuner.choose(batch)
         if not self.memory.has_room(batch.num_running, self.scheduler.longest + strategy.budget):
             return Strategy.OFF  # a draft is not worth a preemption
-        self._predicted_speed, self._speed_otherwise = self.tuner.predicted_speed, self.tuner.speed_otherwise
+        self._expected = self.tuner.expected
         return strategy
 
     def _batch_law(self) -> BatchLaw:

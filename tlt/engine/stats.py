@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 
 from tlt.accounts import TimedStep
-from tlt.speculative.strategy import StepOutcome
+from tlt.speculative.strategy import NO_EXPECTATION, ExpectedSpeeds, StepOutcome, Strategy
 
 
 @dataclass
@@ -56,6 +56,9 @@ class EngineStats:
         and the current one ("replay": from another run).
     won_seconds: seconds that references saved: the predicted time of the same tokens without references,
         less the measured time.
+    saved_seconds: seconds that drafts saved: the predicted time of the same tokens at the same batch sizes
+        without drafts, less the measured time. Steps for which nothing is predicted count as 0.
+    sequence_seconds: sum over engine steps of running sequences x seconds.
     latest: the latest engine step; None where it admitted sequences.
     """
 
@@ -71,6 +74,8 @@ class EngineStats:
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
     followed_by_age: Counter[str] = field(default_factory=Counter)
     won_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    sequence_seconds: float = 0.0
     latest: TimedStep | None = None
 
     @property
@@ -118,6 +123,17 @@ class EngineStats:
         }
         return {"draft_acceptance_rate": rate, "draft_mean_acceptance_length": length, **by_position}
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of all engine steps, without prefills."""
+        return sum(stats.seconds for stats in self.by_strategy.values())
+
+    def times_off(self, seconds: float) -> float | None:
+        """Returns how many times as fast work of `seconds`, these steps included, was as it would have been
+        without drafts; None: no tuner predicts that."""
+        is_predicted = any(stats.predicted_seconds for stats in self.by_strategy.values())
+        return 1 + self.saved_seconds / seconds if is_predicted and seconds else None
+
     def add(self, other: EngineStats) -> None:
         """Adds the counts of another engine or phase."""
         for f in fields(self):
@@ -130,18 +146,16 @@ class EngineStats:
             self.by_strategy[strategy].add(stats)
 
     def record_step(
-        self, strategy: str, outcome: StepOutcome, predicted: float | None, otherwise: float | None = None
+        self, strategy: str, outcome: StepOutcome, expected: ExpectedSpeeds = NO_EXPECTATION
     ) -> None:
-        """Counts an engine step.
-
-        predicted: tokens per second that the tuner predicted; None: it predicted nothing.
-        otherwise: its prediction for the best strategy without references; None: likewise.
-        """
+        """Counts an engine step. expected: by the tuner, of this batch."""
         self.num_steps += 1
         self.num_tokens += outcome.num_tokens
-        self.by_strategy[strategy].record(outcome, predicted)
-        if otherwise is not None:
-            self.won_seconds += outcome.num_tokens / otherwise - outcome.seconds
+        self.by_strategy[strategy].record(outcome, expected.chosen)
+        if expected.otherwise is not None:
+            self.won_seconds += outcome.num_tokens / expected.otherwise - outcome.seconds
+        if expected.off is not None and strategy != str(Strategy.OFF):
+            self.saved_seconds += outcome.num_tokens / expected.off - outcome.seconds
 
     def record_reference(self, version: int | str, now: int, num_accepted: int) -> None:
         """Counts accepted tokens of a reference. version: of its policy.  now: of the current policy."""

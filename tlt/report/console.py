@@ -75,7 +75,7 @@ def _used(seconds: Mapping[str, float]) -> str:
 
 
 COLUMNS = (
-    Column("step", "", 5, "bold", lambda r: str(r.step + 1)),
+    Column("step", "", 5, "bold", lambda r: str(r.step)),
     Column("reward", "mean", 7, "", lambda r: _number(r.rewards.mean, ".3f")),
     Column("solved", "sampled", 8, "bold green", lambda r: _share(r.rewards.solve_rate, 1)),
     Column("tokens", "p50 / max", 15, "", _lengths),
@@ -83,8 +83,9 @@ COLUMNS = (
     Column("update", "s", 7, "", lambda r: _number(r.update.seconds, ".1f"), is_spare=True),
     Column("speed", "tok/s", 8, "", lambda r: _number(r.rollout.tokens_per_second, ",.0f")),
     Column("accept", "length", 7, "cyan", lambda r: _number(r.rollout.accept_length, ".2f")),
+    Column("times", "off", 6, "cyan", lambda r: _number(r.rollout.times_off, ".2f")),
     Column("idle", "s", 7, "", lambda r: _number(r.idle.seconds, ".1f"), is_spare=True),
-    Column("used", "of idle", 10, "magenta", lambda r: _used(r.idle.seconds_by_use)),
+    Column("used", "of idle", 7, "magenta", lambda r: _used(r.idle.seconds_by_use)),
 )
 
 
@@ -191,19 +192,24 @@ class Console:
         if self._num_rows % ROWS_PER_HEADER == 0:
             self._header()
         self._num_rows += 1
-        self._step = record.step + 1
+        self._step = record.step
         self._recent.append(record.step_seconds)
         self._print(_row(self._columns, [(column.write(record), column.style) for column in self._columns]))
         if recalled := record.rollout.recalled_tokens:
             told = f"{recalled:,} of its {record.rollout.num_tokens:,} tokens stood in the journal"
-            self.note(f"step {record.step + 1}: {told}")
+            self.note(f"step {record.step}: {told}")
+        if (pair := record.off_pair).num_tokens:
+            measured = f"{pair.times_off:.2f}, measured on {pair.num_responses} responses"
+            different = f"; {pair.num_different} differ" if pair.num_different else ""
+            of = f"({pair.num_tokens:,} tokens) in {pair.seconds:.1f} s{different}"
+            self.note(f"step {record.step}: times off {measured} {of}")
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:
         """Prints how many of the step's responses could not be scored, and why the first could not."""
         if num_errors := record.rewards.num_errors:
             counts = f"{num_errors} of {record.rollout.num_responses} responses could not be scored"
-            self.note(f"step {record.step + 1}: {counts}; the first: {record.rewards.first_error}")
+            self.note(f"step {record.step}: {counts}; the first: {record.rewards.first_error}")
 
     def evaluation(
         self,

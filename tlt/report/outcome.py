@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.text import Text
 
 from tlt.report.console import duration, near
+from tlt.report.times_off import TimesOff
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,16 @@ class Gain:
     """The first and the last evaluation of the same held-out problems, as pairs (first, last).
 
     steps: updates done.
-    rewards: mean rewards; None: evaluations are judged by their solve rate.
-    p_value: of the paired difference in rewards, or in solve rates.
+    rewards: mean rewards; None: an older TLT has written none.
+    p_value: of the paired difference in what evaluations are judged by.
+    by_reward: whether that is the reward; else it is the solve rate.
     """
 
     steps: tuple[int, int]
     solve_rates: tuple[float, float]
     rewards: tuple[float, float] | None
     p_value: float
+    by_reward: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Outcome:
     num_steps: updates done.
     seconds: since the user's command began.
     recorded_seconds: of all steps and evaluations; None: this command has done all of them.
+    times_off: of the run's steps; None: speculation is off.
     drafted: size of the last step's draft vocabulary, and the share of tokens in it; None: the whole
         vocabulary.
     """
@@ -46,6 +50,7 @@ class Outcome:
     seconds: float
     recorded_seconds: float | None = None
     drafted: tuple[int, float] | None = None
+    times_off: TimesOff | None = None
 
 
 def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
@@ -59,6 +64,8 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
         recorded = f"{duration(outcome.recorded_seconds)} for {outcome.num_steps} steps and the evaluations"
         time = f"{recorded}; {duration(outcome.seconds)} since this command began"
     yield "time", Text(time)
+    if outcome.times_off is not None:
+        yield from outcome.times_off.rows()
     if outcome.drafted is not None:
         size, coverage = outcome.drafted
         yield "drafts", Text(f"from the {size:,} most frequent tokens, {coverage:.1%} of the last step's")
@@ -66,14 +73,23 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
 
 
 def evaluation_rows(
-    solved: Mapping[str, float], seconds: float, products: Mapping[str, Path]
+    solved: Mapping[str, float], rewards: Mapping[str, float], seconds: float, products: Mapping[str, Path]
 ) -> Iterator[tuple[str, Text]]:
-    """Yields the summary's names and values for an evaluation alone. solved: solve rate by problem."""
-    rate = sum(solved.values()) / len(solved)
-    error = math.sqrt(sum((share - rate) ** 2 for share in solved.values())) / len(solved)
+    """Yields the summary's names and values for an evaluation alone. solved, rewards: solve rate and mean
+    reward by problem."""
+    rate, error = _mean_and_error(solved)
     yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
+    if rewards:  # an older TLT wrote none
+        reward, error = _mean_and_error(rewards)
+        yield "reward", Text(f"{reward:.3f}, standard error {error:.3f}")
     yield "time", Text(duration(seconds))
     yield from _product_rows(products)
+
+
+def _mean_and_error(by_problem: Mapping[str, float]) -> tuple[float, float]:
+    """Returns the mean and its standard error."""
+    mean = sum(by_problem.values()) / len(by_problem)
+    return mean, math.sqrt(sum((one - mean) ** 2 for one in by_problem.values())) / len(by_problem)
 
 
 def _product_rows(products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
@@ -84,14 +100,13 @@ def _product_rows(products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
 def _gain_rows(gain: Gain) -> Iterator[tuple[str, Text]]:
     first, last = gain.steps
     between = "before → after" if first == 0 else f"after {first} → {last} updates"
+    rows = [("solved", _rise(*gain.solve_rates, ".1%"), "of")]
     if gain.rewards is not None:
-        yield "reward", _rise(*gain.rewards, ".3f").append(f" on held-out problems, {between}", style="dim")
-    else:
-        solved = _rise(*gain.solve_rates, ".1%")
-        yield "solved", solved.append(f" of held-out problems, {between}", style="dim")
+        rows.insert(0 if gain.by_reward else 1, ("reward", _rise(*gain.rewards, ".3f"), "on"))
+    (name, judged, link), *others = rows
+    yield name, judged.append(f" {link} held-out problems, {between}", style="dim")
     yield "", Text(f"paired sign-flip test, one-sided: p {written_p_value(gain.p_value)}", style="dim")
-    if gain.rewards is not None:
-        yield "solved", _rise(*gain.solve_rates, ".1%")
+    yield from ((name, other) for name, other, _ in others)
 
 
 def _rise(before: float, after: float, form: str) -> Text:

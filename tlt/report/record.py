@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, get_type_hints
 
@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from tlt.accounts import NAN, DrafterCheck, IdleRecord, RewardSummary, RolloutRecord, UpdateMetrics
+from tlt.accounts import (
+    NAN,
+    DrafterCheck,
+    IdleRecord,
+    OffPair,
+    RewardSummary,
+    RolloutRecord,
+    UpdateMetrics,
+)
 from tlt.io.files import dumps, read_appended, write_atomically
 from tlt.types import UserError
 
@@ -27,8 +35,8 @@ from tlt.types import UserError
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise.
 
-    step: number of the step, from 0.
-    policy_version: updates behind the policy that generated the responses.
+    step: its number, counted from 1 as everywhere: step n makes the policy of n updates.
+    policy_version: updates behind the policy that generated its responses, step - 1.
     step_seconds: duration of the whole step.
     cpu_seconds: processor time of all ranks.
     finished_at: Unix time.
@@ -48,6 +56,7 @@ class StepRecord:
     drafter: DrafterCheck
     idle: IdleRecord
     algorithm: str = ""
+    off_pair: OffPair = field(default_factory=OffPair)
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))
@@ -59,7 +68,7 @@ class StepRecord:
         if isinstance(values, dict) and "rollout" not in values:
             values = _nested(values)
         try:
-            return _STEP_RECORD.validate_python(values)
+            return _counted_from_1(_STEP_RECORD.validate_python(values))
         except ValidationError as error:
             wrong = [(".".join(map(str, one["loc"])) or "line", one["msg"]) for one in error.errors()]
             raise ValueError("; ".join(f"{place}: {message}" for place, message in wrong)) from None
@@ -69,6 +78,8 @@ class StepRecord:
         rollout/response_tokens/p95. A list's items are counted from 1: rollout/accept_by_depth_1."""
         line = dataclasses.asdict(self)
         del line["step"], line["finished_at"]
+        if not self.off_pair.num_tokens:
+            del line["off_pair"]
         return dict(_numbers("", line))
 
 
@@ -116,22 +127,29 @@ def _nested(old: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
-class MetricsWriter:
-    """Appends and flushes one line per step. Opening drops an earlier attempt's lines from `first_step` on,
-    and a line torn by a kill, so that no step stands twice in the file."""
+def _counted_from_1(record: StepRecord) -> StepRecord:
+    """Returns the record with its step counted from 1. An older TLT counted from 0: its steps had the number
+    of the policy that they began with."""
+    is_older = record.step == record.policy_version
+    return dataclasses.replace(record, step=record.step + 1) if is_older else record
 
-    def __init__(self, path: str | Path, first_step: int) -> None:
+
+class MetricsWriter:
+    """Appends and flushes one line per step. Opening keeps an earlier attempt's lines up to step `last_kept`,
+    as today's TLT writes them, so that no step stands twice in the file and all are counted alike."""
+
+    def __init__(self, path: str | Path, last_kept: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line, record in _read_lines(self.path) if record.step < first_step]
+        kept = [record for record in _read_records(self.path) if record.step <= last_kept]
         with write_atomically(self.path) as file:
-            file.writelines(line + "\n" for line in kept)
+            file.writelines(record.to_json() + "\n" for record in kept)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
-        self._next_step = first_step
+        self._last_step = last_kept
 
     def write(self, record: StepRecord) -> None:
-        assert record.step >= self._next_step, f"step {record.step} after step {self._next_step - 1}"
-        self._next_step = record.step + 1
+        assert record.step > self._last_step, f"step {record.step} after step {self._last_step}"
+        self._last_step = record.step
         self._file.write(record.to_json() + "\n")
         self._file.flush()
 
@@ -150,12 +168,11 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
-    return [record for _, record in _read_lines(path)]
+    return _read_records(path)
 
 
-def _read_lines(path: Path) -> list[tuple[str, StepRecord]]:
-    """Returns (line, record) pairs."""
-    return read_appended(path, lambda line: (line, StepRecord.from_json(line)), "step record")
+def _read_records(path: Path) -> list[StepRecord]:
+    return read_appended(path, StepRecord.from_json, "step record")
 
 
 # -- statistics ----------------------------------------------------------------------------------------------

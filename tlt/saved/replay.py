@@ -22,7 +22,7 @@ from tlt.drafter.drafting.references import REPLAY, References
 from tlt.models.decoder import ModelConfig
 from tlt.ranks.world import World, broadcast_json
 from tlt.saved.response_reader import read_answers
-from tlt.saved.responses import kept_by, path_of
+from tlt.saved.responses import counts_from_zero, kept_by, path_of
 from tlt.types import Problem, Purpose, Request, SamplingParams, UserError
 
 Prompts = Mapping[str, tuple[int, ...]]
@@ -84,12 +84,13 @@ class ReplayOf(Replay):
     def _read(self, purpose: Purpose, number: int) -> Sequence[tuple[str, int, Sequence[int]]]:
         """Returns (problem, sample, token ids) of the responses to this run's prompts. A file that cannot be
         read is reported and left out, for it changes time alone."""
-        path = path_of(self.folder, purpose, number)
+        is_before = purpose == "rollout" and counts_from_zero(self.folder)
+        path = path_of(self.folder, purpose, number - int(is_before))
         if not path.exists():
             if purpose == "rollout" and not self.is_over:
                 self.is_over = True
                 self.say(
-                    f"rollout.replay: {self.folder} has kept nothing of step {number + 1}; it goes on without"
+                    f"rollout.replay: {self.folder} has kept nothing of step {number}; it goes on without"
                 )
             return []
         try:

@@ -6,6 +6,7 @@ and hands over the target's features of the tokens if the drafter asks for them 
     Drafting              what is trained, saved and restored of an engine's drafter, ours or vLLM's
      └─ Drafter           drafts for our engine
          └─ WrappingDrafter   drafts with other drafters
+             └─ LentDrafter   with one that learns nothing meanwhile
 """
 
 from __future__ import annotations
@@ -230,3 +231,20 @@ class WrappingDrafter(Drafter[P]):
     def release(self) -> None:
         for part in self.parts:
             part.release()
+
+
+class LentDrafter(WrappingDrafter[Any]):
+    """Drafts with another drafter, which learns neither from verdicts nor from responses meanwhile. Retrieval
+    keeps their texts, as further samples of their prompts, and still judges itself in hindsight."""
+
+    def __init__(self, drafter: Drafter[Any]) -> None:
+        super().__init__(drafter)
+        self.inner, self.kinds = drafter, drafter.kinds
+
+    def propose(
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+    ) -> Any:
+        return self.inner.propose(context, strategy, noise, unwanted)
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        self.inner.withdraw(slot)

@@ -158,13 +158,25 @@ class StepOutcome:
     from_reference: tuple[bool, ...] = ()
 
 
+class ExpectedSpeeds(NamedTuple):
+    """Tokens per second that a tuner expects of the running batch; None: it predicts nothing."""
+
+    chosen: float | None = None
+    """Of the strategy that it chose."""
+    otherwise: float | None = None
+    """Of the best choice without references; None also where the chosen one uses none."""
+    off: float | None = None
+    """Without drafts."""
+
+
+NO_EXPECTATION = ExpectedSpeeds()
+
+
 class StrategyTuner:
     """Chooses a strategy for every engine step and learns from its outcome. This base learns nothing."""
 
-    predicted_speed: float | None = None
-    """Tokens per second expected of the latest choice; None where nothing is predicted."""
-    speed_otherwise: float | None = None
-    """Tokens per second expected of the best choice without references; None where the latest uses none."""
+    expected = NO_EXPECTATION
+    """Of the latest choice's batch."""
 
     def choose(self, batch: BatchState) -> Strategy:
         raise NotImplementedError

@@ -98,6 +98,5 @@ def report(run: Run, evaluation: Evaluation, rewards: RewardSummary) -> None:
     run.evaluations.add(evaluation)
     figures = {f"eval/{name}": getattr(evaluation, name) for name in ("solve_rate", "reward", "seconds")}
     run.tracking.log(run.step, {name: value for name, value in figures.items() if value is not None})
-    reward = evaluation.reward if run.evaluations.by_reward else None
     is_better = is_best and best is not None
-    run.console.evaluation(run.step, evaluation.solve_rate, evaluation.seconds, reward, is_better)
+    run.console.evaluation(run.step, evaluation.solve_rate, evaluation.seconds, evaluation.reward, is_better)

@@ -164,12 +164,14 @@ class Evaluations:
         if first is last:
             return None
         solved = _pair(first.by_problem, last.by_problem)
-        rewards = _pair(first.reward_by_problem, last.reward_by_problem) if self.by_reward else None
+        both = first.reward_by_problem, last.reward_by_problem
+        rewards = _pair(*both) if all(both) else None  # an older TLT wrote none
         return Gain(
             (first.step, last.step),
             (_mean(solved[0]), _mean(solved[1])),
             None if rewards is None else (_mean(rewards[0]), _mean(rewards[1])),
-            paired_sign_flip_test(*(rewards or solved)),
+            paired_sign_flip_test(*(rewards if self.by_reward and rewards else solved)),
+            self.by_reward,
         )
 
     def left_out(self) -> list[str]:

@@ -37,6 +37,7 @@ from tlt.training.problems import problems_of_step, spare_problems
 from tlt.training.products import write_evaluation, write_products
 from tlt.training.record import record
 from tlt.training.run import Run
+from tlt.training.times_off import measure_times_off
 from tlt.types import Request, UserError
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ def advance(run: Run) -> PhaseResult:
     """Takes one step. `tlt bench train` measures this very function."""
     started, cpu_started = time.perf_counter(), time.process_time()
     phase = sample(run)
+    off_pair = measure_times_off(run, phase)
     if run.step == 0:
         check_scorable(phase.rewards, run.config.task.name, "step 1")
     with run.timeline.span(SpanName.UPDATE):
         update = run.trainer.update(*phase.for_update, run.step)
     run.publish(run.step + 1)
-    record(run, phase, update, started, cpu_started)
+    record(run, phase, off_pair, update, started, cpu_started)
     run.step += 1
     return phase
 
@@ -94,7 +96,7 @@ def sample(run: Run) -> PhaseResult:
     plan, steps_left = run.idle_choice.plan(run.step), run.config.run.num_steps - run.step - 1
     idle_work = IdleWork(ahead_work(run, IdleUse.AHEAD in plan.order), plan)
     run.drafter_training.foresee(problem.prompt_ids for problem in problems)
-    with run.replay.lend("rollout", policy_step=run.step, number=run.step):
+    with run.replay.lend("rollout", policy_step=run.step, number=run.step + 1):
         phase = run.phase.run(
             problems, num_samples, run.params, "rollout", run.step, run.drafter_training, sampling, idle_work
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from tlt.hf.weights import StoredTensors, content_hash
 from tlt.io.plugins import is_importable
 from tlt.report.console import near
 from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
-from tlt.report.record import read_metrics
+from tlt.report.record import StepRecord, read_metrics
 from tlt.report.timeline import merge_timelines
+from tlt.report.times_off import TimesOff
 from tlt.saved.responses import FOLDER as RESPONSES
 from tlt.saved.run_folder import forget_journal
 from tlt.training.problems import data_source
@@ -34,8 +35,15 @@ def write_products(run: Run) -> None:
     products = {name: folder / name for name in written.split() + _responses(run) if (folder / name).exists()}
     evaluations = run.evaluations
     recorded = recorded_seconds(run) if run.first_step else None
+    steps = read_metrics(folder / "metrics.jsonl")
     outcome = Outcome(
-        evaluations.progress(), evaluations.left_out(), run.step, run.seconds, recorded, drafted_from(run)
+        evaluations.progress(),
+        evaluations.left_out(),
+        run.step,
+        run.seconds,
+        recorded,
+        drafted_from(run, steps),
+        TimesOff.of(steps),
     )
     run.console.summary([*summary_rows(outcome, products)], next_commands(run.config, products))
 
@@ -45,7 +53,8 @@ def write_evaluation(run: Run) -> None:
     forget_journal(run.out_dir)
     names = ["evaluations.jsonl", "config.json", *_responses(run)]
     products = {name: run.out_dir / name for name in names}
-    rows = evaluation_rows(run.evaluations.all[-1].by_problem, run.seconds, products)
+    last = run.evaluations.all[-1]
+    rows = evaluation_rows(last.by_problem, last.reward_by_problem, run.seconds, products)
     run.console.summary([*rows], [], "evaluated")
 
 
@@ -53,10 +62,9 @@ def _responses(run: Run) -> list[str]:
     return [] if run.responses is None else [RESPONSES]
 
 
-def drafted_from(run: Run) -> tuple[int, float] | None:
+def drafted_from(run: Run, records: Sequence[StepRecord]) -> tuple[int, float] | None:
     """Returns the size of the last step's draft vocabulary and the share of tokens that it covered; None:
     nothing was drafted, or from the whole vocabulary."""
-    records = read_metrics(run.out_dir / "metrics.jsonl")
     size = records[-1].drafter.vocabulary if records else 0
     return (size, records[-1].drafter.coverage) if 0 < size < run.policy.config.vocab_size else None
 

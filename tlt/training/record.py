@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from tlt.accounts import UpdateMetrics
+from tlt.accounts import OffPair, UpdateMetrics
 from tlt.ranks.world import gather_objects
 from tlt.report.record import StepRecord
 from tlt.rewards.pool import summarize
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from tlt.training.run import Run
 
 
-def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, cpu_started: float) -> None:
+def record(
+    run: Run, phase: PhaseResult, off_pair: OffPair, update: UpdateMetrics, started: float, cpu_started: float
+) -> None:
     """Writes and prints the step that has just ended.
 
     started: its begin, by time.perf_counter.
@@ -26,7 +28,7 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
     run.timeline.record(SpanName.STEP, started, ended)
     cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))
     line = StepRecord(
-        step=run.step,
+        step=run.step + 1,
         policy_version=phase.rollouts[0].policy_version,
         algorithm=run.config.algorithm.name,
         step_seconds=ended - started,
@@ -37,16 +39,17 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
         update=update,
         drafter=phase.drafter_record(),
         idle=phase.idle_record(run.idle_choice.worth()),
+        off_pair=off_pair,
     )
     run.check_folder()
     if run.metrics is not None:
         run.metrics.write(line)
-    run.tracking.log(run.step + 1, line.figures())
+    run.tracking.log(line.step, line.figures())
     run.console.step(line)
     if update.num_skipped:
         num_steps = run.config.algorithm.epochs * run.config.algorithm.minibatches
         skipped = f"{update.num_skipped} of {num_steps} optimizer steps are not taken"
-        run.console.note(f"step {run.step + 1}: {skipped}, for no response counts in them")
+        run.console.note(f"step {line.step}: {skipped}, for no response counts in them")
     if phase.check is not None and phase.check.is_undone:
-        run.console.note(f"step {run.step + 1}: the drafter's training was {phase.check.training}")
+        run.console.note(f"step {line.step}: the drafter's training was {phase.check.training}")
     run.timeline.flush()

@@ -263,8 +263,10 @@ class Run:
     def keep_responses(self, purpose: Purpose, phase: PhaseResult) -> None:
         """Writes the responses of this step or evaluation into the run's folder, if run.keep_responses."""
         if self.responses is not None and self.world.is_leader:
-            policy_step = self.step if purpose == "rollout" else 0
-            self.responses.write(purpose, policy_step, self.step, phase)
+            if purpose == "rollout":
+                self.responses.write(purpose, self.step, self.step + 1, phase)
+            else:
+                self.responses.write(purpose, 0, self.step, phase)
 
     def publish(self, version: int) -> None:
         """Gives the engine the policy, layer by layer. version: updates behind it."""

@@ -29,7 +29,15 @@ from typing import Any
 
 import numpy as np
 
-from tlt.speculative.strategy import BatchState, Hindsight, PrefillTime, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import (
+    BatchState,
+    ExpectedSpeeds,
+    Hindsight,
+    PrefillTime,
+    StepOutcome,
+    Strategy,
+    StrategyTuner,
+)
 from tlt.tuning.acceptance import AcceptanceModel
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, StepWork, uses
 
@@ -118,10 +126,11 @@ class CostModel(StrategyTuner):
         if place != self._chosen_for or self._seconds_since >= min(DECIDE_EVERY, 0.02 * self._seconds):
             predictions, choice = self.decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
-            has_measured = bool(self.costs.num_steps)
-            self.predicted_speed = choice.speed if has_measured else None
-            others = [p.speed for p in predictions if not p.strategy.uses_references]
-            self.speed_otherwise = max(others) if has_measured and choice.strategy.uses_references else None
+            if self.costs.num_steps:
+                off = next(p.speed for p in predictions if p.strategy.is_off)
+                others = max(p.speed for p in predictions if not p.strategy.uses_references)
+                otherwise = others if choice.strategy.uses_references else None
+                self.expected = ExpectedSpeeds(choice.speed, otherwise, off)
         return self._choice
 
     def decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:

@@ -24,7 +24,7 @@ from tlt.engine.sequence import Decode, Sequence, broken_policy
 from tlt.models.packed import PackedTransformer
 from tlt.ranks.sharding import layer_by_layer
 from tlt.spans import Span
-from tlt.speculative.strategy import BatchState, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import NO_EXPECTATION, BatchState, StepOutcome, Strategy, StrategyTuner
 from tlt.types import Finished
 from tlt.vllm.drafter import VllmDrafter
 from tlt.vllm.inside.law import RowLaw
@@ -195,7 +195,7 @@ class VllmEngine(RolloutBackend):
             return
         if self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
-            self._otherwise[self._strategy] = self.tuner.speed_otherwise
+            self._otherwise[self._strategy] = self.tuner.expected.otherwise
         own = self._strategy.without_reference if self._strategy.uses_references else self._strategy
         self.link.draft(min(own.depth, self.link.max_depth))
 
@@ -222,9 +222,9 @@ class VllmEngine(RolloutBackend):
         """Counts the step under the strategy that it verified. The tuner learns only from steps that also
         drafted by this strategy and read no prompts."""
         is_steady = strategy == self._strategy and outcome.num_tokens > 0 and not read_prompts
-        predicted = self.tuner.predicted_speed if self.tuner is not None and is_steady else None
-        otherwise = self._otherwise.get(strategy)
-        self._count_step(strategy, batch, outcome, start, predicted=predicted, otherwise=otherwise)
+        expected = self.tuner.expected if self.tuner is not None and is_steady else NO_EXPECTATION
+        expected = expected._replace(otherwise=self._otherwise.get(strategy))
+        self._count_step(strategy, batch, outcome, start, expected)
         self.stats.num_preemptions += self.link.take_preemptions()
         if self.tuner is not None and is_steady:
             self.tuner.observe(strategy, batch, outcome)

@@ -117,6 +117,6 @@ def test_a_full_disk_is_one_line_and_with_room_again_the_run_goes_on(
     assert checkpoints or place not in ("the metrics", "a checkpoint", "the last products")
     assert resumed == 0, said_then
     out_dir, undisturbed = workspace / place, workspace / "none"
-    assert [record.step for record in records(out_dir)] == [0, 1, 2, 3]
+    assert [record.step for record in records(out_dir)] == [1, 2, 3, 4]
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(undisturbed)
     assert same_weights(out_dir, undisturbed)

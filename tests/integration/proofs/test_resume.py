@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_one_line_and_an_older_one_is_gone_on_from_by_ch
     chosen = train(workspace, "--resume", str(older))
     assert chosen.returncode == 0, chosen.stderr + chosen.stdout
     assert "step-00000003.aside" in chosen.stdout
-    assert [record.step for record in records(moved)] == [0, 1, 2]
+    assert [record.step for record in records(moved)] == [1, 2, 3]
     assert_same_run(moved, straight)
 
 

@@ -92,7 +92,7 @@ def write_run(
         MetricsWriter(folder / name / "metrics.jsonl", 0) as writer,
         (folder / "turns.jsonl").open("a") as turns,
     ):
-        for step, seconds in enumerate(rollouts):
+        for step, seconds in enumerate(rollouts, 1):
             start = 100.0 * step
             timeline.record("decode", start, start + seconds)
             timeline.record("train drafter", start + seconds, start + seconds + 0.1)
@@ -101,8 +101,8 @@ def write_run(
             rollout |= {"num_responses": 32, "num_tokens": 64}
             parts = {"rollout": rollout, "idle": {"seconds": 4.0}, "drafter": {"train_seconds": 3.0}}
             writer.write(record(step, step_seconds=seconds + 1.5, cpu_seconds=2 * seconds, **parts))
-            if step < len(num_different):
-                differ = num_different[step]
+            if step <= len(num_different):
+                differ = num_different[step - 1]
                 turn = Turn(name, step, seconds + 2, differ, same_weights=not differ, digest="d")
                 turns.write(json.dumps(dataclasses.asdict(turn)) + "\n")
     timeline.flush()
@@ -135,7 +135,7 @@ def test_a_summary_pairs_the_steps_that_all_runs_finished(tmp_path: Path) -> Non
 
 
 def test_people_are_told_steps_counted_from_1() -> None:
-    turns = [Turn(name, 0, 1.5, 0, same_weights=True, digest="d") for name in ("off", "tlt")]
+    turns = [Turn(name, 1, 1.5, 0, same_weights=True, digest="d") for name in ("off", "tlt")]
     assert describe_round(turns) == "step 1: off 1.5 s, tlt 1.5 s; same tokens"
 
 

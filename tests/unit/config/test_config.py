@@ -108,7 +108,7 @@ model       path adapter revision chat_template_kwargs
 lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation migrate tuner ahead
-rollout     references_mib replay
+rollout     references_mib replay times_off_every
 vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching transfer
 sampling    temperature top_k top_p min_p max_tokens stop
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm

@@ -31,6 +31,7 @@ def record(step: int, **changes: Any) -> StepRecord:
             "solve_rate_by_task": {"sums": 0.25},
         },
         "update": {},
+        "off_pair": {},
         "drafter": {"version": step},
         "idle": {
             "preemption_seconds": (0.01, 0.002),
@@ -42,7 +43,7 @@ def record(step: int, **changes: Any) -> StepRecord:
     parts = {
         name: kind(**{**plain(kind), **given[name], **changes.pop(name, {})}) for name, kind in PARTS.items()
     }
-    return StepRecord(**{**plain(StepRecord), "step": step, "policy_version": step, **parts, **changes})
+    return StepRecord(**{**plain(StepRecord), "step": step, "policy_version": step - 1, **parts, **changes})
 
 
 def plain(kind: type) -> dict[str, object]:

@@ -27,13 +27,13 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
     with Console(num_steps=3, stream=stream, environ=environ, **options) as console:
         with console.status("evaluating on 256 held-out problems"):
             console.evaluation(0, 0.402, 21.0)
-        for step in range(3):
+        for step in (1, 2, 3):
             extreme = {
                 "response_tokens": LengthStats(1e4, 13141.0, 3e4, 131072),
                 "tokens_per_second": 123456.7,
                 "accept_length": math.nan,
             }
-            console.step(record(step, rollout=extreme if step == 1 else {}))
+            console.step(record(step, rollout=extreme if step == 2 else {}))
         console.evaluation(3, 0.483, 21.0, is_best=True)
         products = {
             "policy": Path("/somewhere/far") / ("long-" * 30),
@@ -53,7 +53,7 @@ def rows_of(outcome: Outcome) -> dict[str, str]:
 
 
 def test_a_summary_says_reward_and_solve_rate_where_functions_alone_score_and_what_was_left_out() -> None:
-    gain = Gain((0, 8), (0.008, 0.0), (0.585, 0.642), 0.013)
+    gain = Gain((0, 8), (0.008, 0.0), (0.585, 0.642), 0.013, by_reward=True)
     rows = rows_of(
         Outcome(
             gain, ["the evaluation after 9 updates is left out: 2 of its responses have no score"], 9, 60.0
@@ -82,11 +82,11 @@ def test_the_time_of_a_resumed_run_is_that_of_all_steps_and_what_this_command_to
 def test_while_something_else_than_steps_goes_on_the_live_line_says_no_time_left() -> None:
     stream = Terminal()
     with Console(num_steps=2, stream=stream, environ={"TERM": "xterm"}) as console:
-        for step in range(2):
+        for step in (1, 2):
             console.step(record(step, step_seconds=100.0))
             with console.status("evaluating on 256 held-out problems"):
                 assert "left" not in drawn(console)
-            assert ("1 min 40 s left" in drawn(console)) == (step == 0)
+            assert ("1 min 40 s left" in drawn(console)) == (step == 1)
 
 
 def drawn(console: Console) -> str:
@@ -161,7 +161,7 @@ def test_on_a_terminal_of_80_columns_nothing_breaks_within_a_row_or_a_word() -> 
     with Console(num_steps=2, stream=stream, environ={"TERM": "xterm", "COLUMNS": "80"}) as console:
         console._rich.width = 80
         console.header({"task": "countdown: 4,096 problems, 16 held out; 8 × 8 responses a step, 60 steps"})
-        console.step(record(0))
+        console.step(record(1))
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()]
     assert any(line.endswith(" steps") for line in lines)
     table = [line for line in lines if "─" in line or "rollout" in line or line.split()[:1] == ["1"]]
@@ -195,13 +195,13 @@ def test_what_is_unusual_about_a_step_is_said_below_its_row(
     usual: dict[str, Any], changed: dict[str, Any], word: str, note: str
 ) -> None:
     lines = printed(
-        lambda console: console.step(record(0, **usual)), lambda console: console.step(record(1, **changed))
+        lambda console: console.step(record(1, **usual)), lambda console: console.step(record(2, **changed))
     )
     assert [line.strip() for line in lines if word in line] == [note]
 
 
 def test_a_reason_that_would_steer_the_terminal_is_shown_as_it_is_written() -> None:
-    steering = record(0, rewards={"num_errors": 1, "first_error": "\x1b[2J\x9b1m gone"})
+    steering = record(1, rewards={"num_errors": 1, "first_error": "\x1b[2J\x9b1m gone"})
     (line,) = printed(lambda console: console.reward_errors(steering))
     assert r"\x1b[2J\x9b1m gone" in line
 

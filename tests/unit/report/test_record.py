@@ -22,14 +22,15 @@ from tlt.accounts import (
     percentile,
 )
 from tlt.io.files import dumps, write_jsonl
+from tlt.report.console import COLUMNS
 from tlt.report.record import MetricsWriter, StepRecord, paired_sign_flip_test, read_metrics
 from tlt.types import UserError
 
 
 def test_a_record_survives_the_file(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "run" / "metrics.jsonl", 0) as writer:
-        writer.write(record(0))
-    assert read_metrics(writer.path) == [record(0)]
+        writer.write(record(1))
+    assert read_metrics(writer.path) == [record(1)]
     line = json.loads(writer.path.read_text())
     assert line["rollout"]["response_tokens"].keys() == {"mean", "p50", "p95", "max"}
 
@@ -37,7 +38,7 @@ def test_a_record_survives_the_file(tmp_path: Path) -> None:
 def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path: Path) -> None:
     empty = {"accept_length": math.nan, "accept_by_depth": ()}
     nothing = record(
-        0, update={"grad_norm": math.inf}, rollout=dict(empty, response_tokens=LengthStats.of([]))
+        1, update={"grad_norm": math.inf}, rollout=dict(empty, response_tokens=LengthStats.of([]))
     )
     with MetricsWriter(tmp_path / "metrics.jsonl", 0) as writer:
         writer.write(nothing)
@@ -149,6 +150,21 @@ def test_the_records_of_the_published_runs_still_read(path: Path) -> None:
     ]
 
 
+def test_a_step_has_one_number_on_screen_and_in_the_file_and_an_older_file_is_counted_anew(
+    tmp_path: Path,
+) -> None:
+    path, today = tmp_path / "metrics.jsonl", [record(step) for step in (1, 2, 3)]
+    assert [COLUMNS[0].write(one) for one in today] == ["1", "2", "3"]
+    older = [dataclasses.replace(one, step=one.step - 1) for one in today]
+    assert [one.step for one in older] == [one.policy_version for one in older] == [0, 1, 2], "counted from 0"
+    path.write_text("".join(one.to_json() + "\n" for one in older))
+    assert read_metrics(path) == today
+    with MetricsWriter(path, 2) as writer:
+        writer.write(today[2])
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert read_metrics(path) == today
+
+
 def test_generated_logprobs_that_are_not_finite_are_null_in_the_users_file(tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     write_jsonl(path, [{"text": "naïve", "logprobs": [-0.5, math.nan, -math.inf]}])
@@ -158,20 +174,20 @@ def test_generated_logprobs_that_are_not_finite_are_null_in_the_users_file(tmp_p
 def test_resuming_drops_later_records_and_a_torn_line_and_never_repeats_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path, 0) as writer:
-        for step in range(5):
+        for step in range(1, 6):
             writer.write(record(step, update={"loss": 1.0}))
     with path.open("a") as file:
-        file.write('{"step": 5, "reward_m')
+        file.write('{"step": 6, "reward_m')
     with MetricsWriter(path, 3) as writer:
-        assert [r.step for r in read_metrics(path)] == [0, 1, 2]
+        assert [r.step for r in read_metrics(path)] == [1, 2, 3]
         with pytest.raises(AssertionError):
-            writer.write(record(2))
-        writer.write(record(3, update={"loss": 2.0}))
+            writer.write(record(3))
+        writer.write(record(4, update={"loss": 2.0}))
         assert [(r.step, r.update.loss) for r in read_metrics(path)] == [
-            (0, 1.0),
             (1, 1.0),
             (2, 1.0),
-            (3, 2.0),
+            (3, 1.0),
+            (4, 2.0),
         ], "not flushed"
     assert list(tmp_path.iterdir()) == [path]
 

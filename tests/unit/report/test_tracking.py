@@ -113,7 +113,7 @@ def test_figures_are_named_by_their_place_in_the_record_and_counted_from_1() -> 
 
 def test_what_does_not_exist_is_left_out() -> None:
     rollout = {"accept_length": NAN, "accept_by_depth": (), "draft_acceptance_rate_pos": (0.5, NAN)}
-    values = record(0, rollout=rollout, update={"grad_norm": math.inf}).figures()
+    values = record(1, rollout=rollout, update={"grad_norm": math.inf}).figures()
     assert "rollout/draft_acceptance_rate_pos_1" in values
     assert (
         not {"rollout/accept_length", "update/grad_norm", "rollout/draft_acceptance_rate_pos_2"}

@@ -76,15 +76,33 @@ def test_a_judgement_says_what_was_scored_and_why_not() -> None:
 
 
 def test_what_a_later_attempt_contradicts_is_removed(tmp_path: Path) -> None:
-    for number in (0, 3, 4):
+    for number in (1, 4, 5):
         write(tmp_path, "rollout", number, {})
-        write(tmp_path, "evaluation", number, {})
+        write(tmp_path, "evaluation", number - 1, {})
     (tmp_path / "responses" / "rollout-of-mine.jsonl").write_text("{}")
     forget_responses(tmp_path, 4, {0})
     left = [path.name for path in (*kept_by(tmp_path, "rollout"), *kept_by(tmp_path, "evaluation"))]
     assert left == [
-        "rollout-00000000.jsonl",
-        "rollout-00000003.jsonl",
+        "rollout-00000001.jsonl",
+        "rollout-00000004.jsonl",
         "rollout-of-mine.jsonl",
         "evaluation-00000000.jsonl",
     ]
+
+
+def test_an_older_runs_files_which_count_from_0_are_replayed_and_renamed_as_steps_are_counted_now(
+    tmp_path: Path,
+) -> None:
+    line = {"problem_id": "own", "sample_index": 0, "prompt_ids": [8, 9]}
+    for version in range(3):
+        write(tmp_path, "rollout", version, line | {"token_ids": [version], "policy_version": version})
+    references, prompts = References(), {"own": (8, 9)}
+    replay = ReplayOf(tmp_path, references, ALONE, {"rollout": prompts}, PARAMS, CONFIG, print)
+    for step in (1, 2, 3):
+        with replay.lend("rollout", step - 1, step):
+            found = kept(references, Request("own", 0, (8, 9), PARAMS, "rollout", step - 1))
+            assert found == ([step - 1], REPLAY)
+    write(tmp_path, "rollout", 3, line | {"token_ids": [2], "policy_version": 2})  # a kill amid renaming
+    forget_responses(tmp_path, 3, {0})
+    said = {path.name: json.loads(path.read_text())["token_ids"] for path in kept_by(tmp_path, "rollout")}
+    assert said == {f"rollout-0000000{step}.jsonl": [step - 1] for step in (1, 2, 3)}

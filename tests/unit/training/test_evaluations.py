@@ -64,7 +64,8 @@ def test_a_line_that_is_no_evaluation_is_named(path: Path) -> None:
 def test_progress_compares_the_first_with_the_last_and_needs_two(tmp_path: Path, path: Path) -> None:
     progress = Evaluations(path, 20, writes=False).progress()
     assert progress is not None
-    assert (progress.steps, progress.solve_rates, progress.rewards) == ((0, 20), (0.25, 1.0), None)
+    assert (progress.steps, progress.solve_rates) == ((0, 20), (0.25, 1.0))
+    assert (progress.rewards, progress.by_reward) == ((9.75, 9.0), False), "they stand beside"
     assert progress.p_value == 0.25, "one of four patterns of signs"
     assert Evaluations(path, 5, writes=False).progress() is None
     assert Evaluations(tmp_path / "none", 5, writes=False).best is None

@@ -117,7 +117,7 @@ def test_the_cost_model_predicts_how_fast_it_would_be_without_references() -> No
         reference_drafts = (ReferenceDraft(0.999, 200),) * 4 if step % 2 and step > 200 else ()
         batch = BatchState(4, 200.0, 0, 0, 0, reference_drafts)
         arm = tuner.choose(batch)
-        assert (tuner.speed_otherwise is not None) == arm.uses_references
+        assert (tuner.expected.otherwise is not None) == arm.uses_references
         if arm.uses_references:
             kept, noise = min(arm.depth, 200), math.exp(machine.random.gauss(0, 0.1))
             seconds = 0.01 * (25.0 + 4 * (1 + kept)) / 26.0 * noise
@@ -125,10 +125,35 @@ def test_the_cost_model_predicts_how_fast_it_would_be_without_references() -> No
             truth += outcome.num_tokens / best - seconds
         else:
             outcome = machine.run(arm, 4)
-        stats.record_step(str(arm), outcome, tuner.predicted_speed, tuner.speed_otherwise)
+        stats.record_step(str(arm), outcome, tuner.expected)
         tuner.observe(arm, batch, outcome)
     assert truth > 10.0
     assert stats.won_seconds == pytest.approx(truth, rel=0.15)
+
+
+def test_times_off_is_what_the_machine_would_have_taken_without_drafts() -> None:
+    machine = Machine({"learned": 0.8}, 25.0)
+    tuner, stats, truth = CostModel(default_arms(("learned",))), EngineStats(), 0.0
+    for _ in range(600):
+        batch = BatchState(4, 200.0, 0, 0)
+        arm = tuner.choose(batch)
+        outcome = machine.run(arm, 4)
+        stats.record_step(str(arm), outcome, tuner.expected)
+        tuner.observe(arm, batch, outcome)
+        truth += outcome.num_tokens / 4 * machine.seconds(Strategy.OFF, 4)
+    found = stats.times_off(stats.seconds)
+    assert found is not None
+    assert found > 1.5
+    assert found == pytest.approx(truth / stats.seconds, rel=0.15)
+    longer = stats.times_off(2 * stats.seconds)
+    assert longer == pytest.approx(1 + (found - 1) / 2), "the rest of the time would have been as long"
+
+
+def test_times_off_is_not_told_where_nothing_predicts_it_or_speculation_is_off() -> None:
+    stats = EngineStats()
+    stats.record_step("off", StepOutcome(4, (), (), 0.1))
+    stats.record_step("learned:4x1x4", StepOutcome(9, (4,), (4,), 0.1))
+    assert stats.times_off(0.2) is None
 
 
 ROLLOUT = [*[64] * 60, *[48] * 40, *[32] * 40, *[16] * 60, *[8] * 80, *[4] * 80, *[2] * 120, *[1] * 200]

@@ -20,7 +20,7 @@ from tlt.assembly.vllm import VllmPlan
 from tlt.config.load import load_config
 from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.drafter.drafting.references import REPLAY, References
-from tlt.speculative.strategy import Strategy
+from tlt.speculative.strategy import ExpectedSpeeds, Strategy
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import Request, SamplingParams, UserError
@@ -122,7 +122,7 @@ def test_the_cost_model_follows_references_that_are_right() -> None:
 class Slow(Fixed):
     """Expects a token in a thousand seconds without references."""
 
-    speed_otherwise = 1e-3  # type: ignore[assignment]  # none is expected of the fixed one
+    expected = ExpectedSpeeds(otherwise=1e-3)
 
 
 def test_what_references_win_is_counted_in_the_steps_that_followed_them() -> None:

@@ -1,0 +1,101 @@
+"""Times off, measured: the same responses with and without drafts, and an engine that remembers nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.unit.rollout.phase_parts import PARAMS, TREES, make_engine, make_problems
+from tlt.accounts import NAN, OffPair
+from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.drafting.ngram import NgramDrafter
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
+from tlt.rollout.off_pair import MAX_SHARE, affordable_tokens, measure_off_pair, pair_requests
+from tlt.speculative.strategy import StepOutcome
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.tuner import default_arms
+from tlt.types import Request
+
+REQUESTS = pair_requests(make_problems(3), PARAMS, 5, 4, 20)
+OWN = [Request(problem.problem_id, 0, problem.prompt_ids, PARAMS) for problem in make_problems(3)]
+
+
+def adaptive_engine() -> RolloutEngine:
+    engine, learned = make_engine()
+    engine.load_drafter(HybridDrafter(learned, NgramDrafter(4)))
+    engine.tuner = CostModel(default_arms(("hybrid", "learned", "ngram")))
+    return engine
+
+
+def ticking(*moments: float) -> Callable[[], float]:
+    left: Iterator[float] = iter(moments)
+    return lambda: next(left)
+
+
+def test_the_ratio_is_that_of_the_seconds_and_the_tokens_are_the_same_in_either_order() -> None:
+    engine, _ = make_engine()
+    drafts_first = measure_off_pair(engine, REQUESTS, True, ticking(0, 1, 2, 10, 13, 14))
+    drafts_last = measure_off_pair(engine, REQUESTS, False, ticking(0, 1, 4, 10, 11, 12))
+    expected = OffPair(3.0, NAN, 4, drafts_first.num_tokens, 0, 14)
+    assert repr(drafts_first) == repr(expected), "a fixed strategy predicts nothing"
+    assert (drafts_last.times_off, drafts_last.seconds) == (pytest.approx(3.0), 12)
+    assert 0 < drafts_first.num_tokens <= 4 * 20
+
+
+def test_what_is_measured_leaves_no_trace_and_is_predicted_where_a_tuner_predicts() -> None:
+    engine, other = adaptive_engine(), adaptive_engine()
+    for one in (engine, other):
+        list(one.generate(OWN))
+    drafting = engine.drafter.counters()
+    learned = drafting["learned"], drafting["learned_accepted"]
+    assert engine.tuner is not None
+    tuned, steps, drafter = json.dumps(engine.tuner.counters()), engine.stats.num_steps, engine.drafter
+    lengths = vars(engine.lengths).copy()
+    pair = measure_off_pair(engine, REQUESTS, True, ticking(*range(6)))
+    assert pair.predicted > 0
+    assert pair.num_different == 0
+    assert json.dumps(engine.tuner.counters()) == tuned
+    assert (engine.stats.num_steps, vars(engine.lengths), engine.drafter) == (steps, lengths, drafter)
+    after = engine.drafter.counters()
+    assert (after["learned"], after["learned_accepted"]) == learned
+    assert engine.memory.drafter is engine.drafter
+    tokens = [{r.problem_id: r.token_ids for r in one.generate(OWN)} for one in (engine, other)]
+    assert tokens[0] == tokens[1]
+
+
+def test_an_interrupted_measurement_leaves_the_engine_as_it_was() -> None:
+    engine = adaptive_engine()
+    drafter, tuner = engine.drafter, engine.tuner
+
+    def interrupt() -> None:
+        with engine.aside(drafts=False):
+            engine.add(REQUESTS)
+            engine.step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert engine.is_idle
+    assert (engine.drafter, engine.tuner) == (drafter, tuner)
+
+
+def test_requests_have_noise_of_their_own_and_go_round_the_problems_step_by_step() -> None:
+    first, second = (pair_requests(make_problems(5), PARAMS, step, 3, 16) for step in (0, 1))
+    assert [one.problem_id for one in (*first, *second)] == ["p0", "p1", "p2", "p3", "p4", "p0"]
+    assert {one.params.max_tokens for one in first} == {16}
+    many = pair_requests(make_problems(2), PARAMS, 0, 8, 10**6)
+    assert len({one.noise_key for one in many}) == 8
+    assert not {one.noise_key for one in many} & {one.noise_key for one in OWN}
+    assert many[0].params.max_tokens == PARAMS.max_tokens
+
+
+def test_a_hundredth_of_the_seconds_is_spent_at_most() -> None:
+    stats = EngineStats()
+    for _ in range(10):
+        stats.record_step(str(TREES), StepOutcome(8, (2,), (6,), 0.02))
+    num = affordable_tokens(stats, 100.0)
+    assert 2 * num * 0.02 <= MAX_SHARE * 100.0 < 2 * (num + 1) * 0.02
+    assert affordable_tokens(EngineStats(), 100.0) == 0, "the leader had nothing to do"

@@ -1,0 +1,67 @@
+"""Measures how many times as fast speculation is: the same responses, generated with and without drafts.
+
+    with      ▕██████▏                    the same requests, noise and tokens in both; the order alternates
+    without   ▕██████████████▏            times off = their ratio of tokens per second
+
+The responses are further samples of the step's problems: nobody has seen their tokens, so nothing is drafted
+from a response to the same noise. They are cut off after a few tokens, and are kept nowhere. What is measured
+is therefore a small batch without references, at the beginning of responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tlt.accounts import NAN, OffPair
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.stats import EngineStats
+from tlt.types import Problem, Request, SamplingParams, id_of
+
+MAX_SHARE = 0.01
+"""Share of the rollouts' seconds that measuring may take, prefills aside."""
+MIN_TOKENS = 16
+"""Fewest tokens of a response that say anything."""
+
+
+def affordable_tokens(stats: EngineStats, seconds: float) -> int:
+    """Returns how many tokens of each response can be generated twice in MAX_SHARE of `seconds`.
+
+    stats: of an engine whose steps were at most as quick.
+    """
+    return int(MAX_SHARE * seconds * stats.num_steps / (2 * stats.seconds)) if stats.seconds else 0
+
+
+def pair_requests(
+    problems: Sequence[Problem], params: SamplingParams, step: int, num: int, num_tokens: int
+) -> list[Request]:
+    """Returns `num` requests of at most `num_tokens`, with noise that no other response of a run has.
+
+    step: of the policy; other steps ask for other problems first.
+    """
+    params = replace(params, max_tokens=min(num_tokens, params.max_tokens))
+    asked = [(problems[(step * num + i) % len(problems)], i) for i in range(num)]
+    return [Request(p.problem_id, i, p.prompt_ids, params, "generate", step) for p, i in asked]
+
+
+def measure_off_pair(
+    engine: RolloutBackend, requests: Sequence[Request], drafts_first: bool, clock: Callable[[], float]
+) -> OffPair:
+    """Generates the responses with and without drafts. The engine is idle, and remembers nothing of it."""
+    start, seconds, tokens, predicted = clock(), {}, {}, NAN
+    for drafts in (drafts_first, not drafts_first):
+        with engine.aside(drafts) as stats:
+            begun = clock()
+            tokens[drafts] = {id_of(one): one.token_ids for one in engine.generate(requests)}
+            seconds[drafts] = clock() - begun
+            if drafts and (times_off := stats.times_off(seconds[drafts])) is not None:
+                predicted = times_off
+    num_tokens = {drafts: sum(map(len, found.values())) for drafts, found in tokens.items()}
+    return OffPair(
+        times_off=(num_tokens[True] / seconds[True]) / (num_tokens[False] / seconds[False]),
+        predicted=predicted,
+        num_responses=len(requests),
+        num_tokens=num_tokens[True],
+        num_different=sum(tokens[True][one] != tokens[False][one] for one in tokens[True]),
+        seconds=clock() - start,
+    )
