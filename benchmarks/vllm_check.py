@@ -28,7 +28,8 @@ from benchmarks.command import make_parser
 from benchmarks.peers import setup_vllm
 from benchmarks.real_size.competitors import environment_of
 from tlt.bench.report import environment, markdown, table, write_report
-from tlt.cli.drafter import DrafterEval, DrafterExport, evaluate, export
+from tlt.cli.drafter import DrafterExport, export
+from tlt.cli.drafter_eval import DrafterEval, evaluate
 from tlt.cli.task import WriteProblems, write_problems
 from tlt.drafter.formats.export import FORMATS, NUM_DRAFT_TOKENS
 from tlt.drafter.formats.folder import load_drafter, save_drafter

@@ -75,6 +75,7 @@ def mistakes_of(shown: Shown) -> list[str]:
         return []
     try:
         name, rest = find_command(words)
+        rest, _ = COMMANDS[name].split_json(rest)
         if shown.is_whole and "…" not in text:
             parse_options(name, COMMANDS[name].options, rest)
     except UserError as error:

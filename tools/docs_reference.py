@@ -69,7 +69,7 @@ def commands() -> str:
     for name, command in COMMANDS.items():
         about = inspect.cleandoc(command.options.__doc__ or "")
         parts += [f"## tlt {name}", f"```\n{usage(name, command.options)}\n```", plain(about)]
-        for title, entries in option_groups(command.options):
+        for title, entries in option_groups(command.options, has_record=command.has_record):
             parts += [] if title == "Options:" else [f"*{plain(title)}*"]
             parts += [f"`{heading}`\n:   {plain(text)}" for heading, text in entries.items()]
         if command.lists_keys:

@@ -14,8 +14,9 @@ from tlt.audit.server import read_api_key
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import File, ModelName, Names, Switch, Written
+from tlt.cli.summary import Ended, Summary
 from tlt.config.mistakes import mistake
-from tlt.io.files import Record, check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
+from tlt.io.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_json
 from tlt.io.hub import resolve_model
 from tlt.kinds import MaxTokens, Problems, Samples, Share
 from tlt.saved.response_reader import response_ids
@@ -121,7 +122,7 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
         return self
 
 
-def run(options: Audit) -> int:
+def run(options: Audit) -> Ended:
     """Judges every mode, prints and writes the reports; returns the exit code of the worst verdict."""
     if options.out is not None:
         check_output_file(options.out, "--out")
@@ -165,10 +166,8 @@ def run(options: Audit) -> int:
     summary: Record = {"lossless": worst.is_lossless, "modes": modes}
     if options.responses is None and options.url is None:
         summary["device"] = str(options.choose_device())
-    print(dumps(summary), flush=True)
-    if options.few_tokens_pass and all(one.is_lossless or one.has_no_evidence for one in reports):
-        return 0
-    return EXIT_CODES[worst.verdict]
+    passes = options.few_tokens_pass and all(one.is_lossless or one.has_no_evidence for one in reports)
+    return Ended(summary, 0 if passes else EXIT_CODES[worst.verdict])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -309,3 +308,12 @@ def _write_reports(options: Audit, out: Path, reports: Sequence[AuditReport]) ->
     write_json(
         with_folder(out), {"command": command, "options": options.model_dump(mode="json"), "modes": modes}
     )
+
+
+def summarize(record: Record) -> Summary:
+    """Returns the summary for people."""
+    verdict = {True: "lossless", False: "NOT lossless", None: "undecided"}
+    rows = {name: verdict[mode["lossless"]] for name, mode in record["modes"].items()}
+    if (device := record.get("device")) is not None:
+        rows["computed on"] = device
+    return Summary(verdict[record["lossless"]], rows)

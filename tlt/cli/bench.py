@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tlt.cli.engine import show_busy
 from tlt.cli.options import ConfigFile, Names, Numbers, Options, WithOverrides, Written
+from tlt.cli.summary import Summary
 from tlt.config.load import load_config
 from tlt.io.files import Record, check_output_file
 from tlt.kinds import PositiveFloat, PositiveInt
@@ -162,3 +163,19 @@ def _grown(
 
 def _command(name: str) -> str:
     return " ".join([name, *sys.argv[3:]])
+
+
+def summarize_rollouts(record: Record) -> Summary:
+    """Returns the summary for people."""
+    best = max((times, name, variant) for name, by in record.items() for variant, times in by.items())
+    rows = {
+        name: "  ".join(f"{variant} {times:.2f}×" for variant, times in by.items())
+        for name, by in record.items()
+    }
+    return Summary(f"rollouts, times as fast as off: at most {best[0]:.2f}× ({best[2]}, {best[1]})", rows)
+
+
+def summarize_steps(record: Record) -> Summary:
+    """Returns the summary for people."""
+    times = ", ".join(f"{variant} {times:.2f}×" for variant, times in record.items())
+    return Summary(f"steps, times as fast as off: {times}", {})

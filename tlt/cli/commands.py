@@ -6,8 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.cli import audit, bench, drafter, generate, hub, init, own, plan, plan_speed, task, train
+from tlt.cli import (
+    audit,
+    bench,
+    drafter,
+    drafter_eval,
+    generate,
+    hub,
+    init,
+    own,
+    plan,
+    plan_speed,
+    task,
+    train,
+)
 from tlt.cli.options import Options
+from tlt.cli.summary import Ended, Summarize
 from tlt.config.mistakes import find_nearest
 from tlt.io.files import Record
 from tlt.types import UserError
@@ -18,8 +32,10 @@ class Command:
     """A command of `tlt`."""
 
     options: type[Options]
-    run: Callable[[Any], int | Record]
-    """Takes the options; returns the exit code, or a summary to print."""
+    run: Callable[[Any], int | Record | Ended]
+    """Takes the options; returns the exit code, or a record to print."""
+    summarize: Summarize | None = None
+    """Returns the record for people; None: the command prints text alone, and has no record."""
     lists_keys: bool = False
     """Whether its help explains every key of the configuration, too."""
 
@@ -27,23 +43,33 @@ class Command:
     def purpose(self) -> str:
         return (self.options.__doc__ or "").splitlines()[0]
 
+    @property
+    def has_record(self) -> bool:
+        """Whether it takes --json."""
+        return self.summarize is not None
+
+    def split_json(self, words: Sequence[str]) -> tuple[list[str], bool]:
+        """Returns a command's words without --json, and whether that was among them."""
+        others = [word for word in words if word != "--json" or not self.has_record]
+        return others, len(others) < len(words)
+
 
 COMMANDS = {
     "init": Command(init.Init, init.run),
     "init own": Command(own.InitOwn, own.run),
     "train": Command(train.Train, train.run, lists_keys=True),
-    "plan speed": Command(plan_speed.PlanSpeed, plan_speed.speed),
-    "plan memory": Command(plan.PlanMemory, plan.memory),
-    "generate": Command(generate.Generate, generate.run),
-    "task": Command(task.WriteProblems, task.write_problems),
-    "score": Command(task.Score, task.score),
-    "audit": Command(audit.Audit, audit.run),
-    "drafter train": Command(drafter.DrafterTrain, drafter.train),
-    "drafter export": Command(drafter.DrafterExport, drafter.export),
-    "drafter eval": Command(drafter.DrafterEval, drafter.evaluate),
-    "hub push": Command(hub.HubPush, hub.run),
-    "bench rollout": Command(bench.BenchRollout, bench.rollout),
-    "bench train": Command(bench.BenchTrain, bench.train),
+    "plan speed": Command(plan_speed.PlanSpeed, plan_speed.speed, plan_speed.summarize),
+    "plan memory": Command(plan.PlanMemory, plan.memory, plan.summarize),
+    "generate": Command(generate.Generate, generate.run, generate.summarize),
+    "task": Command(task.WriteProblems, task.write_problems, task.summarize_problems),
+    "score": Command(task.Score, task.score, task.summarize_scores),
+    "audit": Command(audit.Audit, audit.run, audit.summarize),
+    "drafter train": Command(drafter.DrafterTrain, drafter.train, drafter.summarize_training),
+    "drafter export": Command(drafter.DrafterExport, drafter.export, drafter.summarize_export),
+    "drafter eval": Command(drafter_eval.DrafterEval, drafter_eval.evaluate, drafter_eval.summarize),
+    "hub push": Command(hub.HubPush, hub.run, hub.summarize),
+    "bench rollout": Command(bench.BenchRollout, bench.rollout, bench.summarize_rollouts),
+    "bench train": Command(bench.BenchTrain, bench.train, bench.summarize_steps),
 }
 FAMILIES = {
     "drafter": "Train, export and measure the small model that drafts for a large one.",

@@ -1,31 +1,29 @@
-"""`tlt drafter`: trains a drafter, exports it to other engines, and measures it.
+"""`tlt drafter train` and `export`: trains a drafter, and exports it to other engines.
 
 responses ──train──▶ drafter/ ──export──▶ a folder that vLLM or SGLang serves
-                             └──eval────▶ how often its guesses are accepted, where, and the speed gained here
+                             └──eval (drafter_eval.py)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
 from tlt.cli.options import AdapterName, DrafterName, File, ModelName, Options, Written
+from tlt.cli.summary import Summary, percent
 from tlt.config.drafter import DraftVocabOption
 from tlt.config.mistakes import mistake
-from tlt.io.files import Record, check_new_folder, check_output_file, with_folder, write_json
+from tlt.io.files import Record, check_new_folder
 from tlt.io.hub import resolve_model
 from tlt.kinds import (
-    BatchSize,
     LearningRate,
     MaxTokens,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Samples,
@@ -34,7 +32,6 @@ from tlt.kinds import (
     Threads,
 )
 from tlt.saved.response_reader import read_responses
-from tlt.speculative.strategy import Strategy
 from tlt.types import Request, Rollout, SamplingParams, UserError
 
 if TYPE_CHECKING:
@@ -127,33 +124,6 @@ class DrafterExport(Options):
     responses: File = None
     """JSONL of responses whose tokens are counted to find the most frequent ones; by default the counts in
     the drafter's folder."""
-
-
-class DrafterEval(AnswerOptions):
-    """Measure how often a drafter's guesses are accepted, and where."""
-
-    drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
-    """Drafter of TLT or of another trainer: a folder, or OWNER/NAME on the hub."""
-    model: Annotated[Path, Written("MODEL")]
-    """The model that it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
-    prompts: Annotated[Path, Written("DATA")]
-    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
-    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
-    out: File = None
-    """JSON to write, with the whole result."""
-    depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3
-    """Tokens of the chain that is drafted for each verification; vLLM calls it num_speculative_tokens."""
-    temperature: Temperature = 0.0
-    max_tokens: MaxTokens = 512
-    max_batch_size: BatchSize = 8
-    """Sequences that are decoded at a time."""
-    draft_vocab: DraftVocabOption = "auto"
-    """Tokens that the drafter may propose. A number N: the N most frequent tokens, by the counts in its
-    folder and in what is sampled. full: all tokens. auto: all, or fewer where the drafter's head takes a
-    tenth of a forward or more."""
-    rounds: NonNegativeInt = 2
-    """Times that the responses are generated with and without the drafter, in turns, to compare speeds; 0:
-    the speed is not measured."""
 
 
 def train(options: DrafterTrain) -> Record:
@@ -279,66 +249,21 @@ def export(options: DrafterExport) -> Record:
     return {"format": options.format, "engine": engine, "draft_vocab": size, "out": str(options.to)}
 
 
-def evaluate(options: DrafterEval) -> Record:
-    """Generates responses with chains of guesses, and reports how many of them are accepted
-    (bench/acceptance.py)."""
-    check_output_file(options.out, "--out")
-    folder, drafter_folder = resolve_model(options.model), resolve_model(options.drafter)
-    adapter = options.adapter and resolve_model(options.adapter)
-    with show_busy():
-        import torch
-
-        from tlt.assembly.model import load_model
-        from tlt.bench.acceptance import Chains, observe, speedup
-        from tlt.drafter.formats.folder import load_drafter
-
-        model = load_model(folder, adapter=adapter)
-    drafter = load_drafter(drafter_folder, model.config, model.tensors)
-    requests = options.requests(options.prompts, model)
-    torch.set_num_threads(options.threads)
-    chains = Chains(model, drafter, options.depth, options.max_batch_size, options.draft_vocab)
-    with show_busy(f"answering {len(requests)} prompts"):
-        acceptance = observe(chains, requests)
-    summary: Record = {
-        "form": drafter.config.method,
-        "depth": options.depth,
-        "temperature": options.temperature,
-        "responses": len(requests),
-        **asdict(acceptance),
-    }
-    if options.rounds:
-        with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
-            ratio, num_different = speedup(chains, requests, options.rounds)
-        about = {"batch_size": options.max_batch_size, "num_different": num_different}
-        summary["speedup"] = asdict(ratio) | about
-    if options.out is not None:
-        write_json(with_folder(options.out), summary)
-    _print_evaluation(summary)
-    return summary
+# ── summaries for people ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _print_evaluation(summary: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def summarize_training(record: Record) -> Summary:
+    """Returns the summary for people."""
+    rows = {name: record[name] for name in ("responses", "tokens", "steps", "seconds", "loss", "draft_vocab")}
+    rows["coverage of the tokens"] = percent(record["coverage"])
+    if record["warning"]:
+        rows["warning"] = record["warning"]
+    share = record["acceptance"]
+    accepted = "" if share is None else f", accepted with probability {percent(share)}"
+    return Summary(f"drafter written to {record['out']}{accepted}", rows)
 
-    from tlt.bench.report import number, ratio_text
 
-    console = Console(highlight=False)
-    subject = (
-        f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}"
-    )
-    over = f"{summary['num_verifications']} verifications of {summary['responses']} responses"
-    console.print(f"{subject}: accept length {summary['accept_length']:.2f} over {over}")
-    if (speed := summary.get("speedup")) is not None:
-        console.print(f"speed over none, batch {speed['batch_size']}: {ratio_text(speed)}")
-    positions = Table("position", "accepted", title="all guesses up to here", title_justify="left")
-    for position, share in enumerate(summary["by_position"], start=1):
-        positions.add_row(str(position), f"{share:.3f}")
-    console.print(positions)
-    error = f"confidence (mean error {summary['calibration_error']:.3f})"
-    for key, title in (("by_entropy", "target's entropy, nats"), ("by_confidence", error)):
-        table = Table("from", "to", "mean", "guesses", "accepted", title=title, title_justify="left")
-        for bucket in summary[key]:
-            bounds = (number(bucket[name]) for name in ("low", "high", "mean"))
-            table.add_row(*bounds, str(bucket["num_guesses"]), f"{bucket['accepted']:.3f}")
-        console.print(table)
+def summarize_export(record: Record) -> Summary:
+    """Returns the summary for people."""
+    rows = {"format": record["format"], "draft vocabulary": record["draft_vocab"]}
+    return Summary(f"drafter for {record['engine']} written to {record['out']}", rows)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import AdapterName, File, ModelName, Written
+from tlt.cli.summary import Summary, percent, written
 from tlt.config.rollout import may_use_references
 from tlt.io.files import Record, check_output_file, with_folder, write_jsonl
 from tlt.io.hub import resolve_model
@@ -102,3 +103,25 @@ def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) 
         "strategy_predicted": {name: s.predicted_speed for name, s in stats.by_strategy.items()},
         "truncated_share": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
     }
+
+
+def summarize(record: Record) -> Summary:
+    """Returns the summary for people."""
+    responses, tokens, speed = (
+        written(name, record[name]) for name in ("responses", "tokens", "tokens_per_second")
+    )
+    rows: Record = {"times off, predicted": record["times_off"], "accept_length": record["accept_length"]}
+    if record["accept_by_depth"]:
+        rows["accepted by depth"] = "  ".join(map(percent, record["accept_by_depth"]))
+    rows |= {name: record[name] for name in ("truncated_share", "device", "elapsed")}
+    rows["strategies"] = [
+        {
+            "strategy": name,
+            "time_seconds": seconds,
+            "tokens/s": record["strategy_speed"][name],
+            "predicted": record["strategy_predicted"].get(name),
+        }
+        for name, seconds in record["strategy_seconds"].items()
+    ]
+    time = written("seconds", record["seconds"])
+    return Summary(f"{responses} responses, {tokens} tokens in {time}: {speed}", rows)

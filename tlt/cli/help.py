@@ -14,9 +14,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tlt.cli.options import Options, WithOverrides, Written, label, options_of
+from tlt.cli.summary import JSON_HELP
 from tlt.config.mistakes import section_of
 from tlt.config.schema import Config
+from tlt.config.vllm import VllmSection
 
+OWN = "Options:"
 _METAVARS = {
     int: "INT",
     float: "FLOAT",
@@ -28,9 +31,12 @@ _METAVARS = {
 }
 
 
-def explain(command: str, kind: type[Options], lists_keys: bool = False) -> str:
-    """Returns the help, as wide as the terminal. lists_keys: every key of the configuration is explained,
-    too."""
+def explain(command: str, kind: type[Options], lists_keys: bool = False, has_record: bool = False) -> str:
+    """Returns the help, as wide as the terminal.
+
+    lists_keys: every key of the configuration is explained, too.
+    has_record: the command takes --json.
+    """
     width = shutil.get_terminal_size().columns
 
     def paragraph(text: str, indent: str = "") -> str:
@@ -38,7 +44,7 @@ def explain(command: str, kind: type[Options], lists_keys: bool = False) -> str:
 
     lines = [usage(command, kind)]
     lines += [f"\n{paragraph(text)}" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")]
-    for title, entries in option_groups(kind, lists_keys):
+    for title, entries in option_groups(kind, lists_keys, has_record):
         lines += ["", paragraph(title)]
         for heading, text in entries.items():
             lines += [paragraph(heading, "  "), paragraph(text, "      ")]
@@ -52,21 +58,33 @@ def usage(command: str, kind: type[Options]) -> str:
     return " ".join(["usage: tlt", command, *usual, "[--option VALUE ...]"])
 
 
-def option_groups(kind: type[Options], lists_keys: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each group's title and its options: how one is written, and its text and default."""
+def option_groups(
+    kind: type[Options], lists_keys: bool = False, has_record: bool = False
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields each group's title and its options: how one is written, and its text and default. See
+    `explain`."""
     for title, fields in _groups(kind, lists_keys):
-        yield title, {_heading(name, field): _explained(field) for name, field in fields.items()}
+        entries = {_heading(name, field): _explained(field) for name, field in fields.items()}
+        yield (
+            title,
+            entries | ({"--json": f"{JSON_HELP} (default: false)"} if title == OWN and has_record else {}),
+        )
 
 
 def _groups(kind: type[Options], lists_keys: bool) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
-    """Yields the command's own options, then those of each class that it inherits from, under its purpose."""
+    """Yields the command's own options, then those of each class that it inherits from, under its purpose;
+    those of vLLM last."""
     known = options_of(kind)
     empty = Options, WithOverrides
     bases = [base for base in kind.__bases__ if issubclass(base, Options) and base not in empty]
     inherited = {name for base in bases for name in base.model_fields}
-    yield "Options:", {label(name, field): field for name, field in known.items() if name not in inherited}
+    yield OWN, {label(name, field): field for name, field in known.items() if name not in inherited}
+    rare = VllmSection.model_fields
     for base in bases:
-        yield _purpose(base), {label(name, known[name]): known[name] for name in base.model_fields}
+        names = [name for name in base.model_fields if name not in rare]
+        yield _purpose(base), {label(name, known[name]): known[name] for name in names}
+    if rare.keys() <= known.keys():
+        yield "With --engine vllm:", {label(name, known[name]): known[name] for name in rare}
     for name in Config.model_fields if lists_keys else ():
         section = section_of(Config, name)
         keys = {f"--{name}.{key}": field for key, field in section.model_fields.items()}

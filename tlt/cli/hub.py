@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tlt.cli.options import Options, Switch, Written
+from tlt.cli.summary import Summary, size
 from tlt.io.files import Record
 from tlt.types import UserError
 
@@ -35,8 +36,8 @@ class HubPush(Options):
     """Lists the files and prints the cards; uploads nothing and needs no network."""
 
 
-def run(options: HubPush) -> int | Record:
-    """Uploads, and returns the addresses; or prints what would be uploaded."""
+def run(options: HubPush) -> Record:
+    """Uploads, and returns the addresses; or prints what would be uploaded, and returns the repositories."""
     from tlt.io.hub import Repository
     from tlt.io.hub_upload import licence_of, own_name, upload
     from tlt.training.model_card import FinishedRun
@@ -54,9 +55,9 @@ def run(options: HubPush) -> int | Record:
         for one in uploads.values():
             print(f"{one.name}:")
             for name, path in one.files.items():
-                print(f"  {name}  {path.stat().st_size / 1e6:,.2f} MB")
+                print(f"  {name}  {size(path.stat().st_size)}")
             print(f"  README.md:\n\n{one.card}")
-        return 0
+        return {"dry_run": True, **{what: one.name for what, one in uploads.items()}}
     return {what: upload(one, options.private) for what, one in uploads.items()}
 
 
@@ -74,3 +75,9 @@ def _uploads(run: FinishedRun, repo: str, licence: str | None, what: str | None)
         card = drafter_card(run, repo, drafter, licence)
         found["drafter"] = Upload(drafter, files_of(run.folder / "drafter"), card)
     return found
+
+
+def summarize(record: Record) -> Summary:
+    """Returns the summary for people."""
+    places = {what: place for what, place in record.items() if what != "dry_run"}
+    return Summary("a dry run: nothing was uploaded" if "dry_run" in record else "uploaded", places)

@@ -1,4 +1,4 @@
-"""The command line: finds the command, runs it, and prints its summary or its error.
+"""The command line: finds the command, runs it, and prints its summary (summary.py) or its error.
 
 Exit codes: 2 for a user's mistake, which is one line on stderr, `tlt: error: place: value; remedy`; 130 for
 Ctrl-C; 141 where the reader of stdout has gone. Any other error is our fault and shows its traceback.
@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str]) -> int:
     from tlt.cli.commands import COMMANDS, FAMILIES, find_command, overview
     from tlt.cli.help import explain
     from tlt.cli.options import parse_options
-    from tlt.io.files import dumps
+    from tlt.cli.summary import Ended, json_alone, show
 
     named = [word for word in arguments if word not in ("-h", "--help")]
     wants_help = len(named) < len(arguments)
@@ -83,13 +83,18 @@ def _run(arguments: Sequence[str]) -> int:
     name, rest = find_command(named)
     command = COMMANDS[name]
     if wants_help:
-        print(explain(name, command.options, command.lists_keys))
+        print(explain(name, command.options, command.lists_keys, command.has_record))
         return 0
-    result = command.run(parse_options(name, command.options, rest))
+    words, as_json = command.split_json(rest)
+    options = parse_options(name, command.options, words)
+    with json_alone(as_json):
+        result = command.run(options)
     if isinstance(result, int):
         return result
-    print(dumps(result), flush=True)  # the last line of a command is for programs
-    return 0
+    record, code = (result.record, result.exit_code) if isinstance(result, Ended) else (result, 0)
+    assert command.summarize is not None, f"tlt {name} prints text alone"
+    show(record, command.summarize, as_json)
+    return code
 
 
 if __name__ == "__main__":

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tlt.cli.options import ConfigFile, File, WithOverrides
+from tlt.cli.summary import Summary
 from tlt.config.load import load_config
 from tlt.io.files import Record, check_output_file, with_folder, write_json
 from tlt.kinds import Gib, NonNegativeInt, Processes
 
 if TYPE_CHECKING:
-    from tlt.plan.fit import FitVerdict
     from tlt.plan.memory import MemoryPlan
     from tlt.plan.sizes import PlannedRun
+
+WIDE = 140
+"""Columns of the table in a pipe or file, where it must not depend on a terminal."""
 
 
 class PlanMemory(WithOverrides):
@@ -37,7 +41,7 @@ class PlanMemory(WithOverrides):
 
 
 def memory(options: PlanMemory) -> Record:
-    """Prints the table and the verdict; returns their figures."""
+    """Prints the table; returns its figures and the verdict."""
     check_output_file(options.out, "--out")
     run = planned_run(options)
     from tlt.plan.fit import judge
@@ -45,7 +49,7 @@ def memory(options: PlanMemory) -> Record:
     from tlt.plan.sizes import GIB
 
     plan, verdict = plan_memory(run), judge(run)
-    print_plan(run, plan, verdict)
+    print_plan(run, plan)
     figures: Record = {
         "fits": verdict.fits,
         "verdict": verdict.line,
@@ -88,17 +92,30 @@ def planned_run(options: PlanMemory) -> PlannedRun:
     return PlannedRun(config, model, drafter, num_ranks, is_gpu, rank_bytes, options.prompt_tokens)
 
 
-def print_plan(run: PlannedRun, plan: MemoryPlan, verdict: FitVerdict) -> None:
-    """Prints a table with a column for each phase, and the verdict below it."""
+def print_plan(run: PlannedRun, plan: MemoryPlan) -> None:
+    """Prints a table with a column for each phase."""
+    from rich.console import Console
+    from rich.table import Table
+
     from tlt.plan.memory import ALWAYS
     from tlt.plan.sizes import GIB
 
     layout = "sharded (FSDP2)" if run.is_sharded else "replicated"
     ranks = f"{run.num_ranks} rank(s), policy {layout}"
-    print(f"memory of {'a GPU' if run.is_gpu else 'a rank'} in GiB: {run.config.model.path}, {ranks}")
-    print(f"{'part':20}", *(f"{phase:>9}" for phase in ALWAYS), "  how", sep="")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part", no_wrap=True)
+    for phase in ALWAYS:
+        table.add_column(phase, justify="right", no_wrap=True)
+    table.add_column("how")
     for term in plan.terms:
-        cells = (f"{term.num_bytes / GIB:9.2f}" if phase in term.phases else " " * 9 for phase in ALWAYS)
-        print(f"{term.name:20}", *cells, f"  {term.how}", sep="")
-    print(f"{'total':20}", *(f"{plan.total(phase) / GIB:9.2f}" for phase in ALWAYS), sep="")
-    print(verdict.line)
+        cells = (f"{term.num_bytes / GIB:.2f}" if phase in term.phases else "" for phase in ALWAYS)
+        table.add_row(term.name, *cells, term.how)
+    table.add_row("total", *(f"{plan.total(phase) / GIB:.2f}" for phase in ALWAYS), "")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    console.print(f"memory of {'a GPU' if run.is_gpu else 'a rank'} in GiB: {run.config.model.path}, {ranks}")
+    console.print(table)
+
+
+def summarize(record: Record) -> Summary:
+    """Returns the summary for people."""
+    return Summary(record["verdict"], {})

@@ -4,12 +4,14 @@ responses."""
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from tlt.cli.options import ConfigFile, File, Folder, Numbers, WithOverrides
+from tlt.cli.summary import Summary
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.io.files import Record, check_output_file, with_folder, write_json
@@ -126,12 +128,14 @@ def print_rows(rows: list[Row], source: str, lines: list[str]) -> None:
 
     from tlt.report.console import WIDTH
 
-    console = rich.console.Console(width=WIDTH + 28, highlight=False, emoji=False, markup=False)
-    console.print(f"factors of {source}", soft_wrap=True)
+    is_log = not sys.stdout.isatty()
+    width = WIDTH + 28 if is_log else None
+    console = rich.console.Console(width=width, highlight=False, emoji=False, markup=False)
+    console.print(f"factors of {source}", soft_wrap=is_log)
     console.print(to_table(rows))
     console.print("assumed:")
     for line in lines:
-        console.print(f"- {line}", soft_wrap=True)
+        console.print(f"- {line}", soft_wrap=is_log)
 
 
 def to_table(rows: list[Row]) -> Table:
@@ -153,3 +157,12 @@ def to_table(rows: list[Row]) -> Table:
 
 def _cell(one: Expected) -> str:
     return f"{one.seconds:,.1f} s {one.times:.2f}x ({one.times_low:.2f} to {one.times_high:.2f})"
+
+
+def summarize(record: Record) -> Summary:
+    """Returns the summary for people: the last row's factors; the table above has all."""
+    num_replicas, times = list(record["replicas"].items())[-1]
+    first, *others = times
+    factors = ", ".join(f"{name} {times[name]:.2f}×" for name in others)
+    headline = f"steps of {num_replicas} replicas, times as fast as {first}: {factors}"
+    return Summary(headline, {"factors of": record["factors_of"]})

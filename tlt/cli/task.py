@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.cli.data import Columns, Data, DataOptions, Subset
 from tlt.cli.options import File, JsonObject, Options, Written
+from tlt.cli.summary import Summary, percent, written
 from tlt.config.mistakes import mistake
 from tlt.config.rewards import check_weights
 from tlt.config.section import split_words
@@ -78,6 +79,12 @@ def write_problems(options: WriteProblems) -> Record:
         "split": options.split or "train",
         "out": str(options.out),
     }
+
+
+def summarize_problems(record: Record) -> Summary:
+    """Returns the summary for people."""
+    rows = {name: record[name] for name in ("split", "seed")}
+    return Summary(f"{record['problems']:,} problems of {record['task']} written to {record['out']}", rows)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -181,9 +188,6 @@ def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
         print(f"{problem_id:<{width}}  solved {num_solved}/{len(found)}  mean reward {mean:.3f}")
     rewards = [reward for found in answered.values() for reward in found]
     overall = summarize(rewards)
-    print(f"mean reward {overall.mean:.4f}, solve rate {overall.solve_rate:.4f}")
-    for name, mean in overall.parts.items():
-        print(f"{name}: mean {mean:.4f}, before its weight")
     if overall.num_errors:
         told = f"{overall.num_errors} of {len(rewards)} responses could not be scored"
         print(f"{told}; the first: {overall.first_error}")
@@ -198,3 +202,13 @@ def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
         / len(answered),
         "problems_without_responses": len(by_problem) - len(answered),
     }
+
+
+def summarize_scores(record: Record) -> Summary:
+    """Returns the summary for people."""
+    mean, solved = (written(name, record[name]) for name in ("mean_reward", "solve_rate"))
+    counts = f"{record['responses']:,} responses to {record['problems']:,} problems"
+    rows: Record = {name: record[name] for name in ("reward_parts", "unscored") if name in record}
+    rows["problems solved at least once"] = percent(record["problems_solved_at_least_once"])
+    rows["problems_without_responses"] = record["problems_without_responses"]
+    return Summary(f"mean reward {mean}, {solved} solved: {counts}", rows)

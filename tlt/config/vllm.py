@@ -12,23 +12,23 @@ from tlt.speculative.strategy import Strategy
 
 
 class VllmSection(Section):
-    """Settings of vLLM, where rollout.engine is vllm."""
+    """vLLM's own settings, used only where rollout.engine is vllm (docs/vllm.md)."""
 
     tensor_parallel: Processes = 1
-    """For vLLM: number of devices that one engine is spread over."""
+    """Devices that one vLLM is spread over."""
     max_draft_tokens: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 8
-    """For vLLM: most tokens that it drafts at a time; adaptive speculation chooses a number up to this at
-    every step."""
+    """Most tokens that vLLM drafts at a time; adaptive speculation chooses a number up to this at every
+    step."""
     compile: bool = True
-    """For vLLM: whether it compiles the model, and captures graphs on GPUs. It then starts later and
-    generates faster."""
+    """Whether vLLM compiles the model, and captures graphs on GPUs. It then starts later and generates
+    faster."""
     own_process: bool = False
-    """For vLLM: whether its worker is a process of its own even on one device; with several ranks it always
-    is. Features for the drafter's training are then computed again instead of captured."""
+    """Whether vLLM's worker is a process of its own even on one device; with several ranks it always is.
+    Features for the drafter's training are then computed again instead of captured."""
     prefix_caching: bool = True
-    """For vLLM: whether it reads a beginning that several prompts share only once. The features of cached
-    tokens are computed again for the drafter's training instead of captured."""
+    """Whether vLLM reads a beginning that several prompts share only once. The features of cached tokens
+    are computed again for the drafter's training instead of captured."""
     transfer: Literal["auto", "host", "ipc"] = "auto"
-    """For vLLM: how weights reach a worker that is a process of its own. ipc: it reads them in the memory of
+    """How weights reach vLLM's worker where it is a process of its own. ipc: it reads them in the memory of
     the GPU that it shares with the trainer, by vLLM's own weight transfer. host: through the machine's
     memory. auto: ipc where that is possible, else host."""

@@ -64,6 +64,14 @@ def test_an_option_says_what_it_is_of(
 ) -> None:
     text = shown(capsys, monkeypatch, "generate")
     assert "training response" not in text
-    for name, field in VllmSection.model_fields.items():
-        assert f"--{name.replace('_', '-')} " in text
-        assert (field.description or "").startswith("For vLLM: ")
+
+
+@pytest.mark.parametrize("command", ["generate", "audit"])
+def test_options_of_vllm_stand_apart_at_the_end(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common, own = shown(capsys, monkeypatch, command).split(" With --engine vllm: ")
+    for name in VllmSection.model_fields:
+        option = f" --{name.replace('_', '-')} "
+        assert option not in common
+        assert option in f" {own}"

@@ -139,7 +139,8 @@ def test_a_dry_run_shows_files_and_card_without_network_or_path_of_this_machine(
     files = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     assert cli.main(["hub", "push", "run", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("OWNER/run:\n  config.json  0.00 MB\n")
+    assert shown.startswith("OWNER/run:\n  config.json  2 bytes\n")
+    assert json.loads(shown.splitlines()[-1]) == {"dry_run": True, "policy": "OWNER/run"}
     assert "base_model: lab/base\n" in shown
     assert "license: apache-2.0\n" in shown
     assert "| data | rows.jsonl |" in shown

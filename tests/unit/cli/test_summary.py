@@ -1,0 +1,109 @@
+"""The end of a command: a summary on a terminal, JSON elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.unit.cli.parts import fail, succeed
+from tlt.cli import main as cli
+from tlt.cli.commands import COMMANDS
+from tlt.cli.summary import Summary, label_of, show, written
+from tlt.io.streams import Guarded
+
+TASK = ("task", "countdown", "--num", "3", "--out", "problems.jsonl")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stdout is a terminal of 80 columns."""
+    monkeypatch.setattr(Guarded, "isatty", lambda _: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+@pytest.mark.usefixtures("here", "terminal")
+def test_on_a_terminal_the_headline_comes_first_and_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(TASK) == 0
+    _, headline, *rows = capsys.readouterr().out.splitlines()
+    assert headline == "3 problems of countdown written to problems.jsonl"
+    assert [row.split() for row in rows] == [["split", "train"], ["seed", "0"]]
+
+
+@pytest.mark.usefixtures("here", "terminal")
+def test_with_json_it_stands_alone_on_stdout_even_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*TASK, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == 3
+    assert cli.main(["plan", "speed", "countdown", "--steps", "1", "--replicas", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "replicas" in json.loads(said.out)
+    assert "assumed:" in said.err
+
+
+@pytest.mark.usefixtures("here")
+def test_in_a_pipe_json_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert succeed(capsys, *TASK)["problems"] == 3
+
+
+@pytest.mark.usefixtures("here")
+def test_a_command_without_a_record_takes_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fail(capsys, "train", "--json", "x").startswith("--json: unknown option")
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.summarize])
+def test_the_help_of_every_command_with_a_record_tells_of_json(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*name.split(), "--help"]) == 0
+    assert capsys.readouterr().out.count("\n  --json\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("seconds", 0.012345, "0.0123 s"),
+        ("idle_seconds", 561.2, "9 min 21 s"),
+        ("truncated_share", 0.0625, "6.25%"),
+        ("solve_rate", 1.0, "100%"),
+        ("tokens_per_second", 12345.6, "12,346 tokens/s"),
+        ("tokens", 1234567, "1,234,567"),
+        ("peak_gib", 15.625, "15.6 GiB"),
+        ("file_bytes", 12_345_678, "12.3 MB"),
+        ("loss", 0.000012345, "1.23e-05"),
+        ("loss", float("nan"), "–"),
+        ("loss", None, "–"),
+        ("fits", True, "yes"),
+        ("by_depth_share", [0.5, 0.25], "50%  25%"),
+        ("names", (), "none"),
+    ],
+)
+def test_values_are_rounded_and_wear_the_unit_of_their_name(name: str, value: object, text: str) -> None:
+    assert written(name, value) == text
+
+
+def test_a_name_is_shown_without_its_unit() -> None:
+    names = "peak_gib", "num_ranks", "tokens_per_second", "idle_seconds", "seconds"
+    assert [*map(label_of, names)] == ["peak", "ranks", "tokens per second", "idle", "seconds"]
+
+
+@pytest.mark.usefixtures("terminal")
+def test_mappings_are_indented_and_lists_of_them_are_tables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    rows = {
+        "idle_seconds": {"train": 1.5, "rest": 120},
+        "long": "word " * 40,
+        "depths": [{"depth": 1, "kept_share": 0.5}, {"depth": 2, "kept_share": None}],
+    }
+    show({}, lambda _: Summary("well", rows), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:5] == ["well", *(line.ljust(len(lines[2])) for line in lines[2:5])]
+    assert [line.split() for line in lines[2:5]] == [
+        ["idle"],
+        ["train", "1.50", "s"],
+        ["rest", "2", "min", "00", "s"],
+    ]
+    assert [line.split() for line in lines[-3:]] == [["depth", "kept"], ["1", "50%"], ["2", "–"]]
+    assert max(map(len, lines)) <= 80
