@@ -1,7 +1,7 @@
 """Draws the pictures of README.md and the site.
 
     python -m tools.docs_pictures steps                       docs/pictures/steps.svg, of benchmarks/results
-    python -m tools.docs_pictures terminal FILE NAME TITLE    docs/pictures/NAME.svg, of what a terminal got
+    python -m tools.docs_pictures terminal FILE NAME TITLE    docs/pictures/NAME.svg, of a log of `script`
 
 Colours are readable on white and on black; nothing is loaded from elsewhere.
 """
@@ -78,7 +78,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{INK}">{text}</text>'
 
 
-def terminal(shown: str, title: str, width: int = 100) -> str:
+def terminal(shown: str, title: str, width: int = 96) -> str:
     """Returns what a terminal of that width shows, as SVG. shown: text with its colours' escapes."""
     from rich.console import Console
     from rich.text import Text
@@ -86,8 +86,27 @@ def terminal(shown: str, title: str, width: int = 100) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor")
     console.print(Text.from_ansi(shown), crop=False)
     drawn = console.export_svg(title=title, unique_id="t")
-    without_fonts = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
+    without_fonts = re.sub(r"@font-face \{.*?\}|<!--.*?-->", "", drawn, flags=re.DOTALL)
     return "\n".join(line.rstrip() for line in without_fonts.splitlines() if line.strip()) + "\n"
+
+
+def screen(log: str) -> str:
+    """Returns what is left on a terminal's screen and above it, with colours. log: what `script` has kept of
+    a program that goes back to a line only to write it anew."""
+    lines, row, is_back = [""], 0, False
+    for part in re.split(r"(\r*\n|\r|\x1b\[\d*[AK]|\x1b\[\?\d+[lh])", log):
+        if part.endswith("\n"):
+            row, is_back = row + 1, False
+            lines += [""] if row == len(lines) else []
+        elif part == "\r":
+            is_back = True
+        elif re.fullmatch(r"\x1b\[\d*K", part):
+            lines[row] = ""
+        elif re.fullmatch(r"\x1b\[\d*A", part):
+            row -= int(part[2:-1] or 1)
+        elif part and not part.startswith("\x1b[?"):
+            lines[row], is_back = part if is_back else lines[row] + part, False
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -100,7 +119,7 @@ def main(arguments: Sequence[str]) -> None:
         (PICTURES / "steps.svg").write_text(steps(reports))
     else:
         _, file, name, title = arguments
-        (PICTURES / f"{name}.svg").write_text(terminal(Path(file).read_text(), title))
+        (PICTURES / f"{name}.svg").write_text(terminal(screen(Path(file).read_bytes().decode()), title))
 
 
 if __name__ == "__main__":
