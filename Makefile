@@ -10,12 +10,13 @@
 #   make gpu-rehearse   the same in small, on a CPU       make gpu-carry   what a machine without a network lacks for it
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
 #   make docs     the site, into runs/site, in an environment of its own, .venv-docs; a warning is an error
+#   make docs-test   runs the commands that the pages show, in small, two minutes
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry extras-check docs lint format clean
+.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry extras-check docs docs-test lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -66,7 +67,7 @@ train: $(STAMP)
 	$(BIN)/tlt train recipes/countdown/quickstart.toml --run.out_dir $(OUT) $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest tests --ignore $(PROOFS) --ignore tests/referee $(SIDE_BY_SIDE) $(ARGS)
+	$(BIN)/python -m pytest tests --ignore $(PROOFS) --ignore tests/referee --ignore tests/docs $(SIDE_BY_SIDE) $(ARGS)
 
 proofs: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PROOFS) tests/referee $(SIDE_BY_SIDE) $(ARGS)
@@ -110,6 +111,9 @@ extras-check: $(DEV_STAMP)
 
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet $(ARGS)
+
+docs-test: $(DEV_STAMP)
+	$(BIN)/python -m pytest tests/docs $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -43,6 +43,11 @@ class Shown:
     def words(self) -> list[str]:
         return shlex.split(self.text)
 
+    @property
+    def typed(self) -> list[str]:
+        """The words with all that may be left out, and the first of several choices."""
+        return shlex.split(_OPTIONAL.sub(r"\1", _CHOICE.sub(r"\1", self.text)))
+
 
 def commands_of(page: str, text: str) -> Iterator[Shown]:
     """Yields the commands that a page shows, in its order."""

