@@ -17,6 +17,7 @@ from tlt.cli import (
     own,
     plan,
     plan_speed,
+    status,
     task,
     train,
 )
@@ -58,6 +59,7 @@ COMMANDS = {
     "init": Command(init.Init, init.run),
     "init own": Command(own.InitOwn, own.run),
     "train": Command(train.Train, train.run, lists_keys=True),
+    "status": Command(status.Status, status.run, status.summarize),
     "plan speed": Command(plan_speed.PlanSpeed, plan_speed.speed, plan_speed.summarize),
     "plan memory": Command(plan.PlanMemory, plan.memory, plan.summarize),
     "generate": Command(generate.Generate, generate.run, generate.summarize),

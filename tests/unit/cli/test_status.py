@@ -1,0 +1,47 @@
+"""`tlt status`: its record, its summary and its mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.parts import fail, succeed
+from tests.unit.saved.written_run import write_run
+from tlt.cli import main as cli
+from tlt.cli.status import summarize
+
+
+def test_the_command_gives_a_record_and_a_summary(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(here / "run", num_steps=10, done=7, checkpoint=5)
+    found = succeed(capsys, "status", "run")
+    assert (found["state"], found["step"], found["num_steps"], found["checkpoint"]) == ("stopped", 7, 10, 5)
+    assert [line["step"] for line in found["last_steps"]] == [3, 4, 5, 6, 7]
+    assert found["held_out"] == [{"step": 0, "solve_rate": 0.25, "reward": None}]
+    assert summarize(found).headline == "stopped: step 7 of 10"
+
+
+def test_a_folder_without_a_run_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fail(capsys, "status", "run") == (
+        "run: holds no run (no config.json); give the folder of one (run.out_dir)"
+    )
+
+
+def test_a_run_before_its_first_step_has_a_status(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (write_run(here / "run", num_steps=10, done=0) / "metrics.jsonl").unlink()
+    assert cli.main(["status", "run"]) == 0
+    assert summarize(json.loads(capsys.readouterr().out)).headline == "stopped: step 0 of 10"
+
+
+def test_status_loads_no_torch(here: Path) -> None:
+    write_run(here / "run", num_steps=10, done=1)
+    code = (
+        "import sys; from tlt.cli.main import main; main(['status', 'run']); sys.exit('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    finished = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr
