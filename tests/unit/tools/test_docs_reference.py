@@ -59,4 +59,5 @@ def test_the_lines_of_a_docstring_become_fields_and_a_list() -> None:
         {"loss": "means, and more.", "kl": "means, and more. NaN without."},
     )
     assert as_markdown("It.\n\nmax_tokens: at most.") == "It.\n\n- `max_tokens`: at most."
+    assert plain("more (docs/data.md)") == "more ([data.md](../data.md))"
     assert plain("a_b <c> | d*") == r"a\_b \<c> \| d\*"
