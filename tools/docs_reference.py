@@ -210,7 +210,7 @@ def as_markdown(docstring: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns text in which Markdown sees no table, HTML or emphasis that nobody meant; docs/x.md is a link."""
+    """Returns text without a table, HTML or emphasis that nobody meant, and with docs/x.md as a link."""
     text = re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", text)
     return re.sub(r"(?<!`)([<|*_])", r"\\\1", text) if "`" not in text else text.replace("|", "\\|")
 
