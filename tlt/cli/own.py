@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping
@@ -151,10 +152,15 @@ def _beginning(config: Config) -> dict[str, Any]:
 def to_value(value: Any) -> str:
     """Returns a value as TOML writes it."""
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{json.dumps(key)} = {to_value(item)}' for key, item in value.items())} }}"
+        return f"{{ {', '.join(f'{_bare(key)} = {to_value(item)}' for key, item in value.items())} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_value, value))}]"
     return json.dumps(str(value) if isinstance(value, Path) else value)
+
+
+def _bare(key: str) -> str:
+    """Returns a key as TOML writes it, without quotes where it needs none."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
 # ── the reward ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ def adapter_shapes(config: ModelConfig, lora: LoraSection) -> dict[str, torch.Si
     return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
 
+@lru_cache
 def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
     """Returns the number of parameters of all adapters."""
     return sum(shape.numel() for shape in adapter_shapes(config, lora).values())

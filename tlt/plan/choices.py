@@ -25,7 +25,7 @@ from tlt.hf.weights import count_parameters
 from tlt.io.files import Record
 from tlt.models.decoder import ModelConfig
 from tlt.plan.fit import fits, judge
-from tlt.plan.sizes import GIB, PlannedRun
+from tlt.plan.sizes import GIB, PlannedRun, short_count
 from tlt.ranks.sharding import choose_layout
 from tlt.tasks.answers import find_answer, to_number
 from tlt.types import UserError
@@ -35,10 +35,10 @@ PROMPTS = ("prompt", "messages", "question", "problem", "query", "instruction", 
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "gold", "target", "label")
 """Names of columns that hold the answer, the likeliest first."""
 
-LEARNING_RATE = 1e-6
-SMALL_MODEL, SMALL_MODELS_RATE = 10**9, 1e-5
-"""Models below a billion parameters want more; recipes/smollm2 learns at this rate."""
-LORA_FACTOR = 10
+SMALL_MODEL = 10**9
+RATES = {"all weights": (1e-5, 1e-6), "adapters": (1e-4, 1e-5)}
+"""Learning rates of a model with fewer parameters than SMALL_MODEL (recipes/smollm2 learns at these), and of
+others."""
 LORA = {"lora.rank": 16, "lora.alpha": 32.0}
 MOST_TOKENS = {"cuda": 2048, "cpu": 512}
 """Tokens of a response where the window leaves more: a step then takes minutes, not hours."""
@@ -240,9 +240,9 @@ def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]
     ways = list(_ways(facts, values))
     keys = next((keys for keys in ways if fits(_plan(facts, dict(values) | keys))), ways[-1])
     run, machine = _plan(facts, dict(values) | keys), facts.machine
-    where = f"{machine.num_bytes / GIB:.0f} GiB of memory"
-    where = f"{machine.num_gpus} GPU(s) of {where}" if machine.num_gpus else where
-    size = f"{count_parameters(facts.model.shape) / 1e9:.3g} B parameters"
+    memory = f"{machine.num_bytes / GIB:.0f} GiB"
+    where = f"{machine.num_gpus} GPU(s) of {memory}" if machine.num_gpus else f"{memory} of memory"
+    size = f"{short_count(count_parameters(facts.model.shape))} parameters"
     told = f"fit {where}" if fits(run) else f"do not fit {where}: {judge(run).line}"
     kind = "adapters beside" if run.config.lora.rank else "all weights of"
     whys = {"lora.rank": f"{kind} {size} {told}"} | _WHYS
@@ -316,12 +316,11 @@ def _ranks(facts: Facts, config: Config) -> RankChoice:
 
 
 def _choose_rates(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
-    is_small = count_parameters(facts.model.shape) < SMALL_MODEL
-    rate = SMALL_MODELS_RATE if is_small else LEARNING_RATE
-    why = f"usual for all weights of a model {'below' if is_small else 'from'} a billion parameters"
-    if values.get("lora.rank"):
-        rate, why = LORA_FACTOR * rate, "ten times that of all weights (LoRA Without Regret)"
-    yield Choice("optimizer.learning_rate", rate, why)
+    is_large = count_parameters(facts.model.shape) >= SMALL_MODEL
+    kind = "adapters" if values.get("lora.rank") else "all weights"
+    size = f"a model {'from' if is_large else 'below'} a billion parameters"
+    ten_times = ", ten times that of all weights (LoRA Without Regret)" if kind == "adapters" else ""
+    yield Choice("optimizer.learning_rate", RATES[kind][is_large], f"for {kind} of {size}{ten_times}")
 
 
 def _choose_ranks(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:

@@ -118,3 +118,11 @@ def count_drafter(drafter: DrafterShape) -> int:
     """Returns the number of the drafter's trained parameters."""
     with META:
         return sum(p.numel() for p in DraftModel(drafter).parameters() if p.requires_grad)
+
+
+def short_count(number: int) -> str:
+    """Returns a count for people: 12 · 3.1 k · 1.6 M · 7.6 B."""
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f} {unit}"
+    return str(number)

@@ -7,7 +7,7 @@ import this file: it imports nothing heavy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -155,7 +155,8 @@ def prepare_records(
     name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]
 ) -> list[tuple[str, Record]]:
     """Returns the (place, problem) pairs that the task called `name` makes of (place, row of data) pairs; the
-    rows themselves where it prepares none. Raises UserError, which names the place."""
+    rows themselves where it prepares none. A problem that several rows give, with the same id, counts once.
+    Raises UserError, which names the place."""
     task = get_task(name)
     if not isinstance(task, PreparesRecords):
         return [*records]
@@ -166,7 +167,16 @@ def prepare_records(
             f"{records[0][0]}: task {name}: leaves out this row and all others; change task.options, or the "
             "data"
         )
-    return problems
+    return [*_once(problems)]
+
+
+def _once(problems: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
+    """Yields the (place, problem) pairs whose problem equals no earlier one, its id included."""
+    first: dict[str, Record] = {}
+    for place, problem in problems:
+        earlier = first.setdefault(str(problem.get("problem_id", place)), problem)
+        if earlier is problem or earlier != problem:
+            yield place, problem
 
 
 def _prepare(

@@ -36,7 +36,7 @@ from tlt.launch.ray_cluster import RankNeeds, launch_on_ray
 from tlt.models.decoder import ModelConfig
 from tlt.models.lora import count_adapters
 from tlt.plan.fit import refuse
-from tlt.plan.sizes import PlannedRun
+from tlt.plan.sizes import PlannedRun, short_count
 from tlt.ranks.store import ABSENT, read_now
 from tlt.ranks.world import Rendezvous, meet_ranks
 from tlt.report.console import Console, near
@@ -274,7 +274,7 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
         per_step = f"{rollout.problems_per_step} × {rollout.samples_per_problem}"
         responses = f"{per_step} responses a step, {run.num_steps} steps"
     return {
-        "model": f"{name}: {model.architecture}, {_short(num_parameters)} parameters" + start,
+        "model": f"{name}: {model.architecture}, {short_count(num_parameters)} parameters" + start,
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
@@ -302,7 +302,7 @@ def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) 
     """Returns the parameters that LoRA trains, after a comma; empty where it is off."""
     if num_adapted is None:
         return ""
-    share = f"{_short(num_adapted)} parameters beside {_short(num_parameters)} frozen ones"
+    share = f"{short_count(num_adapted)} parameters beside {short_count(num_parameters)} frozen ones"
     return f", LoRA of rank {config.lora.rank} on {', '.join(config.lora.targets)}: {share}"
 
 
@@ -333,11 +333,3 @@ def _weighted(config: Config) -> str:
     functions, weights = config.rewards.functions, config.rewards.weights
     terms = zip(weights or (1,) * len(functions), functions, strict=True)
     return " + ".join(f"{weight:g} × {function}" for weight, function in terms)
-
-
-def _short(number: int) -> str:
-    """Returns a count for people: 12 · 3.1 k · 1.6 M · 7.6 B."""
-    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= limit:
-            return f"{number / limit:.1f} {unit}"
-    return str(number)

@@ -13,7 +13,7 @@ from tlt.rewards.pool import RewardPool
 from tlt.rewards.scoring import RewardSpec
 from tlt.tasks import math as math_task
 from tlt.tasks.answers import Search, after_thinking, find_answer, to_number
-from tlt.tasks.base import make_problems
+from tlt.tasks.base import make_problems, prepare_records
 from tlt.tasks.math import TASK, gold_answer, is_equal, to_problem
 from tlt.types import UserError
 
@@ -305,3 +305,11 @@ def test_the_tasks_options_hold_for_rows_of_data_too() -> None:
         TASK.prepare(GSM8K, {"search": "nowhere"})
     with pytest.raises(UserError, match="takes no option 'tempalte' with data; known ones are template"):
         TASK.prepare(GSM8K, {"tempalte": "{question}"})
+
+
+def test_rows_of_data_that_repeat_a_problem_count_once_and_equal_ids_of_others_are_still_refused() -> None:
+    row = {"question": "What is 1 + 1?", "answer": "2"}
+    rows = [(f"f:{n}", {"problem_id": str(n), **row, "level": n}) for n in (1, 2)]
+    assert [place for place, _ in prepare_records("math", rows, {})] == ["f:1"]
+    clash = [(f"f:{n}", {"problem_id": "mine", "prompt": str(n), "search": "boxed"}) for n in (1, 2)]
+    assert prepare_records("math", clash, {}) == clash

@@ -1,0 +1,137 @@
+"""A run of the user's own model and data: the folder that `tlt init own` writes, and training without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.cli.parts import write_lines
+from tlt.cli.main import main
+from tlt.cli.own import to_value
+from tlt.cli.train import resolve_config
+from tlt.config.load import load_config
+from tlt.training.start import preflight
+from tlt.types import UserError
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "recipes/math/base"
+CITIES = [{"question": f"The capital of land {n}?", "solution": f"City {n}"} for n in range(16)]
+SUMS = [{"messages": [{"role": "user", "content": f"{n} + 1?"}], "total": n + 1} for n in range(16)]
+OPEN = [{"prompt": f"A story about {n} apples."} for n in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def begin(rows: list[dict[str, Any]], *more: str) -> dict[str, Any]:
+    """The configuration that `tlt init own mine` writes for these rows."""
+    write_lines("rows.jsonl", *rows)
+    assert main(["init", "own", "mine", "--model", str(MODEL), "--data", "rows.jsonl", *more]) == 0
+    return tomllib.loads(Path("mine/train.toml").read_text())
+
+
+def pytest_of(folder: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+
+
+def test_rows_with_answers_get_a_reward_whose_test_passes_and_a_configuration_that_can_be_trained(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = begin(CITIES)
+    assert written["task"]["columns"] == {"prompt": "question", "answer": "solution"}
+    assert written["task"]["chat"]
+    assert written["rewards"]["functions"] == ["reward:reward"]
+    said = capsys.readouterr().out
+    assert "question is text, and the tokenizer has a chat template" in " ".join(said.split()).replace(
+        "  ", " "
+    )
+    assert said.splitlines()[-1] == "Next: cd mine && python -m pytest test_reward.py && tlt train train.toml"
+    assert len(Path("mine/rows.jsonl").read_text().splitlines()) == 5
+    assert "1 passed" in pytest_of("mine").stdout
+    monkeypatch.chdir(here / "mine")
+    findings = preflight(load_config("train.toml", ["--run.num_ranks", "1"]))
+    assert (findings.num_problems, findings.num_held_out) == (14, 2)
+
+
+def test_without_an_answer_the_reward_is_to_fill_in_and_its_test_says_so() -> None:
+    written = begin(OPEN)
+    assert written["evaluation"] == {"num_problems": 0}
+    assert written["rollout"]["problems_per_step"] == 6
+    assert "say in reward.py what a response is worth" in pytest_of("mine").stdout
+
+
+def test_a_function_of_ones_own_is_copied_and_tested_and_a_given_key_wins() -> None:
+    Path("mine.py").write_text("async def close(completions, total):\n    return [0.5 for _ in total]\n")
+    written = begin(
+        SUMS, "--reward", "mine.py:close", "--lora.rank", "4", "--optimizer.learning_rate", "3e-5"
+    )
+    assert written["rewards"]["functions"] == ["mine:close"]
+    assert written["lora"] == {"rank": 4}
+    assert written["optimizer"]["learning_rate"] == 3e-5
+    assert sorted(path.name for path in Path("mine").iterdir()) == [
+        "mine.py",
+        "rows.jsonl",
+        "test_reward.py",
+        "train.toml",
+    ]
+    assert "1 passed" in pytest_of("mine").stdout
+
+
+def test_sums_are_scored_by_the_task_math_and_there_is_nothing_to_fill_in() -> None:
+    written = begin([{"question": f"{n} + 1?", "answer": n + 1} for n in range(16)])
+    assert written["task"]["name"] == "math"
+    assert sorted(path.name for path in Path("mine").iterdir()) == ["rows.jsonl", "train.toml"]
+
+
+def test_a_run_without_a_configuration_is_chosen_in_the_same_way_and_prints_the_choices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_lines("rows.jsonl", *SUMS)
+    words = ["--model.path", str(MODEL), "--task.data", "rows.jsonl", "--rewards.functions", "mine:close"]
+    config = resolve_config(None, [*words, "--sampling.max_tokens", "9"], None)
+    assert (config.sampling.max_tokens, config.task.split) == (9, "train[:-2]")
+    said = capsys.readouterr().out
+    assert "optimizer.learning_rate = 1e-05" in said
+    assert "sampling.max_tokens" not in said
+    assert max(map(len, said.splitlines())) <= 80
+    with pytest.raises(UserError, match=r"^rewards\.functions: no column .*tlt init own write one"):
+        resolve_config(None, words[:4], None)
+    with pytest.raises(UserError, match=r"^train: no configuration given; .*--model\.path and --task\.data"):
+        resolve_config(None, words[:2], None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ("mine.py", "--reward: is mine.py; write FILE.py:FUNCTION"),
+        ("no.py:close", "--reward: no.py cannot be read"),
+        ("mine.py:far", "--reward: mine.py defines no far, only close"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_one_line(
+    reward: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text("def close(completions):\n    return [0.5]\n")
+    write_lines("rows.jsonl", *SUMS)
+    words = ["init", "own", "mine", "--model", str(MODEL), "--data", "rows.jsonl", "--reward", reward]
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("mine").exists()
+
+
+@pytest.mark.parametrize("value", [1, 1e-5, True, 'a "b"', ["x", 2], {"prompt": "my question", "a b": 1}])
+def test_values_are_written_as_toml_reads_them(value: Any) -> None:
+    assert tomllib.loads(f"x = {to_value(value)}") == {"x": json.loads(json.dumps(value))}

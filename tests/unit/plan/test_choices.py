@@ -1,0 +1,194 @@
+"""What is chosen for a model and data of the user's own, and that every choice can be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.config.load import load_config
+from tlt.hf.config import load_model_config
+from tlt.plan.choices import Choices, DataFacts, Facts, MachineFacts, ModelFacts, choose
+from tlt.types import UserError
+
+HERE = Path(__file__).parents[1]
+GIB = 2**30
+CPUS = MachineFacts(0, 8, 32 * GIB)
+ONE_GPU, EIGHT_GPUS = MachineFacts(1, 8, 80 * GIB), MachineFacts(8, 64, 80 * GIB)
+CHAT = [{"role": "user", "content": "Why?"}]
+
+
+def model(name: str = "Qwen2.5-7B", **facts: Any) -> ModelFacts:
+    return ModelFacts(SHAPES[name], **{"has_chat_template": True, "stored_as": "bfloat16", **facts})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shapes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for name in ("Qwen2.5-7B", "Qwen2.5-32B"):
+        folder = tmp_path_factory.mktemp("shapes")
+        (folder / "config.json").write_bytes((HERE / "published_configs" / f"{name}.json").read_bytes())
+        SHAPES[name] = load_model_config(folder)
+    SHAPES["small"] = load_model_config(HERE.parents[1] / "recipes/math/base")
+
+
+SHAPES: dict[str, Any] = {}
+
+
+def chosen(
+    machine: MachineFacts = CPUS,
+    row: dict[str, Any] | None = None,
+    of: ModelFacts | None = None,
+    num_rows: int = 1000,
+    longest_prompt: int = 100,
+    given: dict[str, Any] | None = None,
+    **data: Any,
+) -> Choices:
+    rows = [row or {"question": "1 + 1?", "answer": "2"}]
+    facts = Facts(of or model("small"), DataFacts(rows, num_rows, **data), machine, longest_prompt)
+    return choose(facts, given or {})
+
+
+# ── the data ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "chat", "task", "reward"),
+    [
+        ({"question": "1 + 1?", "answer": 2}, {"prompt": "question"}, True, "math", "task"),
+        (
+            {"problem": "1 + 1?", "solution": "so \\boxed{2}"},
+            {"prompt": "problem", "answer": "solution"},
+            True,
+            "math",
+            "task",
+        ),
+        ({"prompt": "Capital?", "ground_truth": "Paris"}, {"answer": "ground_truth"}, True, None, "exact"),
+        ({"messages": CHAT}, None, None, None, "own"),
+        ({"prompt": CHAT, "reward_model": {"ground_truth": "2"}}, None, None, "math", "task"),
+        ({"prompt_ids": [1, 2], "label": "yes"}, {"answer": "label"}, None, None, "exact"),
+    ],
+)
+def test_columns_chat_and_scoring_follow_from_a_row(
+    row: dict[str, Any], columns: Any, chat: Any, task: Any, reward: str
+) -> None:
+    found = chosen(row=row)
+    values = found.values
+    assert (values.get("task.columns"), values.get("task.chat"), values.get("task.name")) == (
+        columns,
+        chat,
+        task,
+    )
+    assert found.reward == reward
+
+
+def test_without_math_verify_answers_are_compared_as_text_and_without_a_chat_template_prompts_stay() -> None:
+    assert chosen(can_verify=False).reward == "exact"
+    assert "task.chat" not in chosen(of=model("small", has_chat_template=False)).values
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"body": "1 + 1?", "n": 1}, r"none of its columns body, n has a prompt's usual name; name it"),
+        ({"messages": [*CHAT, {"role": "assistant", "content": "So."}]}, "ends with the assistant's message"),
+    ],
+)
+def test_rows_that_cannot_be_asked_are_refused_with_the_remedy(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        chosen(row=row)
+
+
+def test_messages_want_a_chat_template() -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        chosen(row={"messages": CHAT}, of=model("small", has_chat_template=False))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "data", "split", "held_out", "num"),
+    [
+        (1000, {}, "train[:-64]", "train[-64:]", 64),
+        (40, {}, "train[:-5]", "train[-5:]", 5),
+        (5, {}, None, None, 0),
+        (1000, {"test_split": "test"}, None, "test", None),
+        (1000, {"train_split": None}, None, None, 0),
+    ],
+)
+def test_rows_are_held_out_where_the_data_has_no_split_to_test_on(
+    num_rows: int, data: dict[str, Any], split: Any, held_out: Any, num: Any
+) -> None:
+    values = chosen(num_rows=num_rows, **data).values
+    keys = ("task.split", "evaluation.split", "evaluation.num_problems")
+    assert tuple(map(values.get, keys)) == (split, held_out, num)
+    assert values.get("rollout.problems_per_step") == (num_rows if num_rows < 8 else None)
+
+
+# ── the training ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "rank", "rate"),
+    [
+        ("small", CPUS, 0, 1e-5),
+        ("Qwen2.5-7B", ONE_GPU, 16, 1e-5),
+        ("Qwen2.5-7B", EIGHT_GPUS, 0, 1e-6),
+        ("Qwen2.5-7B", CPUS, 16, 1e-5),
+    ],
+)
+def test_all_weights_are_trained_where_they_fit_else_adapters_at_ten_times_the_rate(
+    name: str, machine: MachineFacts, rank: int, rate: float
+) -> None:
+    values = chosen(machine, of=model(name)).values
+    assert values["lora.rank"] == rank
+    assert values["optimizer.learning_rate"] == pytest.approx(rate)
+    assert ("lora.base_dtype" in values) == (rank > 0 and machine.num_gpus > 0)
+    assert ("parallel.param_dtype" in values) == (machine.num_gpus > 1)
+
+
+def test_what_fits_nowhere_is_said_with_the_remedy() -> None:
+    (why,) = [c.why for c in chosen(of=model("Qwen2.5-32B")).chosen if c.key == "lora.rank"]
+    assert "do not fit 32 GiB of memory: does not fit" in why
+
+
+def test_responses_are_as_long_as_the_window_and_the_device_allow() -> None:
+    assert chosen().values["sampling.max_tokens"] == 512
+    assert chosen(longest_prompt=1900).values["sampling.max_tokens"] == 2048 - 1900
+    assert chosen(ONE_GPU, of=model()).values["sampling.max_tokens"] == 2048
+
+
+def test_ranks_and_dtype_stay_auto_and_say_what_that_is_here() -> None:
+    whys = {choice.key: choice.why for choice in chosen(MachineFacts(0, 4, 64 * GIB)).chosen}
+    assert whys["run.num_ranks"] == "here 4: as many as the cores allow"
+    assert whys["run.dtype"] == "here float32, on CPUs"
+    whys = {choice.key: choice.why for choice in chosen(EIGHT_GPUS, of=model()).chosen}
+    assert whys["run.num_ranks"].startswith("here 8: one for each GPU")
+    assert "bfloat16" in whys["run.dtype"]
+
+
+def test_a_key_that_the_user_gives_wins_and_the_others_follow_it() -> None:
+    given = {
+        "lora.rank": 8,
+        "sampling.max_tokens": 99,
+        "evaluation.num_problems": 0,
+        "task.name": "mine:TASK",
+    }
+    found = chosen(given=given)
+    assert not given.keys() & found.values.keys()
+    assert found.reward == "task"
+    assert found.values["optimizer.learning_rate"] == pytest.approx(1e-4), "that of adapters"
+    assert "task.split" not in found.values
+    assert chosen(of=model(), given={"lora.rank": 0}).values["optimizer.learning_rate"] == 1e-6
+    assert "task.chat" not in chosen(given={"task.chat": False}).values
+
+
+def test_a_wrong_value_of_the_users_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^--lora\.rank: lora\.rank is -1; it must be"):
+        chosen(given={"lora.rank": -1})
+
+
+@pytest.mark.parametrize("machine", [CPUS, ONE_GPU, EIGHT_GPUS])
+def test_every_choice_is_a_key_with_a_reason_that_the_configuration_takes(machine: MachineFacts) -> None:
+    found = chosen(machine, of=model())
+    base = {"model": {"path": str(HERE)}, "task": {"data": str(HERE)}}
+    load_config(base, found.values)
+    assert all(choice.why for choice in found.chosen)
