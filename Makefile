@@ -12,16 +12,26 @@
 #   make docs     the site, into runs/site, in an environment of its own, .venv-docs; a warning is an error
 #   make docs-test   runs the commands that the pages show, in small, two minutes
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
+#   make lock     requirements-dev.lock anew, from .venv
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry extras-check docs docs-test lint format clean
+.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry extras-check docs docs-test lock lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+
+# PyTorch on PyPI brings CUDA along on Linux, gigabytes of it. Where neither a GPU is seen nor pip has sources of its own, its index
+# of builds for CPUs is asked, too, whose versions pip prefers (2.13.0+cpu to 2.13.0). `make TORCH_INDEX= …` takes PyPI's in any
+# case, `make TORCH_INDEX=https://download.pytorch.org/whl/cu128 …` another build.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+HAS_GPU := $(or $(wildcard /dev/nvidiactl /dev/kfd),$(shell nvidia-smi -L 2>/dev/null))
+HAS_OWN_SOURCES = $(shell $(BIN)/python -m pip config list 2>/dev/null | grep -E 'index-url|find-links|constraint')
+TORCH_INDEX ?= $(if $(HAS_GPU)$(HAS_OWN_SOURCES)$(filter-out Linux,$(shell uname -s)),,$(CPU_INDEX))
+FROM_TORCH_INDEX = $(addprefix --extra-index-url ,$(TORCH_INDEX))
 
 # Some "python3" are shims without a version behind them, so each candidate must prove itself by running; 3.11 comes first
 # because TLT is developed on it. Override: make PYTHON=/path/to/python
@@ -56,11 +66,11 @@ setup: $(DEV_STAMP)
 
 # Training needs no test tools, and bytecode is compiled when first imported: so the first step comes sooner.
 $(STAMP): pyproject.toml | .venv/bin/python
-	$(PIP_INSTALL) -e .
+	$(PIP_INSTALL) -e . $(FROM_TORCH_INDEX)
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml | .venv/bin/python
-	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]' $(FROM_TORCH_INDEX)
 	@touch $(STAMP) $@
 
 train: $(STAMP)
@@ -114,6 +124,10 @@ docs: .venv-docs/.installed
 
 docs-test: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/docs $(ARGS)
+
+# The exact versions of .venv, without a build's suffix (+cpu): pip install -c requirements-dev.lock -e '.[dev]'
+lock: $(DEV_STAMP)
+	$(BIN)/python -m pip list --format=freeze --exclude-editable | grep -v '^pip==' | sed 's/+.*//' > requirements-dev.lock
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

