@@ -26,6 +26,9 @@ _OPTIONAL = re.compile(r"\[(--[^\]]*)\]")
 _CHOICE = re.compile(r"(?<= )([\w-]+)(?:\|[\w-]+)+")
 
 
+_COMMAND = re.compile(r"(tlt|make|pip|python|python3|cd|torchrun|sbatch|srun|vllm|hf|docker|PYTHONPATH=\S+) ")
+
+
 @dataclass(frozen=True)
 class Shown:
     """A command on a page."""
@@ -61,11 +64,22 @@ def commands_of(page: str, text: str) -> Iterator[Shown]:
                     yield Shown(page, " ".join(child.content.split()), is_whole=False)
 
 
+def programs_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yields (language, code) of each block that is Python or a piece of a configuration, without the
+    commands in it."""
+    for token in MarkdownIt().parse(text):
+        if token.type not in ("code_block", "fence"):
+            continue
+        if re.search(r"^(import|from|def|class) \w", token.content, re.MULTILINE):
+            lines = token.content.splitlines()
+            yield "python", "\n".join(line for line in lines if not _COMMAND.match(line))
+        elif re.match(r"\[[a-z]+\]\n", token.content):
+            yield "toml", token.content
+
+
 def _parts(line: str) -> Iterator[str]:
     """Yields the commands of a line, such as `cd x && tlt …`, without a comment."""
-    if not re.match(
-        r"(tlt|make|pip|python|python3|cd|torchrun|sbatch|srun|vllm|hf|docker|PYTHONPATH=\S+) ", line
-    ):
+    if not _COMMAND.match(line):
         return
     line = re.split(r"\s+#\s|\s{4,}(?=\w+ \w+)", line)[0]
     yield from (" ".join(part.split()) for part in line.split(" && "))
