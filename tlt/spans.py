@@ -30,8 +30,16 @@ class SpanName(StrEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time on one rank; seconds on that process's monotonic clock."""
+    """A stretch of time on one rank; seconds on that process's monotonic clock. Engine steps also tell:
+
+    strategy: of their drafts, as text; empty: this is no engine step.
+    num_running: sequences in the batch.
+    num_tokens: tokens committed.
+    """
 
     name: str
     start: float
     end: float
+    strategy: str = ""
+    num_running: int = 0
+    num_tokens: int = 0

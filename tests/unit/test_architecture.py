@@ -32,7 +32,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"assembly", "saved"},
             {"plan"},
             {"training"},
-            {"api", "bench", "integrations"},
+            {"api", "bench", "integrations", "page"},
             {"cli"},
         ),
     )

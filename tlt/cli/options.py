@@ -33,6 +33,8 @@ class Written:
     """The help's name of the value; empty: the option has no value, and means true."""
     is_alone: bool = False
     """Whether the value stands without the option's name."""
+    is_many: bool = False
+    """Whether it takes all values that follow without a name."""
 
     @staticmethod
     def of(field: FieldInfo) -> Written | None:
@@ -116,7 +118,10 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
     words_alone, named = read_words(arguments, switches)
     alone = [name for name, hint in written.items() if hint.is_alone]
     values: dict[str, Any] = dict(zip(alone, words_alone, strict=False))
-    for word in words_alone[len(alone) :]:
+    left_over = words_alone[len(alone) :]
+    if values and written[last := [*values][-1]].is_many:
+        values[last], left_over = (values[last], *left_over), []
+    for word in left_over:
         raise UserError(f"{word}: unexpected argument; see tlt {command} --help")
     overrides: list[str] = []
     for given, text in named.items():

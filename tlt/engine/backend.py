@@ -189,14 +189,15 @@ class RolloutBackend(ABC):
         expected: ExpectedSpeeds,
     ) -> None:
         """Records a step in the statistics and reports its span. expected: by the tuner, of this batch."""
-        self.stats.record_step(str(strategy), outcome, expected)
+        name, end = str(strategy), start + outcome.seconds
+        self.stats.record_step(name, outcome, expected)
         self.stats.sequence_seconds += batch.num_running * outcome.seconds
-        end = start + outcome.seconds
         is_steady = outcome.num_tokens > 0 and not batch.num_admitted
-        self.stats.latest = TimedStep(str(strategy), batch.num_running, start, end) if is_steady else None
+        self.stats.latest = TimedStep(name, batch.num_running, start, end) if is_steady else None
         if self.on_span is not None:
-            name = SpanName.DECODE if outcome.num_tokens else SpanName.PREFILL
-            self.on_span(Span(SpanName.SPECULATE if outcome.accepted else name, start, end))
+            kind = SpanName.DECODE if outcome.num_tokens else SpanName.PREFILL
+            kind = SpanName.SPECULATE if outcome.accepted else kind
+            self.on_span(Span(kind, start, end, name, batch.num_running, outcome.num_tokens))
 
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────
 

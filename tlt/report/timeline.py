@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from tlt.clock import machine_name
-from tlt.io.files import check_is_file, read_appended, write_atomically
+from tlt.io.files import Record, check_is_file, read_appended, write_atomically
 from tlt.spans import Span, SpanName
 from tlt.types import UserError
 
@@ -36,7 +36,8 @@ GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
 DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
 """Training itself, and the averaging, publishing and measuring at its end."""
 MERGE_GAP_SECONDS = 0.001
-"""Successive spans of one name with at most this gap are merged, such as engine steps."""
+"""Successive spans of one name with at most this gap are merged, engine steps where strategy and batch size
+are equal, too."""
 
 _EPOCH_ROUNDS = 7
 """Exchanges in which ranks on different machines compare their clocks."""
@@ -80,7 +81,7 @@ class Timeline:
         self._path = None if path is None else Path(path)
         self.clock, self._say = clock, say
         self._is_lost = False
-        self._spans: list[list[Any]] = []  # [name, start, end, busy seconds, number of spans merged]
+        self._spans: list[list[Any]] = []  # rows of the file, on this rank's clock
         if self._path is not None:
             with self._writing(self._path) as path:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,25 +106,27 @@ class Timeline:
         finally:
             self.record(name, start, self.clock())
 
+    def record(self, name: str, start: float, end: float) -> None:
+        self.add(Span(name, start, end))
+
     def add(self, span: Span) -> None:
         """Records a span measured elsewhere, on this rank's clock."""
-        self.record(span.name, span.start, span.end)
-
-    def record(self, name: str, start: float, end: float) -> None:
-        spans = self._spans
-        if spans:
-            last = spans[-1]
-            if last[0] == name and 0.0 <= start - last[2] <= MERGE_GAP_SECONDS:
-                last[2] = end
-                last[3] += end - start
+        batch, busy = [span.strategy, span.num_running], span.end - span.start
+        if self._spans:
+            last = self._spans[-1]
+            is_alike = last[0] == span.name and last[5:7] == batch
+            if is_alike and 0.0 <= span.start - last[2] <= MERGE_GAP_SECONDS:
+                last[2] = span.end
+                last[3] += busy
                 last[4] += 1
+                last[7] += span.num_tokens
                 return
-        spans.append([name, start, end, end - start, 1])
+        self._spans.append([span.name, span.start, span.end, busy, 1, *batch, span.num_tokens])
 
     @property
     def spans(self) -> list[Span]:
         """Returns the spans recorded since the last flush, merged, on this rank's own clock."""
-        return [Span(name, start, end) for name, start, end, _, _ in self._spans]
+        return [_span(row) for row in self._spans]
 
     def flush(self) -> None:
         """Moves the recorded spans to the end of the file, once a step. Without a file they stay here until
@@ -132,8 +135,8 @@ class Timeline:
             return
         epoch = self.epoch.to_unix
         lines = [
-            json.dumps([name, start + epoch, end + epoch, busy, count])
-            for name, start, end, busy, count in self._spans
+            json.dumps([name, start + epoch, end + epoch, busy, count, *(batch if batch[0] else ())])
+            for name, start, end, busy, count, *batch in self._spans
         ]
         self.clear()
         if not self._is_lost:
@@ -175,15 +178,15 @@ def read_spans(directory: str | Path) -> dict[int, list[Span]]:
     """Returns the flushed spans of a run by rank, in Unix seconds of rank 0. Raises UserError for a damaged
     file."""
     return {
-        rank: [Span(name, start, end) for name, start, end, _, _ in read_appended(path, _read_row, "span")]
-        for rank, path in _paths_in(Path(directory)).items()
+        rank: [_span(row) for row in read_appended(path, read_row, "span")]
+        for rank, path in timeline_paths(Path(directory)).items()
     }
 
 
 def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
     """Writes a Chrome trace of all ranks' files, a row per rank, starting at 0. Returns one line about each
     part that could not be read or written."""
-    paths, rows, missing = _paths_in(Path(directory)), dict[int, _Rows](), []
+    paths, rows, missing = timeline_paths(Path(directory)), dict[int, _Rows](), []
     for rank, path in paths.items():
         try:
             rows[rank] = found = _find_rows(path)
@@ -210,13 +213,15 @@ def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
     """Yields the trace's events of one rank."""
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-    for name, start, end, busy, count in rows:
+    for name, start, end, busy, count, strategy, num_running, num_tokens in rows:
         times = {"ts": _microseconds(start - origin), "dur": _microseconds(end - start)}
-        args = {"args": {"spans": count, "busy_ms": round(busy * 1e3, 3)}} if count > 1 else {}
-        yield {"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **args}
+        args: Record = {"spans": count, "busy_ms": round(busy * 1e3, 3)} if count > 1 else {}
+        if strategy:
+            args |= {"strategy": strategy, "running": num_running, "tokens": num_tokens}
+        yield {"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **({"args": args} if args else {})}
 
 
-def _paths_in(directory: Path) -> dict[int, Path]:
+def timeline_paths(directory: Path) -> dict[int, Path]:
     """Returns the ranks' files."""
     found = ((_NAME.fullmatch(path.name), path) for path in directory.glob("timeline.rank*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
@@ -241,7 +246,7 @@ class _Rows:
         with self.path.open("rb") as file:
             for offset in self.offsets.tolist():
                 file.seek(offset)
-                yield _read_row(file.readline())
+                yield read_row(file.readline())
 
 
 def _find_rows(path: Path) -> _Rows:
@@ -251,7 +256,7 @@ def _find_rows(path: Path) -> _Rows:
     with path.open("rb") as file:
         for line in iter(partial(file.readline, _LONGEST_LINE), b""):
             try:
-                _, start, end, _, _ = _read_row(line)
+                _, start, end, *_ = read_row(line)
             except (ValueError, TypeError, OverflowError, RecursionError):
                 num_bad += line.endswith(b"\n")  # a line read in several pieces counts once
             else:
@@ -264,13 +269,21 @@ def _find_rows(path: Path) -> _Rows:
     return _Rows(path, np.array(offsets)[order], min(starts, default=0.0), num_bad)
 
 
-def _read_row(line: str | bytes) -> list[Any]:
+def read_row(line: str | bytes) -> list[Any]:
+    """Reads [name, start, end, busy seconds, spans merged, strategy, running sequences, tokens]; the last
+    three stand in lines of engine steps alone."""
     text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
-    name, start, end, busy, count = json.loads(text)
+    name, start, end, busy, count, *batch = json.loads(text)
     seconds = float(start), float(end), float(busy)
     if not all(map(math.isfinite, seconds)):
         raise ValueError("a time is not finite")
-    return [str(name), *seconds, int(count)]
+    strategy, num_running, num_tokens = batch or ("", 0, 0)
+    return [str(name), *seconds, int(count), str(strategy), int(num_running), int(num_tokens)]
+
+
+def _span(row: list[Any]) -> Span:
+    name, start, end, _, _, *batch = row
+    return Span(name, start, end, *batch)
 
 
 def _end_torn_line(path: Path) -> None:

@@ -1,0 +1,54 @@
+"""`tlt report`: the file it writes, and its mistakes."""
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.unit.page.synthetic import make_run
+from tlt.cli.main import main
+from tlt.page import render
+
+
+def test_the_page_lies_in_the_runs_folder_unless_a_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(render, "make_page", lambda folders: f"{len(folders)} runs: ü")
+    run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
+    assert main(["report", str(run)]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said == {
+        "out": str(run / "report.html"),
+        "bytes": (run / "report.html").stat().st_size,
+        "runs": [str(run)],
+    }
+    assert main(["report", str(run), str(other), "--out", str(tmp_path / "new" / "both.html")]) == 0
+    assert (tmp_path / "new" / "both.html").read_text() == "2 runs: ü"
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(*words: str) -> str:
+        assert main(["report", *words]) == 2
+        return capsys.readouterr().err
+
+    assert "needs RUN" in say()
+    assert "holds no metrics.jsonl" in say(str(tmp_path))
+    assert "--port: is 70000" in say(str(tmp_path), "--port", "70000")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        run = str(make_run(tmp_path / "run"))
+        assert f"--port: {port} cannot be used" in say(run, "--watch", "--port", port)
+
+
+def test_without_bokeh_the_remedy_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["report", str(make_run(tmp_path / "run"))]) == 2
+    assert (
+        "Bokeh, which draws its charts, is not installed; pip install '.[report]'" in capsys.readouterr().err
+    )

@@ -1,0 +1,98 @@
+"""A run's folder as `tlt train` leaves it, made of few numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tlt.accounts import DrafterCheck, IdleRecord, LengthStats, RewardSummary, RolloutRecord, UpdateMetrics
+from tlt.io.files import dumps, write_jsonl
+from tlt.report.record import StepRecord
+
+BEGAN = 1_700_000_000.0
+STEP_SECONDS = 10.0
+
+
+def step_record(step: int, **rollout: object) -> StepRecord:
+    """The record of a step that ended 10 s after the one before."""
+    values: dict[str, object] = {
+        "seconds": 6.0,
+        "num_responses": 4,
+        "num_tokens": 400,
+        "response_tokens": LengthStats(100.0, 90.0, 180.0, 200 + step),
+        "truncated_share": 0.25,
+        "tokens_per_second": 400 / 6,
+        "accept_length": 2.0 + step / 8,
+        "accept_by_depth": (0.9, 0.8, 0.5),
+        "strategy_seconds": {"off": 1.0, "learned:4x1x4": 3.0},
+        "strategy_speed": {"off": 50.0, "learned:4x1x4": 100.0},
+        "strategy_predicted": {"learned:4x1x4": 90.0},
+    }
+    return StepRecord(
+        step=step,
+        policy_version=step - 1,
+        step_seconds=STEP_SECONDS,
+        cpu_seconds=8.0,
+        finished_at=BEGAN + STEP_SECONDS * step,
+        rollout=RolloutRecord(**(values | rollout)),  # type: ignore[arg-type]
+        rewards=RewardSummary(0.1 * (step % 7), 0.05 * (step % 5)),
+        update=UpdateMetrics(-0.01, 0.3 + step / 100, 0.7, 0.0, float("nan"), 1e-5, 1e-6, 1, 3.0, 1e-4),
+        drafter=DrafterCheck(version=step // 2),
+        idle=IdleRecord(2.0, 0.5, (0.01,), {"train": 1.0, "rest": 1.0}),
+        algorithm="grpo",
+    )
+
+
+def span_rows(step: int) -> list[list[object]]:
+    """One rank's spans of a step, as its file holds them: prefill, decode, drafts, waiting, update."""
+    start = BEGAN + STEP_SECONDS * (step - 1)
+    return [
+        ["prefill", start + 0.5, start + 1, 0.5, 1],
+        ["decode", start + 1, start + 3, 2.0, 20, "off", 4, 80],
+        ["speculate", start + 3, start + 6, 3.0, 30, "learned:4x1x4", 1, 120],
+        ["wait", start + 6, start + 6.5, 0.5, 1],
+        ["update", start + 6.5, start + 9.5, 3.0, 1],
+        ["step", start, start + STEP_SECONDS, STEP_SECONDS, 1],
+    ]
+
+
+def response(step: int, sample: int, text: str, problem: str = "p-1") -> dict[str, object]:
+    return {
+        "problem_id": problem,
+        "sample_index": sample,
+        "prompt_ids": [1, 2, 3],
+        "token_ids": [4] * (sample + 1),
+        "text": text,
+        "finish_reason": "stop",
+        "purpose": "rollout",
+        "policy_step": step - 1,
+        "policy_version": step - 1,
+        "reward": float(sample % 2),
+        "is_solved": bool(sample % 2),
+    }
+
+
+def make_run(folder: Path, num_steps: int = 6, num_ranks: int = 2, text: str = "an answer") -> Path:
+    """Writes a run's folder and returns it."""
+    (folder / "responses").mkdir(parents=True)
+    config = {
+        "model": {"path": "no/such/model"},
+        "task": {"name": "countdown"},
+        "run": {"num_steps": num_steps},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    records = [step_record(step) for step in range(1, num_steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(record.to_json() + "\n" for record in records))
+    for rank in range(num_ranks):
+        rows = [row for step in range(1, num_steps + 1) for row in span_rows(step)]
+        lines = "".join(dumps(row) + "\n" for row in rows)
+        (folder / f"timeline.rank{rank}.jsonl").write_text(lines)
+    for step in range(1, num_steps + 1):
+        path = folder / "responses" / f"rollout-{step:08d}.jsonl"
+        write_jsonl(path, [response(step, sample, f"{text} {step}.{sample}") for sample in range(4)])
+    evaluations = [
+        {"step": step, "solve_rate": rate, "seconds": 1.0, "by_problem": {"a": rate, "b": 1.0}}
+        for step, rate in ((0, 0.0), (num_steps, 1.0))
+    ]
+    write_jsonl(folder / "evaluations.jsonl", evaluations)
+    return folder

@@ -1,0 +1,152 @@
+"""The page holds the runs' numbers, nothing of a response is markup, and it stays small."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.unit.page.synthetic import make_run, response
+from tlt.io.files import write_jsonl
+from tlt.page import summary
+from tlt.page.gather import read_run
+from tlt.page.kept import MAX_CHARACTERS, MAX_RESPONSES, show_responses
+from tlt.page.render import in_script, make_page
+from tlt.report.record import read_metrics
+from tlt.types import UserError
+
+
+class Page(HTMLParser):
+    """The cells of a page's tables, by figure and place, and its elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.values: dict[tuple[str, str], float] = {}
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.policy = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.sources += [value for name, value in attrs if name in ("src", "href") and value]
+        if found.get("http-equiv") == "Content-Security-Policy":
+            self.policy = found["content"] or ""
+        if value := found.get("data-value"):
+            self.values[found["data-figure"] or "", found["data-at"] or ""] = float(value)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "run", text="</script><script>alert(1)</script><!--")
+
+
+@pytest.fixture(scope="module")
+def text(run: Path) -> str:
+    return make_page([run])
+
+
+def test_the_pages_numbers_are_those_of_metrics(run: Path, text: str) -> None:
+    values = Page(text).values
+    records = read_metrics(run / "metrics.jsonl")
+    for record in records:
+        figures = record.figures()
+        for name in summary.PRINCIPAL:
+            assert values[name, str(record.step)] == figures[name]
+    by_step = [record.figures()["rollout/response_tokens/max"] for record in records]
+    name = "rollout/response_tokens/max"
+    assert values[name, "mean"] == pytest.approx(sum(by_step) / len(by_step))
+    assert (values[name, "first"], values[name, "highest"]) == (by_step[0], max(by_step))
+    assert {name for name, _ in values} == set(records[0].figures())
+
+
+def test_a_response_with_markup_is_text_and_the_page_loads_nothing(text: str) -> None:
+    page = Page(text)
+    assert page.tags.count("script") == 4  # data, library, charts, the page's own
+    assert "</script><script>alert" not in text
+    assert all(source.startswith("#") for source in page.sources)
+    assert page.policy.startswith("default-src 'none'; script-src 'unsafe-inline'; ")
+    assert "connect-src 'none'" in page.policy
+    data = re.search(r'id="response-data">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])[0]["text"].startswith("</script><script>alert(1)</script><!-- ")
+
+
+def test_json_in_a_script_holds_no_character_that_could_end_it() -> None:
+    assert re.search("[<>&\u2028\u2029]", in_script(value := {"a": "</script>&\u2028<!--"})) is None
+    assert json.loads(in_script(value)) == value
+
+
+def test_every_chart_says_in_a_sentence_what_to_see(text: str) -> None:
+    sentences = re.findall(r"<figcaption>(.*?)</figcaption>", text)
+    assert len(sentences) > 20
+    assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in sentences)
+    assert text.count("<figure") == text.count('role="img"') == len(sentences)
+
+
+def test_two_runs_lie_over_each_other_and_their_differences_are_a_table(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", num_steps=4)
+    text = make_page([run, other])
+    values = Page(text).values
+    assert values["rollout/accept_length", "difference"] == 0.0
+    assert "Means over the 4 steps that both runs have." in text
+    assert "run: reward" in text
+    assert "other: reward" in text
+
+
+def test_a_thousand_steps_make_a_page_below_5_mb(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long", num_steps=1000)
+    assert len(make_page([run]).encode()) < 5_000_000  # in two seconds: docs/report.md
+
+
+def test_what_is_left_out_of_the_responses_is_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", num_steps=30)
+    long = [response(30, sample, "x" * 10_000) for sample in range(1000)]
+    write_jsonl(folder / "responses" / "rollout-00000030.jsonl", long)
+    shown, (note,) = show_responses([read_run(folder, "run")])
+    assert len(shown) <= MAX_RESPONSES
+    assert max(len(one["text"]) for one in shown) < MAX_CHARACTERS + 50
+    assert "[… 8,000 characters …]" in shown[-1]["text"]
+    assert note.startswith(f"run: {len(shown)} of 1028 responses of 8 of 30 steps and evaluations")
+    assert "tokenizer is not at hand" in note
+
+
+def test_a_run_without_timeline_responses_or_steps_is_shown_and_says_what_is_missing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "bare", num_steps=3)
+    for path in [*folder.glob("timeline*"), *folder.glob("responses/*")]:
+        path.unlink()
+    text = make_page([folder])
+    assert "bare has no timeline files" in text
+    assert "bare has kept no responses" in text
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "failures.log").write_text("attempt 1: rank 0 failed <b>\n")
+    text = make_page([folder])
+    assert "bare has done no step yet" in text
+    assert "rank 0 failed &lt;b&gt;" in text
+
+
+def test_a_folder_without_a_run_and_a_broken_configuration_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no metrics.jsonl; give the folder of a run"):
+        read_run(tmp_path, "run")
+    folder = make_run(tmp_path / "run")
+    (folder / "config.json").write_text("[")
+    with pytest.raises(UserError, match=r"config.json: cannot be read"):
+        read_run(folder, "run")
+
+
+def test_numbers_for_people_have_four_digits() -> None:
+    numbers = (0.0, 12345.0, 1.23456, 0.000123, float("nan"), 12_345_678.0, 0.5, -0.04567)
+    assert [summary.number(n) for n in numbers] == [
+        "0",
+        "12,345",
+        "1.235",
+        "0.000123",
+        "–",
+        "1.23e+07",
+        "0.5000",
+        "-0.04567",
+    ]
+    assert math.isnan(summary.Cell("–").value)

@@ -1,0 +1,272 @@
+"""Draws charts (shapes.py) with Bokeh, for screen and print. Colors are those of Okabe and Ito, which the
+color-blind tell apart, with dashes and hatches beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+import numpy as np
+from bokeh.document import Document
+from bokeh.embed import components
+from bokeh.model import Model
+from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, Range1d
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+
+from tlt.page.shapes import Areas, Bars, Cells, Chart, Line, Stretches
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A")
+DASHES = ("solid", "dashed", "dotted", "dotdash")
+BY_NAME = {
+    "prefill": ("#56B4E9", " "),
+    "decode": ("#0072B2", " "),
+    "drafts": ("#009E73", " "),
+    "ahead": ("#F0E442", "/"),
+    "drafter training": ("#E69F00", "x"),
+    "waiting": ("#E4E4E4", "."),
+    "scores, journal": ("#8A8A8A", " "),
+    "measuring times off": ("#C9C9C9", "x"),
+    "update": ("#D55E00", " "),
+    "publish": ("#CC79A7", " "),
+    "other": ("#FFFFFF", " "),
+    "off": ("#0072B2", " "),
+    "learned": ("#E69F00", " "),
+    "ngram": ("#009E73", " "),
+    "hybrid": ("#CC79A7", "/"),
+}
+"""Color and hatch of what has the same name in every chart."""
+EDGE = "#666666"
+HEIGHT = 250
+ROW_HEIGHT = 26
+MOST_BARS = 80
+"""Stacked areas of at most so many points are drawn as bars."""
+MOST_MARKED = 40
+"""Lines of at most so many points have markers."""
+_LINE_TOOLS = "pan,box_zoom,reset,save"
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """A line of a chart's legend, which the page shows beside the chart. model: name of what it hides."""
+
+    label: str
+    model: str
+    color: str
+    dash: str = ""
+    hatch: str = ""
+
+
+class Charts:
+    """Draws charts; those over steps share one range, so that they are moved and zoomed together."""
+
+    def __init__(self) -> None:
+        self.steps = DataRange1d(range_padding=0.02)
+
+    def draw(self, chart: Chart, key: str) -> tuple[figure, list[LegendEntry]]:
+        """Returns the plot and its legend. key: names it on the page."""
+        ranges: dict[str, Any] = {"x_range": self.steps} if chart.is_by_step else {}
+        height = HEIGHT
+        for shape in chart.shapes:
+            ranges |= _ranges(shape)
+            height = max(height, 110 + ROW_HEIGHT * len(getattr(shape, "rows", ())))
+        plot = figure(
+            height=height,
+            sizing_mode="stretch_width",
+            output_backend="svg",
+            tools=_LINE_TOOLS,
+            toolbar_location="right",
+            x_axis_label=chart.x_label,
+            y_axis_label=chart.y_label or None,
+            y_axis_type="log" if chart.is_log else "auto",
+            name=key,
+            **ranges,
+        )
+        plot.toolbar.logo = None
+        plot.toolbar.autohide = True
+        legend = [entry for shape in chart.shapes for entry in _draw(shape, plot, chart)]
+        _style(plot)
+        return plot, legend if len(legend) > 1 else []
+
+
+def _style(plot: figure) -> None:
+    plot.grid.grid_line_color = "#E4E4E4"
+    plot.outline_line_color = None
+    plot.axis.axis_label_text_font_style = "normal"
+    for text in ("axis_label", "major_label"):
+        setattr(plot.axis, f"{text}_text_font_size", "12px")
+        setattr(plot.axis, f"{text}_text_color", "#222222")
+
+
+def _ranges(shape: object) -> dict[str, Any]:
+    if isinstance(shape, Bars):
+        return {"x_range": FactorRange(factors=shape.names), "y_range": DataRange1d(start=0)}
+    if isinstance(shape, Cells):
+        return {
+            "x_range": FactorRange(factors=shape.columns),
+            "y_range": FactorRange(factors=shape.rows[::-1]),
+        }
+    if isinstance(shape, Stretches):
+        end = max((end for _, _, _, end in shape.stretches), default=1.0)
+        return {
+            "x_range": Range1d(start=0, end=end, bounds="auto"),
+            "y_range": FactorRange(factors=shape.rows[::-1]),
+        }
+    return {"y_range": DataRange1d(start=0)} if isinstance(shape, Areas) else {}
+
+
+@singledispatch
+def _draw(shape: object, plot: figure, chart: Chart) -> list[LegendEntry]:
+    raise AssertionError(f"no drawing of {shape!r}")
+
+
+@_draw.register
+def _(shape: Line, plot: figure, chart: Chart) -> list[LegendEntry]:
+    color = COLORS[shape.color % len(COLORS)]
+    source = ColumnDataSource({"x": shape.x, "y": shape.y}, name=f"data|{plot.name}|{shape.label}")
+    if shape.low is not None and shape.high is not None:
+        plot.varea(shape.x, shape.low, shape.high, fill_color=color, fill_alpha=0.18)
+    dash, name = DASHES[shape.dash % len(DASHES)], f"{plot.name}|{shape.label}"
+    look: dict[str, Any] = {"color": color, "line_dash": dash}
+    look |= {"line_width": 1, "line_alpha": 0.35} if shape.is_faint else {"line_width": shape.width}
+    line = plot.line("x", "y", source=source, name=name, **look)
+    if np.isfinite(shape.y).sum() <= MOST_MARKED:
+        plot.scatter("x", "y", source=source, size=5, color=color, alpha=0.35 if shape.is_faint else 1)
+    tips = [("", shape.label), (chart.x_label, "@x{0,0.[00]}"), (chart.y_label, "@y{0,0.[0000]}")]
+    plot.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline", visible=False))
+    return [] if shape.is_faint else [LegendEntry(shape.label, name, color, dash)]
+
+
+@_draw.register
+def _(shape: Areas, plot: figure, chart: Chart) -> list[LegendEntry]:
+    source = ColumnDataSource({"x": shape.x, **shape.layers}, name=f"data|{plot.name}|layers")
+    labels, legend = list(shape.layers), list[LegendEntry]()
+    width = 0.85 * (float(np.min(np.diff(shape.x))) if len(shape.x) > 1 else 1.0)
+    bottom = np.zeros(len(shape.x))
+    for place, label in enumerate(labels):
+        color, hatch = _look(label, place)
+        top = bottom + shape.layers[label]
+        name = f"{plot.name}|{label}"
+        look = _filled(color, hatch) | {"name": name}
+        if len(shape.x) <= MOST_BARS:
+            source.data[f"{label} from"], source.data[f"{label} to"] = bottom, top
+            bars = plot.vbar(
+                "x",
+                width,
+                f"{label} to",
+                f"{label} from",
+                source=source,
+                line_color=EDGE,
+                line_width=0.3,
+                **look,
+            )
+            tips = [("", label), (chart.x_label, "@x"), (chart.y_label, f"@{{{label}}}{{0,0.[000]}}")]
+            plot.add_tools(HoverTool(renderers=[bars], tooltips=tips, visible=False))
+        else:
+            plot.varea(shape.x, bottom, top, **look)
+        legend.append(LegendEntry(label, name, color, hatch=hatch))
+        bottom = top
+    return legend[::-1]
+
+
+@_draw.register
+def _(shape: Bars, plot: figure, chart: Chart) -> list[LegendEntry]:
+    source = ColumnDataSource({"x": shape.names, "y": shape.heights}, name=f"data|{plot.name}|{shape.label}")
+    bars = plot.vbar("x", 0.8, "y", source=source, color=COLORS[shape.color])
+    plot.add_tools(
+        HoverTool(renderers=[bars], tooltips=[(chart.x_label, "@x"), (shape.label, "@y{0,0}")], visible=False)
+    )
+    return []
+
+
+@_draw.register
+def _(shape: Cells, plot: figure, chart: Chart) -> list[LegendEntry]:
+    places = [(i, j) for i in range(len(shape.rows)) for j in range(len(shape.columns))]
+    shares = [float(shape.shares[place]) for place in places]
+    data = {
+        "x": [shape.columns[j] for _, j in places],
+        "y": [shape.rows[i] for i, _ in places],
+        "share": shares,
+        "text": [f"{100 * share:.0f} %" if share >= 0.005 else "" for share in shares],
+        "color": ["#FFFFFF" if share > 0.55 else "#222222" for share in shares],
+        "note": [shape.notes[i][j] for i, j in places],
+    }
+    source = ColumnDataSource(data, name=f"data|{plot.name}|cells")
+    cells = plot.rect(
+        "x", "y", 0.98, 0.94, source=source, fill_color=COLORS[0], fill_alpha="share", line_color="#E4E4E4"
+    )
+    plot.text(
+        "x",
+        "y",
+        "text",
+        source=source,
+        text_align="center",
+        text_baseline="middle",
+        text_color="color",
+        text_font_size="11px",
+    )
+    tips = [("", "@y"), (chart.x_label, "@x"), ("", "@note")]
+    plot.add_tools(HoverTool(renderers=[cells], tooltips=tips, visible=False))
+    return []
+
+
+@_draw.register
+def _(shape: Stretches, plot: figure, chart: Chart) -> list[LegendEntry]:
+    legend = list[LegendEntry]()
+    by_label: dict[str, list[tuple[str, str, float, float]]] = {}
+    for stretch in shape.stretches:
+        by_label.setdefault(stretch[1], []).append(stretch)
+    for place, (label, found) in enumerate(sorted(by_label.items(), key=lambda item: _order(item[0]))):
+        rows, _, starts, ends = zip(*found, strict=True)
+        source = ColumnDataSource({"y": rows, "start": starts, "end": ends}, name=f"data|{plot.name}|{label}")
+        name, (color, hatch) = f"{plot.name}|{label}", _look(label, place)
+        bars = plot.hbar(
+            "y",
+            0.8,
+            "end",
+            "start",
+            source=source,
+            name=name,
+            line_color=EDGE,
+            line_width=0.3,
+            **_filled(color, hatch),
+        )
+        tips = [("", f"@y: {label}"), ("seconds", "@start{0.00} to @end{0.00}")]
+        plot.add_tools(HoverTool(renderers=[bars], tooltips=tips, visible=False))
+        legend.append(LegendEntry(label, name, color, hatch=hatch))
+    return legend
+
+
+def _filled(color: str, hatch: str) -> dict[str, Any]:
+    return {
+        "fill_color": color,
+        "hatch_pattern": hatch,
+        "hatch_color": "#444444",
+        "hatch_alpha": 0.5,
+        "hatch_scale": 8,
+    }
+
+
+def _look(label: str, place: int) -> tuple[str, str]:
+    return BY_NAME.get(label, (COLORS[place % len(COLORS)], " "))
+
+
+def _order(label: str) -> float:
+    return [*BY_NAME].index(label) if label in BY_NAME else math.inf
+
+
+def embed(plots: dict[str, Model]) -> tuple[str, dict[str, str]]:
+    """Returns the script that draws the plots, and a place for each by its key."""
+    document = Document()
+    with document.models.freeze():  # else each plot walks through all before it
+        for plot in plots.values():
+            document.add_root(plot)
+    return components(plots, wrap_script=False) if plots else ("", {})
+
+
+def library() -> Iterable[str]:
+    """Returns Bokeh's JavaScript, as it comes with the package."""
+    return Resources(mode="inline", components=["bokeh"]).js_raw
