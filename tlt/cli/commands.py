@@ -9,6 +9,7 @@ from typing import Any
 from tlt.cli import (
     audit,
     bench,
+    doctor,
     drafter,
     drafter_eval,
     generate,
@@ -60,6 +61,7 @@ COMMANDS = {
     "init": Command(init.Init, init.run),
     "init own": Command(own.InitOwn, own.run),
     "train": Command(train.Train, train.run, lists_keys=True),
+    "doctor": Command(doctor.Doctor, doctor.run, doctor.summarize),
     "status": Command(status.Status, status.run, status.summarize),
     "report": Command(report.Report, report.run, report.summarize),
     "plan speed": Command(plan_speed.PlanSpeed, plan_speed.speed, plan_speed.summarize),

@@ -114,7 +114,7 @@ def _lines(rows: Mapping[str, Any], unit: str = "", indent: str = "") -> Iterato
             yield f"{indent}{label_of(name)}", "" if value else "none"
             yield from _lines(value, name, f"{indent}  ")
         else:
-            has_unit = _unit_of(name) is not None
+            has_unit = _unit_of(name) is not None and isinstance(value, int | float)
             label = label_of(name) if has_unit or not unit else name
             yield f"{indent}{label}", written(name if has_unit else unit or name, value)
 

@@ -1,0 +1,110 @@
+"""`tlt doctor`: this machine, what is missing on it, and what every "auto" means here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tlt.cli.engine import show_busy
+from tlt.cli.options import Options, Switch, Written
+from tlt.cli.summary import Ended, Summary, size
+from tlt.io.extras import PURPOSES
+from tlt.io.files import Record
+from tlt.io.machine import Facts, Finding, diagnose, read_facts
+
+if TYPE_CHECKING:
+    from tlt.config.schema import Config
+
+
+class Doctor(Options):
+    """Look at this machine: what TLT needs, what is missing and how to get it, and what "auto" means here.
+
+    Exit code 0: TLT works here; 1: something that it needs is broken. Optional packages may be missing.
+    """
+
+    config: Annotated[Path, Written("[CONFIG]", is_alone=True)] = Path("countdown")
+    """TOML configuration, or the name of a recipe, whose "auto" are resolved."""
+    network: Switch = False
+    """Asks whether the Hugging Face hub can be reached; otherwise nothing is sent."""
+
+
+def run(options: Doctor) -> Ended:
+    """Looks, and returns what was found."""
+    from tlt.config.load import load_config
+
+    config = load_config(options.config)
+    with show_busy("looking at this machine"):
+        facts, found = _look(config)
+        if options.network:
+            found.append(_ask_hub())
+    return report(facts, found, str(options.config))
+
+
+def _look(config: Config) -> tuple[Facts, list[Finding]]:
+    """Returns this machine's facts, and what they and the configuration's "auto" say."""
+    try:
+        from tlt.assembly.choices_here import resolve_here
+        from tlt.assembly.ranks import num_cores
+        from tlt.engine.memory import machine_bytes
+    except ImportError:  # torch cannot be imported, which the facts say
+        return (facts := read_facts(0, 0)), diagnose(facts)
+    facts = read_facts(num_cores(), machine_bytes())
+    found = diagnose(facts)
+    for key, text, is_right in resolve_here(config):
+        found.append(Finding(key, "ok" if is_right else "broken", text))
+    return facts, found
+
+
+def _ask_hub() -> Finding:
+    import urllib.request
+
+    from huggingface_hub import constants, get_token
+
+    login = "logged in" if get_token() else "no token"
+    try:
+        with urllib.request.urlopen(constants.ENDPOINT, timeout=10):
+            return Finding("network", "ok", f"{constants.ENDPOINT} answers, {login}")
+    except OSError as error:
+        remedy = "check the proxy (HTTPS_PROXY), or name a mirror in HF_ENDPOINT"
+        return Finding("network", "broken", f"{constants.ENDPOINT} cannot be reached ({error})", remedy)
+
+
+def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
+    """Returns the record of what was found, and the exit code."""
+    machine = {
+        "python": facts.python,
+        "cpu_cores": facts.cpu_cores,
+        "memory": size(facts.memory_bytes),
+        "gpus": [f"{gpu.name}, {size(gpu.memory_bytes)}" for gpu in facts.gpus],
+        "compilers": dict(facts.compilers),
+    }
+    broken = [one.name for one in found if one.state == "broken"]
+    told = {one.name: {"state": one.state, "text": one.text, "remedy": one.remedy} for one in found}
+    record = {"works": not broken, "broken": broken, "config": config, "machine": machine, "found": told}
+    return Ended(record, int(bool(broken)))
+
+
+def summarize(record: Record) -> Summary:
+    """Returns the summary for people: first what there is, then what "auto" means, then what is lacking."""
+    machine, by_state = record["machine"], dict[str, dict[str, str]]()
+    keys: dict[str, str] = {}
+    for name, one in record["found"].items():
+        if "." in name:
+            keys[name] = one["text"]
+        if "." not in name or one["state"] != "ok":
+            by_state.setdefault(one["state"], {})[name] = f"{one['text']}\n{one['remedy']}".strip()
+    missing, fine = by_state.get("missing", {}), by_state.get("ok", {})
+    headline = "TLT works here" if record["works"] else f"broken: {', '.join(record['broken'])}"
+    headline += f"; optional and missing: {', '.join(missing)}" if missing else ""
+    rows: Record = {
+        "Python": machine["python"],
+        "CPU": f"{machine['cpu_cores']} cores, {machine['memory']}",
+        **{name: fine.pop(name) for name in ("GPUs", "compilers", "network") if name in fine},
+        "packages": ", ".join(f"{name} {text}" for name, text in fine.items() if name not in PURPOSES),
+        "optional": ", ".join(name for name in fine if name in PURPOSES) or "none",
+        f"auto, for {record['config']}": keys,
+    }
+    for state, title in (("broken", "broken"), ("note", "to note"), ("missing", "missing")):
+        rows |= {title: by_state[state]} if state in by_state else {}
+    return Summary(headline, rows)
