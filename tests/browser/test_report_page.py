@@ -1,0 +1,135 @@
+"""The report in headless Chromium: it draws without a word on the console, shows metrics.jsonl's numbers, and a
+response is text. Skipped where playwright or Chromium is missing; `make browser-test` installs the first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.page.synthetic import make_run
+from tlt.page.render import make_page
+from tlt.report.record import read_metrics
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = os.environ.get("TLT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; name it by TLT_CHROMIUM")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+ATTACK = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+NUM_STEPS = 20
+
+
+class Opened:
+    """A page in the browser, and what it said and asked for while it was open."""
+
+    def __init__(self, page: Any, file: Path) -> None:
+        self.page = page
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.goto(file.as_uri())
+        page.wait_for_function("window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle")
+
+    def values(self, name: str) -> list[list[float]]:
+        """Returns x and y of a line, as Bokeh holds them."""
+        read = "name => { const { x, y } = Bokeh.documents[0].get_model_by_name(name).data; return [[...x], [...y]]; }"
+        found: list[list[float]] = self.page.evaluate(read, name)
+        return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "run", NUM_STEPS, text=ATTACK)
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, run: Path) -> Opened:
+    (run / "report.html").write_text(make_page([run]), encoding="utf-8")
+    return Opened(
+        browser.new_page(viewport={"width": 1400, "height": 1000}, offline=True), run / "report.html"
+    )
+
+
+def test_it_draws_without_an_error_and_asks_for_nothing(opened: Opened) -> None:
+    assert [said for said in opened.said if not said.startswith(("log: [bokeh", "info: [bokeh"))] == []
+    assert len(opened.asked) == 1
+    sizes = opened.page.eval_on_selector_all(
+        ".panel:not([hidden]) .plot, .charts .plot",
+        "plots => plots.map(plot => plot.getBoundingClientRect()).map(({ width, height }) => [width, height])",
+    )
+    assert len(sizes) > 20
+    assert all(width > 300 and height > 200 for width, height in sizes)
+
+
+def test_lines_and_tables_hold_the_numbers_of_metrics(opened: Opened, run: Path) -> None:
+    records = read_metrics(run / "metrics.jsonl")
+    steps = [float(record.step) for record in records]
+    lines = {
+        "chart-step-seconds|step": "step_seconds",
+        "chart-entropy|entropy": "update/entropy",
+        "chart-reward|reward, each step": "rewards/mean",
+        "chart-accept-length|accept length, each step": "rollout/accept_length",
+        "chart-lengths|longest": "rollout/response_tokens/max",
+    }
+    for name, figure in lines.items():
+        assert opened.values(f"data|{name}") == [steps, [record.figures()[figure] for record in records]]
+    cells = opened.page.eval_on_selector_all(
+        "td[data-figure='rewards/mean']",
+        "cells => cells.map(cell => [cell.dataset.at, Number(cell.dataset.value)])",
+    )
+    expected = [[str(record.step), record.rewards.mean] for record in records]
+    assert [cell for cell in cells if cell[0].isdigit()] == expected
+
+
+def test_a_response_is_text_and_the_table_sorts_and_searches(opened: Opened) -> None:
+    page = opened.page
+    rows = page.locator("#response-table tbody tr")
+    assert rows.count() == 8 * 4  # of eight steps
+    rows.first.locator("summary").click()
+    assert rows.first.locator("pre").nth(1).inner_text() == f"{ATTACK} {NUM_STEPS}.0"
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#response-table img, #response-table script").count() == 0
+    page.get_by_role("button", name="tokens").click()
+    assert rows.first.locator("td").nth(6).inner_text() == "1"
+    page.locator("input[type=search]").fill(f"{NUM_STEPS}.3")
+    assert rows.count() == 1
+    page.locator("input[type=search]").fill("")
+
+
+def test_another_step_and_a_hidden_line_are_one_click_away(opened: Opened) -> None:
+    page = opened.page
+    page.select_option("#step-choice", index=1)
+    assert page.locator(".panel:not([hidden])").get_attribute("id") == "panel-1"
+    assert page.locator("#panel-1-ranks .plot").bounding_box()["height"] > 100
+    button = page.locator("#chart-step-seconds .legend button").first
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    shown = "Bokeh.documents[0].get_model_by_name('chart-step-seconds|step').visible"
+    assert page.evaluate(shown) is False
+    assert [said for said in opened.said if said.startswith("error")] == []
+
+
+def test_two_runs_on_a_narrow_screen_do_not_make_it_scroll_sideways(
+    browser: Any, run: Path, tmp_path: Path
+) -> None:
+    other = make_run(tmp_path / "other", NUM_STEPS // 2)
+    (tmp_path / "both.html").write_text(make_page([run, other]), encoding="utf-8")
+    opened = Opened(
+        browser.new_page(viewport={"width": 800, "height": 1000}, offline=True), tmp_path / "both.html"
+    )
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 800
+    assert [said for said in opened.said if said.startswith(("error", "warning"))] == []
