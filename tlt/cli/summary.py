@@ -158,7 +158,7 @@ def percent(share: float) -> str:
 
 def seconds(value: float) -> str:
     """Returns a duration: 0.0123 s · 41.2 s · 9 min 21 s."""
-    from tlt.report.console import duration
+    from tlt.report.words import duration
 
     return f"{rounded(value)} s" if abs(value) < 60 else duration(value)
 

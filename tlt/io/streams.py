@@ -92,9 +92,9 @@ def reporting_stdout() -> Iterator[None]:
         sys.stdout = stdout
 
 
-def forgive(stream: TextIO | None) -> TextIO:
+def forgive(stream: TextIO | None, name: str = "stdout") -> TextIO:
     """Returns a stream that raises nothing where this one cannot be written, which a line on stderr says."""
-    return guard(stream, _note)
+    return guard(stream, lambda error: _say_lost(error, name))
 
 
 def forgive_output(says_so: bool = True) -> None:
@@ -108,7 +108,7 @@ def forgive_output(says_so: bool = True) -> None:
     def lose(error: OSError) -> None:
         discard(stdout)
         if says_so:
-            _note(error)
+            _say_lost(error)
 
     sys.stdout, sys.stderr = guard(stdout, lose), guard(stderr, lambda _: discard(stderr))
 
@@ -125,9 +125,10 @@ def forgiving_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _note(error: OSError) -> None:
+def _say_lost(error: OSError, name: str = "stdout") -> None:
+    without = "printing" if name == "stdout" else "it"
     with contextlib.suppress(OSError):  # stderr may be the same pipe: 2>&1 | head
-        sys.stderr.write(f"tlt: stdout cannot be written ({error.strerror}); going on without printing\n")
+        sys.stderr.write(f"tlt: {name} cannot be written ({error.strerror}); going on without {without}\n")
         sys.stderr.flush()
 
 

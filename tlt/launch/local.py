@@ -45,6 +45,7 @@ from tlt.launch.signals import (
     Supervisor,
     handling_stop_signals,
     listen_as_rank,
+    restore_terminal,
     say,
 )
 from tlt.types import UserError
@@ -60,6 +61,7 @@ def launch(
     grace_seconds: float = GRACE_SECONDS,
     monitor_seconds: float = 0.1,
     restarts: Restarts | None = None,
+    go_on: str = "",
 ) -> int:
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
 
@@ -73,18 +75,21 @@ def launch(
     grace_seconds: seconds for the ranks to finish after the first signal.
     monitor_seconds: seconds between two looks of torch's agent at the ranks.
     restarts: decides about restarts after a failure; None: there are none.
+    go_on: the command that goes on with what the entry has begun, for who ends it at once.
     """
     if num_ranks < 1:
         raise UserError(f"ranks: {num_ranks} is too few; give 1 or more")
     if is_rank(num_ranks):
-        return run_here(argument, entry)
+        return run_here(argument, entry, go_on)
     assert threading.current_thread() is threading.main_thread(), "signals are heard in the main thread only"
     restarts = restarts or Restarts()
-    with _quiet_agent(), _environment(threads_per_rank), Supervisor(num_ranks, grace_seconds) as supervisor:
+    supervising = Supervisor(num_ranks, grace_seconds, go_on)
+    with _quiet_agent(), _environment(threads_per_rank), supervising as supervisor:
         while True:
             ending = _attempt(argument, entry, supervisor, monitor_seconds)
             if isinstance(ending, int):
                 return ending
+            restore_terminal()
             if supervisor.stop.heard is not None:
                 if ending.is_awaiting:
                     say(f"{'; '.join(ending.causes)}; the step under way is lost")
@@ -103,10 +108,10 @@ def is_rank(num_ranks: int) -> bool:
 # -- one rank, in this process -------------------------------------------------------------------------------
 
 
-def run_here(argument: str, entry: Entry | str) -> int:
+def run_here(argument: str, entry: Entry | str, go_on: str = "") -> int:
     """Runs the entry as the rank that this process is; returns the exit code."""
     stop = StopRequest()
-    with handling_stop_signals(stop):
+    with handling_stop_signals(stop, go_on):
         try:
             _resolve(entry)(argument, stop)
         except UserError as error:

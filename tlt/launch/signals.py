@@ -35,6 +35,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 120.0
 """Seconds for ranks to finish after the first signal or their launcher's death, before they are killed or
 leave."""
+STOPPING = "stopping after the work under way; Ctrl-C again ends at once"
 REPEAT_SECONDS = 1.0
 """Two signals within this time count as one: torchrun repeats the SIGINT that the terminal has sent to its
 ranks."""
@@ -45,7 +46,8 @@ class SharedStop:
     a killed process might keep."""
 
     def __init__(self) -> None:
-        self._number = multiprocessing.get_context("spawn").RawValue(ctypes.c_int, 0)
+        memory = multiprocessing.get_context("spawn")
+        self._number, self._is_shown = memory.RawValue(ctypes.c_int, 0), memory.RawValue(ctypes.c_bool, False)
 
     @property
     def heard(self) -> signal.Signals | None:
@@ -56,6 +58,15 @@ class SharedStop:
         """Keeps the signal if it is the first."""
         self._number.value = self._number.value or number
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether a rank's live lines show that the run stops: a line between them would be overwritten."""
+        return self._is_shown.value
+
+    @is_shown.setter
+    def is_shown(self, value: bool) -> None:
+        self._is_shown.value = value
+
 
 class StopRequest:
     """A request to stop this process. The entry polls `is_set()` (about 1 µs), finishes its step and
@@ -64,6 +75,13 @@ class StopRequest:
     def __init__(self, shared: SharedStop | None = None) -> None:
         self.signal: signal.Signals | None = None
         self._shared = shared
+        self.is_shown = False
+
+    def show(self, is_shown: bool) -> None:
+        """Notes whether this rank's live lines show the request. Nothing else says it meanwhile."""
+        self.is_shown = is_shown
+        if self._shared is not None:
+            self._shared.is_shown = is_shown
 
     def is_set(self) -> bool:
         """Returns whether this process or another of its launch was asked to stop."""
@@ -83,27 +101,42 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
+def restore_terminal() -> None:
+    """Removes the last one of the live lines of a process that is killed, and shows the cursor again."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            with contextlib.suppress(OSError):
+                stream.write("\r\x1b[2K\x1b[?25h")
+                stream.flush()
+            return
+
+
+def _ended_at_once(go_on: str) -> str:
+    return "stopped at once; the step under way is lost" + (f"; go on with: {go_on}" if go_on else "")
+
+
 # -- one rank, in the process of the command -----------------------------------------------------------------
 
 
 @contextmanager
-def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
+def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
     """Sets `stop` at the first signal. A second Ctrl-C, more than a second later, ends the process at
-    once."""
+    once. go_on: the command that goes on with the run."""
     received_at = float("-inf")
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal received_at
         now = time.monotonic()
         if stop.signal is not None and number == signal.SIGINT and now - received_at > REPEAT_SECONDS:
-            say("stopped at once; the step under way is lost")
+            restore_terminal()
+            say(_ended_at_once(go_on))
             os._exit(128 + number)
         if stop.signal is None:
             received_at = now
             stop.signal = signal.Signals(number)
             place = find_place()
-            if place is None or place.is_leader:
-                say("stopping after the work under way; Ctrl-C again ends at once")
+            if (place is None or place.is_leader) and not stop.is_shown:
+                say(STOPPING)
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
@@ -170,17 +203,18 @@ class Supervisor(threading.Thread):
     run as well.
 
     grace_seconds: seconds for the ranks to finish after the first signal; then they are killed.
+    go_on: the command that goes on with the run, for who ends it at once.
     deaths: groups of ranks that ended together, in the order of time. The first death wakes this thread,
         before the agent ends the other ranks. So the first group holds the cause.
     """
 
-    def __init__(self, num_ranks: int, grace_seconds: float) -> None:
+    def __init__(self, num_ranks: int, grace_seconds: float, go_on: str = "") -> None:
         super().__init__(name="tlt-supervisor", daemon=True)
         self.stop = SharedStop()
         self.has_killed = False
         self.processes: list[BaseProcess] = []
         self.deaths: list[list[int]] = []
-        self.num_ranks, self._grace_seconds = num_ranks, grace_seconds
+        self.num_ranks, self._grace_seconds, self._go_on = num_ranks, grace_seconds, go_on
         self._others = set(multiprocessing.active_children())
         self._alive: dict[int, int] = {}  # file descriptor that becomes readable when a rank ends ─▶ rank
         self._lock = threading.Lock()  # for processes, deaths and _alive
@@ -234,6 +268,7 @@ class Supervisor(threading.Thread):
         with self._lock:
             self._others = set(multiprocessing.active_children())
             self.processes, self.deaths, self._alive = [], [], {}
+        self.stop.is_shown = False
 
     def _note_deaths(self, ends: list[int]) -> None:
         with self._lock:
@@ -254,12 +289,13 @@ class Supervisor(threading.Thread):
             self.stop.set(number)
             self._begin_stop()
         elif number == signal.SIGINT and not self.has_killed and time.monotonic() > self._repeats_until:
-            self._kill("stopped at once; the step under way is lost")
+            self._kill(_ended_at_once(self._go_on))
 
     def _begin_stop(self) -> None:
         self._is_stopping = True
         self._deadline = time.monotonic() + self._grace_seconds
-        say("stopping after the work under way; Ctrl-C again ends at once")
+        if not self.stop.is_shown:
+            say(STOPPING)
         with self._lock:
             self._wake()
 
@@ -274,6 +310,7 @@ class Supervisor(threading.Thread):
 
     def _kill(self, message: str) -> None:
         self.has_killed = True
-        say(message)
         for child in multiprocessing.active_children():
             child.kill()
+        restore_terminal()
+        say(message)

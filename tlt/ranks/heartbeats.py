@@ -1,6 +1,6 @@
 """Heartbeats of a phase's replicas, as keys of its store.
 
-beat/R    "changes:held"   written by replica R alone; waiting replicas watch it change
+beat/R    "changes:held:told"   written by replica R alone; waiting replicas watch it change
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ class ReplicaTimeout(RankAwaited):
 
 
 class Heartbeats:
-    """One replica's heartbeat, and its view of the others'. held: units that it holds unfinished."""
+    """One replica's heartbeat, and its view of the others'. held: units that it holds unfinished.
+
+    tells: returns what this replica tells the others with each heartbeat; nothing by default.
+    """
 
     def __init__(
         self, store: Store, replica: int, num_replicas: int, timeout: float, clock: Callable[[], float]
     ) -> None:
         self.store, self.replica, self.num_replicas = store, replica, num_replicas
         self.timeout, self._clock = timeout, clock
+        self.tells: Callable[[], str] = str
         self._changes = 0
         self._beaten_at = float("-inf")
         self._watched = dict.fromkeys(range(num_replicas), (ABSENT, clock()))
@@ -38,7 +42,7 @@ class Heartbeats:
         """Writes a heartbeat."""
         self._changes += 1
         self._beaten_at = self._clock()
-        self.store.set(f"beat/{self.replica}", f"{self._changes}:{held}")
+        self.store.set(f"beat/{self.replica}", f"{self._changes}:{held}:{self.tells()}")
 
     def beat_now_and_then(self, held: int) -> None:
         """Writes a heartbeat, at most once a second."""
@@ -60,12 +64,19 @@ class Heartbeats:
             if beat != seen:
                 self._watched[replica] = (beat, now)
             elif now - since > self.timeout and replica != self.replica:
-                num_held = beat.decode().partition(":")[2]
-                what = "has not begun it" if beat == ABSENT else f"holds {num_held} unit(s)"
+                what = "has not begun it"
+                if beat != ABSENT:
+                    what = f"holds {beat.decode().split(':')[1]} unit(s)"
                 raise ReplicaTimeout(
                     f"{phase}: replica {self.replica} waits for replica {replica}, which {what} and has "
                     f"shown no sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
                 )
+
+    def told(self) -> list[str]:
+        """Returns what the replicas told last, without those that told nothing. Any thread may call it."""
+        beats = (read_now(self.store, f"beat/{replica}") for replica in range(self.num_replicas))
+        told = (beat.decode().split(":", 2)[2] for beat in beats if beat != ABSENT)
+        return [text for text in told if text]
 
     def _next_to_watch(self) -> list[int]:
         """Returns the next replicas, so many that each has its turn ten times within the time-out. If every

@@ -1,42 +1,42 @@
 """The console of a run: a header, a table that grows by one line per step, and a summary at the end.
 
-On a terminal it has colours and a live status line below the table. In a file or pipe, on a dumb terminal or
-under NO_COLOR it is the same table in plain lines.
+On a terminal it has colours and live lines below the table (live_lines.py). In a file or pipe, on a dumb
+terminal or under NO_COLOR it is the same table in plain lines, which the log in the run's folder has, too.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import rich.console
-from rich.console import RenderableType
-from rich.live import Live
-from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Column as GridColumn
 from rich.table import Table
 from rich.text import Text
 
 from tlt.accounts import IdleUse
+from tlt.io.secrets import hide
 from tlt.io.streams import forgive
 from tlt.io.text import visible
+from tlt.report.live_lines import LiveLines
+from tlt.report.progress import PhaseProgress
 from tlt.report.record import StepRecord
+from tlt.report.words import duration, when
 
 WIDTH = 100
 ROWS_PER_HEADER = 25
-REFRESHES_PER_SECOND = 2
-"""A refresh takes about a millisecond from the engine that shares this process."""
+SECONDS_PER_LINE = 60.0
+"""Off a terminal, between two lines about the progress of a step or an evaluation."""
+LOG = "console.log"
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class Console:
 
     enabled: False: every method does nothing, as on ranks other than the leader.
     num_steps: of the whole run, for the progress bar; None: no bar.
+    log: file to which the plain lines are appended, too; None: none.
+    stopping: what the live lines say when the user has asked the run to stop; empty until then.
     """
 
     def __init__(
@@ -113,39 +115,21 @@ class Console:
         stream: TextIO | None = None,
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        log: Path | None = None,
+        stopping: Callable[[], str] = str,
     ) -> None:
         stream = forgive(sys.stdout if stream is None else stream)
         is_terminal = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self.is_live = enabled and is_terminal
-        # Off a terminal the width is fixed: a log must not depend on where it was written.
-        self._rich = rich.console.Console(
-            file=stream,
-            width=None if self.is_live else WIDTH,
-            no_color=not self.is_live,
-            force_terminal=self.is_live,
-            force_jupyter=False,  # else rich ignores the stream and displays each line separately
-            quiet=not enabled,
-            highlight=False,
-            emoji=False,
-            markup=False,
-        )
-        self._columns = _columns_within(self._rich.width)
-        self._num_steps = num_steps
+        self._rich = _open(stream, enabled, self.is_live)
+        self._all = [self._rich]
+        if log is not None and enabled:
+            self._add_log(log)
         self._clock = clock
         self._num_rows = 0
-        self._what = ""
-        self._step: int | None = None
-        self._recent: deque[float] = deque(maxlen=8)
-        self._spinner = Spinner("dots", style="cyan")
-        self._live: Live | None = None
-        if self.is_live:
-            self._live = Live(
-                get_renderable=self._status_line,
-                console=self._rich,
-                refresh_per_second=REFRESHES_PER_SECOND,
-                transient=True,
-            )
-            self._live.start()
+        self._told_at: float | None = None
+        self._live = LiveLines(self._rich, num_steps, stopping) if self.is_live else None
 
     def __enter__(self) -> Console:
         return self
@@ -154,47 +138,73 @@ class Console:
         self.close()
 
     def close(self) -> None:
-        """Removes the live line and gives the terminal back. Printing still works."""
+        """Removes the live lines and gives the terminal back. Printing still works."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     @contextmanager
-    def status(self, what: str) -> Iterator[None]:
-        """Shows what the body does, such as "evaluating on 256 held-out problems", in the live line or as a
-        note."""
-        if not self.is_live:
-            self.note(f"{what} …")
-        outer, self._what = self._what, what
+    def status(self, what: str, is_noted: bool = True) -> Iterator[None]:
+        """Shows what the body does, such as "evaluating on 256 held-out problems", in the live lines.
+
+        is_noted: whether the plain lines say it, too.
+        """
+        if is_noted:
+            self._print_plain(_note(f"{what} …"))
+        if self._live is None:
+            yield
+            return
+        outer, self._live.what = self._live.what, what
         try:
             yield
         finally:
-            self._what = outer
+            if self._live is not None:
+                self._live.what = outer
+
+    def progress(self, progress: PhaseProgress | None) -> None:
+        """Shows how far the step or evaluation is, in the live lines, and once a minute in the plain ones.
+        Any thread may call it. None: it has ended."""
+        if self._live is not None:
+            self._live.progress = progress
+        now = self._clock()
+        if progress is None or self._told_at is None:
+            self._told_at = None if progress is None else now
+        elif now - self._told_at >= SECONDS_PER_LINE:
+            self._told_at = now
+            self._print_plain(_note(str(progress)))
+
+    def begin_log(self, path: Path, title: str) -> None:
+        """Appends the plain lines to this file, too, from now on, the title first."""
+        self._add_log(path).print(title)
+
+    def _add_log(self, path: Path) -> rich.console.Console:
+        log = _open(forgive(cast(TextIO, _Log(path)), str(path)), not self._rich.quiet, is_terminal=False)
+        self._all.append(log)
+        return log
 
     def header(self, rows: Mapping[str, str]) -> None:
         """Prints rows of name and text: the run that is about to begin."""
         width = max(map(len, rows))
         for name, value in rows.items():
-            if not self.is_live:
-                self._print(Text(f"{name:<{width}}  {value}"))
-                continue
-            row = Table.grid(GridColumn(width=width, style="dim"), GridColumn(), padding=(0, 2))
-            row.add_row(name, value)
-            self._rich.print(row)
-        self._rich.print()
+            self._print_plain(Text(f"{name:<{width}}  {value}"))
+            if self.is_live:
+                row = Table.grid(GridColumn(width=width, style="dim"), GridColumn(), padding=(0, 2))
+                row.add_row(name, value)
+                self._rich.print(row)
+        self._print(Text())
 
     def note(self, text: str) -> None:
         """Prints a line between the table's rows."""
-        self._print(Text(f"  {visible(text)}", style="italic"))
+        self._print(_note(text))
 
     def step(self, record: StepRecord) -> None:
         """Prints the step's row, and notes about recalled responses and missing rewards."""
         if self._num_rows % ROWS_PER_HEADER == 0:
             self._header()
         self._num_rows += 1
-        self._step = record.step
-        self._recent.append(record.step_seconds)
-        self._print(_row(self._columns, [(column.write(record), column.style) for column in self._columns]))
+        if self._live is not None:
+            self._live.note_step(record.step, record.step_seconds)
+        self._print_row(lambda column: (column.write(record), column.style))
         if recalled := record.rollout.recalled_tokens:
             told = f"{recalled:,} of its {record.rollout.num_tokens:,} tokens stood in the journal"
             self.note(f"step {record.step}: {told}")
@@ -235,33 +245,28 @@ class Console:
         self._print(line)
 
     def _print(self, text: Text) -> None:
-        self._rich.print(text, soft_wrap=True)
+        for console in self._all:
+            console.print(text, soft_wrap=True)
+
+    def _print_plain(self, text: Text) -> None:
+        """Prints a line that a terminal does not show, or shows in another form."""
+        for console in self._all[self.is_live :]:
+            console.print(text, soft_wrap=True)
+
+    def _print_row(self, write: Callable[[Column], tuple[str, str]]) -> None:
+        """Prints what `write` returns of each column, text and style."""
+        for console in self._all:
+            columns = _columns_within(console.width)
+            console.print(_row(columns, [write(column) for column in columns]), soft_wrap=True)
 
     def _header(self) -> None:
         if self._num_rows:
-            self._rich.print()
-        self._print(_row(self._columns, [(column.title, "bold") for column in self._columns]))
-        self._print(_row(self._columns, [(column.unit, "dim") for column in self._columns]))
-        self._print(Text("─" * _row_width(self._columns), style="dim"))
-
-    def _status_line(self) -> RenderableType:
-        line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(width=2, justify="right")
-        line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        of_all = f" of {self._num_steps}" if self._num_steps else ""
-        step = "" if self._step is None else f"after step {self._step}{of_all}"
-        text = "  ".join(part for part in (step, self._what) if part) or "first step"
-        cells: list[RenderableType] = [self._spinner, Text(text)]
-        if self._num_steps and self._step is not None and self._recent:
-            seconds_left = (self._num_steps - self._step) * sum(self._recent) / len(self._recent)
-            is_stepping = seconds_left > 0 and not self._what  # the time of anything else is unknown
-            line.add_column(width=16)
-            line.add_column(justify="right", no_wrap=True)
-            bar = ProgressBar(self._num_steps, self._step, complete_style="cyan", finished_style="cyan")
-            left = Text(f"{duration(seconds_left)} left" if is_stepping else "", style="dim")
-            cells += [bar, left]
-        line.add_row(*cells)
-        return Padding(line, (1, 0, 0, 0))
+            self._print(Text())
+        self._print_row(lambda column: (column.title, "bold"))
+        self._print_row(lambda column: (column.unit, "dim"))
+        for console in self._all:
+            width = _row_width(_columns_within(console.width))
+            console.print(Text("─" * width, style="dim"), soft_wrap=True)
 
     def summary(
         self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str], title: str = "training complete"
@@ -271,13 +276,18 @@ class Console:
         next_commands: commands to try, one a line, so that they can be copied.
         """
         self.close()
-        self._rich.print()
-        if not self.is_live:
-            width = max(len(name) for name, _ in rows)
-            for name, value in rows:
-                self._print(Text(f"{name:<{width}}  {value.plain}".rstrip()))
-            self._try(next_commands)
-            return
+        self._print(Text())
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self._print_plain(Text(f"{name:<{width}}  {value.plain}".rstrip()))
+        if self.is_live:
+            self._panel(rows, title)
+        if next_commands:
+            self._print(Text("\nTry it:", style="dim"))
+        for command in next_commands:
+            self._print(Text(f"  {command}", style="bold"))
+
+    def _panel(self, rows: Sequence[tuple[str, Text]], title: str) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
@@ -287,37 +297,40 @@ class Console:
             grid, title=Text(title, style="bold"), title_align="left", border_style="green", padding=(1, 2)
         )
         self._rich.print(panel, width=min(self._rich.width, WIDTH))
-        self._try(next_commands)
 
-    def _try(self, commands: Sequence[str]) -> None:
-        if commands:
-            self._print(Text("\nTry it:", style="dim"))
-        for command in commands:
-            self._print(Text(f"  {command}", style="bold"))
+
+def _open(stream: TextIO, enabled: bool, is_terminal: bool) -> rich.console.Console:
+    """Returns a console on the stream. Off a terminal the width is fixed: a log must not depend on where it
+    was written."""
+    return rich.console.Console(
+        file=stream,
+        width=None if is_terminal else WIDTH,
+        no_color=not is_terminal,
+        force_terminal=is_terminal,
+        force_jupyter=False,  # else rich ignores the stream and displays each line separately
+        quiet=not enabled,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+
+
+class _Log(io.TextIOBase):
+    """Appends what is written to a file, which is open only meanwhile: several processes print into it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        with self._path.open("a", encoding="utf-8") as file:
+            return file.write(hide(text))
+
+
+def _note(text: str) -> Text:
+    return Text(f"  {visible(text)}", style="italic")
 
 
 def _row(columns: Sequence[Column], cells: Sequence[tuple[str, str]]) -> Text:
     return Text(" ").join(
         Text(f"{text:>{column.width}}", style) for column, (text, style) in zip(columns, cells, strict=True)
     )
-
-
-def when(step: int) -> str:
-    """Returns the moment after `step` updates, in words."""
-    return f"after {step} updates" if step else "before training"
-
-
-def near(path: Path) -> str:
-    """Returns the path relative to the working directory if it lies there, else the absolute path."""
-    absolute = path.absolute()
-    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
-
-
-def duration(seconds: float) -> str:
-    """Formats a duration: 41 s · 9 min 21 s · 3 h 07 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from tlt.report.console import duration, near
 from tlt.report.times_off import TimesOff
+from tlt.report.words import duration, near
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class IdleTime:
         self.has_better_to_do, self.rest, self.timeline = has_better_to_do, rest, timeline
         self.drafter_report, self._ahead_report = DrafterReport(), AheadReport()
         self.stretches: list[IdleStretch] = []
-        self._use: IdleUse | None = None  # None: the rank is not idle
+        self.use: IdleUse | None = None  # None: the rank is not idle
         self._since = self._seconds = 0.0
 
     @property
@@ -103,7 +103,7 @@ class IdleTime:
 
         self._turn_to(IdleUse.AHEAD)
         report = self.ahead.run(stops)
-        self._use = IdleUse.AHEAD if report.num_steps else IdleUse.REST
+        self.use = IdleUse.AHEAD if report.num_steps else IdleUse.REST
         self._turn_to(IdleUse.REST)
         self._ahead_report = self._ahead_report.plus(report)
         return report.num_steps > 0
@@ -111,7 +111,7 @@ class IdleTime:
     def _train(self) -> bool:
         self._turn_to(IdleUse.TRAIN)
         report = self.training.train(lambda: self._is_time_to_rest() or self.has_better_to_do())
-        self._use = IdleUse.TRAIN if report.num_micro_steps else IdleUse.REST
+        self.use = IdleUse.TRAIN if report.num_micro_steps else IdleUse.REST
         self._turn_to(IdleUse.REST)
         if report.num_micro_steps:
             self.drafter_report = self.drafter_report.plus(report)
@@ -126,7 +126,7 @@ class IdleTime:
 
     def _turn_to(self, use: IdleUse | None) -> None:
         """Ends the current stretch, and begins one of another use."""
-        now, last = self.timeline.clock(), self._use
+        now, last = self.timeline.clock(), self.use
         if last is not None and now > self._since:
             self._seconds += now - self._since
             if last in _SPANS:
@@ -135,7 +135,7 @@ class IdleTime:
             if before and before[0].use is last and before[0].end == start:
                 start = self.stretches.pop().start
             self.stretches.append(IdleStretch(last, start, now))
-        self._use, self._since = use, now
+        self.use, self._since = use, now
 
 
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:

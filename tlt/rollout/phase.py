@@ -26,6 +26,7 @@ from tlt.report.timeline import Timeline
 from tlt.rollout.ahead_queue import AheadQueue
 from tlt.rollout.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.rollout.idle_time import IdleTime, IdleWork
+from tlt.rollout.progress import Tell, progress_of, watching
 from tlt.rollout.protocol import DrafterTraining, Receivers
 from tlt.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
 from tlt.rollout.slowdown import SlowdownSums, add_up, sums_of
@@ -47,6 +48,7 @@ class RolloutPhase:
     """Generates and scores the responses to problems, together with the other ranks. One per run and rank.
 
     migrates: whether an idle replica takes over running responses of a busy one.
+    tell: receives the progress of the phase; None on all ranks but the leader.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class RolloutPhase:
         timeline: Timeline,
         should_stop: Callable[[], bool],
         migrates: bool = True,
+        tell: Tell | None = None,
     ) -> None:
         self.world, self.engine, self.queue = world, engine, queue
         self.receivers, self.timeline = receivers, timeline
-        self.should_stop, self.migrates = should_stop, migrates
+        self.should_stop, self.migrates, self.tell = should_stop, migrates, tell
 
     def run(
         self,
@@ -172,7 +175,10 @@ class RolloutPhase:
         ended = FinishedResponses((draw.problem for draw in draws), self.receivers, training)
         ended.recall(recalled, self.world.rank, self.world.world_size)
         idle_time = self.build_idle_time(idle_work, training)
-        last_token, steps = self.generate(work, ended, idle_time)
+        parts = self.engine, self.engine.stats, work, ended, idle_time
+        self.queue.life.tells = lambda: progress_of(*parts).encode()
+        with watching(self.queue.life, sum(map(len, requests)), self.tell):
+            last_token, steps = self.generate(work, ended, idle_time)
         if any_rank(self.world, self.should_stop()):
             self.receivers.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()

@@ -14,7 +14,7 @@ from pathlib import Path
 from tlt.accounts import RewardSummary
 from tlt.io.files import read_file
 from tlt.ranks.world import broadcast_json
-from tlt.report.console import near, when
+from tlt.report.words import near, when
 from tlt.rewards.pool import check_scorable, summarize
 from tlt.spans import SpanName
 from tlt.training.evaluations import Evaluation

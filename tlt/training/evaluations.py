@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tlt.io.files import dumps, read_appended, write_jsonl
-from tlt.report.console import when
 from tlt.report.outcome import Gain
 from tlt.report.record import paired_sign_flip_test
+from tlt.report.words import when
 from tlt.rewards.pool import summarize
 from tlt.rewards.scoring import OWN_SCORE
 from tlt.rollout.result import PhaseResult

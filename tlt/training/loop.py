@@ -76,9 +76,10 @@ def advance(run: Run) -> PhaseResult:
     off_pair = measure_times_off(run, phase)
     if run.step == 0:
         check_scorable(phase.rewards, run.config.task.name, "step 1")
-    with run.timeline.span(SpanName.UPDATE):
+    with run.timeline.span(SpanName.UPDATE), run.console.status("updating the policy", is_noted=False):
         update = run.trainer.update(*phase.for_update, run.step)
-    run.publish(run.step + 1)
+    with run.console.status("publishing the policy", is_noted=False):
+        run.publish(run.step + 1)
     record(run, phase, off_pair, update, started, cpu_started)
     run.step += 1
     return phase
@@ -181,8 +182,9 @@ def stop_early(run: Run, where: str) -> None:
 
 def save_state(run: Run) -> None:
     """Writes a checkpoint and the spans, and waits until all ranks have."""
-    run.checkpoint()
-    run.checkpoints.wait()
+    with run.console.status("writing a checkpoint", is_noted=False):
+        run.checkpoint()
+        run.checkpoints.wait()
     run.timeline.flush()
     gather_objects(run.world, None)
 

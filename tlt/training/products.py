@@ -12,11 +12,11 @@ from typing import Any
 from tlt.config.schema import Config
 from tlt.hf.weights import StoredTensors, content_hash
 from tlt.io.plugins import is_importable
-from tlt.report.console import near
 from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
 from tlt.report.record import StepRecord, read_metrics
 from tlt.report.timeline import merge_timelines
 from tlt.report.times_off import TimesOff
+from tlt.report.words import near
 from tlt.saved.responses import FOLDER as RESPONSES
 from tlt.saved.run_folder import forget_journal
 from tlt.training.problems import data_source

@@ -22,11 +22,12 @@ from tlt.drafter.drafting.references import References
 from tlt.hf.peft import save_adapter
 from tlt.hf.weights import save_model
 from tlt.io.files import write_atomically
+from tlt.launch.signals import STOPPING
 from tlt.models.decoder import Transformer
 from tlt.ranks.sharding import FullTensors, full_tensor, layer_by_layer
 from tlt.ranks.waiting import on_all_ranks, on_leader
-from tlt.ranks.world import World, broadcast_bytes, broadcast_json, gather_objects
-from tlt.report.console import Console
+from tlt.ranks.world import World, broadcast_json, gather_objects
+from tlt.report.console import LOG, Console
 from tlt.report.record import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
 from tlt.report.trackers import TrackedRun
@@ -40,6 +41,7 @@ from tlt.rollout.work_queue import WorkQueue, connect_work_queue
 from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.saved.inputs import Inputs
 from tlt.saved.journal import FileJournal
+from tlt.saved.kept_references import keep_references, recall_references
 from tlt.saved.replay import Prompts, Replay, ReplayOf, prompts_of
 from tlt.saved.responses import KeptResponses, forget_responses
 from tlt.saved.run_folder import FolderLock
@@ -84,7 +86,14 @@ class Run:
             with write_atomically(self.out_dir / "config.json") as file:  # a resumed run writes it again
                 file.write(config.to_json())
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
-        self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
+        self.console = Console(
+            enabled=prints and world.is_leader,
+            num_steps=config.run.num_steps,
+            log=self.out_dir / LOG,
+            stopping=lambda: STOPPING if stop.is_set() else "",
+        )
+        self._stop = stop
+        stop.show(self.console.is_live)
         path = rank_path(self.out_dir, world.rank)
         self.timeline = Timeline(world.rank, path, epoch, say=self.console.note)
         try:
@@ -162,7 +171,9 @@ class Run:
         receivers = Receivers(self.scorers, decode, self.journal)
         self.responses = KeptResponses(self.out_dir, decode) if config.run.keep_responses else None
         self.replay = self._replay()
-        self.phase = RolloutPhase(world, self.engine, queue, receivers, self.timeline, stop.is_set, migrates)
+        tell = self.console.progress if world.is_leader else None
+        stops, timeline = stop.is_set, self.timeline
+        self.phase = RolloutPhase(world, self.engine, queue, receivers, timeline, stops, migrates, tell)
 
     def _resume(self) -> int:
         """Restores the last checkpoint, if there is one. Returns the updates done."""
@@ -184,33 +195,13 @@ class Run:
             self.engine.tuner.restore(own[0]["tuner"])
         if self.engine.drafter is not None:
             self.engine.drafter.restore([known["drafting"] for known in own])
-        self._recall_references()
+        recall_references(
+            self.out_dir, self.references, self.policy.config.vocab_size, self.world, self.console.note
+        )
         self.checkpoints.saved = Saved(manifest.step, manifest.digest)
         self._follows = manifest.counters["follows"]
         self.console.note(f"resumed after {manifest.step} updates from {path}")
         return manifest.step
-
-    @property
-    def _references_file(self) -> Path:
-        return self.out_dir / "references.safetensors"
-
-    def _recall_references(self) -> None:
-        """Restores the references of the last checkpoint. They change the speed alone, so a damaged file is
-        said and left out."""
-        path = self._references_file
-        data = path.read_bytes() if self.world.is_leader and path.is_file() else b""
-        if data := broadcast_bytes(self.world, data):
-            try:
-                self.references.restore(data, self.policy.config.vocab_size)
-            except ValueError as error:
-                self.console.note(f"{path}: is left out, for it is not as it was written ({error})")
-
-    def _keep_references(self) -> None:
-        """Writes the references, which are the same on all ranks."""
-        keeps = self.world.is_leader and self.config.rollout.uses_references
-        if keeps and (data := self.references.encode()):
-            with write_atomically(self._references_file) as file:
-                file.buffer.write(data)
 
     def _replay(self) -> Replay:
         """Returns the source of another run's responses, as references for this one's."""
@@ -278,7 +269,8 @@ class Run:
         """Saves all that the rest of the run depends on. Every rank calls it and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
             self.check_folder()
-            self._keep_references()
+            if self.world.is_leader and self.config.rollout.uses_references:
+                keep_references(self.out_dir, self.references)
             self.checkpoints.wait()  # the new one names the one before
             counters = {
                 "policy": self.trainer.counters(),
@@ -343,6 +335,7 @@ class Run:
 
     def _leave(self) -> None:
         """Gives terminal and folder back; a notebook may keep this object with an error's traceback."""
+        self._stop.show(False)
         self.console.close()
         if self.lock is not None:
             self.lock.release()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,8 +40,9 @@ from tlt.plan.fit import refuse
 from tlt.plan.sizes import PlannedRun, short_count
 from tlt.ranks.store import ABSENT, read_now
 from tlt.ranks.world import Rendezvous, meet_ranks
-from tlt.report.console import Console, near
+from tlt.report.console import LOG, Console
 from tlt.report.trackers import check_trackers
+from tlt.report.words import near
 from tlt.rewards.scoring import Scorer
 from tlt.saved.inputs import Inputs
 from tlt.saved.manifest import latest_checkpoint
@@ -82,13 +84,14 @@ def launch_ranks(config: Config, began: Moment) -> int:
     restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
     on_ray = run.launcher == "ray" and find_place() is None
     if on_ray or not is_rank(num_ranks):
-        with Console() as console:
+        with Console(log=run.out_dir / LOG) as console:
             console.note(f"starting {num_ranks} ranks …")  # they import torch before they can print
     if on_ray:
         needs = RankNeeds(run.threads_per_rank, num_gpus=int(device_of(config).name == "cuda"))
         describe = partial(describe_run, config, began)
         return launch_on_ray(describe, num_ranks, program, needs, run.timeout_seconds, restarts)
-    return launch(describe_run(config, began), num_ranks, program, run.threads_per_rank, restarts=restarts)
+    threads, go_on = run.threads_per_rank, f"tlt train --resume {near(run.out_dir)}"
+    return launch(describe_run(config, began), num_ranks, program, threads, restarts=restarts, go_on=go_on)
 
 
 def describe_saved(folder: Path) -> str:
@@ -154,7 +157,7 @@ def go_back(checkpoint: Path) -> None:
         aside = go_back_to(checkpoint)
     finally:
         lock.release()
-    with Console() as console:
+    with Console(log=checkpoint.parents[1] / LOG) as console:
         for path in aside:
             console.note(f"a newer checkpoint is kept as {near(path)}")
 
@@ -173,6 +176,7 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
             findings = preflight(config, begun, trains=config.run.num_steps > 0)
         if is_first:
             FolderLock(config.run.out_dir).release()
+            console.begin_log(config.run.out_dir / LOG, f"── {datetime.now():%Y-%m-%d %H:%M:%S} ──")
         console.header(header_rows(config, findings, ranks))
         if place is None and (num_idle := device_of(config).num_idle):
             num = all_ranks(config)

@@ -1,9 +1,16 @@
-"""What a rank does when nobody looks after it any more."""
+"""What a rank does when nobody looks after it any more, and what the user reads when a run is to stop."""
 
 from __future__ import annotations
 
+import io
+import os
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from tlt.launch.signals import STOPPING, StopRequest, handling_stop_signals, restore_terminal
 
 ORPHAN = """
 import os, threading
@@ -16,3 +23,23 @@ _leave_when_orphaned(os.getppid() + 1, stop, is_finished, grace_seconds=0.05)
 def test_an_orphaned_rank_that_waits_for_one_that_has_died_leaves_when_its_grace_is_over() -> None:
     """Its main thread would wait for the other's part of a checkpoint, for an hour."""
     assert subprocess.run([sys.executable, "-c", ORPHAN], timeout=60, check=False).returncode == 143
+
+
+def test_a_stop_that_the_live_lines_show_is_not_said_between_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_shown in (False, True):
+        stop = StopRequest()
+        stop.show(is_shown)
+        with handling_stop_signals(stop):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set()
+        assert capsys.readouterr().err == ("" if is_shown else f"tlt: {STOPPING}\n")
+
+
+def test_a_terminal_whose_live_lines_were_killed_has_its_cursor_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", screen)
+    restore_terminal()
+    assert screen.getvalue() == "\r\x1b[2K\x1b[?25h"

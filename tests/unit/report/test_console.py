@@ -14,8 +14,9 @@ from tests.unit.report.records import record
 from tlt.accounts import (
     LengthStats,
 )
-from tlt.report.console import WIDTH, Console, duration
+from tlt.report.console import WIDTH, Console
 from tlt.report.outcome import Gain, Outcome, summary_rows
+from tlt.report.words import duration
 
 
 class Terminal(io.StringIO):
@@ -92,7 +93,7 @@ def test_while_something_else_than_steps_goes_on_the_live_line_says_no_time_left
 def drawn(console: Console) -> str:
     """The live line, as plain text."""
     paper = io.StringIO()
-    rich.console.Console(file=paper, width=WIDTH).print(console._status_line())
+    rich.console.Console(file=paper, width=WIDTH).print(console._live._draw())
     return paper.getvalue()
 
 

@@ -1,0 +1,91 @@
+"""The progress of a phase in figures and words: what every replica has generated, and what it does now."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from enum import StrEnum
+
+
+class Doing(StrEnum):
+    """What a replica does in a phase, as it is shown after a number of ranks."""
+
+    GENERATE = "generating"
+    TAKE_OVER = "taking over"
+    AHEAD = "generating ahead"
+    TRAIN = "training the drafter"
+    REST = "resting"
+
+
+@dataclass(frozen=True)
+class ReplicaProgress:
+    """What one replica has done since the phase began.
+
+    finished: responses, those of its journal included.
+    tokens: tokens generated.
+    longest: tokens of its longest running response; 0: none runs.
+    doing: what it does now.
+    """
+
+    finished: int
+    tokens: int
+    longest: int
+    doing: Doing
+
+    def encode(self) -> str:
+        return json.dumps(astuple(self))
+
+    @staticmethod
+    def decode(text: str) -> ReplicaProgress:
+        finished, tokens, longest, doing = json.loads(text)
+        return ReplicaProgress(finished, tokens, longest, Doing(doing))
+
+
+@dataclass(frozen=True)
+class PhaseProgress:
+    """What all replicas have done since the phase began.
+
+    finished, total: responses.
+    speed: tokens per second of late, of all replicas; None: not known yet.
+    longest: tokens of the longest running response; 0: none runs.
+    doing: number of replicas by what they do.
+    """
+
+    finished: int
+    total: int
+    speed: float | None
+    longest: int
+    doing: Mapping[Doing, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(replicas: Sequence[ReplicaProgress], total: int, speed: float | None) -> PhaseProgress:
+        """Returns the progress of replicas that together are to give `total` responses."""
+        return PhaseProgress(
+            sum(replica.finished for replica in replicas),
+            total,
+            speed,
+            max((replica.longest for replica in replicas), default=0),
+            Counter(replica.doing for replica in replicas),
+        )
+
+    @property
+    def figures(self) -> str:
+        """Returns responses, speed and the longest response in words."""
+        parts = [f"{self.finished:,} / {self.total:,} responses"]
+        if self.speed is not None:
+            parts.append(f"{self.speed:,.0f} tok/s")
+        if self.longest:
+            parts.append(f"longest {self.longest:,} tokens")
+        return " · ".join(parts)
+
+    @property
+    def ranks(self) -> str:
+        """Returns in words what the ranks do; empty if all generate."""
+        if not any(self.doing.get(doing) for doing in Doing if doing is not Doing.GENERATE):
+            return ""
+        return "ranks: " + ", ".join(f"{num} {doing}" for doing in Doing if (num := self.doing.get(doing)))
+
+    def __str__(self) -> str:
+        return " · ".join(filter(None, (self.figures, self.ranks)))
