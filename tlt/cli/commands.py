@@ -9,6 +9,7 @@ from typing import Any
 from tlt.cli import (
     audit,
     bench,
+    completion,
     doctor,
     drafter,
     drafter_eval,
@@ -57,6 +58,13 @@ class Command:
         return others, len(others) < len(words)
 
 
+def complete(options: completion.Completion) -> int:
+    """Prints the script that completes all commands."""
+    known = {name: completion.typed(one.options, one.has_record) for name, one in COMMANDS.items()}
+    print(completion.script(options.shell, known), end="")
+    return 0
+
+
 COMMANDS = {
     "init": Command(init.Init, init.run),
     "init own": Command(own.InitOwn, own.run),
@@ -76,6 +84,7 @@ COMMANDS = {
     "hub push": Command(hub.HubPush, hub.run, hub.summarize),
     "bench rollout": Command(bench.BenchRollout, bench.rollout, bench.summarize_rollouts),
     "bench train": Command(bench.BenchTrain, bench.train, bench.summarize_steps),
+    "completion": Command(completion.Completion, complete),
 }
 FAMILIES = {
     "drafter": "Train, export and measure the small model that drafts for a large one.",

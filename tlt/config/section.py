@@ -27,8 +27,9 @@ def split_words(value: Any) -> Any:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
-def _takes_a_path(annotation: Any) -> bool:
-    return annotation is Path or any(map(_takes_a_path, get_args(annotation)))
+def takes_a_path(annotation: Any) -> bool:
+    """Returns whether a path is among the values of a type."""
+    return annotation is Path or any(map(takes_a_path, get_args(annotation)))
 
 
 class Explained(BaseModel):
@@ -43,7 +44,7 @@ class Explained(BaseModel):
         """Refuses an empty text, such as an unset variable of a shell: as a path it would be the working
         directory."""
         is_empty = isinstance(value, str) and not value.strip()
-        if is_empty and _takes_a_path(cls.model_fields[str(info.field_name)].annotation):
+        if is_empty and takes_a_path(cls.model_fields[str(info.field_name)].annotation):
             raise mistake("it is empty: give a path (the working directory is .)")
         return value
 
