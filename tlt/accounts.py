@@ -169,8 +169,8 @@ class RolloutRecord:
     won_seconds: seconds saved by these tokens, summed over ranks: the tuner's prediction without references,
         less the measured seconds.
     busy_seconds: seconds in which ranks had responses to generate, prefills included, summed over ranks.
-    saved_seconds: seconds of them that speculation saved: the tuner's prediction for the same tokens at the
-        same batch sizes without drafts, less the measured seconds.
+    saved_seconds: seconds that speculation saved: of the same tokens at the same batch sizes without drafts,
+        as the tuner predicts them, less the measured seconds.
     times_off: how many times as fast the rollout was as without speculation, as predicted:
         1 + saved_seconds / busy_seconds; NaN: speculation is off, or its tuner predicts nothing.
     """

@@ -190,8 +190,7 @@ class RolloutBackend(ABC):
     ) -> None:
         """Records a step in the statistics and reports its span. expected: by the tuner, of this batch."""
         name, end = str(strategy), start + outcome.seconds
-        self.stats.record_step(name, outcome, expected)
-        self.stats.sequence_seconds += batch.num_running * outcome.seconds
+        self.stats.record_step(name, outcome, batch.num_running, expected)
         is_steady = outcome.num_tokens > 0 and not batch.num_admitted
         self.stats.latest = TimedStep(name, batch.num_running, start, end) if is_steady else None
         if self.on_span is not None:

@@ -56,8 +56,9 @@ class EngineStats:
         and the current one ("replay": from another run).
     won_seconds: seconds that references saved: the predicted time of the same tokens without references,
         less the measured time.
-    saved_seconds: seconds that drafts saved: the predicted time of the same tokens at the same batch sizes
-        without drafts, less the measured time. Steps for which nothing is predicted count as 0.
+    saved_seconds: seconds that drafts saved: the time of the same tokens at the same batch sizes without
+        drafts, less the measured time. A step without drafts takes the predicted share of a measured one.
+        Steps for which nothing is predicted count as 0.
     sequence_seconds: sum over engine steps of running sequences x seconds.
     latest: the latest engine step; None where it admitted sequences.
     """
@@ -146,16 +147,23 @@ class EngineStats:
             self.by_strategy[strategy].add(stats)
 
     def record_step(
-        self, strategy: str, outcome: StepOutcome, expected: ExpectedSpeeds = NO_EXPECTATION
+        self,
+        strategy: str,
+        outcome: StepOutcome,
+        num_running: int,
+        expected: ExpectedSpeeds = NO_EXPECTATION,
     ) -> None:
-        """Counts an engine step. expected: by the tuner, of this batch."""
+        """Counts an engine step. num_running: sequences in the batch. expected: by the tuner, of this
+        batch."""
         self.num_steps += 1
         self.num_tokens += outcome.num_tokens
         self.by_strategy[strategy].record(outcome, expected.chosen)
         if expected.otherwise is not None:
             self.won_seconds += outcome.num_tokens / expected.otherwise - outcome.seconds
-        if expected.off is not None and strategy != str(Strategy.OFF):
-            self.saved_seconds += outcome.num_tokens / expected.off - outcome.seconds
+        self.sequence_seconds += num_running * outcome.seconds
+        if expected.off_step is not None and strategy != str(Strategy.OFF):
+            num_off_steps = outcome.num_tokens / num_running
+            self.saved_seconds += outcome.seconds * (expected.off_step * num_off_steps - 1)
 
     def record_reference(self, version: int | str, now: int, num_accepted: int) -> None:
         """Counts accepted tokens of a reference. version: of its policy.  now: of the current policy."""

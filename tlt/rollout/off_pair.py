@@ -27,9 +27,13 @@ MIN_TOKENS = 16
 def affordable_tokens(stats: EngineStats, seconds: float) -> int:
     """Returns how many tokens of each response can be generated twice in MAX_SHARE of `seconds`.
 
-    stats: of an engine whose steps were at most as quick.
+    stats: of an engine that has generated as many responses at a time.
     """
-    return int(MAX_SHARE * seconds * stats.num_steps / (2 * stats.seconds)) if stats.seconds else 0
+    if not stats.sequence_seconds:
+        return 0
+    speed = stats.num_tokens / stats.sequence_seconds  # of one response, with drafts
+    times_off = stats.times_off(stats.seconds) or stats.accept_length or 1.0
+    return int(MAX_SHARE * seconds * speed / (1 + times_off))
 
 
 def pair_requests(

@@ -159,14 +159,15 @@ class StepOutcome:
 
 
 class ExpectedSpeeds(NamedTuple):
-    """Tokens per second that a tuner expects of the running batch; None: it predicts nothing."""
+    """The speeds that a tuner expects of the running batch; None: it predicts nothing."""
 
     chosen: float | None = None
-    """Of the strategy that it chose."""
+    """Tokens per second of the strategy that it chose."""
     otherwise: float | None = None
-    """Of the best choice without references; None also where the chosen one uses none."""
-    off: float | None = None
-    """Without drafts."""
+    """Tokens per second of the best choice without references; None also where the chosen one uses none."""
+    off_step: float | None = None
+    """Seconds of a step without drafts over those of the chosen strategy's. As a ratio it holds while other
+    processes slow the machine."""
 
 
 NO_EXPECTATION = ExpectedSpeeds()

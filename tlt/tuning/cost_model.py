@@ -104,6 +104,8 @@ class CostModel(StrategyTuner):
         """The batch size of the last decision, and whether it had references; None: decide anew."""
         self._seconds_since = self._seconds = 0.0
         """Engine seconds since the last decision, and in all."""
+        self._off_step: float | None = None
+        """Expected seconds of a step that is off over those of the choice, without what comes once."""
         self._versions: tuple[int, int] | None = None
         self._unread = 0.0
         """Tokens per sequence that the learned drafter has not read, on average."""
@@ -127,10 +129,15 @@ class CostModel(StrategyTuner):
             predictions, choice = self.decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
             if self.costs.num_steps:
-                off = next(p.speed for p in predictions if p.strategy.is_off)
+                off = next(p for p in predictions if p.strategy.is_off)
                 others = max(p.speed for p in predictions if not p.strategy.uses_references)
                 otherwise = others if choice.strategy.uses_references else None
-                self.expected = ExpectedSpeeds(choice.speed, otherwise, off)
+                self._off_step = off.seconds / choice.seconds
+                self.expected = ExpectedSpeeds(
+                    choice.speed, otherwise, off.seconds / (choice.seconds + choice.once)
+                )
+        else:
+            self.expected = self.expected._replace(off_step=self._off_step)
         return self._choice
 
     def decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:

@@ -53,6 +53,19 @@ def test_generate_writes_one_line_per_response_in_order(
 
 
 @pytest.mark.usefixtures("here")
+def test_generate_tells_times_off_where_speculation_is_chosen_by_its_predicted_speed(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"})
+    times = {
+        mode: generate(capsys, model, "--speculation", mode)["times_off"]
+        for mode in ("adaptive", "off", "ngram:4x1x4")
+    }
+    assert times["adaptive"] > 0
+    assert (times["off"], times["ngram:4x1x4"]) == (None, None)
+
+
+@pytest.mark.usefixtures("here")
 def test_generate_gives_the_same_tokens_for_the_same_seed_only(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

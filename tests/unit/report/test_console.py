@@ -4,6 +4,7 @@ import io
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tlt.accounts import (
     LengthStats,
 )
 from tlt.report.console import WIDTH, Console
-from tlt.report.outcome import Gain, Outcome, summary_rows
+from tlt.report.outcome import Gain, Outcome, evaluation_rows, summary_rows
 from tlt.report.words import duration
 
 
@@ -65,6 +66,9 @@ def test_a_summary_says_reward_and_solve_rate_where_functions_alone_score_and_wh
         == "0.585 → 0.642 on held-out problems, before → after paired sign-flip test, one-sided: p = 0.013"
     )
     assert rows["solved"].startswith("0.8% → 0.0% the evaluation after 9 updates is left out: 2 of its")
+    beside = rows_of(Outcome(replace(gain, by_reward=False), [], 9, 60.0))
+    assert beside["solved"].startswith("0.8% → 0.0% of held-out problems, before → after")
+    assert beside["reward"] == "0.585 → 0.642", "it stands beside what is judged"
     later = rows_of(Outcome(Gain((4, 8), (0.5, 0.75), None, 0.25), [], 9, 60.0))
     assert later["solved"].startswith("50.0% → 75.0% of held-out problems, after 4 → 8 updates")
 
@@ -104,6 +108,29 @@ def printed(*calls: Callable[[Console], None]) -> list[str]:
         for call in calls:
             call(console)
     return stream.getvalue().splitlines()
+
+
+def test_an_evaluation_alone_tells_the_mean_reward_beside_the_solve_rate() -> None:
+    solved, rewards = {"a": 1.0, "b": 0.0}, {"a": 1.5, "b": 0.5}
+    rows = {name: value.plain for name, value in evaluation_rows(solved, rewards, 60.0, {})}
+    assert rows["solved"].startswith("50.00% of 2 held-out problems")
+    assert rows["reward"] == "1.000, standard error 0.354"
+    assert "reward" not in dict(evaluation_rows(solved, {}, 60.0, {})), "an older TLT wrote none"
+
+
+def test_a_measured_times_off_is_said_below_its_step_and_nothing_where_none_was_measured() -> None:
+    pair = {"times_off": 2.125, "num_responses": 5, "num_tokens": 1280, "seconds": 0.75, "num_different": 0}
+    differing, none = {**pair, "num_different": 1}, {"num_tokens": 0}
+    lines = printed(
+        *(
+            lambda console, step=step, pair=pair: console.step(record(step, off_pair=pair))
+            for step, pair in enumerate((pair, differing, none), 1)
+        )
+    )
+    assert [line.strip() for line in lines if "times off " in line] == [
+        "step 1: times off 2.12, measured on 5 responses (1,280 tokens) in 0.8 s",
+        "step 2: times off 2.12, measured on 5 responses (1,280 tokens) in 0.8 s; 1 differ",
+    ]
 
 
 def test_an_evaluation_without_any_score_says_so() -> None:

@@ -93,9 +93,12 @@ def test_requests_have_noise_of_their_own_and_go_round_the_problems_step_by_step
 
 
 def test_a_hundredth_of_the_seconds_is_spent_at_most() -> None:
+    """A response gains 4 tokens in 0.02 s, and without drafts at most as many in 4 times that."""
     stats = EngineStats()
     for _ in range(10):
-        stats.record_step(str(TREES), StepOutcome(8, (2,), (6,), 0.02))
+        stats.record_step(str(TREES), StepOutcome(8, (3, 3), (6, 6), 0.02), 2)
+    for _ in range(20):
+        stats.record_verification(3, 6, 3, 4)
     num = affordable_tokens(stats, 100.0)
-    assert 2 * num * 0.02 <= MAX_SHARE * 100.0 < 2 * (num + 1) * 0.02
+    assert num / 4 * 0.02 * (1 + 4) == pytest.approx(MAX_SHARE * 100.0, abs=0.03)
     assert affordable_tokens(EngineStats(), 100.0) == 0, "the leader had nothing to do"
