@@ -71,7 +71,7 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
     """Probability with which TLT's engine accepts a rejected draft, to show that the audit finds such a
     fault."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    """Probability that a lossless engine is judged not lossless, at most."""
+    """Largest probability with which a lossless engine is judged not lossless."""
     tolerance: Share = 1e-3
     """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens are
     tied."""
@@ -79,7 +79,7 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
     referee_dtype: Literal["float32", "float64"] = "float32"
     """Number type of the model in transformers, which runs on the CPU."""
     few_tokens_pass: Switch = False
-    """Exit with 0 also where nothing speaks against the engine, but the tokens are too few to call it
+    """Exits with 0 also where nothing speaks against the engine, but the tokens are too few to call it
     lossless."""
     out: File = None
     """JSON to write, with the complete reports."""

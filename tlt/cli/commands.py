@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +114,11 @@ def overview(family: str = "") -> str:
     prefix = f"{family} " if family else ""
     listed = {name: command.purpose for name, command in COMMANDS.items() if name.startswith(prefix)}
     width = max(map(len, listed))
-    lines = "\n".join(f"  {name:<{width}}  {purpose}" for name, purpose in listed.items())
+    columns, indent = shutil.get_terminal_size().columns, " " * (width + 4)
+    lines = "\n".join(
+        textwrap.fill(purpose, columns, initial_indent=f"  {name:<{width}}  ", subsequent_indent=indent)
+        for name, purpose in listed.items()
+    )
     about = FAMILIES.get(
         family, "Train reasoning models with RL; speculative decoding speeds the rollout up."
     )

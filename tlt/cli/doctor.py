@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Doctor(Options):
-    """Look at this machine: what TLT needs, what is missing and how to get it, and what "auto" means here.
+    """Look at this machine: what is missing, how to get it, and what "auto" means.
 
     Exit code 0: TLT works here; 1: something that it needs is broken. Optional packages may be missing.
     """

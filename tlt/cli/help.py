@@ -42,7 +42,7 @@ def explain(command: str, kind: type[Options], lists_keys: bool = False, has_rec
     def paragraph(text: str, indent: str = "") -> str:
         return textwrap.indent(textwrap.fill(text, width - len(indent), break_on_hyphens=False), indent)
 
-    lines = [usage(command, kind)]
+    lines = [paragraph(usage(command, kind))]
     lines += [f"\n{paragraph(text)}" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")]
     for title, entries in option_groups(kind, lists_keys, has_record):
         lines += ["", paragraph(title)]
@@ -85,7 +85,8 @@ def _groups(kind: type[Options], lists_keys: bool) -> Iterator[tuple[str, Mappin
         yield _purpose(base), {label(name, known[name]): known[name] for name in names}
     if rare.keys() <= known.keys():
         yield "With --engine vllm:", {label(name, known[name]): known[name] for name in rare}
-    for name in Config.model_fields if lists_keys else ():
+    sections = sorted(Config.model_fields, key=lambda name: name == "vllm")
+    for name in sections if lists_keys else ():
         section = section_of(Config, name)
         keys = {f"--{name}.{key}": field for key, field in section.model_fields.items()}
         yield f"[{name}] {_purpose(section)}", keys
@@ -108,7 +109,8 @@ def _metavar(kind: Any) -> str:
     if origin is Annotated:
         return _metavar(arguments[0])
     if origin is Literal:
-        return f"{{{','.join(map(str, arguments))}}}"
+        words = ",".join(map(str, arguments))
+        return f"{{{words}}}" if len(arguments) > 1 else words
     if (origin or kind) in _METAVARS:
         return _METAVARS[origin or kind]
     branches = [_metavar(branch) for branch in arguments if branch is not NoneType]
@@ -116,9 +118,17 @@ def _metavar(kind: Any) -> str:
 
 
 def _explained(field: FieldInfo) -> str:
+    """Returns an option's text with its default. `none`, as it is typed, stands for None; where the text does
+    not say what it means, and for a switch, no default is shown."""
+    text = (field.description or "").replace("None:", "none:")
     if field.is_required():
-        return f"{field.description} (required)"
+        return f"{text} (required)"
     value = field.get_default(call_default_factory=True)
+    hint = Written.of(field)
+    is_switch = hint is not None and not hint.metavar
+    if is_switch or (value is None and "none:" not in text) or (value in ((), {}, []) and "default:" in text):
+        return text
     if isinstance(value, tuple | list):
-        value = ",".join(map(str, value)) or "none"
-    return f"{field.description} (default: {json.dumps(value) if isinstance(value, bool | dict) else value})"
+        value = ",".join(map(str, value))
+    shown = json.dumps(value) if isinstance(value, bool | dict) else value
+    return f"{text} (default: {'none' if shown in (None, '') else shown})"

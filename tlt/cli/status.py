@@ -12,7 +12,7 @@ from tlt.io.files import Record
 
 
 class Status(Options):
-    """Show where a run stands: its step, rewards, speed, time left, checkpoint and failures.
+    """Show where a run stands: step, rewards, speed, time left, failures.
 
     Reads the run's files alone, so it works while the run goes on, after its end, and after a crash.
     """

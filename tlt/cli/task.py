@@ -94,7 +94,9 @@ def summarize_problems(record: Record) -> Summary:
 class Score(DataOptions):
     """Score responses: prints the mean reward and the solve rate, of all and of each problem.
 
-    By a task's own score, by reward functions, or by both: as a run with [rewards] would."""
+    The reward is the task's own score, the weighted sum of reward functions, or of both, as in a run with
+    [rewards].
+    """
 
     name: TaskName = "data"
     """A task that comes with TLT, such as countdown, or your own as module:object; default: data, whose rows

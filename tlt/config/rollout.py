@@ -35,9 +35,9 @@ class RolloutSection(EngineSection):
     """Whether a rank without work takes over running responses of another; it has to prefill their tokens
     again."""
     ahead: Literal[0, 1, 2, "adaptive"] = 0
-    """Number of coming policy steps whose responses idle ranks generate ahead. Their own step drafts from
-    them and draws the same tokens as without (docs/ahead.md). adaptive: two, where that saves more time
-    than other uses of idle ranks."""
+    """Number of coming policy steps whose responses idle ranks generate ahead. When such a step comes, it
+    drafts from them and draws the same tokens as without (docs/ahead.md). adaptive: two, where that saves
+    more time than other uses of idle ranks."""
     replay: AnyPath | None = None
     """Folder of a run with the same seed, task and prompts that has kept its responses
     (run.keep_responses). Each step drafts from them and draws the same tokens as without (docs/ahead.md).

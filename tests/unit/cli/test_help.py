@@ -75,3 +75,24 @@ def test_options_of_vllm_stand_apart_at_the_end(
         option = f" --{name.replace('_', '-')} "
         assert option not in common
         assert option in f" {own}"
+
+
+def test_a_default_is_shown_as_it_is_typed_and_only_where_it_says_something(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = shown(capsys, monkeypatch, "train")
+    assert "None" not in text
+    assert "none: no limit. (default: none)" in text
+    assert "--run.num_ranks INT|auto " in text
+    assert "--resume DIR|auto Continues" in text
+    assert "else begins it. --replay RUN" in text, "no default without a meaning"
+    assert text.index("[vllm]") > text.index("[tracking]"), "rare keys come last"
+    assert "uploads nothing and needs no network. --json" in shown(capsys, monkeypatch, "hub", "push")
+
+
+def test_the_overview_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
