@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -68,9 +69,10 @@ def _list_recipes() -> None:
     print("usage: tlt init RECIPE DIR, or tlt init own DIR --model MODEL --data DATA\n")
     about = {name: _first_sentence(find_recipe(name)) for name in list_configs()}
     about["own"] = "A model and data of your own"
-    width = max(map(len, about))
+    width, columns = max(map(len, about)) + 4, shutil.get_terminal_size().columns
     for name, text in about.items():
-        print(f"  {name:<{width}}  {text}")
+        line = f"  {name:<{width - 4}}  {text}"
+        print(textwrap.fill(line, columns, subsequent_indent=" " * width, break_on_hyphens=False))
 
 
 def _first_sentence(config: Path) -> str:

@@ -68,7 +68,7 @@ def run(options: InitOwn) -> int:
         _write_reward(options.folder, own, writes_function=source is None)
     print_choices(own.choices.chosen)
     print_folder(options.folder, sorted(options.folder.iterdir()))
-    test = f"python -m pytest {TEST} && " if functions else ""
+    test = f"python {TEST} && " if functions else ""
     print(f"Next: cd {shlex.quote(str(options.folder))} && {test}tlt train {CONFIG}")
     return 0
 

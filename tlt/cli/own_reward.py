@@ -39,7 +39,7 @@ def text_of(completion):
     return completion if isinstance(completion, str) else completion[-1]["content"]
 '''
 
-TEST_HEAD = '''"""The reward on rows of the data, before a run trusts it: python -m pytest test_reward.py"""
+TEST_HEAD = '''"""The reward on rows of the data, before a run trusts it: python test_reward.py, or pytest."""
 
 import json
 from pathlib import Path
@@ -62,6 +62,11 @@ TESTS_ANSWERS = """
 def test_the_answer_is_worth_more_than_another_text():
     for row in ROWS:
         assert reward_of(row, f"Therefore: {row['answer']}") > reward_of(row, "I do not know.")
+
+
+if __name__ == "__main__":
+    test_the_answer_is_worth_more_than_another_text()
+    print(f"passed on {len(ROWS)} rows")
 """
 
 TESTS_TEXTS = """
@@ -72,6 +77,11 @@ GOOD, BAD = "write here what you want", "write here what you do not want"
 def test_a_good_response_is_worth_more_than_a_bad_one():
     for row in ROWS:
         assert reward_of(row, GOOD) > reward_of(row, BAD)
+
+
+if __name__ == "__main__":
+    test_a_good_response_is_worth_more_than_a_bad_one()
+    print(f"passed on {len(ROWS)} rows")
 """
 
 TESTS_NUMBERS = """
@@ -79,4 +89,9 @@ TESTS_NUMBERS = """
 def test_every_row_gets_a_number():
     for row in ROWS:
         assert isinstance(reward_of(row, "a response"), float)
+
+
+if __name__ == "__main__":
+    test_every_row_gets_a_number()
+    print(f"passed on {len(ROWS)} rows")
 """

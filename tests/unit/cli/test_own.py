@@ -41,10 +41,12 @@ def begin(rows: list[dict[str, Any]], *more: str) -> dict[str, Any]:
     return tomllib.loads(Path("mine/train.toml").read_text())
 
 
-def pytest_of(folder: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+def run_test(*words: str) -> str:
+    """What the test of the reward says, run by Python alone or by a module such as pytest."""
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    command = (sys.executable, *words, "test_reward.py")
+    done = subprocess.run(command, cwd="mine", env=environ, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
 
 
 def test_rows_with_answers_get_a_reward_whose_test_passes_and_a_configuration_that_can_be_trained(
@@ -58,9 +60,9 @@ def test_rows_with_answers_get_a_reward_whose_test_passes_and_a_configuration_th
     assert "question is text, and the tokenizer has a chat template" in " ".join(said.split()).replace(
         "  ", " "
     )
-    assert said.splitlines()[-1] == "Next: cd mine && python -m pytest test_reward.py && tlt train train.toml"
+    assert said.splitlines()[-1] == "Next: cd mine && python test_reward.py && tlt train train.toml"
     assert len(Path("mine/rows.jsonl").read_text().splitlines()) == 5
-    assert "1 passed" in pytest_of("mine").stdout
+    assert "1 passed" in run_test("-m", "pytest", "-p", "no:cacheprovider")
     monkeypatch.chdir(here / "mine")
     findings = preflight(load_config("train.toml", ["--run.num_ranks", "1"]))
     assert (findings.num_problems, findings.num_held_out) == (14, 2)
@@ -70,7 +72,7 @@ def test_without_an_answer_the_reward_is_to_fill_in_and_its_test_says_so() -> No
     written = begin(OPEN)
     assert written["evaluation"] == {"num_problems": 0}
     assert written["rollout"]["problems_per_step"] == 6
-    assert "say in reward.py what a response is worth" in pytest_of("mine").stdout
+    assert "say in reward.py what a response is worth" in run_test()
 
 
 def test_a_function_of_ones_own_is_copied_and_tested_and_a_given_key_wins() -> None:
@@ -87,7 +89,7 @@ def test_a_function_of_ones_own_is_copied_and_tested_and_a_given_key_wins() -> N
         "test_reward.py",
         "train.toml",
     ]
-    assert "1 passed" in pytest_of("mine").stdout
+    assert "passed on 5 rows" in run_test()
 
 
 def test_sums_are_scored_by_the_task_math_and_there_is_nothing_to_fill_in() -> None:

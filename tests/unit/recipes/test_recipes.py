@@ -3,6 +3,7 @@ works."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,8 @@ def test_every_command_that_takes_a_configuration_lists_the_names_where_one_is_u
 def test_init_without_a_name_lists_what_comes_along(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 2
     said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines() if line.startswith("  ")] == [
+    assert max(map(len, said.splitlines())) <= 80
+    assert [line.split()[0] for line in said.splitlines() if re.match(r"  \S", line)] == [
         *list_configs(),
         "own",
     ]
