@@ -4,7 +4,7 @@ near was a tie?
     requests ─┬─▶ our engine ──▶ responses ─┐
               └─▶ vLLM ────────▶ responses ─┴─▶ first difference ─▶ float64: by how much do the two tokens' scores differ?
 
-The tests of tests/vllm and vllm_table.py share it. Starts nothing itself.
+The tests of tests/vllm and `make gpu` share it. Starts nothing itself.
 """
 
 from __future__ import annotations

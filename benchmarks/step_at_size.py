@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -19,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import carry_out, make_parser
-from benchmarks.growth import kept
 from tlt.bench.geometry import grown_config, hold_still, plan_growth
 from tlt.bench.report import header, markdown, number, table, write_report
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.report.record import read_metrics
+from tlt.report.record import StepRecord, read_metrics
 
 LORA = ("--lora.rank", "16", "--lora.alpha", "32", "--lora.base_dtype", "bfloat16")
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -52,12 +52,25 @@ def run_steps(
     amounts = {"--run.num_steps": NUM_STEPS, "--run.checkpoint_every": 0, "--evaluation.num_problems": 0}
     pairs = [str(word) for pair in {**folders, **amounts, **ranks}.items() for word in pair]
     train = ["tlt", "train", str(options.config), *hold_still([*pairs, *words, *given])]
-    command = [sys.executable, "-m", "benchmarks.growth", "--child", *train]
+    command = [sys.executable, "-m", "benchmarks.largest", *train]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"way": way, "failed": done.stderr.strip().rpartition("\n")[2]}
     step = read_metrics(out_dir / "metrics.jsonl")[-1]
     return {"way": way, **kept(step), "peak_mib": int(done.stdout.split()[-1])}
+
+
+def kept(step: StepRecord) -> dict[str, Any]:
+    """Returns what the report keeps of a step."""
+    rollout, length = step.rollout, step.rollout.accept_length
+    return {
+        "num_responses": rollout.num_responses,
+        "num_tokens": rollout.num_tokens,
+        "rollout_seconds": rollout.seconds,
+        "update_seconds": step.update.seconds,
+        "step_seconds": step.step_seconds,
+        "accept_length": None if math.isnan(length) else length,
+    }
 
 
 def to_markdown(report: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ of its process.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import command_of, make_parser
-from benchmarks.growth import endless_copy, largest_mib
+from benchmarks.largest import largest_mib
 from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.cli.plan import PlanMemory, planned_run
 from tlt.config.load import load_config
@@ -99,11 +100,26 @@ def parity(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
+def endless_copy(model: Path, folder: Path, window: int) -> None:
+    """Copies a checkpoint whose responses end at their limit alone: its stop token is the padding token,
+    which no model is trained to write."""
+    shutil.copytree(model, folder)
+    stop = json.loads((folder / "config.json").read_text())["pad_token_id"]
+    change_json(folder / "config.json", {"max_position_embeddings": window})
+    change_json(folder / "generation_config.json", {"eos_token_id": stop})
+
+
+def change_json(path: Path, changes: dict[str, Any]) -> None:
+    """Changes values of a JSON file; one that does not exist is made."""
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values, **changes}))
+
+
 def make_model(shape: Shape, folder: Path) -> Path:
     """Writes a random model of this shape, whose responses never end by themselves."""
     endless_copy(find_recipe("math").parent / "base", folder, 1024)
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **shape.model}))
+    change_json(path, shape.model)
     config = load_model_config(folder)
     extra = {key: value for key, value in json.loads(path.read_text()).items() if key.endswith("_token_id")}
     assert extra
@@ -143,11 +159,6 @@ def words(shape: Shape, folder: Path) -> list[str]:
     ]
 
 
-def measure(overrides: list[str]) -> float:
-    """Returns the largest resident set of a rank that trains so, in GiB."""
-    return largest_mib("tlt", "train", "math", *overrides) / 1024
-
-
 def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
     """Returns what was planned for a shape and what its rank took, in GiB. measured: by an earlier run;
     None: it is run."""
@@ -159,7 +170,7 @@ def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
         options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=longest)
         plan = plan_memory(planned_run(options))
         phase, planned = plan.peak
-        measured = measure(overrides) if measured is None else measured
+        measured = largest_mib("tlt", "train", "math", *overrides) / 1024 if measured is None else measured
     parts = {term.name: term.num_bytes / GIB for term in plan.terms if phase in term.phases}
     return {
         "shape": shape.name,

@@ -1,9 +1,8 @@
-"""Two engines' responses side by side: a near-tie is told from a fault, and the table says what was found."""
+"""Two engines' responses side by side: a near-tie is told from a fault."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from benchmarks.peers import setup_vllm_tests
 from benchmarks.side_by_side import NEAR_TIE, compare, first_difference, margin_of, random_lengths
-from benchmarks.vllm_table import LAWS, Size, starts, to_markdown, to_request, to_rollout
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine, make_policy, make_requests
 from tlt.hf.weights import save_model
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
@@ -97,51 +95,6 @@ def test_draft_lengths_are_drawn_again_the_same() -> None:
     drawn = [next(first) for _ in range(60)]
     assert drawn == [next(second) for _ in range(60)]
     assert set(drawn) == {0, 1, 2, 3, 4}
-
-
-def test_every_vllm_of_the_table_has_a_name_and_requests_travel_whole() -> None:
-    size = Size(2, 2, 8, 4)
-    found = starts({"V1-1": size, "V1-2": size, "V2-1": size, "prefix": size})
-    assert len({start.name for start in found}) == len(found) == 19
-    request = Request("p", 1, (4, 5), dataclasses.replace(LAWS["0.7, truncated"], stop_ids=(2,)), "generate")
-    assert to_request(json.loads(json.dumps(dataclasses.asdict(request)))) == request
-
-
-def test_the_table_says_what_differs_and_what_was_not_there() -> None:
-    place = {
-        "runner": "V1",
-        "drafter": "EAGLE",
-        "tensor_parallel": 1,
-        "name": "V1-EAGLE-tp1",
-        "lengths": "fixed",
-    }
-    counts = {
-        "num_responses": 4,
-        "num_equal": 4,
-        "num_tokens": 1000,
-        "logprob_gap": 1e-6,
-        "accept_length": 3.5,
-    }
-    counts |= {"num_preemptions": 2, "num_read": 1200}
-    difference = {"margin": 2e-5, "problem_id": "p", "sample_index": 0, "position": 3, "ours": 1, "theirs": 2}
-    cells = [
-        {**place, **counts, "law": law, "differences": [difference] if law == "1" else []} for law in LAWS
-    ]
-    refused = {**place, "name": "V2-n-gram-tp1", "refused": "ValueError: no", "differences": []}
-    size = dataclasses.asdict(Size(2, 2, 8, 4))
-    text = to_markdown(
-        {"command": "c", "environment": {}, "cells": [*cells, refused], "sizes": {"V1-1": size}, "audits": []}
-    )
-    assert "2,999 of 3,000 tokens (99.9667%); largest margin of a difference in float64: 2.0e-05." in text
-    row = "| V1-EAGLE-tp1 | fixed | 1,000 / 1,000 | 1,000 / 1,000 | 999 / 1,000, margin 2e-05 | 1e-06 |"
-    assert row in text
-    assert "- V2-n-gram-tp1: ValueError: no" in text
-
-
-def test_responses_travel_whole() -> None:
-    (request,) = make_requests(1, 1, 2)
-    (rollout,) = make_engine(make_policy()).generate([request])
-    assert to_rollout(json.loads(json.dumps(dataclasses.asdict(rollout)))) == rollout
 
 
 def test_an_environment_that_has_vllm_and_tlt_stays_as_it_is(tmp_path: Path) -> None:

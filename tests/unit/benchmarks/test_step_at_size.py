@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import step_at_size
 from benchmarks.command import carry_out
-from benchmarks.growth import kept
 from tests.unit.report.records import record
 from tlt.config.load import load_config
 from tlt.config.schema import Config
@@ -55,7 +54,7 @@ def test_the_last_step_counts_and_the_threads_are_shared_by_the_ranks(
 ) -> None:
     commands = stands_in(monkeypatch, stdout="told\n1536\n")
     found = step_at_size.run_steps(OPTIONS, grown, way, tmp_path / "run", ["--sampling.max_tokens", "64"])
-    assert found == {"way": way, **kept(record(2)), "peak_mib": 1536}
+    assert found == {"way": way, **step_at_size.kept(record(2)), "peak_mib": 1536}
     (command,) = commands
     given = dict(pairwise(command))
     assert (given["--run.num_ranks"], given["--run.threads_per_rank"]) == (str(ranks), str(threads))
@@ -70,7 +69,13 @@ def test_a_way_that_is_refused_stands_in_the_report_with_its_reason(
     stands_in(monkeypatch, returncode=2, stderr="loading …\ntlt train: error: 14.3 GiB a rank of 11.8\n")
     found = step_at_size.run_steps(OPTIONS, grown, "full", tmp_path / "run", [])
     assert found == {"way": "full", "failed": "tlt train: error: 14.3 GiB a rank of 11.8"}
-    ran = {"way": "lora", **kept(record(2)), "num_tokens": 1909, "accept_length": 2.5, "peak_mib": 2048}
+    ran = {
+        "way": "lora",
+        **step_at_size.kept(record(2)),
+        "num_tokens": 1909,
+        "accept_length": 2.5,
+        "peak_mib": 2048,
+    }
     report = {"command": "c", "environment": {}, "config": {}, "runs": [found, ran]}
     lines = step_at_size.to_markdown(report).splitlines()
     assert "| lora | 1909 | 0.5 | 0.5 | 0.5 | 2.50 | 2.0 |" in lines
