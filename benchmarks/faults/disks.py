@@ -224,12 +224,13 @@ def play_case(workspace: Path, fault: Fault, fails: Step, heals: Step, size: str
 
 
 def is_as_promised(case: Mapping[str, Any]) -> bool:
-    """One line, or none where only a picture was lost, and the run that goes on is the one that was never
-    disturbed."""
+    """One line, or none where only a picture was lost, that says to make room where some is missing; and the
+    run that goes on is the one that was never disturbed."""
     errors = [line for line in case["said"] if line.startswith("tlt: error: ")]
     ended = case["code"] == case["expected"] or (case["how"] == SMALL and case["code"] == 0)
     return (
         ended
+        and (case["how"] not in ("full", "no inodes") or "make room" in "".join(case["said"]))
         and len(errors) == bool(case["code"])
         and not case["traceback"]
         and case["resumed"] == 0

@@ -6,16 +6,9 @@ import pytest
 
 from benchmarks.faults.disks import FAULTS
 from benchmarks.faults.victim import MOMENTS, owner_of
-from tests.integration.proofs.test_full_disk_run import PLACES
 
 
-@pytest.mark.parametrize(
-    "place",
-    sorted(
-        {*MOMENTS.values(), *(function for function, _ in PLACES.values()), *(one.function for one in FAULTS)}
-        - {""}
-    ),
-)
+@pytest.mark.parametrize("place", sorted({*MOMENTS.values(), *(fault.function for fault in FAULTS)} - {""}))
 def test_each_function_at_which_a_fault_comes_exists(place: str) -> None:
     owner, name = owner_of(place)
     assert callable(getattr(owner, name))

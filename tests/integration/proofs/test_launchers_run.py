@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -262,6 +262,38 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+def on_two_hosts(
+    workspace: Path,
+    name: str,
+    act: Callable[[Sequence[subprocess.Popen[str]], Sequence[str]], None],
+    *torchrun: str,
+    options: Sequence[str] = (),
+    second: Sequence[str] = (),
+) -> tuple[list[int], str]:
+    """Runs a rank on each of two hosts; returns the exit codes of their torchruns, and what was said.
+
+    act: what happens to the torchruns and the hosts meanwhile. options: of the run. second: words that the
+    second host's command goes behind.
+    """
+    saids = [workspace / f"{name}-{rank}.txt" for rank in range(2)]
+    _, environment = command(workspace)
+    static = "--nproc-per-node 1 --nnodes 2 --rdzv-backend static --master-addr 10.77.3.1 --master-port 29511"
+    try:
+        with two_hosts() as hosts, ExitStack() as stack:
+            processes = []
+            for rank, host in enumerate(hosts):
+                words = ["ip", "netns", "exec", host, *(second if rank else ()), sys.executable, "-m"]
+                words += ["torch.distributed.run", *static.split(), "--node-rank", str(rank), *torchrun]
+                given = {**environment, "GLOO_SOCKET_IFNAME": f"v{'ab'[rank]}{os.getpid() % 100000}"}
+                run = [*words, *words_of(workspace, name), *options]
+                processes.append(stack.enter_context(started(run, given, saids[rank])))
+            act(processes, hosts)
+            codes = [process.wait(600) for process in processes]
+    except (PermissionError, FileNotFoundError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    return codes, "".join(said.read_text() for said in saids)
+
+
 def other_start_of_the_clock() -> list[str]:
     """Words that give a command a monotonic clock of its own, as a host has that was started days before."""
     words = ["unshare", "--time", "--monotonic", "499000", "--boottime", "499000", "--fork", "--kill-child"]
@@ -275,45 +307,14 @@ def other_start_of_the_clock() -> list[str]:
 def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path) -> None:
     """Their monotonic clocks are six days apart, and the seconds of the phases are not."""
     out_dir = workspace / "hosts"
-    _, environment = command(workspace)
-    try:
-        with two_hosts() as names, ExitStack() as stack:
-            processes = []
-            for rank, name in enumerate(names):
-                end = f"v{'ab'[rank]}{os.getpid() % 100000}"
-                torchrun = [
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes",
-                    "2",
-                    "--node-rank",
-                    str(rank),
-                ]
-                torchrun += [
-                    "--nproc-per-node",
-                    "1",
-                    "--rdzv-backend",
-                    "static",
-                    "--master-addr",
-                    "10.77.3.1",
-                ]
-                torchrun += ["--master-port", "29511", "--max-restarts", "2", *words_of(workspace, "hosts")]
-                clock = other_start_of_the_clock() if rank else []
-                words = ["ip", "netns", "exec", name, *clock, *torchrun]
-                said, cable = workspace / f"host{rank}.txt", {"GLOO_SOCKET_IFNAME": end}
-                processes.append(stack.enter_context(started(words, {**environment, **cable}, said)))
-            wait_for_steps(out_dir, 2, processes[0])
-            os.kill(rank_process(processes[1].pid, 1), signal.SIGKILL)
-            codes = [process.wait(600) for process in processes]
-    except (PermissionError, FileNotFoundError) as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
-    check(
-        out_dir,
-        undisturbed,
-        max(codes),
-        "".join((workspace / f"host{rank}.txt").read_text() for rank in range(2)),
-    )
+
+    def kill(torchruns: Sequence[subprocess.Popen[str]], hosts: Sequence[str]) -> None:
+        wait_for_steps(out_dir, 2, torchruns[0])
+        os.kill(rank_process(torchruns[1].pid, 1), signal.SIGKILL)
+
+    clock = other_start_of_the_clock()
+    codes, said = on_two_hosts(workspace, "hosts", kill, "--max-restarts", "2", second=clock)
+    check(out_dir, undisturbed, max(codes), said)
     for record in records(out_dir):
         assert 0 <= record.idle.seconds < 2 * record.rollout.seconds < 1000
 

@@ -1,7 +1,6 @@
 """The shared queue: every unit is taken once, all done means all done, and a silent replica is named."""
 
 import math
-import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -183,15 +182,6 @@ def test_what_was_handed_over_is_waited_for_while_it_is_being_written_and_not_fo
     assert taker.receive(unit) == [b"x"]
     with pytest.raises(ReplicaTimeout, match=f"unit {unit} was handed over"):
         taker.receive(unit)
-
-
-@pytest.mark.parametrize(
-    ("num_units", "room", "expected"), [(16, 99, 4), (16, 3, 3), (16, 0, 0), (1, 9, 1), (0, 9, 0), (5, 9, 2)]
-)
-def test_a_take_is_at_most_half_a_fair_share_and_at_least_one(
-    num_units: int, room: int, expected: int
-) -> None:
-    assert len(make_replicas(2, num_units)[0].take(room)) == expected
 
 
 class Interfering:
@@ -453,40 +443,3 @@ def test_a_unit_cannot_be_finished_twice_nor_by_another_nor_forgotten() -> None:
     (unit,) = first.take(1)
     first.abandon()
     first.begin("rollout 1", 4)
-
-
-def _work(port: int, replica: int, num_units: int, results: multiprocessing.Queue) -> None:
-    store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    queue = connect_work_queue(store, replica, 3, timeout=20.0)
-    finished = []
-    for phase in range(3):
-        queue.begin(f"rollout {phase}", num_units)
-        mine = []
-        while not queue.all_done():
-            for unit in queue.take(7):
-                if unit < num_units and unit % 10 == 0:
-                    queue.add_units(1)
-                queue.finish(unit)
-                mine.append(unit)
-        finished.append(mine)
-    results.put((replica, finished))
-    results.close()
-    results.join_thread()
-
-
-def test_three_processes_share_a_queue_over_tcp() -> None:
-    num_units, num_added = 300, 30
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    context = multiprocessing.get_context("fork")  # the processes use no tensors: nothing that a fork breaks
-    results = context.Queue()
-    processes = [context.Process(target=_work, args=(server.port, r, num_units, results)) for r in range(3)]
-    for process in processes:
-        process.start()
-    by_replica = dict(results.get(timeout=30) for _ in processes)
-    for process in processes:
-        process.join(10)
-        assert process.exitcode == 0
-    for phase in range(3):
-        shares = [by_replica[r][phase] for r in range(3)]
-        assert sorted(unit for share in shares for unit in share) == list(range(num_units + num_added))
-        assert sum(bool(share) for share in shares) >= 2, "one replica did all the work"
