@@ -1,12 +1,11 @@
-"""Measures the long tail: whole rollouts with the lengths of reasoning, with fresh engines and tuners; peers
-on the same work.
+"""Measures the long tail: whole rollouts with the lengths of reasoning, with fresh engines and tuners.
 
     python -m benchmarks.rollout recipes/countdown/quickstart.toml --out RESULT --variants adaptive,4x1x4
 
-    off, adaptive, 4x1x4 │ 4x1x4, adaptive, off │ …        then transformers and vLLM, if wanted (peers.py)
+    off, adaptive, 4x1x4 │ 4x1x4, adaptive, off │ …
 
 Speculation changes no token, so all variants do the same work (checked). What a user measures of a
-configuration of their own is `tlt bench rollout`.
+configuration of their own is `tlt bench rollout`. vLLM on the same work: `benchmarks.real_size --workload`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any
 
 from benchmarks.command import carry_out, command_of, make_parser, words
 from benchmarks.longtail import Workload, hash_model, read_workload
-from benchmarks.peers import PeerResult, run_transformers, run_vllm, setup_vllm
 from tlt.bench.measure import in_turns
 from tlt.bench.report import header, markdown, ratio_text, table, write_report
 from tlt.bench.rollout import over_off
@@ -36,9 +34,7 @@ from tlt.io.files import check_output_file
 from tlt.report.ratio import Ratio
 from tlt.training.start import preflight
 from tlt.tuning.tuner import make_tuner
-from tlt.types import Request, Rollout, UserError
-
-PEERS = ("transformers", "vllm", "vllm-eager", "vllm-ngram")
+from tlt.types import Request, Rollout
 
 
 @dataclass(frozen=True)
@@ -130,26 +126,9 @@ def longtail(
     }
 
 
-def peers(
-    subject: Subject, names: Sequence[str], vllm: Path | None, workload: Workload
-) -> Iterator[PeerResult]:
-    """Yields each peer's result as soon as it is there: transformers takes long."""
-    model, max_batch = subject.config.model.path, subject.config.rollout.max_batch_size
-    threads = subject.config.run.threads_per_rank
-    for name in names:
-        if name == "transformers":
-            yield from run_transformers(model, [workload], batch_size=max_batch, threads=threads)
-            continue
-        assert vllm is not None, "main asks for --vllm"
-        way, eager = "ngram" if name == "vllm-ngram" else "off", name == "vllm-eager"
-        yield run_vllm(
-            vllm, model, workload, way=way, max_num_seqs=max_batch, rounds=3, threads=threads, eager=eager
-        )
-
-
 def to_markdown(report: Mapping[str, Any]) -> str:
     """Returns the report for people."""
-    m, *results = report["measurements"]
+    (m,) = report["measurements"]
     ratios = {"off": "1", **{name: ratio_text(ratio) for name, ratio in m["ratios"].items()}}
     rows = [[name, f"{speed:,.0f}", ratios[name]] for name, speed in m["tokens_per_second"].items()]
     said = (
@@ -158,14 +137,6 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         " geometric mean of paired rounds (95 % confidence interval)."
     )
     blocks = [f"## {m['name']}", said, table(["variant", "tokens/s", "over off"], rows)]
-    if results:
-        rows = [
-            [peer["name"], f"{peer['tokens_per_second']:,.0f}"]
-            + [f"{ours / peer['tokens_per_second']:.2f}" for ours in m["tokens_per_second"].values()]
-            for peer in results
-        ]
-        names = [f"our {name} over it" for name in m["tokens_per_second"]]
-        blocks += ["## Peers on the same prompts and lengths", table(["peer", "tokens/s", *names], rows)]
     return markdown("Rollout benchmark", report, *blocks)
 
 
@@ -179,22 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workload", type=Path, help="file of the long tail; default: longtail.json beside CONFIG"
     )
-    parser.add_argument("--peers", type=words, default=(), help=f"some of {','.join(PEERS)}")
-    parser.add_argument("--vllm", type=Path, help="the interpreter of an environment with vLLM")
-    parser.add_argument(
-        "--setup-vllm", type=Path, help="make such an environment in this folder first (2 GB, some minutes)"
-    )
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
-    vllm = setup_vllm(options.setup_vllm) if options.setup_vllm is not None else options.vllm
-    for name in options.peers:
-        if name not in PEERS:
-            raise UserError(f"--peers: {name!r} is unknown; give some of {', '.join(PEERS)}")
-        if name.startswith("vllm") and vllm is None:
-            raise UserError(
-                "--peers: vllm needs the interpreter of an environment with it; give --vllm, or "
-                "--setup-vllm DIR"
-            )
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     for variant in options.variants:
         make_tuner(variant, drafter_kinds(config.drafter.path is not None))
@@ -207,10 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(over_off(measurements[0]), flush=True)
     report = {**header(config, command_of(parser, arguments)), "measurements": measurements}
     write_report(options.out, report, to_markdown(report))
-    for result in peers(subject, options.peers, vllm, workload):
-        measurements.append({"kind": "peer", **result.to_json()})
-        print(f"{result.name}: {result.tokens_per_second:,.0f} tokens/s", flush=True)
-        write_report(options.out, report, to_markdown(report))  # a run that is cut off keeps what it has
 
 
 if __name__ == "__main__":

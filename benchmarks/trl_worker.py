@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers import _StopAtLengths
 from benchmarks.trl import Job
 from tlt.assembly.drafter import watch_drafter
 from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
@@ -40,6 +39,19 @@ NO_LEARNING = 1e-20
 
 Lengths = dict[str, list[int]]
 """By "step/prompt", the lengths of the responses to it."""
+
+
+class StopAtLengths:
+    """Ends row b after `lengths_B[b]` tokens; `generate` continues until all rows have ended."""
+
+    eos_token_id: int | None = None
+    """`generate` pads ended rows only if some criterion has an attribute of this name."""
+
+    def __init__(self, prompt_length: int, lengths_B: torch.Tensor) -> None:
+        self.end_B = prompt_length + lengths_B
+
+    def __call__(self, token_ids_BT: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return token_ids_BT.shape[1] >= self.end_B
 
 
 def problems_of(job: Job) -> list[dict[str, Any]]:
@@ -163,7 +175,7 @@ def force_lengths(trainer: Any, lengths: Lengths) -> Any:
             wanted.append(lengths[name][come[name]])
             come[name] += 1
         width = input_ids.shape[1]
-        criteria: Any = _StopAtLengths(width, torch.tensor(wanted))
+        criteria: Any = StopAtLengths(width, torch.tensor(wanted))
         generation_config.eos_token_id, generation_config.suppress_tokens = None, [stop_id, pad_id]
         tokens_BT: torch.Tensor = generate(
             input_ids=input_ids,

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.command import make_parser
-from benchmarks.peers import setup_vllm
 from benchmarks.real_size.competitors import environment_of
+from benchmarks.vllm_environment import setup_vllm
 from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterExport, export
 from tlt.cli.drafter_eval import DrafterEval, evaluate

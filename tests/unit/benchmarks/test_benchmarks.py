@@ -49,8 +49,6 @@ FEW = ("--task.num_problems", "64")
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--peers", "sglang"], "--peers: 'sglang' is unknown"),
-        (["--peers", "vllm"], "--peers: vllm needs the interpreter"),
         (["--variants", "fast"], "'fast' is no strategy"),
         (["--workload", "nowhere.json"], "nowhere.json: does not exist"),
     ],
@@ -68,18 +66,17 @@ def test_a_mistake_in_the_command_is_one_line(
 
 
 def test_the_command_measures_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Small, with the shipped model: the long tail and a peer, once each."""
+    """Small, with the shipped model."""
     whole = json.loads((RECIPE / "longtail.json").read_text())
     whole["requests"] = sorted(whole["requests"], key=lambda r: r["length"])[:6]
     (tmp_path / "few.json").write_text(json.dumps(whole))
     arguments = ["--out", str(tmp_path / "result"), "--workload", str(tmp_path / "few.json")]
-    main([str(RECIPE / "quickstart.toml"), *arguments, "--rounds", "2", "--peers", "transformers", *FEW])
+    main([str(RECIPE / "quickstart.toml"), *arguments, "--rounds", "2", *FEW])
     assert "longtail, 6 requests" in capsys.readouterr().out
     report = json.loads((tmp_path / "result.json").read_text())
-    longtail, peer = report["measurements"]
-    assert (longtail["kind"], peer["kind"]) == ("longtail", "peer")
+    (longtail,) = report["measurements"]
     assert longtail["num_different"] == 0
     assert {"off", "adaptive"} == longtail["tokens_per_second"].keys()
     assert report["command"].startswith("python -m benchmarks.rollout ")
-    assert "## Peers on the same prompts and lengths" in (tmp_path / "result.md").read_text()
+    assert "| adaptive |" in (tmp_path / "result.md").read_text()
     assert str(RECIPE.parents[1]) not in json.dumps(report["config"])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.peers import setup_vllm_tests
 from benchmarks.side_by_side import NEAR_TIE, compare, first_difference, margin_of, random_lengths
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine, make_policy, make_requests
 from tlt.hf.weights import save_model
@@ -95,16 +94,3 @@ def test_draft_lengths_are_drawn_again_the_same() -> None:
     drawn = [next(first) for _ in range(60)]
     assert drawn == [next(second) for _ in range(60)]
     assert set(drawn) == {0, 1, 2, 3, 4}
-
-
-def test_an_environment_that_has_vllm_and_tlt_stays_as_it_is(tmp_path: Path) -> None:
-    python, asked = tmp_path / "bin" / "python", tmp_path / "asked"
-    python.parent.mkdir()
-    pip, probe = f"*pip*) touch {asked}.done;;", f"*xdist*) test -e {asked}.done;;"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {asked}\ncase "$*" in {pip} {probe} esac\n')
-    python.chmod(0o755)
-    assert setup_vllm_tests(tmp_path) == python
-    assert "pip install --quiet -e . pytest" in asked.read_text()
-    asked.write_text("")
-    assert setup_vllm_tests(tmp_path) == python
-    assert "pip" not in asked.read_text()
