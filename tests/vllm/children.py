@@ -1,8 +1,10 @@
 """A vLLM in a process of its own, which generates what it is asked by every law of LAWS.
 
-    python -m tests.vllm.children JOB OUT        the child: a pickled Start with requests and drafter → its cells
+    a pickled Start with requests and drafter ─▶ main, in the child ─▶ its pickled cells
 
 The second model runner is that of GPUs; Triton's interpreter runs it here, so responses are few and short.
+That interpreter must be chosen before anything imports Triton, as transformers' models do: nothing here
+imports those.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.side_by_side import Responses, answers, interpret_triton, random_lengths, step_by_step
-from tests.vllm.parts import BASE, DEPTH
 from tlt.assembly.engine import EngineSettings, load_engine
 from tlt.assembly.model import load_model
 from tlt.config.vllm import VllmSection
 from tlt.tasks.base import make_problems
 from tlt.types import Request, SamplingParams
 
+BASE, DEPTH = Path("recipes/countdown/base"), 4
 LAWS = {
     "0": SamplingParams(0.0),
     "0.7, truncated": SamplingParams(0.7, top_k=8, top_p=0.95, min_p=0.01),
@@ -90,7 +92,7 @@ def run_child(start: Start, requests: dict[str, list[Request]], drafter: Path, f
     job, out = folder / "job", folder / "cells"
     job.write_bytes(pickle.dumps((start, requests, drafter)))
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tests.vllm.children", str(job), str(out)]
+    command = [sys.executable, "-c", "from tests.vllm.children import main; main()", str(job), str(out)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     cells: list[Cell] = pickle.loads(out.read_bytes())
@@ -137,5 +139,6 @@ def measure(engine: Any, law: str, requests: Sequence[Request], lengths: str) ->
     return Cell(law, lengths, found, num_read, engine.stats.num_preemptions, engine.stats.accept_length)
 
 
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(pickle.dumps(child(*pickle.loads(Path(sys.argv[1]).read_bytes()))))
+def main() -> None:
+    job, out = map(Path, sys.argv[1:])
+    out.write_bytes(pickle.dumps(child(*pickle.loads(job.read_bytes()))))

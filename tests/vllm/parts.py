@@ -24,6 +24,8 @@ from transformers import (
 )
 
 from benchmarks.side_by_side import Comparison, Responses, answers, compare
+from tests.vllm.children import BASE as BASE
+from tests.vllm.children import DEPTH as DEPTH
 from tlt.assembly.engine import EngineSettings, load_engine
 from tlt.assembly.model import load_model, load_model_for
 from tlt.audit.referee import Referee
@@ -36,8 +38,7 @@ from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.types import FinishReason, Request, Rollout, SamplingParams
 
-BASE, DRAFTER = Path("recipes/countdown/base"), Path("recipes/countdown/drafter")
-DEPTH = 4
+DRAFTER = Path("recipes/countdown/drafter")
 
 in_vllm = [
     pytest.mark.skipif(
