@@ -57,7 +57,7 @@ PAPER_LINES = (
 
 def record_run(folder: Path, options: tuple[str, ...], num_steps: int) -> None:
     """Trains for some steps, the responses kept; no evaluation, which measures nothing here."""
-    amounts = f"--run.num_steps {num_steps} --evaluation.num_problems 0 --run.keep_responses true".split()
+    amounts = f"--run.num_steps {num_steps} --evaluation.num_problems 0 --run.keep_responses 1".split()
     train = [sys.executable, "-m", "tlt", "train", RECIPE, *amounts, *options]
     run_child([*train, "--run.out_dir", folder])
 

@@ -36,6 +36,7 @@ PositiveShare = Annotated[float, Gt(0), Le(1)]
 ProperShare = Annotated[float, Ge(0), Lt(1)]
 
 Gib = Annotated[float, Gt(0), Le(2**20)]
+KeptGib = Annotated[float, Ge(0), Le(2**20)]
 """Memory: up to a pebibyte, whose number of bytes is exact in a float."""
 Tokens = Annotated[float, Ge(1), Le(1e9)]
 """A mean or quantile of token counts."""

@@ -43,7 +43,7 @@ SIZE, INODES = "64m", 2000
 SMALL = "small"
 BALLAST = "ballast"
 FEW = (
-    *("--run.num_ranks", "1", "--run.num_steps", "4", "--run.keep_responses", "true"),
+    *("--run.num_ranks", "1", "--run.num_steps", "4", "--run.keep_responses", "1"),
     *("--evaluation.every", "2", "--sampling.max_tokens", "16"),
     *("--rollout.samples_per_problem", "2", "--rewards.num_workers", "0"),
 )
@@ -71,7 +71,7 @@ class Fault:
 
 
 TIMELINE, WRITER = "tlt.report.timeline:Timeline", "tlt.saved.checkpoint:CheckpointWriter"
-UNKEPT = ("--run.keep_responses", "false")
+UNKEPT = ("--run.keep_responses", "0")
 """Else they are what is written when a page of the journal is full."""
 FAULTS = [
     Fault("config.json", "full", "tlt.training.run:Run.__init__"),

@@ -129,7 +129,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert cli.main(["task", "countdown", "--num", "8", "--out", "problems.jsonl"]) == 0
         out = ["--out", "responses.jsonl", "--max-tokens", "16", "--temperature", "1"]
         assert cli.main(["generate", "base", "--prompts", "problems.jsonl", *out]) == 0
-        model = ["--model.path", "base", "--drafter.path", "drafter", "--run.keep_responses", "true"]
+        model = ["--model.path", "base", "--drafter.path", "drafter", "--run.keep_responses", "1"]
         assert cli.main(["train", "countdown", *SMALL_RUN.split(), *model, "--run.out_dir", "run"]) == 0
     return folder
 

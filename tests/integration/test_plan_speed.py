@@ -22,7 +22,7 @@ def test_a_run_of_two_steps_is_enough_to_tell_its_steps_on_one_replica_and_on_mo
     workspace: Path, tlt_here: Tlt, tmp_path: Path
 ) -> None:
     recipe, folder = str(workspace / "run.toml"), workspace / "measured"
-    kept = ("--run.out_dir", str(folder), "--run.keep_responses", "true")
+    kept = ("--run.out_dir", str(folder), "--run.keep_responses", "1")
     assert tlt_here("train", recipe, *kept, *SHORT) == 0
     run = run_in(folder)
     assert [sum(map(sum, groups)) for groups in run.lengths] == [

@@ -41,7 +41,7 @@ def begin(tlt: Tlt, workspace: Path, name: str, *words: str) -> Path:
 def first(workspace: Path, tlt_here: Tlt) -> Path:
     """A run of three steps that has kept its responses, made once."""
     if not (workspace / "first").exists():
-        begin(tlt_here, workspace, "first", "--run.num_steps", "3", "--run.keep_responses", "true")
+        begin(tlt_here, workspace, "first", "--run.num_steps", "3", "--run.keep_responses", "1")
     return workspace / "first"
 
 
@@ -51,7 +51,7 @@ def alone(workspace: Path, tlt_here: Tlt) -> Path:
     return (
         workspace / "alone"
         if (workspace / "alone").exists()
-        else begin(tlt_here, workspace, "alone", *SLOWER)
+        else begin(tlt_here, workspace, "alone", *SLOWER, "--run.keep_responses", "0")
     )
 
 
@@ -176,7 +176,7 @@ def test_a_resumed_run_keeps_what_counts_and_drafts_from_what_was_before(
     [
         (("--replay", "nowhere"), "does not exist; give the folder of a run"),
         (("--replay", "."), "holds no run (no config.json that can be read)"),
-        (("--replay", "alone"), "has kept no responses; repeat it with --run.keep_responses true"),
+        (("--replay", "alone"), "has kept no responses; repeat it with --run.keep_responses 1"),
         (("--replay", "first", "--run.seed", "4"), "has run.seed 0, this run 4"),
         (("--replay", "first", "--task.num_problems", "13"), "has task.num_problems 12, this run 13"),
         (("--replay", "first", "--task.options.first", "2"), "has task.options {}, this run {'first': 2}"),

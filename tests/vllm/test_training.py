@@ -168,7 +168,7 @@ def test_a_run_generates_ahead_replays_and_evaluates_from_references_and_stays_t
     small = {
         **SMALL, **FEW, **LORA, "evaluation.num_problems": 4, "evaluation.samples_per_problem": 2,
         "evaluation.every": 1, "rollout.engine": "vllm", "run.num_steps": 2, "drafter.train": "false",
-        "run.keep_responses": "true",
+        "run.keep_responses": "1",
     }  # fmt: skip
     arms: dict[str, dict[str, Any]] = {
         "plain": {"rollout.references_mib": 0},

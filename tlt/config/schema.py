@@ -22,6 +22,7 @@ from tlt.config.section import AnyPath, Section, split_words
 from tlt.config.vllm import VllmSection
 from tlt.kinds import (
     Epsilon,
+    KeptGib,
     LearningRate,
     NonNegativeInt,
     PositiveFloat,
@@ -76,9 +77,13 @@ class RunSection(DeviceSection):
     journal: bool = True
     """Whether responses are written to disk while they are generated, so that a resumed run generates none of
     them twice."""
-    keep_responses: bool = False
-    """Whether the responses of every step and evaluation are kept with their rewards, as JSON lines in the
-    folder responses. --replay needs them."""
+    keep_responses: KeptGib = 1.0
+    """GiB for the responses of steps and evaluations with their rewards, as JSON lines in the folder
+    responses: those of the oldest steps are removed where there are more. 0: none are kept. --replay and
+    tlt report read them."""
+    show_samples: NonNegativeInt = 0
+    """Responses of each step to show: prompt, text and reward, in a line each on the screen, and whole in the
+    tables of trackers that have tables (docs/tracking.md)."""
     time_limit_minutes: PositiveFloat | None = None
     """Time limit of the run in minutes: a step begins only if it and the last evaluation would end in time;
     None: no limit."""

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 import numpy as np
 
 from tlt.page.gather import RunRecords, Values, is_known, mean_of
-from tlt.report.console import duration
 from tlt.report.times_off import TimesOff
+from tlt.report.words import duration
 
 PRINCIPAL = {
     "rewards/mean": "mean reward",

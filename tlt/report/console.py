@@ -30,7 +30,7 @@ from tlt.io.text import visible
 from tlt.report.live_lines import LiveLines
 from tlt.report.progress import PhaseProgress
 from tlt.report.record import StepRecord
-from tlt.report.words import duration, when
+from tlt.report.words import cut, duration, when
 
 WIDTH = 100
 ROWS_PER_HEADER = 25
@@ -220,6 +220,17 @@ class Console:
         if num_errors := record.rewards.num_errors:
             counts = f"{num_errors} of {record.rollout.num_responses} responses could not be scored"
             self.note(f"step {record.step}: {counts}; the first: {record.rewards.first_error}")
+
+    def sample(self, prompt: str, text: str, reward: float | None) -> None:
+        """Prints a response in two lines, as long as the screen is wide. reward: None: it has no score."""
+        value = "no score" if reward is None else f"{reward:.3f}"
+        for console in self._all:
+            width = console.width - len(f"      ▸ {value}  ")
+            line = Text("      ▸ ", style="magenta")
+            line.append(f"{value}  ", style="bold")
+            line.append(cut(prompt, width), style="dim")
+            console.print(line, soft_wrap=True)
+            console.print(Text(f"        {cut(text, console.width - 8)}"), soft_wrap=True)
 
     def evaluation(
         self,

@@ -6,6 +6,8 @@ That process imports this module, so nothing heavy is imported here: a library i
 from __future__ import annotations
 
 import contextlib
+import html
+import importlib
 import importlib.util
 import json
 import os
@@ -39,7 +41,11 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Receives the figures of one run. The run goes on whatever it raises and however long it takes."""
+    """Receives the figures of one run. The run goes on whatever it raises and however long it takes.
+
+    One that has a method `log_table(step, name, columns, rows)` receives the samples of run.show_samples,
+    too.
+    """
 
     def begin(self, run: TrackedRun) -> str:
         """Starts or continues the run. Returns one line: where its figures can be seen."""
@@ -91,6 +97,18 @@ class Accelerated:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._tracker.log(dict(values), step=step)
 
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Adds a table where the library has tables; TensorBoard shows it as text."""
+        match self.name:
+            case "wandb" | "clearml":
+                self._tracker.log_table(name, [*columns], [[*row] for row in rows], step=step)
+            case "trackio":
+                table = importlib.import_module("trackio").Table
+                rows_now = [[*row] for row in rows]
+                self._tracker.log({name: table(columns=[*columns], data=rows_now)}, step=step)
+            case "tensorboard":
+                self._tracker.log({name: _markdown(columns, rows)}, step=step)
+
     def finish(self) -> None:
         self._tracker.finish()
 
@@ -104,6 +122,16 @@ class Accelerated:
             case "trackio":
                 return f"trackio show --project {run.project}"
         return ""
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Returns a table in Markdown. What a response has of Markdown is shown as it is."""
+
+    def line(cells: Sequence[Any]) -> str:
+        texts = (html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
+        return f"| {' | '.join(texts)} |"
+
+    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
 
 
 def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
@@ -175,8 +203,17 @@ class Point(NamedTuple):
     values: Mapping[str, float]
 
 
-Message = TrackedRun | Point | None
-"""First the run, then its figures; None: the end."""
+class TableOf(NamedTuple):
+    """A table of one step."""
+
+    step: int
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+Message = TrackedRun | Point | TableOf | None
+"""First the run, then its figures and tables; None: the end."""
 
 
 class Answer(NamedTuple):
@@ -206,6 +243,9 @@ def _obey(tracker: Tracker, message: Message) -> str:
             return str(tracker.begin(message) or "")
         case Point(step, values):
             tracker.log(step, values)
+        case TableOf():
+            if (log_table := getattr(tracker, "log_table", None)) is not None:
+                log_table(*message)
         case None:
             tracker.finish()
     return ""

@@ -21,12 +21,12 @@ from json import loads
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from tlt.io.files import read_file, write_json
 from tlt.io.plugins import describe
 from tlt.io.processes import Helper, how_it_ended
-from tlt.report.trackers import Answer, Message, Point, TrackedRun
+from tlt.report.trackers import Answer, Message, Point, TableOf, TrackedRun
 from tlt.types import UserError
 
 
@@ -99,6 +99,11 @@ class Tracking:
         """Queues figures of the policy after `step` updates; returns at once."""
         for feed in self._feeds:
             feed.put(Point(step, values))
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Queues a table of the step that made the policy of `step` updates; returns at once."""
+        for feed in self._feeds:
+            feed.put(TableOf(step, name, columns, rows))
 
     def finish(self) -> None:
         """Waits until all is delivered or patience ends; ends the processes. A second call is harmless."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.cells import cell_len, set_cell_size
+
+from tlt.io.text import visible
+
 
 def when(step: int) -> str:
     """Returns the moment after `step` updates, in words."""
@@ -24,3 +28,16 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def cut(text: str, width: int) -> str:
+    """Returns the text on one line of at most `width` cells: where it is longer, its beginning and end."""
+    line = visible(" ".join(text.split()))
+    if cell_len(line) <= width:
+        return line
+    half = max(width - 3, 0) // 2
+    return f"{set_cell_size(line, max(width - 3 - half, 0))} … {_last_cells(line, half)}"
+
+
+def _last_cells(line: str, width: int) -> str:
+    return set_cell_size(line[::-1], width)[::-1]

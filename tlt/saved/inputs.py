@@ -38,6 +38,7 @@ MAY_CHANGE_ON_RESUME = {
         "max_restarts",
         "timeout_seconds",
         "keep_responses",
+        "show_samples",
     },
     "rollout": {"replay"},
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},

@@ -89,10 +89,16 @@ class ReplayOf(Replay):
         if not path.exists():
             if purpose == "rollout" and not self.is_over:
                 self.is_over = True
+                later = [kept for kept in kept_by(self.folder, purpose) if kept > path]
+                until = (
+                    f" until {later[0].stem} (older ones exceeded its run.keep_responses)" if later else ""
+                )
                 self.say(
-                    f"rollout.replay: {self.folder} has kept nothing of step {number}; it goes on without"
+                    f"rollout.replay: {self.folder} has kept nothing of step {number}; "
+                    f"it goes on without{until}"
                 )
             return []
+        self.is_over = False
         try:
             return read_answers(path, self.prompts[purpose], self.model)
         except UserError as error:
@@ -126,7 +132,7 @@ def check_replay(config: Config, problems: Sequence[Problem], model: ModelConfig
     kept = [*kept_by(folder, "rollout"), *kept_by(folder, "evaluation")]
     if not kept:
         raise UserError(
-            f"rollout.replay: {folder} has kept no responses; repeat it with --run.keep_responses true"
+            f"rollout.replay: {folder} has kept no responses; repeat it with --run.keep_responses 1"
         )
     answers = read_answers(kept[0], prompts_of(problems), model)
     if kept[0].name.startswith("rollout") and not answers:

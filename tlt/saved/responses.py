@@ -20,6 +20,7 @@ from tlt.rollout.result import PhaseResult
 from tlt.types import Purpose, Reward, Rollout
 
 FOLDER = "responses"
+_PURPOSES: tuple[Purpose, ...] = "rollout", "evaluation"
 
 
 def path_of(run: Path, purpose: Purpose, number: int) -> Path:
@@ -61,10 +62,22 @@ def _count_from_one(run: Path) -> None:
 
 
 class KeptResponses:
-    """Writes a run's responses into its folder. decode: response tokens → text."""
+    """Writes a run's responses into its folder.
 
-    def __init__(self, run: Path, decode: Callable[[Sequence[int]], str]) -> None:
-        self.run, self.decode = run, decode
+    decode: returns the text of response tokens.
+    gib: bound of all files together; the latest file stays in any case.
+    say: receives one line when files are removed for the first time.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        decode: Callable[[Sequence[int]], str],
+        gib: float,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.run, self.decode, self.gib, self.say = run, decode, gib, say
+        self._has_said = False
 
     def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
         """Writes a phase's responses. number: see `path_of`."""
@@ -72,6 +85,25 @@ class KeptResponses:
         path.parent.mkdir(exist_ok=True)
         pairs = zip(phase.rollouts, phase.rewards, strict=True)
         write_jsonl(path, (self.record(purpose, policy_step, *pair) for pair in pairs))
+        self._make_room(path)
+
+    def _make_room(self, latest: Path) -> None:
+        """Removes files beyond the bound: those of the oldest steps first, then the oldest evaluations'."""
+        sizes = {path: path.stat().st_size for purpose in _PURPOSES for path in kept_by(self.run, purpose)}
+        excess = sum(sizes.values()) - self.gib * 2**30
+        for path, size in sizes.items():
+            if excess <= 0:
+                return
+            if path == latest:
+                continue
+            path.unlink()
+            excess -= size
+            if not self._has_said:
+                self._has_said = True
+                self.say(
+                    f"{path.parent}: has more than {self.gib:g} GiB; the oldest steps' responses go, "
+                    "now and later (run.keep_responses)"
+                )
 
     def record(self, purpose: Purpose, policy_step: int, rollout: Rollout, reward: Reward) -> Record:
         """Returns the line of a response."""

@@ -11,6 +11,7 @@ from tlt.report.record import StepRecord
 from tlt.rewards.pool import summarize
 from tlt.rollout.result import PhaseResult
 from tlt.spans import SpanName
+from tlt.training.samples import show_samples
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
@@ -46,6 +47,7 @@ def record(
         run.metrics.write(line)
     run.tracking.log(line.step, line.figures())
     run.console.step(line)
+    show_samples(run, phase)
     if update.num_skipped:
         num_steps = run.config.algorithm.epochs * run.config.algorithm.minibatches
         skipped = f"{update.num_skipped} of {num_steps} optimizer steps are not taken"

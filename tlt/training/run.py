@@ -169,7 +169,9 @@ class Run:
         self.journal = self._open_journal() if config.run.journal else Journal()
         decode, migrates = model.tokenizer.decode, config.rollout.migrate
         receivers = Receivers(self.scorers, decode, self.journal)
-        self.responses = KeptResponses(self.out_dir, decode) if config.run.keep_responses else None
+        gib, say = config.run.keep_responses, self.console.note
+        self.responses = KeptResponses(self.out_dir, decode, gib, say) if gib else None
+        self.decode = decode
         self.replay = self._replay()
         tell = self.console.progress if world.is_leader else None
         stops, timeline = stop.is_set, self.timeline

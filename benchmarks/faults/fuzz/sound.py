@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
     "tracking": {"use": [], "project": "fuzz"},
 }
 RUN_CHANGES = {
-    "run": {"num_steps": 3, "checkpoint_every": 1, "keep_responses": True},
+    "run": {"num_steps": 3, "checkpoint_every": 1, "keep_responses": 1.0},
     "task": {"name": "digits:TASK", "num_problems": 8, "options": {}},
     "rollout": {"speculation": "ahead+hybrid:64x1x64", "ahead": 1},
     "evaluation": {"every": 1},

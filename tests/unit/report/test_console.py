@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import rich.console
+from rich.cells import cell_len
 
 from tests.unit.report.records import record
 from tlt.accounts import (
@@ -250,3 +251,22 @@ def test_ranks_that_are_not_enabled_say_nothing() -> None:
 )
 def test_durations_are_written_as_one_says_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_sample_is_two_lines_within_the_screen_with_the_beginning_and_the_end_of_its_text(
+    width: int,
+) -> None:
+    stream = Terminal()
+    environ = {"TERM": "xterm"}
+    with Console(stream=stream, environ=environ) as console:
+        console._rich.width = width
+        console.sample("Reach 24 with 3, 8.\n" * 9, "First 3 × 8 …\n" * 30 + "so it is 24", 1.0)
+        console.sample("short", "语" * 300, None)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()]
+    told = [line for line in lines if line.strip() and "first step" not in line]
+    assert len(told) == 4
+    assert told[0].startswith("      ▸ 1.000  Reach 24 with 3, 8. Reach")
+    assert told[1].endswith("so it is 24")
+    assert told[2] == "      ▸ no score  short"
+    assert all(width - 4 <= cell_len(told[i]) <= width for i in (0, 1, 3))

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,9 @@ for how in (fail, leave, hang, die, be_killed):
 
 class Lingers(Diary):
     def finish(self): threading.Thread(target=hang).start()
+
+class Tables(Diary):
+    def log_table(self, *told): self.note(["log_table", *told])
 
 class Hiccup(Diary):
     def log(self, step, values):
@@ -454,3 +458,40 @@ def test_an_id_that_cannot_be_read_is_the_checkpoints_and_what_was_there_is_kept
     assert run_id(tmp_path, say=said.append) == run_id(tmp_path)
     assert said.pop().endswith("a new id")
     assert not said
+
+
+# -- samples -------------------------------------------------------------------------------------------------
+
+SAMPLES = ("prompt", "reward"), [("2 | 3\n<b>", 0.5), ("4", None)]
+
+
+def test_a_tracker_of_ones_own_is_told_samples_if_it_has_tables(folder: Path) -> None:
+    said: list[str] = []
+    for name in ("Tables", "Diary"):
+        tracking = begin(folder, [name], said)
+        tracking.log_table(3, "samples", *SAMPLES)
+        tracking.finish()
+    told = [["log_table", 3, "samples", [*SAMPLES[0]], [[*row] for row in SAMPLES[1]]]]
+    assert [line for line in diary(folder, "Tables") if line[0] == "log_table"] == told
+    assert [line[0] for line in diary(folder)] == ["begin", "finish"]
+    assert len(said) == 2, said
+
+
+def test_samples_become_a_table_of_the_library_or_text() -> None:
+    calls: list[Any] = []
+    library = SimpleNamespace(
+        log_table=lambda *given, **named: calls.append((*given, named)),
+        log=lambda values, step: calls.append((values, step)),
+    )
+    for name in ("wandb", "tensorboard", "mlflow"):
+        tracker = Accelerated(name)
+        tracker._tracker = library
+        tracker.log_table(3, "samples", *SAMPLES)
+    table, text = calls
+    assert table == ("samples", ["prompt", "reward"], [["2 | 3\n<b>", 0.5], ["4", None]], {"step": 3})
+    assert text[0]["samples"].splitlines() == [
+        "| prompt | reward |",
+        "| --- | --- |",
+        "| 2 &#124; 3<br>&lt;b&gt; | 0.5 |",
+        "| 4 | None |",
+    ]

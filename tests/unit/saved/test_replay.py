@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_what_was_generated_ahead_goes_first_and_an_earlier_evaluation_last(
 
 
 def test_a_judgement_says_what_was_scored_and_why_not() -> None:
-    written = KeptResponses(Path(), lambda ids: f"{len(ids)} tokens")
+    written = KeptResponses(Path(), lambda ids: f"{len(ids)} tokens", gib=1.0)
     rollout = Rollout("p", 2, (3,), (4, 5), (-0.1, -0.2), "length", 6)
     rewards = [Reward(0.5, True, parts={"a": 1.0}), Reward(float("nan"), False, error="timed out")]
     one, other = (written.record("rollout", 6, rollout, reward) for reward in rewards)
@@ -106,3 +107,46 @@ def test_an_older_runs_files_which_count_from_0_are_replayed_and_renamed_as_step
     forget_responses(tmp_path, 3, {0})
     said = {path.name: json.loads(path.read_text())["token_ids"] for path in kept_by(tmp_path, "rollout")}
     assert said == {f"rollout-0000000{step}.jsonl": [step - 1] for step in (1, 2, 3)}
+
+
+def phase_of(*token_ids: int) -> Any:
+    rollout = Rollout("p0", 0, (1, 2), token_ids, (-0.5,) * len(token_ids), "stop", 0)
+    return SimpleNamespace(rollouts=[rollout], rewards=[Reward(1.0, True)])
+
+
+def test_the_oldest_steps_go_first_where_responses_exceed_their_bound_which_is_said_once(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    written = KeptResponses(tmp_path, str, gib=1.0, say=said.append)
+    written.write("evaluation", 0, 0, phase_of(7))
+    size = path_of(tmp_path, "evaluation", 0).stat().st_size
+    written.gib = 3.5 * size / 2**30
+    for step in (1, 2, 3, 4):
+        written.write("rollout", step, step, phase_of(7))
+    assert [path.stem[-1] for path in kept_by(tmp_path, "rollout")] == ["3", "4"]
+    assert [path.stem[-1] for path in kept_by(tmp_path, "evaluation")] == ["0"]
+    assert len(said) == 1
+    assert "the oldest steps' responses go, now and later (run.keep_responses)" in said[0]
+    written.gib = 0.5 * size / 2**30
+    written.write("rollout", 5, 5, phase_of(7))
+    assert [path.stem[-1] for path in kept_by(tmp_path, "rollout")] == ["5"], "the latest stays"
+    assert kept_by(tmp_path, "evaluation") == []
+
+
+def test_steps_whose_responses_were_removed_are_said_once_and_the_later_ones_are_replayed(
+    tmp_path: Path,
+) -> None:
+    line = {"problem_id": "own", "sample_index": 0, "prompt_ids": [8, 9], "token_ids": [7]}
+    write(tmp_path, "rollout", 3, line)
+    said: list[str] = []
+    prompts = {"own": (8, 9)}
+    replay = ReplayOf(tmp_path, References(), ALONE, {"rollout": prompts}, PARAMS, CONFIG, said.append)
+    for step in (1, 2, 3, 4, 5):
+        with replay.lend("rollout", step, step):
+            request = Request("own", 0, (8, 9), PARAMS, "rollout", step)
+            assert (kept(replay.references, request) is not None) == (step == 3)
+    assert [text.partition("nothing of ")[2] for text in said] == [
+        "step 1; it goes on without until rollout-00000003 (older ones exceeded its run.keep_responses)",
+        "step 4; it goes on without",
+    ]
