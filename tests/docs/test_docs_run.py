@@ -34,6 +34,7 @@ NOT_RUN = {
     "reasoning-gym": "needs reasoning-gym",
     "--geometry": "minutes, and gigabytes of memory",
     "tlt bench": "minutes",
+    "--watch": "goes on until Ctrl-C",
     "--tracking.use": "needs wandb and tensorboardX",
     "parallel.policy fsdp": "needs several ranks, and minutes",
     "my_rewards:": "reward functions that the reader writes",
@@ -78,8 +79,10 @@ INPUTS = {
     "runs/quickstart/policy": "base",
     "runs/quickstart/drafter": "drafter",
     "runs/a": "run",
-    "runs/headline": "run",
     "runs/quickstart": "run",
+    "runs/off": "run",
+    "runs/tlt": "run",
+    "runs/headline": "run",
     "quickstart.toml": "countdown",
 }
 """What stands for a page's word."""

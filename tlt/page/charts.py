@@ -64,21 +64,27 @@ class Charts:
     """Draws charts; those over steps share one range, so that they are moved and zoomed together."""
 
     def __init__(self) -> None:
-        self.steps = DataRange1d(range_padding=0.02)
+        self._steps = DataRange1d(range_padding=0.02)
+        self._times: dict[float, Range1d] = {}
 
     def draw(self, chart: Chart, key: str) -> tuple[figure, list[LegendEntry]]:
         """Returns the plot and its legend. key: names it on the page."""
-        ranges: dict[str, Any] = {"x_range": self.steps} if chart.is_by_step else {}
+        ranges: dict[str, Any] = {}
         height = HEIGHT
         for shape in chart.shapes:
             ranges |= _ranges(shape)
             height = max(height, 110 + ROW_HEIGHT * len(getattr(shape, "rows", ())))
+        if chart.is_by_step:
+            ranges["x_range"] = self._steps
+        elif (end := chart.x_end) is not None:
+            ranges["x_range"] = self._times.setdefault(end, Range1d(start=0, end=end, bounds="auto"))
         plot = figure(
             height=height,
             sizing_mode="stretch_width",
             output_backend="svg",
             tools=_LINE_TOOLS,
             toolbar_location="right",
+            min_border_left=72,
             x_axis_label=chart.x_label,
             y_axis_label=chart.y_label or None,
             y_axis_type="log" if chart.is_log else "auto",
@@ -110,11 +116,7 @@ def _ranges(shape: object) -> dict[str, Any]:
             "y_range": FactorRange(factors=shape.rows[::-1]),
         }
     if isinstance(shape, Stretches):
-        end = max((end for _, _, _, end in shape.stretches), default=1.0)
-        return {
-            "x_range": Range1d(start=0, end=end, bounds="auto"),
-            "y_range": FactorRange(factors=shape.rows[::-1]),
-        }
+        return {"y_range": FactorRange(factors=shape.rows[::-1])}
     return {"y_range": DataRange1d(start=0)} if isinstance(shape, Areas) else {}
 
 
@@ -184,6 +186,7 @@ def _(shape: Bars, plot: figure, chart: Chart) -> list[LegendEntry]:
 
 @_draw.register
 def _(shape: Cells, plot: figure, chart: Chart) -> list[LegendEntry]:
+    plot.grid.visible = False
     places = [(i, j) for i in range(len(shape.rows)) for j in range(len(shape.columns))]
     shares = [float(shape.shares[place]) for place in places]
     data = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlt.page.gather import RunRecords, Values, is_known
+from tlt.page.gather import RunRecords, Values
 from tlt.page.shapes import Areas, Chart, Line, Shape, moving_mean
 
 STEPS = "step"
@@ -188,11 +188,19 @@ def series_chart(spec: SeriesSpec, runs: Sequence[RunRecords]) -> Chart | None:
     for number, run in enumerate(runs):
         for place, (label, name) in enumerate(spec.figures.items()):
             values = run.values(name)
-            if not is_known(values):
+            known = np.isfinite(values)
+            if not known.any():
                 continue
             color, dash = (number, place) if len(runs) > 1 else (place, 0)
-            line = Line(label_of(run, label, runs), run.x, values, color, dash, width=width_of(number, runs))
-            shapes += smoothed(line) if spec.is_smoothed and len(values) >= NUM_SMOOTHED else [line]
+            line = Line(
+                label_of(run, label, runs),
+                run.x[known],
+                values[known],
+                color,
+                dash,
+                width=width_of(number, runs),
+            )
+            shapes += smoothed(line) if spec.is_smoothed and known.sum() >= NUM_SMOOTHED else [line]
     if not shapes:
         return None
     return Chart(spec.key, spec.title, spec.see, STEPS, spec.y_label, shapes, True, spec.is_log)

@@ -73,7 +73,8 @@ class Chart:
 
     key: names it on the page.
     see: one sentence that says what to see in it.
-    is_by_step: whether x counts updates: all such charts move together.
+    is_by_step: whether x counts steps: all such charts move together.
+    x_end: x goes from 0 to here, and charts of the same end move together; None: as far as there are values.
     """
 
     key: str
@@ -84,6 +85,7 @@ class Chart:
     shapes: list[Shape]
     is_by_step: bool = False
     is_log: bool = False
+    x_end: float | None = None
 
 
 def moving_mean(values: Values, width: int) -> tuple[Values, Values, Values]:

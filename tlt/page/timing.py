@@ -102,7 +102,15 @@ def rank_chart(chosen: ChosenStep) -> Chart:
         for piece in chosen.time.columns(rank)
     ]
     see = "What each rank did: one without a response trains the drafter, generates ahead or waits."
-    return Chart("ranks", chosen.label, see, "seconds since the step began", "", [Stretches(rows, stretches)])
+    return Chart(
+        "ranks",
+        chosen.label,
+        see,
+        "seconds since the step began",
+        "",
+        [Stretches(rows, stretches)],
+        x_end=chosen.time.seconds,
+    )
 
 
 def load_charts(chosen: ChosenStep) -> Sequence[Chart]:
@@ -119,6 +127,7 @@ def load_charts(chosen: ChosenStep) -> Sequence[Chart]:
             time,
             "responses",
             [Line(label, x, running, 0)],
+            x_end=chosen.time.seconds,
         ),
         Chart(
             "rate",
@@ -127,5 +136,6 @@ def load_charts(chosen: ChosenStep) -> Sequence[Chart]:
             time,
             "tokens per second",
             [Line(label, x, tokens, 1)],
+            x_end=chosen.time.seconds,
         ),
     ]

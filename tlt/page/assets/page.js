@@ -41,7 +41,7 @@
       const cell = make("td", isText ? undefined : shown(row, key), isText ? "text" : names.has(key) ? "name" : "");
       if (isText) {
         const details = make("details");
-        details.append(make("summary", row.text.slice(0, 90).replace(/\s+/g, " ") || "(empty)"));
+        details.append(make("summary", row.text.slice(0, 70).replace(/\s+/g, " ") || "(empty)"));
         details.addEventListener("toggle", () => {
           if (!details.open || details.children.length > 1) return;
           details.append(make("div", "prompt", "label"), make("pre", row.prompt), make("div", "response", "label"), make("pre", row.text));
