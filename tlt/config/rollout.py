@@ -53,7 +53,7 @@ class RolloutSection(EngineSection):
     times_off_every: NonNegativeInt = 20
     """Policy steps between two measurements of how many times as fast speculation makes a rollout: the leader
     generates a few more responses with and without it, in at most 1 % of the rollouts' time. A shorter run
-    measures in its last step. 0: never."""
+    measures in its last step; one with short responses more seldom. 0: never."""
 
     @property
     def steps_ahead(self) -> int:

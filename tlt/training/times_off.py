@@ -40,13 +40,15 @@ def measure_times_off(run: Run, phase: PhaseResult) -> OffPair:
 
 
 def _measure(run: Run, phase: PhaseResult) -> OffPair:
-    """Measures within the share of time that is allowed for it; NOT_MEASURED where that is too little."""
-    stats, every = phase.replicas[run.world.rank].stats, run.config.rollout.times_off_every
-    num_tokens = affordable_tokens(stats, phase.seconds * min(every, run.step + 1))
+    """Measures within the share of time that is allowed since it was measured last; NOT_MEASURED where that
+    is too little yet."""
+    stats, step = phase.replicas[run.world.rank].stats, run.step + 1
+    num_tokens = affordable_tokens(stats, phase.seconds * (step - run.measured_step))
     if num_tokens < MIN_TOKENS:
         return NOT_MEASURED
+    run.measured_step = step
     problems = [group.draw.problem for group in phase.groups]
     num = max(round(stats.sequence_seconds / stats.seconds), 1)
     requests = pair_requests(problems, run.params, run.step, num, num_tokens)
-    is_even = (run.step + 1) // every % 2 == 0
+    is_even = step // run.config.rollout.times_off_every % 2 == 0
     return measure_off_pair(run.engine, requests, is_even, perf_counter)

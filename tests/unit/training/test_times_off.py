@@ -55,6 +55,22 @@ def test_a_run_that_measures_times_off_is_token_for_token_the_run_that_does_not(
     assert not [name for name in plain[1].figures() if name.startswith("off_pair")]
 
 
+def test_where_a_hundredth_of_the_time_is_too_short_the_pair_waits_for_more_steps(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    affordable = []
+    monkeypatch.setattr(times_off, "MIN_TOKENS", 3)
+    monkeypatch.setattr(
+        times_off,
+        "affordable_tokens",
+        lambda stats, seconds: affordable.append(seconds) or len(affordable) + 1,
+    )
+    steps = steps_of(base, tmp_path / "run", 1)
+    assert [one.off_pair.num_tokens > 0 for one in steps] == [False, True, True]
+    spent = [seconds / one.rollout.seconds for seconds, one in zip(affordable, steps, strict=True)]
+    assert spent == pytest.approx([1, 2, 1]), "steps since the last measurement"
+
+
 def test_with_speculation_off_no_times_off_is_told(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
