@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,8 +48,9 @@ def _look(config: Config) -> tuple[Facts, list[Finding]]:
         from tlt.assembly.choices_here import resolve_here
         from tlt.assembly.ranks import num_cores
         from tlt.engine.memory import machine_bytes
-    except ImportError:  # torch cannot be imported, which the facts say
-        return (facts := read_facts(0, 0)), diagnose(facts)
+    except (ImportError, OSError):  # torch cannot be imported, which the facts say
+        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return (facts := read_facts(os.cpu_count() or 1, num_bytes)), diagnose(facts)
     facts = read_facts(num_cores(), machine_bytes())
     found = diagnose(facts)
     for key, text, is_right in resolve_here(config):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,9 +50,20 @@ Summarize = Callable[[Record], Summary]
 
 @contextlib.contextmanager
 def json_alone(is_wanted: bool) -> Iterator[None]:
-    """Sends what is printed in the block to stderr, where JSON alone is wanted on stdout."""
-    with contextlib.redirect_stdout(sys.stderr) if is_wanted else contextlib.nullcontext():
+    """Sends what is printed in the block to stderr, where JSON alone is wanted on stdout; also what processes
+    print that are started in it."""
+    if not is_wanted:
         yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def show(record: Record, summarize: Summarize, as_json: bool) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,21 @@ def test_a_key_that_cannot_be_resolved_is_broken_with_the_errors_line(
     assert found["found"]["run.device"]["text"] == (
         "run.device: cuda, but no GPU was found; give --run.device cpu"
     )
+
+
+def test_a_torch_that_cannot_be_imported_is_told(here: Path) -> None:
+    (here / "torch").mkdir()
+    (here / "torch/__init__.py").write_text("raise OSError('libcudart.so.13: cannot open')")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(here), str(Path(cli.__file__).parents[2])]),
+    }
+    command = [sys.executable, "-m", "tlt", "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["broken"] == ["torch"]
+    assert "libcudart.so.13: cannot open" in found["found"]["torch"]["text"]
 
 
 def test_what_is_broken_is_the_headline_and_exit_code_1() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 from tests.unit.cli.parts import fail, succeed
 from tlt.cli import main as cli
 from tlt.cli.commands import COMMANDS
-from tlt.cli.summary import Summary, label_of, show, written
+from tlt.cli.summary import Summary, json_alone, label_of, show, written
 from tlt.io.streams import Guarded
 
 TASK = ("task", "countdown", "--num", "3", "--out", "problems.jsonl")
@@ -39,6 +40,13 @@ def test_with_json_it_stands_alone_on_stdout_even_on_a_terminal(capsys: pytest.C
     said = capsys.readouterr()
     assert "replicas" in json.loads(said.out)
     assert "assumed:" in said.err
+
+
+def test_what_started_processes_print_is_no_part_of_the_json(capfd: pytest.CaptureFixture[str]) -> None:
+    with json_alone(True):
+        subprocess.run(["echo", "a rank's table"], check=True)
+    subprocess.run(["echo", "{}"], check=True)
+    assert capfd.readouterr() == ("{}\n", "a rank's table\n")
 
 
 @pytest.mark.usefixtures("here")
