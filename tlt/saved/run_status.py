@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from tlt.config.load import load_config
-from tlt.config.schema import Config
 from tlt.io.files import read_appended, read_file
 from tlt.report.record import StepRecord, read_metrics
 from tlt.types import UserError
@@ -81,9 +79,7 @@ class RunStatus:
 
 def read_status(folder: Path) -> RunStatus:
     """Reads the status of the run in a folder. Raises UserError if there is none."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: holds no run (no config.json); give the folder of one (run.out_dir)")
-    config = load_config(folder / "config.json")
+    num_steps = _num_steps(folder)
     metrics = folder / "metrics.jsonl"
     records = read_metrics(metrics) if metrics.exists() else []
     names = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/*"))
@@ -91,7 +87,7 @@ def read_status(folder: Path) -> RunStatus:
     evaluations = read_appended(folder / "evaluations.jsonl", json.loads, "evaluation")
     step = records[-1].step if records else 0
     state: State = "running" if is_locked(folder) else "stopped"
-    if state == "stopped" and _is_finished(folder, config, step, evaluations):
+    if state == "stopped" and _is_finished(folder, num_steps, step, evaluations):
         state = "finished"
     return RunStatus(
         folder=folder,
@@ -99,7 +95,7 @@ def read_status(folder: Path) -> RunStatus:
         process=lock_holder(folder) if state == "running" else None,
         written_at=max(map(_changed_at, _files(folder)), default=None),
         step=step,
-        num_steps=config.run.num_steps,
+        num_steps=num_steps,
         recent=records[-NUM_RECENT:],
         evaluations=evaluations,
         checkpoint=max(steps, default=None),
@@ -108,10 +104,25 @@ def read_status(folder: Path) -> RunStatus:
     )
 
 
-def _is_finished(folder: Path, config: Config, step: int, evaluations: Sequence[object]) -> bool:
-    if not config.run.num_steps:
+def _num_steps(folder: Path) -> int:
+    """Returns run.num_steps, also of a run whose other keys this TLT does not know any more."""
+    try:
+        num_steps = json.loads(read_file(folder / "config.json"))["run"]["num_steps"]
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: holds no run (no config.json); give the folder of one (run.out_dir)"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder}/config.json: cannot be read ({error!r}); bring the run's file back"
+        ) from None
+    return int(num_steps)
+
+
+def _is_finished(folder: Path, num_steps: int, step: int, evaluations: Sequence[object]) -> bool:
+    if not num_steps:
         return bool(evaluations)
-    return step >= config.run.num_steps and (folder / "policy" / "config.json").exists()
+    return step >= num_steps and (folder / "policy" / "config.json").exists()
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -31,6 +31,16 @@ def test_a_folder_without_a_run_is_one_line(here: Path, capsys: pytest.CaptureFi
     )
 
 
+def test_a_run_with_keys_of_another_version_has_a_status_and_a_damaged_one_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(here / "run", num_steps=10, done=1)
+    (folder / "config.json").write_text('{"run": {"num_steps": 10, "long_gone": true}}')
+    assert succeed(capsys, "status", "run")["num_steps"] == 10
+    (folder / "config.json").write_text('{"run": {')
+    assert fail(capsys, "status", "run").startswith("run/config.json: cannot be read (")
+
+
 def test_a_run_before_its_first_step_has_a_status(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (write_run(here / "run", num_steps=10, done=0) / "metrics.jsonl").unlink()
     assert cli.main(["status", "run"]) == 0
