@@ -26,7 +26,9 @@ _OPTIONAL = re.compile(r"\[(--[^\]]*)\]")
 _CHOICE = re.compile(r"(?<= )([\w-]+)(?:\|[\w-]+)+")
 
 
-_COMMAND = re.compile(r"(tlt|make|pip|python|python3|cd|torchrun|sbatch|srun|vllm|hf|docker|PYTHONPATH=\S+) ")
+_COMMAND = re.compile(
+    r"(?:\$ )?(tlt|make|pip|python|python3|cd|torchrun|sbatch|srun|vllm|hf|docker|PYTHONPATH=\S+) "
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def _parts(line: str) -> Iterator[str]:
     """Yields the commands of a line, such as `cd x && tlt …`, without a comment."""
     if not _COMMAND.match(line):
         return
+    line = line.removeprefix("$ ")
     line = re.split(r"\s+#\s|\s{4,}(?=\w+ \w+)", line)[0]
     yield from (" ".join(part.split()) for part in line.split(" && "))
 

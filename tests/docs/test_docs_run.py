@@ -28,7 +28,6 @@ NOT_RUN = {
     "mine/base": "needs the model of smollm2",
     "--url": "needs a server",
     "engine vllm": "needs vLLM (make vllm-test)",
-    "mytask:": "a task that the reader writes",
     "shout:TASK": "a module that the page shows in parts",
     "quickstart.toml --task.options": "a recipe of smollm2",
     "reasoning-gym": "needs reasoning-gym",
@@ -37,7 +36,7 @@ NOT_RUN = {
     "--watch": "goes on until Ctrl-C",
     "--tracking.use": "needs wandb and tensorboardX",
     "parallel.policy fsdp": "needs several ranks, and minutes",
-    "my_rewards:": "reward functions that the reader writes",
+    "train.toml": "what tlt init own has written",
     "--repo OWNER/NAME": "needs a network",
     "--responses vllm.jsonl": "responses that vLLM has generated",
     "[--section.key": "a synopsis",
@@ -79,6 +78,11 @@ INPUTS = {
     "runs/quickstart/policy": "base",
     "runs/quickstart/drafter": "drafter",
     "runs/a": "run",
+    "DATA": "rows.jsonl",
+    "chat.jsonl": "rows.jsonl",
+    "rows.jsonl": "problems.jsonl",
+    "FILE.py:FUNCTION": "my_rewards.py:close",
+    "module:function": "my_rewards:close",
     "runs/quickstart": "run",
     "runs/off": "run",
     "runs/tlt": "run",
@@ -86,6 +90,12 @@ INPUTS = {
     "quickstart.toml": "countdown",
 }
 """What stands for a page's word."""
+REWARDS = """
+def close(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+length_penalty = judged = close
+"""
 OUTPUTS = ("--out", "--to", "--run.out_dir")
 
 
@@ -101,8 +111,8 @@ def in_small(shown: Shown) -> list[str]:
     for at, word in enumerate(rest):
         before = rest[at - 1] if at else ""
         if before in OUTPUTS:
-            word = "out" if "." not in word else "out.jsonl"
-        elif name == "init" and at == 1:
+            word = f"out{Path(word).suffix}"
+        elif (name, at) in (("init", 1), ("init own", 0)):
             word = "new"
         elif word.startswith("DIR") or word.startswith("runs/"):
             is_run = name == "train" and before in ("--resume", "--replay")
@@ -127,6 +137,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     make_models(folder, max_positions=4096)
     (folder / "model").rename(folder / "base")
+    (folder / "my_rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"[{one},2:{one + 2}]"} for one in range(1, 10)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert cli.main(["task", "countdown", "--num", "8", "--out", "problems.jsonl"]) == 0
@@ -155,7 +168,7 @@ def test_a_command_on_a_page_runs(shown: Shown, workspace: Path) -> None:
     if (why := reason(shown)) is not None:
         pytest.skip(why)
     words = in_small(shown)
-    codes = (0, 1, 3) if words[0] == "audit" else (0,)  # a verdict is no failure
+    codes = (0, 1, 3) if words[0] in ("audit", "doctor") else (0,)  # a finding is no failure
     assert cli.main(words) in codes, " ".join(words)
 
 
