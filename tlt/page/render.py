@@ -20,6 +20,7 @@ from tlt.page.charts import Charts, embed, library
 from tlt.page.gather import RunRecords, read_runs
 from tlt.page.kept import show_responses
 from tlt.page.shapes import Chart
+from tlt.page.time_use import USE_NAMES
 from tlt.page.timing import RunTime
 
 ASSETS = Path(__file__).parent / "assets"
@@ -145,7 +146,7 @@ def _placed(charts: Sequence[Chart | None]) -> list[Placed]:
 
 def _shares(times: Sequence[RunTime]) -> summary.Table | None:
     shares = [timing.shares_of_time(time) for time in times]
-    names = [use for use in timing.USE_NAMES if any(use in share for share in shares)]
+    names = [use for use in USE_NAMES if any(use in share for share in shares)]
     rows = [(use, [summary.Cell(summary.share(share.get(use, 0.0))) for share in shares]) for use in names]
     return summary.Table([time.run.name for time in times], rows) if rows else None
 

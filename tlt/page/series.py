@@ -14,14 +14,14 @@ from tlt.page.gather import RunRecords, Values
 from tlt.page.shapes import Areas, Chart, Line, Shape, moving_mean
 
 STEPS = "step"
-NUM_SMOOTHED = 12
-"""Steps from which on a moving average is drawn."""
+NUM_SMOOTHED, NUM_CROWDED = 12, 150
+"""Steps from which on a moving average is drawn: where it is asked for, and of any figure."""
 
 
 @dataclass(frozen=True)
 class SeriesSpec:
     """A chart of figures over steps. figures: label → name in metrics.jsonl.  is_smoothed: whether the moving
-    average is the line, and the steps' own values lie behind it."""
+    average is the line also in a short run, and the steps' own values lie behind it."""
 
     key: str
     title: str
@@ -200,7 +200,8 @@ def series_chart(spec: SeriesSpec, runs: Sequence[RunRecords]) -> Chart | None:
                 dash,
                 width=width_of(number, runs),
             )
-            shapes += smoothed(line) if spec.is_smoothed and known.sum() >= NUM_SMOOTHED else [line]
+            fewest = NUM_SMOOTHED if spec.is_smoothed else NUM_CROWDED
+            shapes += smoothed(line) if known.sum() >= fewest else [line]
     if not shapes:
         return None
     return Chart(spec.key, spec.title, spec.see, STEPS, spec.y_label, shapes, True, spec.is_log)

@@ -65,7 +65,7 @@ def read_times(run: RunRecords) -> RunTime:
         if record.step in spread | reasons.keys() and (time := read_step(run, record)) is not None
     }
     chosen = [ChosenStep(run, why, found[step]) for step, why in reasons.items() if step in found]
-    return RunTime(run, list(found.values()), chosen)
+    return RunTime(run, [time for step, time in found.items() if step in spread], chosen)
 
 
 def use_chart(time: RunTime) -> Chart | None:
