@@ -15,7 +15,7 @@ from huggingface_hub.utils import close_session, enable_progress_bars
 
 from tests.standin import Hub, serve_hub
 from tlt.io import hub as tlt_hub
-from tlt.io.hub import Repository, pin_model, resolve_model
+from tlt.io.hub import Repository, pin_model, resolve_description, resolve_model
 from tlt.types import UserError
 
 FILES = {
@@ -302,3 +302,13 @@ def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> 
         "tlt: downloading me/model",
         "tlt: downloading me/model: 4.00MB of 4.00MB",
     ]
+
+
+def test_a_description_is_the_configuration_and_if_asked_the_tokenizer_but_never_weights(hub: Hub) -> None:
+    hub.add("owner/model", FILES)
+    described = resolve_description("owner/model")
+    assert {path.name for path in described.rglob("*") if path.is_file()} == {"config.json"}
+    with_tokenizer = resolve_description("owner/model", with_tokenizer=True)
+    assert {path.name for path in with_tokenizer.rglob("*") if path.is_file()} == NEEDED - {
+        "model.safetensors"
+    }

@@ -1,0 +1,57 @@
+"""A run without a configuration: what is looked up for it, and from where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+from tests.standin import Hub, serve_hub
+from tests.unit.cli.parts import write_lines
+from tests.unit.io.test_hub import point_at
+from tlt.training.own import choose_own, is_own
+
+MODEL = Path(__file__).parents[3] / "recipes/math/base"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serve_hub() as hub:
+        point_at(monkeypatch, hub.url)
+        yield hub
+        close_session()
+
+
+def test_a_model_of_the_hub_is_looked_at_without_its_weights(hub: Hub) -> None:
+    hub.add("me/model", MODEL)
+    write_lines("rows.jsonl", *({"question": f"{n} + 1?", "answer": n + 1} for n in range(16)))
+    own = choose_own(["--model.path=me/model", "--task.data=rows.jsonl", "--run.device=cpu"])
+    assert str(own.config.model.path) == "me/model"
+    assert (own.config.task.name, own.config.task.chat) == ("math", True)
+    assert "tokenizer.json" in hub.downloads
+    assert "model.safetensors" not in hub.downloads
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(("train.jsonl", "test.jsonl"), "test"), (("part-1.jsonl", "part-2.jsonl"), "train[-4:]")],
+)
+def test_a_folder_is_tested_on_its_own_split_or_on_its_last_rows(
+    names: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    for name in names:
+        rows = ({"prompt": f"{name} {n} + 1?", "answer": n + 1} for n in range(16))
+        write_lines(str(tmp_path / name), *rows)
+    own = choose_own([f"--model.path={MODEL}", f"--task.data={tmp_path}"])
+    assert own.config.evaluation.split == expected
+
+
+def test_a_run_without_a_file_needs_a_model_and_data() -> None:
+    assert is_own(["--model.path", "m", "--task.data=d"])
+    assert not is_own(["--model.path", "m"])
+    assert not is_own([])
