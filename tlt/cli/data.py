@@ -3,6 +3,7 @@ prompts."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,8 +50,10 @@ class PromptOptions(DataOptions):
         self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
     ) -> list[EncodedPrompt]:
         """Returns the prompts of --prompts as token ids."""
-        from tlt.hf.prompts import ChatFormat, encode_prompts
+        from tlt.hf.prompts import ChatFormat, describe_raw, encode_prompts
 
         chat = ChatFormat(self.chat, self.system_prompt, self.chat_template_kwargs)
         records = read_data(self.source(name, "--prompts"))
+        if raw := describe_raw((record for _, record in records), tokenizer, chat, "--chat true"):
+            print(f"tlt: {raw}", file=sys.stderr, flush=True)
         return encode_prompts(records, tokenizer, chat, vocab_size=vocab_size, window=window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,9 +115,13 @@ def longest(requests: Sequence[Request]) -> int:
 def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> list[Rollout]:
     """Returns the responses in the order of the requests, and shows its progress on stderr."""
     answered: dict[ResponseId, Rollout] = {}
+    begin = time.monotonic()
 
     def progress() -> Progress:
-        return Progress(len(answered), len(requests), "responses", f"{engine.stats.num_tokens} tokens")
+        speed = engine.stats.num_tokens / (time.monotonic() - begin)
+        longest_now = max((unfinished.num_tokens for unfinished in list(engine.running)), default=0)
+        note = f"{speed:,.0f} tok/s, longest {longest_now:,} tokens"
+        return Progress(len(answered), len(requests), "responses", note)
 
     with show_progress(progress):
         for rollout in engine.generate(requests):
@@ -165,7 +170,7 @@ def show_progress(read: Callable[[], Progress], seconds: float = 10.0) -> Iterat
 
         def draw() -> ConsoleRenderable:
             progress, row = read(), Table.grid(padding=(0, 1))
-            row.add_row(ProgressBar(total=progress.total, completed=progress.done, width=40), str(progress))
+            row.add_row(ProgressBar(total=progress.total, completed=progress.done, width=24), str(progress))
             return row
 
         with Live(get_renderable=draw, console=Console(stderr=True), transient=True, refresh_per_second=2):

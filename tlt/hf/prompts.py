@@ -99,6 +99,22 @@ def encode_prompt(
     return tokenizer.encode_chat(_with_system_prompt(value, kind, place, chat), place, chat.variables)
 
 
+def describe_raw(
+    records: Iterable[Mapping[str, Any]], tokenizer: Tokenizer | None, chat: ChatFormat, key: str
+) -> str | None:
+    """Returns one line about texts that go to a chat model without its template; None: there are none. It is
+    no error, since base models often have a template, too.
+
+    key: what would put texts into the template.
+    """
+    if tokenizer is None or not tokenizer.has_template or chat.wraps or chat.system_prompt is not None:
+        return None
+    if not (num := sum(isinstance(record.get("prompt"), str) for record in records)):
+        return None
+    told = f"{num:,} prompts are text and go to the model as they are, though it has a chat template"
+    return f"{told}; {key} puts them into it"
+
+
 def _remedy(record: Record) -> str:
     """Returns the remedy for a row without a prompt: its columns, and how one of them is renamed."""
     columns = [name for name in record if name not in ("problem_id", *KINDS)]

@@ -54,7 +54,7 @@ class Tokenizer:
 
         variables: further variables of the template, such as enable_thinking.
         """
-        if not self.hf.chat_template:
+        if not self.has_template:
             remedy = "give prompt (text) or prompt_ids instead"
             raise UserError(f"{place}: {self.path} has no chat template; {remedy}")
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
@@ -64,6 +64,11 @@ class Tokenizer:
             reason = f"the chat template of {self.path} refuses them ({one_line(error, 160)})"
             raise UserError(f"{place}: {reason}; correct them") from None
         return self._checked(ids, place)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return bool(self.hf.chat_template)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a response, without special tokens."""

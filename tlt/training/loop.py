@@ -21,6 +21,7 @@ from tlt.config.schema import Config
 from tlt.ranks.store import share_stop
 from tlt.ranks.waiting import naming_absent_ranks, on_leader
 from tlt.ranks.world import Rendezvous, broadcast_json, gather_objects, shutdown
+from tlt.report.words import near
 from tlt.rewards.pool import check_scorable
 from tlt.rl.finite import NonFiniteUpdate
 from tlt.rollout.ahead import AheadOfPolicy
@@ -48,6 +49,7 @@ def train(run: Run) -> None:
     """Trains from the last checkpoint to the last step, or to the user's stop."""
     config = run.config
     try:
+        say_if_done(run)
         settle_best(run)
         if is_evaluation_due(run):
             evaluate(run)
@@ -154,6 +156,17 @@ def is_out_of_time(run: Run) -> bool:
 
 
 # ── how a run ends ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def say_if_done(run: Run) -> None:
+    """Says that a resumed run has done its steps, and how there can be more of them."""
+    num_steps, folder = run.config.run.num_steps, near(run.out_dir)
+    if not run.first_step or run.step < num_steps:
+        return
+    more = f"for more of them: tlt train --resume {folder} --run.num_steps {2 * num_steps}"
+    if run.config.optimizer.depends_on_num_steps:
+        more = f"its learning rate ends there, so more of them are a new run, from {folder}/policy"
+    run.console.note(f"nothing is left to do: all {num_steps} steps are done; {more}")
 
 
 def finish(run: Run) -> None:

@@ -27,8 +27,7 @@ def load_problems(config: Config, split: str, folder: Path | None = None) -> lis
     """
     folder = folder or model_folder(config)
     tokenizer, window = load_tokenizer(folder), load_model_config(folder).max_positions
-    chat = ChatFormat(config.task.chat, config.task.system_prompt, config.model.chat_template_kwargs)
-    records = _records(config, split)
+    records, chat = _records(config, split), chat_format(config)
     prompts = encode_prompts(records, tokenizer, chat, vocab_size=tokenizer.vocab_size, window=window)
     per_step = config.rollout.problems_per_step
     if split == "train" and len(prompts) < per_step:
@@ -41,6 +40,11 @@ def load_problems(config: Config, split: str, folder: Path | None = None) -> lis
         Problem(prompt.problem_id, prompt.prompt_ids, {"problem_id": prompt.problem_id, **record})
         for prompt, (_, record) in zip(prompts, records, strict=True)
     ]
+
+
+def chat_format(config: Config) -> ChatFormat:
+    """Returns how prompts are written."""
+    return ChatFormat(config.task.chat, config.task.system_prompt, config.model.chat_template_kwargs)
 
 
 def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> str | None:

@@ -27,7 +27,8 @@ from tlt.drafter.model import DrafterShape
 from tlt.drafter.vocabulary import check_wanted
 from tlt.engine.memory import machine_bytes
 from tlt.hf.config import load_model_config
-from tlt.hf.prompts import check_max_tokens
+from tlt.hf.prompts import check_max_tokens, describe_raw
+from tlt.hf.tokenizer import load_tokenizer
 from tlt.hf.weights import count_parameters
 from tlt.io.hub import Repository, pin_dataset, pin_model
 from tlt.launch.failures import EXIT_USER_ERROR, Restarts
@@ -51,7 +52,7 @@ from tlt.saved.retention import go_back_to
 from tlt.saved.run_folder import FolderLock
 from tlt.saved.run_identity import Begun
 from tlt.training.loop import describe_run, main
-from tlt.training.problems import describe_overlap, load_problems
+from tlt.training.problems import chat_format, describe_overlap, load_problems
 from tlt.types import UserError
 from tlt.vllm.preflight import check_vllm
 
@@ -68,14 +69,14 @@ class Findings:
     """The facts that `preflight` read, for the header.
 
     num_adapted: parameters of LoRA's adapters; None: it is off.
-    overlap: one line about held-out problems that are trained on; None: there are none.
+    notes: lines about what may not be meant: held-out problems that are trained on, texts for a chat model.
     """
 
     model: ModelConfig
     num_problems: int
     num_held_out: int
     num_adapted: int | None
-    overlap: str | None
+    notes: tuple[str, ...] = ()
 
 
 def launch_ranks(config: Config, began: Moment) -> int:
@@ -184,8 +185,8 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
                 f"{num_idle} GPU(s) stay idle, for run.num_ranks is {num}; --run.num_ranks {num + num_idle} "
                 "takes all"
             )
-        if findings.overlap is not None:
-            console.note(findings.overlap)
+        for note in findings.notes:
+            console.note(note)
     return config
 
 
@@ -247,7 +248,11 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         by_split, adapter = {"train": problems, "test": held_out}, adapter_folder(config)
         inputs = Inputs.of(config, by_split, model_folder(config), adapter=adapter)
         inputs.refuse_other(begun.inputs, config, begun.when)
-    return Findings(model, len(problems), len(held_out), num_adapted, describe_overlap(problems, held_out))
+    texts = [problem.data for problem in (*problems, *held_out)]
+    tokenizer = load_tokenizer(model_folder(config))
+    raw = describe_raw(texts, tokenizer, chat_format(config), "task.chat = true")
+    notes = filter(None, (describe_overlap(problems, held_out), raw))
+    return Findings(model, len(problems), len(held_out), num_adapted, tuple(notes))
 
 
 def plan_run(

@@ -7,7 +7,10 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +26,9 @@ from tests.unit.cli.parts import (
     succeed,
     write_lines,
 )
-from tlt.cli.engine import Progress, show_busy, show_progress
+from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
 from tlt.engine.engine import RolloutEngine
-from tlt.types import Response, Rollout
+from tlt.types import Request, Response, Rollout, SamplingParams
 
 USER = {"role": "user", "content": "1"}
 
@@ -262,3 +265,22 @@ def test_max_tokens_beyond_the_window_is_refused_where_it_is_asked_for(
     for words in ([], ["--max-tokens", str(room)]):
         files = ("--prompts", "prompts.jsonl", "--out", "out.jsonl")
         assert succeed(capsys, "generate", str(model), *files, *words)["responses"] == 2
+
+
+def test_the_progress_says_speed_and_the_longest_running_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("tlt.cli.engine.show_progress", lambda read: nullcontext(shown.append(read)))
+    seen: list[str] = []
+
+    def generate(requests: Sequence[Request]) -> Iterator[Rollout]:
+        for request in requests:
+            seen.append(str(shown[0]()))
+            yield Rollout(request.problem_id, 0, (1,), (2,), (-0.5,), "stop", policy_version=0)
+
+    running = [SimpleNamespace(num_tokens=num) for num in (7, 1512)]
+    stats = SimpleNamespace(num_tokens=10**6)
+    engine: Any = SimpleNamespace(generate=generate, stats=stats, running=running)
+    requests = [Request(name, 0, (1,), SamplingParams()) for name in ("a", "b")]
+    assert [one.problem_id for one in generate_in_order(engine, requests)] == ["a", "b"]
+    assert seen[1].startswith("1 / 2 responses, ")
+    assert seen[1].endswith(" tok/s, longest 1,512 tokens")

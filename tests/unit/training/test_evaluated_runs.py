@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,17 @@ def test_what_lies_in_best_is_never_the_policy_of_an_evaluation_that_the_run_has
     assert same_weights(out_dir / "best", tmp_path / "two" / "policy")
     assert held_in_best(out_dir) == left
     assert "which the run has gone back behind; now it is of the one after 2 updates" in said
+
+
+def test_a_resumed_run_with_nothing_left_says_so_and_how_to_go_on(
+    straight: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out_dir = tmp_path / "run"
+    shutil.copytree(straight, out_dir)
+    go(base, out_dir, bonus=SECOND_IS_BEST)
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"nothing is left to do: all {NUM_STEPS} steps are done; for more of them: tlt train --resume" in said
+    )
+    assert f"--run.num_steps {2 * NUM_STEPS}" in said
+    assert evaluations(out_dir) == evaluations(straight)

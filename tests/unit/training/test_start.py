@@ -18,6 +18,7 @@ from tests.unit.io.test_hub import point_at
 from tlt.cli.train import resolve_config
 from tlt.config.load import load_config
 from tlt.config.schema import Config
+from tlt.hf.tokenizer import Tokenizer
 from tlt.saved.run_folder import FolderLock
 from tlt.training.problems import load_problems
 from tlt.training.products import next_commands
@@ -214,3 +215,18 @@ def test_the_next_commands_name_the_data_that_the_held_out_problems_were_read_fr
         *["tlt", "task", "countdown", "--num", "8", "--out", "problems.jsonl"],
         *expected,
     ]
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_texts_that_go_raw_to_a_model_with_a_chat_template_are_said_in_one_line(
+    has_template: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Tokenizer, "has_template", has_template)
+    prepare(make_config(tmp_path))
+    said = (
+        "12 prompts are text and go to the model as they are, though it has a chat template; task.chat = true"
+    )
+    assert (said in " ".join(capsys.readouterr().out.split())) == has_template
