@@ -62,7 +62,7 @@ class FinishedRun:
         """Updates done."""
         file = self.folder / "metrics.jsonl"
         records = read_metrics(file) if file.is_file() else []
-        return records[-1].step + 1 if records else 0
+        return records[-1].step if records else 0
 
     @property
     def about_drafter(self) -> dict[str, Any]:
@@ -152,15 +152,17 @@ def _origin(run: FinishedRun, data: str | None) -> dict[str, str | None]:
 
 
 def _scores(run: FinishedRun) -> dict[str, str | None]:
+    """Returns the held-out figures before and after; the one that evaluations are judged by has the test."""
     gain = run.gain
     if gain is None:
         return {}
-    last = f"after {gain.steps[1]} steps; p {written_p_value(gain.p_value)}, paired sign-flip test"
-    rows: dict[str, str | None] = {}
-    if gain.rewards is not None:
-        rows["mean reward, held out"] = f"{gain.rewards[0]:.3f} → {gain.rewards[1]:.3f} {last}"
-        last = ""
-    rows["solved, held out"] = f"{gain.solve_rates[0]:.1%} → {gain.solve_rates[1]:.1%} {last}".rstrip()
+    test = f" after {gain.steps[1]} steps; p {written_p_value(gain.p_value)}, paired sign-flip test"
+    solved, rewards = gain.solve_rates, gain.rewards
+    rows: dict[str, str | None] = {
+        "solved, held out": f"{solved[0]:.1%} → {solved[1]:.1%}{'' if gain.by_reward else test}"
+    }
+    if rewards is not None:
+        rows["reward, held out"] = f"{rewards[0]:.3f} → {rewards[1]:.3f}{test if gain.by_reward else ''}"
     return rows
 
 

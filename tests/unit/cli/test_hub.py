@@ -23,7 +23,7 @@ def write_run(folder: Path, overrides: dict[str, Any], drafter: str | None = "Ea
     config = load_config("countdown", {"run.out_dir": str(folder), **overrides})
     (folder / "policy").mkdir(parents=True)
     (folder / "config.json").write_text(config.to_json())
-    (folder / "metrics.jsonl").write_text(record(11).to_json() + "\n")
+    (folder / "metrics.jsonl").write_text(record(12).to_json() + "\n")
     evaluations = Evaluations(folder / "evaluations.jsonl", 0, writes=True)
     for step, solved in ((0, 0.25), (12, 0.75)):
         shares = {f"p{index}": float(index < 32 * solved) for index in range(32)}
@@ -98,6 +98,7 @@ def test_policy_and_drafter_go_to_a_repository_each_with_a_card(
     assert (
         "| solved, held out | 25.0% → 75.0% after 12 steps; p < 0.0001, paired sign-flip test |" in card.text
     )
+    assert "| reward, held out | 0.250 → 0.750 |" in card.text
     assert "tlt generate ada/my-run" in card.text
     assert """'{"method": "eagle", "model": "ada/my-run-drafter",""" in card.text
     drafter = ModelCard(hub.files["ada/my-run-drafter"]["README.md"].decode())
@@ -106,6 +107,18 @@ def test_policy_and_drafter_go_to_a_repository_each_with_a_card(
 
 
 NAMES = {"policy": "ada/my-run", "drafter": "ada/my-run-drafter"}
+
+
+def test_where_reward_functions_alone_score_the_test_is_of_the_reward(
+    here: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mine.py").write_text("def f(completions, **kwargs): return [0.0 for _ in completions]\n")
+    write_run(here / "run", {"rewards.functions": "mine:f", "task.name": "data", "task.data": "a/b"}, None)
+    succeed(capsys, "hub", "push", "run")
+    text = hub.files["ada/run"]["README.md"].decode()
+    assert "| reward functions | mine:f |" in text
+    assert "| reward, held out | 0.250 → 0.750 after 12 steps; p < 0.0001, paired sign-flip test |" in text
+    assert "| solved, held out | 25.0% → 75.0% |" in text
 
 
 def test_one_of_the_two_goes_alone_and_under_a_name_of_its_own(
