@@ -71,7 +71,7 @@ class Tree:
         process = self.start(*words, errors=subprocess.PIPE)
         output, errors = process.communicate()
         if process.returncode not in (0, TOO_SHORT):
-            sys.exit(f"{process.args}: exit code {process.returncode}\n{errors}")
+            sys.exit(f"{process.args!r}: exit code {process.returncode}\n{errors}")
         return output
 
     def start(self, *words: str | Path, errors: int | None = None) -> subprocess.Popen[str]:
