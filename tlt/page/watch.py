@@ -7,11 +7,14 @@ a run through the user's browser.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from tlt.types import UserError
 
 HOST = "127.0.0.1"
 WATCHED = ("metrics.jsonl", "evaluations.jsonl", "failures.log")
@@ -53,21 +56,25 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in hosts:
             self.send_error(HTTPStatus.FORBIDDEN, "this page is served to its own machine alone")
         elif self.path == "/":
-            self._send(self.server.page(), "text/html")
+            try:
+                self._send(self.server.page(), "text/html")
+            except UserError as error:  # such as a damaged line; the next request tries again
+                self._send(str(error), "text/plain", HTTPStatus.INTERNAL_SERVER_ERROR)
         elif self.path == "/stamp":
             self._send(stamp_of(self.server.folders), "text/plain")
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
-    def _send(self, text: str, kind: str) -> None:
+    def _send(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
         content = text.encode()
-        self.send_response(HTTPStatus.OK)
+        self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the browser has left
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing."""

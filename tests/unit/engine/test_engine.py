@@ -14,6 +14,7 @@ from tlt.engine.backend import RolloutBackend
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
+from tlt.spans import Span
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import Request, SamplingParams, UserError
@@ -97,6 +98,19 @@ def test_the_tail_does_not_pay_for_the_memory_of_what_has_ended() -> None:
     engine.add(replace(r, problem_id="c") for r in requests[1:])
     engine.step()
     assert [engine.cache.groups[0].shape[i] for i in (1, 3)] == [6, 256]
+
+
+def test_the_span_of_a_step_tells_strategy_batch_size_and_tokens() -> None:
+    engine, spans = make_engine(POLICY), list[Span]()
+    engine.on_span = spans.append
+    engine.add(request("a", i, (1, 2, 3), stop=VOCAB) for i in range(3))
+    while not engine.is_idle:
+        engine.step()
+    steps = [span for span in spans if span.strategy]
+    assert {(span.name, span.strategy, span.num_running, span.num_tokens) for span in steps} == {
+        ("decode", "off", 3, 3)
+    }
+    assert sum(span.num_tokens for span in steps) == engine.stats.num_tokens == 3 * 5
 
 
 def test_without_speculation_nothing_is_allocated_for_drafting() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.page.synthetic import make_run, step_record
 from tlt.page.watch import PageServer
+from tlt.types import UserError
 
 
 @pytest.fixture
@@ -41,6 +42,16 @@ def test_the_page_is_made_again_when_the_run_has_written_a_step(server: PageServ
     _, second = ask(server, "/stamp")
     assert second != first
     assert ask(server, "/") == (200, f"<p>{second}</p>")
+
+
+def test_a_run_that_cannot_be_read_is_one_line_until_it_can(server: PageServer) -> None:
+    def refuse(stamp: str) -> str:
+        raise UserError("metrics.jsonl, line 3: no step record; repair or remove the line")
+
+    make, server._make = server._make, refuse
+    assert ask(server, "/") == (500, "metrics.jsonl, line 3: no step record; repair or remove the line")
+    server._make = make
+    assert ask(server, "/")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/config.json", "/../config.json", "/%2e%2e/config.json", "/?a"])

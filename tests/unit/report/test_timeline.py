@@ -38,6 +38,27 @@ def test_adjacent_spans_of_one_name_become_one_and_keep_their_busy_time(tmp_path
     assert first["args"] == {"spans": 3, "busy_ms": 30.0}
 
 
+def test_engine_steps_are_merged_where_strategy_and_batch_size_are_equal_and_their_tokens_add_up(
+    tmp_path: Path,
+) -> None:
+    path = rank_path(tmp_path, 0)
+    path.write_text('["update", 0.0, 0.5, 0.5, 1]\n')  # as every line was, before engine steps told more
+    timeline = Timeline(0, path)
+    for strategy, num_running in (("off", 4), ("off", 4), ("off", 3), ("ngram:2x1x2", 3)):
+        timeline.add(Span("decode", 1.0, 1.0, strategy, num_running, 5))
+    timeline.flush()
+    assert read_spans(tmp_path)[0] == [
+        Span("update", 0.0, 0.5),
+        Span("decode", 1.0, 1.0, "off", 4, 10),
+        Span("decode", 1.0, 1.0, "off", 3, 5),
+        Span("decode", 1.0, 1.0, "ngram:2x1x2", 3, 5),
+    ]
+    merge_timelines(tmp_path, tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    (last,) = [event["args"] for event in events if event.get("args", {}).get("strategy") == "ngram:2x1x2"]
+    assert last == {"strategy": "ngram:2x1x2", "running": 3, "tokens": 5}
+
+
 def test_the_trace_has_a_row_per_rank_on_one_axis_and_survives_a_resume(tmp_path: Path) -> None:
     for rank, epoch in ((0, 1000.0), (1, 1007.0)):
         timeline = Timeline(rank, rank_path(tmp_path, rank), Epoch(to_unix=epoch))
