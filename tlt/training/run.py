@@ -62,7 +62,7 @@ class Run:
     id: the run's name for trackers.
     inputs: digests of model, problems and adapter, by which a resumed run knows them again.
     drafter_training: trains and measures the learned drafter.
-    measured_step: the step that times off was measured in last, by this attempt; at first the last one done.
+    unmeasured_seconds: of this attempt's rollouts since times off was measured last.
     lengths: mean length of the latest responses, by problem.
     metrics: None but on the leader.
 
@@ -152,7 +152,8 @@ class Run:
             config.drafter, stored, self.engine, world, self.timeline, seed=config.run.seed
         )
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
-        self.step = self.first_step = self.measured_step = self._resume()
+        self.step = self.first_step = self._resume()
+        self.unmeasured_seconds = 0.0
         self.publish(self.step)
         kept, by_reward = self.out_dir / "evaluations.jsonl", is_judged_by_reward(config.rewards.functions)
         self.evaluations = Evaluations(

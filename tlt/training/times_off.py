@@ -28,6 +28,7 @@ def is_pair_due(run: Run) -> bool:
 
 def measure_times_off(run: Run, phase: PhaseResult) -> OffPair:
     """Returns what the leader has measured, if that is due; other ranks wait for it."""
+    run.unmeasured_seconds += phase.seconds
     if not is_pair_due(run):
         return NOT_MEASURED
     own = NOT_MEASURED
@@ -42,13 +43,13 @@ def measure_times_off(run: Run, phase: PhaseResult) -> OffPair:
 def _measure(run: Run, phase: PhaseResult) -> OffPair:
     """Measures within the share of time that is allowed since it was measured last; NOT_MEASURED where that
     is too little yet."""
-    stats, step = phase.replicas[run.world.rank].stats, run.step + 1
-    num_tokens = affordable_tokens(stats, phase.seconds * (step - run.measured_step))
+    stats = phase.replicas[run.world.rank].stats
+    num_tokens = affordable_tokens(stats, run.unmeasured_seconds)
     if num_tokens < MIN_TOKENS:
         return NOT_MEASURED
-    run.measured_step = step
+    run.unmeasured_seconds = 0.0
     problems = [group.draw.problem for group in phase.groups]
     num = max(round(stats.sequence_seconds / stats.seconds), 1)
     requests = pair_requests(problems, run.params, run.step, num, num_tokens)
-    is_even = step // run.config.rollout.times_off_every % 2 == 0
+    is_even = (run.step + 1) // run.config.rollout.times_off_every % 2 == 0
     return measure_off_pair(run.engine, requests, is_even, perf_counter)
