@@ -69,16 +69,6 @@ def test_short_and_long_responses_are_trained_on_by_their_tokens() -> None:
     assert counts[:19].mean() / counts[25:75].mean() == pytest.approx(1.0, abs=0.35)
 
 
-def test_windows_lie_anywhere_in_a_trajectory() -> None:
-    buffer = coded_buffer([(40, 2)], seed=3)
-    starts = set()
-    for _ in range(600):
-        batch = buffer.sample(10, 0)
-        assert batch is not None
-        starts.add(int(batch.captured_NF[0, 0]))
-    assert starts == set(range(30))
-
-
 def test_the_buffer_stays_within_its_bytes_the_oldest_features_leave_first_then_the_oldest_tokens() -> None:
     tokens_bytes, features = TOKEN_ID_BYTES * 30, torch.zeros(29, 3 * SIZE)  # of any width
     rollouts = [make_rollout(random_tokens(30, index), 3, index=index) for index in range(7)]

@@ -37,21 +37,6 @@ from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, SamplingParams, Verdict
 
 
-@pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
-def test_drafts_depend_on_no_feature_beyond_the_committed_tokens(strategy: Strategy) -> None:
-    rows, noise = [random_tokens(9, 1), random_tokens(6, 2)], randn(2, strategy.depth + 1, VOCAB).float()
-    trees = []
-    for future in (0.0, 50.0):
-        drafter = make_drafter()
-        for slot, row in enumerate(rows):
-            drafter.admit(slot, make_request(row))
-            known = randn(len(row) - 1, SIZE, seed=slot)
-            remember(drafter, slot, torch.cat([known, torch.full((12, SIZE), future, dtype=torch.float64)]))
-        trees.append(drafter.propose(context_of(rows), strategy, Given(noise)).tree)
-    assert torch.equal(trees[0].tokens_BN, trees[1].tokens_BN)
-    assert torch.equal(trees[0].parents_BN, trees[1].parents_BN)
-
-
 def recorded_forward(drafter: LearnedDrafter) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """From here on, (embeddings, features, positions, output) of every forward of the drafter's model."""
     calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []

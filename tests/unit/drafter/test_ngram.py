@@ -95,15 +95,6 @@ def test_a_response_of_an_earlier_epoch_is_remembered_until_the_memory_is_full()
     assert list(drafter.problems) == ["y"], "the least recently asked left first"
 
 
-def test_a_problem_with_running_sequences_is_never_forgotten() -> None:
-    drafter = whole_drafts(2, max_tokens=10)
-    drafter.admit(0, request("running"))
-    drafter.admit(1, request("other"))
-    drafter.finish(1, rollout_of(request("other"), list(range(40))))
-    assert "running" in drafter.problems
-    propose(drafter, [[1, 2, 3]], CHAIN)
-
-
 def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_prompt_has() -> None:
     drafter = whole_drafts(100)
     rows = [[1, 2, *range(10 * i, 10 * i + 8)] for i in range(100)]

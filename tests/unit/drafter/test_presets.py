@@ -29,7 +29,6 @@ from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
 from tlt.models.cpu_kernels import CausalAndOwn
-from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.strategy import Strategy
 from tlt.training.start import preflight
@@ -175,21 +174,6 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
     assert found == pytest.approx(total, abs=1e-10)
 
 
-@forms
-def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(
-    method: Method, draft_vocab: int | None
-) -> None:
-    model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(3)
-    frozen = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    head = TARGET.head_VE.clone()
-    trainer = DrafterTrainer(model, TARGET, preset_of(method), 3e-3)
-    batch = make_batch(model, (30, 25))
-    losses = [trainer.step(batch) for _ in range(40)]
-    assert losses[-1] < 0.9 * losses[0]
-    assert torch.equal(TARGET.head_VE, head)
-    assert all(torch.equal(tensor, frozen[name]) for name, tensor in model.named_buffers())
-
-
 # ── the engine's copy ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -210,20 +194,6 @@ def test_the_packed_drafter_computes_what_the_trainable_one_does(
         rows = model.restrict(TARGET.head_VE)
         torch.testing.assert_close(
             packed.logits(found, TARGET), model.logits(expected, rows), rtol=0, atol=1e-10
-        )
-
-
-def test_a_reduced_head_follows_the_policy() -> None:
-    model, target = make_model("eagle3", DRAFT_VOCAB), pack(POLICY)
-    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
-    hidden = randn(3, SIZE)
-    before = packed.logits(hidden, target)
-    target.load(dict(Transformer(DEEP).double().initialize(9).named_parameters()), version=1)
-    after = packed.logits(hidden, target)
-    assert (after - before).abs().max() > 1e-3
-    with torch.no_grad():
-        torch.testing.assert_close(
-            after, model.logits(hidden, model.restrict(target.head_VE)), rtol=0, atol=1e-10
         )
 
 

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from tests.lossless.helpers import make_policy, pack
 from tests.unit.drafter.parts import (
-    HASS,
     POLICY,
     SIZE,
     TARGET,
     features_of,
-    make_model,
     make_requests,
     make_rollout,
     make_spot,
@@ -36,7 +34,6 @@ from tlt.drafter.training.spot import (
     MicroStepSize,
     SpotTrainer,
 )
-from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.hf.weights import content_hash
 from tlt.spans import Span
 from tlt.speculative.strategy import Strategy
@@ -138,19 +135,6 @@ def test_a_micro_step_has_the_tokens_that_fit_its_share_of_a_step() -> None:
         assert size.num_tokens(step_seconds) == pytest.approx(wanted, rel=0.01)
     assert size.num_tokens(0.01) == MIN_TOKENS
     assert MicroStepSize(48).num_tokens(1e9) == 48, "the user's bound holds"
-
-
-def test_micro_steps_grow_with_the_step_before_and_never_beyond_their_bound() -> None:
-    spot = SpotTrainer(
-        DrafterTrainer(make_model(), TARGET, HASS), ready_buffer(4, 150), tokens_per_micro_step=400
-    )
-    batches = batches_of(spot)
-    for step_seconds, fits in ((None, 1), (1e-9, 1), (1e9, 400)):
-        spot.step_seconds = step_seconds
-        batches.clear()
-        run_idle(spot, 4)
-        sizes = [len(batch.token_ids_N) for batch in batches]
-        assert all(max(fits, MIN_TOKENS) * 0.7 < size <= max(fits, MIN_TOKENS) + 2 for size in sizes), sizes
 
 
 def test_the_report_says_when_the_trainer_was_preempted_and_covers_all_of_its_time() -> None:

@@ -33,7 +33,7 @@ from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.export import Target, export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import COUNTS, StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.growth import grow_drafter
-from tlt.drafter.measure import Measurement, check_arrival, engine_logits, read_sample, trainer_logits
+from tlt.drafter.measure import Measurement, check_arrival
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
@@ -190,13 +190,6 @@ def test_another_size_must_be_worth_new_kernels() -> None:
     vocabulary.covered = [0.1, equal + 0.05, 0.9]
     vocabulary.renew()
     assert vocabulary.size == 2048
-
-
-def test_a_small_vocabulary_stays_whole_unless_a_number_is_given() -> None:
-    vocabulary = DraftVocabulary(costs_of(CONFIG))
-    counted(vocabulary, [3, 4, 5])
-    assert not vocabulary.renew()
-    assert (vocabulary.size, vocabulary.coverage(make_rollouts())) == (VOCAB, 1.0)
 
 
 @pytest.mark.parametrize(("wanted", "shape", "told"), [
@@ -364,16 +357,6 @@ def test_the_loss_over_a_vocabulary_is_that_of_a_drafter_which_has_it_alone() ->
     before = whole.loss(make_batch()).item()
     whole.token_ids = chosen
     assert abs(whole.loss(make_batch()).item() - before) > 1e-3
-
-
-def test_both_copies_are_measured_over_what_is_proposed() -> None:
-    parts, chosen = Parts(), torch.tensor([2, 3, 5, 7, 11])
-    parts.learned.model.choose(chosen)
-    counts = dict.fromkeys(range(3), 8)
-    sample = read_sample(make_rollouts(3), counts, TARGET, parts.model.config.capture, 1.0)
-    ours = engine_logits(parts.learned.model, TARGET, sample)
-    assert ours.shape[1] == 5
-    torch.testing.assert_close(ours, trainer_logits(parts.model, TARGET, sample, chosen), rtol=0, atol=1e-5)
 
 
 def watched(wanted: DraftVocab) -> tuple[Any, DraftVocabulary]:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.lossless.helpers import pack
 from tests.unit.models.transformer_parts import (
     CASES,
     EXACT,
@@ -87,14 +86,6 @@ def test_greedy_decoding_from_the_cache_generates_what_hugging_face_generates(ca
 
 
 @torch.no_grad()
-def test_a_packed_batch_equals_its_sequences_alone(case: str) -> None:
-    model = referee(case, torch.float64)
-    for ours in (trainable(model), packed(model)):
-        alone = torch.cat([packed_logits(ours, [prompt]) for prompt in PROMPTS])
-        torch.testing.assert_close(packed_logits(ours, PROMPTS), alone, atol=1e-11, rtol=0)
-
-
-@torch.no_grad()
 def test_in_bfloat16_the_packed_transformer_is_as_close_to_float32_as_hugging_face_is(case: str) -> None:
     exact = referee_logits(referee(case, torch.float32), PROMPTS[2])
     rounded = referee_logits(referee(case, torch.bfloat16), PROMPTS[2]).float()
@@ -116,20 +107,6 @@ def test_initialization_depends_on_the_seed_alone() -> None:
 
 
 # ── attention over a cache ──────────────────────────────────────────────────────────────────────────────────
-
-
-@torch.no_grad()
-def test_decoding_without_a_mask_equals_decoding_with_one() -> None:
-    ours = packed(referee("qwen2-gqa2", torch.float64))
-    prompts = [PROMPTS[2], PROMPTS[2][::-1]]
-    cache = stale_cache(ours.config, 2, 12, torch.float64)
-    prefill(ours, prompts, cache)
-    lengths_B, tokens_B = torch.tensor([9, 9]), torch.tensor([3, 4])
-    masked = decode(ours, tokens_B, lengths_B, cache)
-    attend = Cached(ours.config, cache, lengths_B[:, None], 10, None)
-    torch.testing.assert_close(
-        ours.logits(ours.forward(tokens_B, lengths_B, attend)), masked, atol=1e-11, rtol=0
-    )
 
 
 @torch.no_grad()
@@ -307,13 +284,3 @@ def test_a_packed_transformer_reports_its_version_and_refuses_a_policy_with_a_te
             ours.load({other: tensor for other, tensor in tensors.items() if other != name}, version=3)
     ours.load(tensors, version=4)
     assert ours.version == 4
-
-
-@torch.no_grad()
-def test_loading_another_policy_replaces_every_weight(case: str) -> None:
-    model = referee(case, torch.float64)
-    ours = pack(Transformer(our_config(model.config)))
-    ours.load(dict(model.named_parameters()), version=1)
-    torch.testing.assert_close(
-        packed_logits(ours, PROMPTS), packed_logits(packed(model), PROMPTS), atol=0, rtol=0
-    )
