@@ -257,7 +257,12 @@ def test_constants_of_a_preset_can_be_set_but_those_its_form_lacks_are_refused_b
     assert (changed.unrolled_steps, changed.step_decay) == (4, PRESETS["eagle3"].step_decay)
     drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
     config = Config.model_validate(
-        {"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter}
+        {
+            "model": {"path": tmp_path},
+            "task": {"name": "countdown"},
+            "drafter": drafter,
+            "run": {"num_ranks": 1},
+        }
     )
     monkeypatch.setattr("tlt.training.start.load_model_config", lambda path: DEEP)
     with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):

@@ -98,13 +98,6 @@ def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(
     assert [(reward.value, reward.error) for reward in rewards[20:]] == [(0.0, why) for why in found.values()]
 
 
-def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -> None:
-    hung, dead, *fine = score_texts(RewardSpec(task), ["hang", "die", *["fine"] * 10], 2, timeout=1.0)
-    assert hung == Reward(0.0, False, "time-out: not scored within 1 s; tried twice")
-    assert dead == Reward(0.0, False, "the worker died: exit code 3; tried twice")
-    assert fine == [Reward(float(i), True) for i in range(2, 12)]
-
-
 def test_a_scorer_that_allocates_too_much_costs_its_own_response_and_goes_before_the_run(task: str) -> None:
     allocated, killed, score = score_texts(RewardSpec(task), ["allocate", "kernel", "score"])
     assert allocated.error.startswith("MemoryError")
