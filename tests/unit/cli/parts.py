@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tlt.cli import main as cli
+from tlt.cli.commands import COMMANDS, find_command
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789+-*/=,:[]x!")
 WINDOW = 64
@@ -39,12 +40,15 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 
 
 def succeed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The JSON summary, the last line on stdout."""
+    """The JSON, the last line on stdout. Its summary for a terminal is made, too."""
     code = cli.main(arguments)
     captured = capsys.readouterr()
     assert code == 0, captured.err
-    summary: dict[str, Any] = json.loads(captured.out.splitlines()[-1])
-    return summary
+    record: dict[str, Any] = json.loads(captured.out.splitlines()[-1])
+    summarize = COMMANDS[find_command(arguments)[0]].summarize
+    assert summarize is not None
+    assert summarize(record).headline
+    return record
 
 
 def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

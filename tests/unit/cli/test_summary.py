@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from tests.unit.cli.parts import fail, succeed
 from tlt.cli import main as cli
 from tlt.cli.commands import COMMANDS
 from tlt.cli.summary import Summary, json_alone, label_of, show, written
+from tlt.drafter.training.offline import OfflineSummary
 from tlt.io.streams import Guarded
 
 TASK = ("task", "countdown", "--num", "3", "--out", "problems.jsonl")
@@ -88,6 +91,38 @@ def test_the_help_of_every_command_with_a_record_tells_of_json(
 )
 def test_values_are_rounded_and_wear_the_unit_of_their_name(name: str, value: object, text: str) -> None:
     assert written(name, value) == text
+
+
+RECORDS: dict[str, tuple[dict[str, Any], str]] = {
+    "audit": ({"lossless": None, "modes": {"off": {"lossless": True}}, "device": "cpu"}, "undecided"),
+    "bench rollout": (
+        {"batch 1": {"adaptive": 1.5}, "batch 8": {"adaptive": 1.2}},
+        "rollouts, times as fast as off: at most 1.50× (adaptive, batch 1)",
+    ),
+    "bench train": ({"tlt": 1.4, "frozen": 1.25}, "steps, times as fast as off: tlt 1.40×, frozen 1.25×"),
+    "drafter export": (
+        {"format": "vllm-eagle", "engine": "vLLM", "draft_vocab": 24, "out": "served"},
+        "drafter for vLLM written to served",
+    ),
+    "drafter train": (
+        {"responses": 8, "out": "d"}
+        | asdict(OfflineSummary(1000, 2, 3.5, 0.25, 0.613, "it is weak", 24, 1.0)),
+        "drafter written to d, accepted with probability 61.3%",
+    ),
+    "plan memory": ({"verdict": "fits: 2.5 GiB"}, "fits: 2.5 GiB"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_becomes_a_headline_and_rows_that_can_be_drawn(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    record, headline = RECORDS[name]
+    summarize = COMMANDS[name].summarize
+    assert summarize is not None
+    show(record, summarize, as_json=False)
+    assert capsys.readouterr().out.splitlines()[1].removeprefix("\x1b[1m").removesuffix("\x1b[0m") == headline
 
 
 def test_a_name_is_shown_without_its_unit() -> None:
