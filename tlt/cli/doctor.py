@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tlt.cli.engine import show_busy
 from tlt.cli.options import Options, Switch, Written
-from tlt.cli.summary import Ended, Summary, size
+from tlt.cli.summary import Ended, Summary
 from tlt.io.extras import PURPOSES
 from tlt.io.files import Record
 from tlt.io.machine import Facts, Finding, diagnose, read_facts
@@ -77,8 +77,8 @@ def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
     machine = {
         "python": facts.python,
         "cpu_cores": facts.cpu_cores,
-        "memory": size(facts.memory_bytes),
-        "gpus": [f"{gpu.name}, {size(gpu.memory_bytes)}" for gpu in facts.gpus],
+        "memory_gib": facts.memory_bytes / 2**30,
+        "gpus": [{"name": gpu.name, "memory_gib": gpu.memory_bytes / 2**30} for gpu in facts.gpus],
         "compilers": dict(facts.compilers),
     }
     broken = [one.name for one in found if one.state == "broken"]
@@ -88,7 +88,7 @@ def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people: first what there is, then what "auto" means, then what is lacking."""
+    """Returns the summary for people: what is broken, what there is, what "auto" means, what is missing."""
     machine, by_state = record["machine"], dict[str, dict[str, str]]()
     keys: dict[str, str] = {}
     for name, one in record["found"].items():
@@ -99,14 +99,15 @@ def summarize(record: Record) -> Summary:
     missing, fine = by_state.get("missing", {}), by_state.get("ok", {})
     headline = "TLT works here" if record["works"] else f"broken: {', '.join(record['broken'])}"
     headline += f"; optional and missing: {', '.join(missing)}" if missing else ""
-    rows: Record = {
+    rows: Record = {"broken": by_state["broken"]} if "broken" in by_state else {}
+    rows |= {
         "Python": machine["python"],
-        "CPU": f"{machine['cpu_cores']} cores, {machine['memory']}",
+        "CPU": f"{machine['cpu_cores']} cores, {machine['memory_gib']:.1f} GiB",
         **{name: fine.pop(name) for name in ("GPUs", "compilers", "network") if name in fine},
         "packages": ", ".join(f"{name} {text}" for name, text in fine.items() if name not in PURPOSES),
         "optional": ", ".join(name for name in fine if name in PURPOSES) or "none",
         f"auto, for {record['config']}": keys,
     }
-    for state, title in (("broken", "broken"), ("note", "to note"), ("missing", "missing")):
+    for state, title in (("note", "to note"), ("missing", "missing")):
         rows |= {title: by_state[state]} if state in by_state else {}
     return Summary(headline, rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -122,7 +123,8 @@ def _needed(facts: Facts) -> Iterator[Finding]:
 
 
 def _gpu(facts: Facts) -> Iterator[Finding]:
-    listed = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in facts.gpus)
+    counts = Counter(f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in facts.gpus)
+    listed = ", ".join(f"{count} × {name}" for name, count in counts.items())
     built = f"PyTorch is built for {f'CUDA {facts.torch_cuda}' if facts.torch_cuda else 'CPUs'}"
     if facts.gpus:
         yield Finding("GPUs", "ok", f"{listed}; {built}")

@@ -34,9 +34,7 @@ def broken(facts: Facts) -> list[str]:
 
 def test_a_machine_with_gpus_is_fine_and_lists_them() -> None:
     assert broken(GPUS) == []
-    assert found(GPUS)["GPUs"].text == (
-        "NVIDIA H100 (80 GiB), NVIDIA H100 (80 GiB); PyTorch is built for CUDA 13.0"
-    )
+    assert found(GPUS)["GPUs"].text == "2 × NVIDIA H100 (80 GiB); PyTorch is built for CUDA 13.0"
 
 
 def test_on_gpus_triton_and_a_compiler_are_needed_and_on_cpus_neither_is() -> None:
