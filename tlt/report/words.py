@@ -35,8 +35,8 @@ def cut(text: str, width: int) -> str:
     line = visible(" ".join(text.split()))
     if cell_len(line) <= width:
         return line
-    half = max(width - 3, 0) // 2
-    return f"{set_cell_size(line, max(width - 3 - half, 0))} … {_last_cells(line, half)}"
+    end = 2 * max(width - 3, 0) // 3  # where a chat's question and a response's answer stand
+    return f"{set_cell_size(line, max(width - 3 - end, 0))} … {_last_cells(line, end)}"
 
 
 def _last_cells(line: str, width: int) -> str:

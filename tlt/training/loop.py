@@ -172,9 +172,10 @@ def say_if_done(run: Run) -> None:
 def finish(run: Run) -> None:
     """Writes the run's products: the policy and the drafter, as others load them, and the timeline."""
     save_state(run)
-    run.save_policy(run.out_dir / "policy")
-    if run.config.lora.rank:
-        run.save_adapter(run.out_dir / "adapter")
+    with run.console.status("writing the policy", is_noted=False):
+        run.save_policy(run.out_dir / "policy")
+        if run.config.lora.rank:
+            run.save_adapter(run.out_dir / "adapter")
     on_leader(run.world, f"{run.out_dir}: the other products", lambda: write_products(run))
 
 

@@ -266,7 +266,7 @@ def test_a_sample_is_two_lines_within_the_screen_with_the_beginning_and_the_end_
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()]
     told = [line for line in lines if line.strip() and "first step" not in line]
     assert len(told) == 4
-    assert told[0].startswith("      ▸ 1.000  Reach 24 with 3, 8. Reach")
+    assert told[0].startswith("      ▸ 1.000  Reach 24 with 3, 8.")
     assert told[1].endswith("so it is 24")
     assert told[2] == "      ▸ no score  short"
     assert all(width - 4 <= cell_len(told[i]) <= width for i in (0, 1, 3))
