@@ -53,18 +53,19 @@ def report_of(num_tokens: int, tokens_for_power: dict[str, int | None], **found:
 
 
 POWER: dict[str, int | None] = {"flattened": 10_788, "uniform": 850}
+FEW = "undecided: no evidence against; needs "
 DOUBT = "undecided: an estimate speaks against it, and the bets do not convict it; judge more; "
 
 
 @pytest.mark.parametrize(
     ("report", "begins"),
     [
-        (report_of(1_020, POWER), "undecided: 1,020 of 10,788 tokens; judge more; 1020"),
-        (report_of(10_787, POWER), "undecided: 10,787 of 10,788 tokens; judge more; "),
+        (report_of(1_020, POWER), f"{FEW}10,788 tokens, and has 1,020; 1020 tokens"),
+        (report_of(10_787, POWER), f"{FEW}10,788 tokens, and has 10,787; "),
         (report_of(10_788, POWER), "lossless; "),
         (
             report_of(10_788, {**POWER, "flattened": None}),
-            "undecided: 10,788 of over 5 million tokens; judge",
+            f"{FEW}over 5 million tokens, and has 10,788; ",
         ),
         (report_of(10_788, POWER, elsewhere=Estimate(0.2, 0.0315, 0.5576)), DOUBT),
         (report_of(10_788, POWER, surprise=Estimate(0.2, 0.1, 0.3)), DOUBT),
