@@ -100,14 +100,12 @@ def summarize(record: Record) -> Summary:
     headline = "TLT works here" if record["works"] else f"broken: {', '.join(record['broken'])}"
     headline += f"; optional and missing: {', '.join(missing)}" if missing else ""
     rows: Record = {"broken": by_state["broken"]} if "broken" in by_state else {}
-    rows |= {
-        "Python": machine["python"],
-        "CPU": f"{machine['cpu_cores']} cores, {machine['memory_gib']:.1f} GiB",
-        **{name: fine.pop(name) for name in ("GPUs", "compilers", "network") if name in fine},
-        "packages": ", ".join(f"{name} {text}" for name, text in fine.items() if name not in PURPOSES),
-        "optional": ", ".join(name for name in fine if name in PURPOSES) or "none",
-        f"auto, for {record['config']}": keys,
-    }
+    rows["Python"] = machine["python"]
+    rows["CPU"] = f"{machine['cpu_cores']} cores, {machine['memory_gib']:.1f} GiB"
+    rows |= {name: fine.pop(name) for name in ("GPUs", "compilers", "network") if name in fine}
+    rows["packages"] = ", ".join(f"{name} {text}" for name, text in fine.items() if name not in PURPOSES)
+    rows["optional"] = ", ".join(name for name in fine if name in PURPOSES) or "none"
+    rows[f"auto, for {record['config']}"] = keys
     for state, title in (("note", "to note"), ("missing", "missing")):
         rows |= {title: by_state[state]} if state in by_state else {}
     return Summary(headline, rows)
