@@ -23,9 +23,11 @@ TREE = Strategy("learned", 3, 2, 6)
 def test_rows_drawn_a_part_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     off = tokens_of(make_engine(POLICY), REQUESTS)
     calls: list[int] = []
-    plain = draw_module.reference
+    plain = draw_module.draw_by_definition
     monkeypatch.setattr(
-        draw_module, "reference", lambda logits, *args: calls.append(len(logits)) or plain(logits, *args)
+        draw_module,
+        "draw_by_definition",
+        lambda logits, *args: calls.append(len(logits)) or plain(logits, *args),
     )
     for num_bytes in (1, 28 * 61 * 4, 1 << 28):
         monkeypatch.setattr(draw_module, "ROW_BYTES", num_bytes)

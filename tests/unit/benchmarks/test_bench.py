@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.lossless.helpers import CONFIG, make_engine, make_policy
-from tlt.bench.measure import Ratio
 from tlt.bench.rollout import constant_batch
 from tlt.cli.main import main
+from tlt.report.ratio import Ratio
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams

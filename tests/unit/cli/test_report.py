@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.page.synthetic import make_run
 from tlt.cli.main import main
+from tlt.io.extras import how_to_install
 from tlt.page import render
 
 
@@ -49,6 +50,5 @@ def test_without_bokeh_the_remedy_is_one_line(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["report", str(make_run(tmp_path / "run"))]) == 2
-    assert (
-        "Bokeh, which draws its charts, is not installed; pip install '.[report]'" in capsys.readouterr().err
-    )
+    remedy = how_to_install("report")
+    assert f"Bokeh, which draws its charts, is not installed; {remedy}" in capsys.readouterr().err

@@ -41,7 +41,7 @@ def kernels() -> SimpleNamespace:
     ) -> tuple[Tensor, ...]:
         assert params.inverse_temperature_B11 is None
         assert params.noise_scale_B11 is None
-        drawn = draw_module.reference(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
+        drawn = draw_module.draw_by_definition(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
         return tuple(map(PretendTensor, drawn))
 
     return SimpleNamespace(gumbel_noise=gumbel_noise, draw=draw)

@@ -14,6 +14,8 @@ from tlt.config.schema import Config, ModelSection, RunSection, TaskSection
 from tlt.ranks.world import choose_device
 from tlt.types import UserError
 
+MODEL = Path(__file__).parents[3] / "recipes/countdown/base"
+
 
 @pytest.mark.parametrize(
     ("wanted", "num_ranks", "num_gpus", "name"),
@@ -72,4 +74,4 @@ def test_where_nobody_says_how_many_every_gpu_has_a_rank(
 
 
 def make_config(**run: Any) -> Config:
-    return Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"), run=RunSection(**run))
+    return Config(model=ModelSection(path=MODEL), task=TaskSection(name="t"), run=RunSection(**run))
