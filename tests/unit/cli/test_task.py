@@ -127,6 +127,7 @@ def answers(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_countdown()
     (here / "own_scores.py").write_text(FUNCTIONS)
     monkeypatch.syspath_prepend(str(here))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "own_scores", raising=False)
     texts = {"a": "9-2=7!9-2=7", "b": "nothing"}
     write_lines("responses.jsonl", *({"problem_id": name, "text": text} for name, text in texts.items()))
