@@ -116,8 +116,11 @@ def test_vllm_drafts_by_the_means_that_its_way_names() -> None:
     drafter = {"method": "eagle", "model": "folder"}
     assert speculative_config("off", drafter) is None
     assert speculative_config("3", drafter) == {**drafter, "num_speculative_tokens": 3}
-    assert speculative_config("ngram", None)["method"] == "ngram"  # type: ignore[index]
-    assert "num_speculative_tokens_per_batch_size" in speculative_config("schedule", drafter)  # type: ignore[operator]
+    ngram, schedule = speculative_config("ngram", None), speculative_config("schedule", drafter)
+    assert ngram is not None
+    assert ngram["method"] == "ngram"
+    assert schedule is not None
+    assert "num_speculative_tokens_per_batch_size" in schedule
 
 
 # ── what they do ────────────────────────────────────────────────────────────────────────────────────────────

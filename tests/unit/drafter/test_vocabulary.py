@@ -280,7 +280,7 @@ def drafting_engine(
             outside.update(set(drafted) - set(packed.token_ids.tolist()))
         return proposal
 
-    learned.propose = spy  # type: ignore[method-assign]
+    learned.propose = spy  # type: ignore[method-assign]  # it proposes as before, and is watched
     return engine, learned, outside
 
 
@@ -425,7 +425,7 @@ def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_
     again, restored = watched(10)
     again.restore(counters, training.own_counters())
     assert restored.counters() == vocabulary.counters()
-    assert again.served.model.token_ids.tolist() == vocabulary.token_ids.tolist()  # type: ignore[union-attr]
+    assert again.served.model.token_ids.tolist() == vocabulary.token_ids.tolist()  # type: ignore[union-attr]  # both have one
     assert torch.equal(again.spot.trainer.token_ids, again.served.model.token_ids)
     wider, _ = watched(15)
     wider.restore(counters, training.own_counters())
