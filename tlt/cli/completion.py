@@ -105,27 +105,27 @@ def script(shell: Literal["bash", "zsh", "fish"], commands: Mapping[str, Typed])
     """Returns the script of a shell."""
     if shell == "fish":
         return _fish(commands)
-    head = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else ""
-    return head + _bash(commands)
+    return _offer(commands) + (_ZSH if shell == "zsh" else _BASH)
 
 
-_BASH = """\
+# bash and zsh share this. Arguments: the current word's index, it, the one before it, and the first two.
+_OFFER = """\
 # completion of tlt, printed by tlt completion
-_tlt() {{
-    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} name=${{COMP_WORDS[1]}}
-    local words= options= files= keys='{keys}'
-    COMPREPLY=()
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W '{first} --help --version' -- "$cur"))
+_tlt_offer() {{
+    local index=$1 cur=$2 prev=$3 name=$4
+    local options= keys='{keys}'
+    offered= files=
+    if [ "$index" -eq 1 ]; then
+        offered='{first} --help --version'
         return
     fi
-    if [ "$COMP_CWORD" -eq 2 ]; then
+    if [ "$index" -eq 2 ]; then
         case "$name" in
 {second}
         esac
     else
-        case "$name ${{COMP_WORDS[2]}}" in
-            {pairs}) name="$name ${{COMP_WORDS[2]}}" ;;
+        case "$name $5" in
+            {pairs}) name="$name $5" ;;
         esac
     fi
     case "$name $prev" in
@@ -139,19 +139,48 @@ _tlt() {{
         esac
     fi
     if [ "${{cur#-}}" != "$cur" ]; then
-        words=$options files=
-    fi
-    COMPREPLY=($(compgen -W "$words" -- "$cur"))
-    if [ -n "$files" ]; then
-        compopt -o filenames 2>/dev/null
-        COMPREPLY+=($(compgen -f -- "$cur"))
+        offered=$options files=
     fi
 }}
+"""
+
+# bash takes "=" for a word of its own, and a name's spaces stand in it with backslashes.
+_BASH = """
+_tlt() {
+    local offered files cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]}
+    if [ "$cur" = = ]; then
+        cur=
+    elif [ "$prev" = = ]; then
+        prev=${COMP_WORDS[COMP_CWORD-2]}
+    fi
+    _tlt_offer "$COMP_CWORD" "$cur" "$prev" "${COMP_WORDS[1]}" "${COMP_WORDS[2]}"
+    COMPREPLY=($(compgen -W "$offered" -- "$cur"))
+    if [ -n "$files" ]; then
+        local IFS=$'\\n'
+        compopt -o filenames 2>/dev/null
+        COMPREPLY+=($(compgen -f -- "${cur//\\\\/}"))
+    fi
+}
 complete -F _tlt tlt
 """
 
+_ZSH = """
+_tlt() {
+    local offered files prev=${words[CURRENT-1]}
+    if [[ $PREFIX == --*=* ]]; then
+        prev=${PREFIX%%=*}
+        compset -P '*='
+    fi
+    _tlt_offer $((CURRENT - 1)) "$PREFIX" "$prev" "${words[2]}" "${words[3]}"
+    compadd -- ${=offered}
+    [[ -z $files ]] || _files
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _tlt tlt
+"""
 
-def _bash(commands: Mapping[str, Typed]) -> str:
+
+def _offer(commands: Mapping[str, Typed]) -> str:
     first, second = _tree(commands)
     values = {f"*' {key}'": words for key, words in keys().items()}
     values |= {f"'{name} {o}'": words for name, one in commands.items() for o, words in one.options.items()}
@@ -159,21 +188,21 @@ def _bash(commands: Mapping[str, Typed]) -> str:
     cases = []
     for name, one in commands.items():
         options = " ".join(one.options) + (" $keys" if one.takes_keys else "")
-        cases.append(f"            '{name}') options=\"{options}\" {_bash_words(one.alone, adds=True)} ;;")
-    return _BASH.format(
+        cases.append(f"            '{name}') options=\"{options}\" {_offered(one.alone, adds=True)} ;;")
+    return _OFFER.format(
         keys=" ".join(keys()),
         first=" ".join(first),
-        second="\n".join(f"            '{one}') words='{' '.join(rest)}' ;;" for one, rest in second.items()),
+        second="\n".join(f"            '{one}') offered='{' '.join(two)}' ;;" for one, two in second.items()),
         pairs="|".join(f"'{name}'" for name in commands if " " in name),
         switches="|".join(place for place, words in values.items() if not words.has_value),
-        values="\n".join(f"        {place}) {_bash_words(words)} ;;" for place, words in known.items()),
+        values="\n".join(f"        {place}) {_offered(words)} ;;" for place, words in known.items()),
         commands="\n".join(cases),
     )
 
 
-def _bash_words(words: Words, adds: bool = False) -> str:
+def _offered(words: Words, adds: bool = False) -> str:
     listed = " ".join(words.words)
-    return f'words="{"$words " if adds else ""}{listed}" files={"yes" if words.is_path else ""}'
+    return f'offered="{"$offered " if adds else ""}{listed}" files={"yes" if words.is_path else ""}'
 
 
 def _tree(commands: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -185,6 +214,7 @@ def _tree(commands: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
     return list(second), {first: rest for first, rest in second.items() if rest}
 
 
+_FISH_FIRST = "test (count (commandline -opc)) -eq 1"
 _FISH = """\
 # completion of tlt, printed by tlt completion
 function __tlt_is
@@ -195,16 +225,21 @@ function __tlt_is
     contains -- "$name" $argv
 end
 complete -c tlt -f
-complete -c tlt -n 'test (count (commandline -opc)) -eq 1' -l version -d 'Print the version'
+complete -c tlt -n '{first}' -l version -d 'Print the version'
+complete -c tlt -n '{first}' -l help
 """
 
 
 def _fish(commands: Mapping[str, Typed]) -> str:
-    lines = [_FISH.format(pairs=" ".join(f"'{name}'" for name in commands if " " in name)).rstrip()]
+    pairs = " ".join(f"'{name}'" for name in commands if " " in name)
+    lines = [_FISH.format(pairs=pairs, first=_FISH_FIRST).rstrip()]
+    for first, rest in _tree(commands)[1].items():
+        if first not in commands:
+            lines.append(f"complete -c tlt -n '{_FISH_FIRST}' -a {first} -d '{', '.join(rest)}'")
     for name, one in commands.items():
         first, _, rest = name.partition(" ")
-        place = f"test (count (commandline -opc)) -eq {2 if rest else 1}"
-        place += f"; and __tlt_is {_quoted(first)}" if rest else ""
+        is_second = f"test (count (commandline -opc)) -eq 2; and __tlt_is {first}"
+        place = is_second if rest else _FISH_FIRST
         lines.append(f"complete -c tlt -n {_quoted(place)} -a {rest or first} -d {_quoted(one.purpose)}")
         place = _quoted(f"__tlt_is {_quoted(name)}")
         if one.alone.words or one.alone.is_path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,73 @@ from tlt.cli.commands import COMMANDS
 from tlt.cli.options import with_dashes
 from tlt.config.schema import Config
 
-ASK = 'source tlt.bash; while read -r -a COMP_WORDS; do COMP_CWORD=$((${#COMP_WORDS[@]}-1)); _tlt; echo "${COMPREPLY[*]}"; done'
+# Typed words, and what may stand in the last one's place.
+OFFERED = {
+    "tlt dr": {"drafter"},
+    "tlt --h": {"--help"},
+    "tlt drafter e": {"export", "eval"},
+    "tlt init o": {"own"},
+    "tlt train m": {"math", "math/chain_sum", "mine.toml", "my run.toml"},
+    "tlt train --resume m": {"mine.toml", "my run.toml"},
+    "tlt train --run.dev": {"--run.device"},
+    "tlt train --run.device c": {"cpu", "cuda"},
+    "tlt train --run.device=c": {"cpu", "cuda"},
+    "tlt train --run.out_dir m": {"mine.toml", "my run.toml"},
+    r"tlt report my\ r": {"my run.toml"},
+    "tlt report f": {"folder"},
+    "tlt plan memory c": {"countdown", "countdown/headline"},
+    "tlt plan memory --json c": {"countdown", "countdown/headline"},
+    "tlt plan memory --run.num_st": {"--run.num_steps"},
+    "tlt plan memory --device-gib c": set(),
+    "tlt plan memory --j": {"--json"},
+    "tlt drafter export --format vllm-eagle3": {"vllm-eagle3"},
+    "tlt generate --run.dev": set(),
+    "tlt hub push --private --wh": {"--what"},
+}
+
+# Each program writes what is offered for a line of "lines", apart by "|", as a line of "answers".
+ASK_BASH = r"""
+source tlt.bash
+while IFS= read -r line; do
+    line=${line//=/ = }
+    read -a COMP_WORDS <<< "${line//\\/\\\\\\}"
+    COMP_CWORD=$((${#COMP_WORDS[@]}-1))
+    _tlt
+    (IFS='|'; echo "${COMPREPLY[*]}" >> answers)
+done < lines
+"""
+ASK_FISH = """
+source tlt.fish
+while read -l line
+    echo (string join -- '|' (complete -C "$line" | string split -f1 \\t)) >> answers
+end < lines
+"""
+# zsh completes in its line editor alone: it starts one, and matches are taken from its builtin compadd.
+ASK_ZSH = """
+zmodload zsh/zpty
+zpty editor zsh -f -i
+zpty -w editor 'source ./ask-in-editor.zsh'
+while zpty -r editor; do :; done > /dev/null
+"""
+ASK_IN_EDITOR = """
+compadd() {
+    local -a matches
+    builtin compadd -A matches "$@"
+    found+=("${matches[@]}")
+    builtin compadd "$@"
+}
+source ./tlt.zsh
+zle -C ask list-choices _main_complete
+zle-line-init() {
+    while IFS= read -r BUFFER; do
+        CURSOR=$#BUFFER found=()
+        zle ask
+        print -r -- "${(j:|:)${(@Q)found}}" >> answers
+    done < lines
+    exit
+}
+zle -N zle-line-init
+"""
 
 
 def printed(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -22,40 +89,26 @@ def printed(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_commands_options_values_keys_and_files(
-    here: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("shell", "ask"), [("bash", ASK_BASH), ("zsh", ASK_ZSH), ("fish", ASK_FISH)])
+def test_a_shell_completes_commands_options_values_keys_and_files(
+    shell: str, ask: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "tlt.bash").write_text(printed("bash", capsys))
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (here / f"tlt.{shell}").write_text(printed(shell, capsys))
+    (here / "ask-in-editor.zsh").write_text(ASK_IN_EDITOR)
     (here / "mine.toml").touch()
-    offered = {
-        "tlt dr": {"drafter"},
-        "tlt drafter e": {"export", "eval"},
-        "tlt init o": {"own"},
-        "tlt train m": {"math", "math/chain_sum", "mine.toml"},
-        "tlt train --resume m": {"mine.toml"},
-        "tlt train --run.dev": {"--run.device"},
-        "tlt train --run.device c": {"cpu", "cuda"},
-        "tlt train --run.out_dir m": {"mine.toml"},
-        "tlt plan memory c": {"countdown", "countdown/headline"},
-        "tlt plan memory --json c": {"countdown", "countdown/headline"},
-        "tlt plan memory --run.num_st": {"--run.num_steps"},
-        "tlt plan memory --device-gib c": set(),
-        "tlt plan memory --j": {"--json"},
-        "tlt drafter export --format vllm-eagle3": {"vllm-eagle3"},
-        "tlt generate --run.dev": set(),
-        "tlt hub push --private --wh": {"--what"},
-    }
+    (here / "my run.toml").touch()
+    (here / "folder").mkdir()
+    (here / "lines").write_text("\n".join(OFFERED) + "\n")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(here), "TERM": "xterm"}
     done = subprocess.run(
-        ["bash", "-c", ASK],
-        input="\n".join(offered) + "\n",
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=True,
+        [shell, "-c", ask], cwd=here, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stderr == ""
-    assert dict(zip(offered, map(set, map(str.split, done.stdout.splitlines())), strict=True)) == offered
+    answers = [line.split("|") for line in (here / "answers").read_text().splitlines()]
+    found = [{word.rpartition("=")[2].rstrip("/") for word in words if word} for words in answers]
+    assert dict(zip(OFFERED, found, strict=True)) == OFFERED
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
