@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.page.synthetic import make_run
+from tlt.page.charts import COLORS
 from tlt.page.render import make_page
 from tlt.report.record import read_metrics
 
@@ -115,21 +116,40 @@ def test_another_step_and_a_hidden_line_are_one_click_away(opened: Opened) -> No
     page.select_option("#step-choice", index=1)
     assert page.locator(".panel:not([hidden])").get_attribute("id") == "panel-1"
     assert page.locator("#panel-1-ranks .plot").bounding_box()["height"] > 100
-    button = page.locator("#chart-step-seconds .legend button").first
+    button = page.locator("#panel-1-ranks .legend button").first
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
-    shown = "Bokeh.documents[0].get_model_by_name('chart-step-seconds|step').visible"
-    assert page.evaluate(shown) is False
+    shown = "label => Bokeh.documents[0].get_model_by_name(`panel-1-ranks|${label}`).visible"
+    assert page.evaluate(shown, button.inner_text()) is False
     assert [said for said in opened.said if said.startswith("error")] == []
 
 
-def test_two_runs_on_a_narrow_screen_do_not_make_it_scroll_sideways(
-    browser: Any, run: Path, tmp_path: Path
-) -> None:
-    other = make_run(tmp_path / "other", NUM_STEPS // 2)
-    (tmp_path / "both.html").write_text(make_page([run, other]), encoding="utf-8")
-    opened = Opened(
-        browser.new_page(viewport={"width": 800, "height": 1000}, offline=True), tmp_path / "both.html"
+@pytest.fixture(scope="module")
+def narrow(browser: Any, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    """Two runs on a narrow screen."""
+    folder = tmp_path_factory.mktemp("pair")
+    other = make_run(folder / "other", NUM_STEPS)
+    (folder / "both.html").write_text(make_page([run, other]), encoding="utf-8")
+    return Opened(
+        browser.new_page(viewport={"width": 800, "height": 1000}, offline=True), folder / "both.html"
     )
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 800
-    assert [said for said in opened.said if said.startswith(("error", "warning"))] == []
+
+
+@pytest.mark.parametrize("chart", ["reward", "held-out"])
+def test_a_legend_hides_all_that_belongs_to_its_line(narrow: Opened, chart: str) -> None:
+    """The moving average, its band, each step's values behind it and their points."""
+    paths, color = narrow.page.locator(f"#chart-{chart} .plot svg path"), COLORS[0]
+    count = f"""paths => paths.filter(path => ["fill", "stroke"].some(place =>
+        ["{color}", "rgb({int(color[1:3], 16)},{int(color[3:5], 16)},{int(color[5:], 16)})"]
+        .includes(path.getAttribute(place)))).length"""
+    before = paths.evaluate_all(count)
+    assert before > 3
+    for expected in (0, before):
+        narrow.page.locator(f"#chart-{chart} .legend button").first.click()
+        narrow.page.wait_for_timeout(200)  # until it is drawn
+        assert paths.evaluate_all(count) == expected
+
+
+def test_two_runs_on_a_narrow_screen_do_not_make_it_scroll_sideways(narrow: Opened) -> None:
+    assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 800
+    assert [said for said in narrow.said if said.startswith(("error", "warning"))] == []

@@ -36,7 +36,7 @@ class Report(Options):
 
 
 def run(options: Report) -> Record | int:
-    """Writes the page and returns its path and size, or serves it."""
+    """Writes the page and returns its path and size, or serves it and returns the exit code of Ctrl-C."""
     out = options.out or options.runs[0] / "report.html"
     if importlib.util.find_spec("bokeh") is None:
         raise UserError(
@@ -76,4 +76,4 @@ def _serve(options: Report) -> int:
         server.page()
         print(f"open {server.url} in a browser; Ctrl-C ends", flush=True)
         server.serve_forever()
-    return 0
+    return 130

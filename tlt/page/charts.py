@@ -13,7 +13,7 @@ import numpy as np
 from bokeh.document import Document
 from bokeh.embed import components
 from bokeh.model import Model
-from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, Range1d
+from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, Range1d, Renderer
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
@@ -51,10 +51,10 @@ _LINE_TOOLS = "pan,box_zoom,reset,save"
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """A line of a chart's legend, which the page shows beside the chart. model: name of what it hides."""
+    """A line of a chart's legend, which the page shows beside the chart. models: names of what it hides."""
 
     label: str
-    model: str
+    models: list[str]
     color: str
     dash: str = ""
     hatch: str = ""
@@ -127,19 +127,27 @@ def _draw(shape: object, plot: figure, chart: Chart) -> list[LegendEntry]:
 
 @_draw.register
 def _(shape: Line, plot: figure, chart: Chart) -> list[LegendEntry]:
-    color = COLORS[shape.color % len(COLORS)]
-    source = ColumnDataSource({"x": shape.x, "y": shape.y}, name=f"data|{plot.name}|{shape.label}")
+    color, dash = COLORS[shape.color % len(COLORS)], DASHES[shape.dash % len(DASHES)]
+    parts = _strokes(shape.behind, plot, chart, 1.0, 0.35) if shape.behind is not None else []
     if shape.low is not None and shape.high is not None:
-        plot.varea(shape.x, shape.low, shape.high, fill_color=color, fill_alpha=0.18)
-    dash, name = DASHES[shape.dash % len(DASHES)], f"{plot.name}|{shape.label}"
-    look: dict[str, Any] = {"color": color, "line_dash": dash}
-    look |= {"line_width": 1, "line_alpha": 0.35} if shape.is_faint else {"line_width": shape.width}
-    line = plot.line("x", "y", source=source, name=name, **look)
-    if np.isfinite(shape.y).sum() <= MOST_MARKED:
-        plot.scatter("x", "y", source=source, size=5, color=color, alpha=0.35 if shape.is_faint else 1)
-    tips = [("", shape.label), (chart.x_label, "@x{0,0.[00]}"), (chart.y_label, "@y{0,0.[0000]}")]
-    plot.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline", visible=False))
-    return [] if shape.is_faint else [LegendEntry(shape.label, name, color, dash)]
+        parts.append(plot.varea(shape.x, shape.low, shape.high, fill_color=color, fill_alpha=0.18))
+    parts += _strokes(shape, plot, chart, shape.width)
+    for number, part in enumerate(parts):
+        part.name = f"{plot.name}|{shape.label}|{number}"
+    return [LegendEntry(shape.label, [part.name for part in parts], color, dash)]
+
+
+def _strokes(line: Line, plot: figure, chart: Chart, width: float, alpha: float = 1.0) -> list[Renderer]:
+    """Draws a line, and its points where they are few."""
+    source = ColumnDataSource({"x": line.x, "y": line.y}, name=f"data|{plot.name}|{line.label}")
+    look = {"source": source, "color": COLORS[line.color % len(COLORS)], "alpha": alpha}
+    dash = DASHES[line.dash % len(DASHES)]
+    strokes = [plot.line("x", "y", line_dash=dash, line_width=width, **look)]
+    tips = [("", line.label), (chart.x_label, "@x{0,0.[00]}"), (chart.y_label, "@y{0,0.[0000]}")]
+    plot.add_tools(HoverTool(renderers=[*strokes], tooltips=tips, mode="vline", visible=False))
+    if np.isfinite(line.y).sum() <= MOST_MARKED:
+        strokes.append(plot.scatter("x", "y", size=5, **look))
+    return strokes
 
 
 @_draw.register
@@ -169,7 +177,7 @@ def _(shape: Areas, plot: figure, chart: Chart) -> list[LegendEntry]:
             plot.add_tools(HoverTool(renderers=[bars], tooltips=tips, visible=False))
         else:
             plot.varea(shape.x, bottom, top, **look)
-        legend.append(LegendEntry(label, name, color, hatch=hatch))
+        legend.append(LegendEntry(label, [name], color, hatch=hatch))
         bottom = top
     return legend[::-1]
 
@@ -239,7 +247,7 @@ def _(shape: Stretches, plot: figure, chart: Chart) -> list[LegendEntry]:
         )
         tips = [("", f"@y: {label}"), ("seconds", "@start{0.00} to @end{0.00}")]
         plot.add_tools(HoverTool(renderers=[bars], tooltips=tips, visible=False))
-        legend.append(LegendEntry(label, name, color, hatch=hatch))
+        legend.append(LegendEntry(label, [name], color, hatch=hatch))
     return legend
 
 

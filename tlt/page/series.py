@@ -201,7 +201,7 @@ def series_chart(spec: SeriesSpec, runs: Sequence[RunRecords]) -> Chart | None:
                 width=width_of(number, runs),
             )
             fewest = NUM_SMOOTHED if spec.is_smoothed else NUM_CROWDED
-            shapes += smoothed(line) if known.sum() >= fewest else [line]
+            shapes.append(smoothed(line) if known.sum() >= fewest else line)
     if not shapes:
         return None
     return Chart(spec.key, spec.title, spec.see, STEPS, spec.y_label, shapes, True, spec.is_log)
@@ -216,11 +216,11 @@ def width_of(number: int, runs: Sequence[RunRecords]) -> float:
     return 5.0 if number == 0 and len(runs) > 1 else 2.0
 
 
-def smoothed(line: Line) -> list[Shape]:
+def smoothed(line: Line) -> Line:
     """Returns the line's moving average with its band, in front of the line."""
     mean, low, high = moving_mean(line.y, max(5, len(line.y) // 12))
-    faint = replace(line, label=f"{line.label}, each step", is_faint=True)
-    return [faint, replace(line, label=f"{line.label}, moving average", y=mean, low=low, high=high)]
+    behind = replace(line, label=f"{line.label}, each step")
+    return replace(line, label=f"{line.label}, moving average", y=mean, low=low, high=high, behind=behind)
 
 
 def held_out_charts(runs: Sequence[RunRecords]) -> list[Chart]:

@@ -14,7 +14,11 @@ from tlt.page.gather import Values
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points. low, high: a band around it; None: none is known."""
+    """A line through points.
+
+    low, high: a band around it; None: none is known.
+    behind: a faint line that belongs to it, such as each step's own value behind a moving average.
+    """
 
     label: str
     x: Values
@@ -24,8 +28,7 @@ class Line:
     low: Values | None = None
     high: Values | None = None
     width: float = 2.0
-    is_faint: bool = False
-    """Whether it lies behind others, such as each step's own value behind a moving average."""
+    behind: Line | None = None
 
 
 @dataclass(frozen=True)

@@ -76,19 +76,16 @@ class StepRecord:
     def figures(self) -> dict[str, float]:
         """Returns the finite numbers by their path in the line: rollout/accept_length,
         rollout/response_tokens/p95. A list's items are counted from 1: rollout/accept_by_depth_1."""
-        line = dataclasses.asdict(self)
-        del line["step"], line["finished_at"]
-        if not self.off_pair.num_tokens:
-            del line["off_pair"]
-        return dict(_numbers("", line))
+        left_out = {"step", "finished_at"} | ({"off_pair"} if not self.off_pair.num_tokens else set())
+        return dict(_numbers("", {k: value for k, value in vars(self).items() if k not in left_out}))
 
 
 _STEP_RECORD = TypeAdapter(StepRecord)
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
+    if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+        for key, item in (value if isinstance(value, Mapping) else vars(value)).items():
             yield from _numbers(f"{name}/{key}" if name else key, item)
     elif isinstance(value, tuple):
         for number, item in enumerate(value, start=1):

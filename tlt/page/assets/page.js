@@ -3,7 +3,7 @@
   // ── legends hide and show what they name ──
   document.querySelectorAll(".legend button").forEach((button) => button.addEventListener("click", () => {
     const isShown = button.getAttribute("aria-pressed") !== "true";
-    Bokeh.documents[0].get_model_by_name(button.dataset.model).visible = isShown;
+    for (const name of JSON.parse(button.dataset.models)) Bokeh.documents[0].get_model_by_name(name).visible = isShown;
     button.setAttribute("aria-pressed", String(isShown));
   }));
 
