@@ -19,7 +19,7 @@ from tlt.types import UserError
 
 def resolve_here(config: Config) -> Iterator[tuple[str, str, bool]]:
     """Yields (key, its value here with the reason, whether it can be resolved) for each key that may be
-    "auto". A key that cannot be has the error as its text."""
+    "auto". A key that cannot be has the error as its text, or names the key that has the same."""
     keys: dict[str, Callable[[Config], str]] = {
         "run.device": _device,
         "run.num_ranks": _ranks,
@@ -28,11 +28,13 @@ def resolve_here(config: Config) -> Iterator[tuple[str, str, bool]]:
         "rollout.kv_gib": _caches,
         "drafter.vocabulary": _vocabulary,
     }
+    told: dict[str, str] = {}
     for key, resolve in keys.items():
         try:
             yield key, resolve(config), True
         except UserError as error:
-            yield key, str(error), False
+            first = told.setdefault(str(error), key)
+            yield key, str(error) if first == key else f"as {first}", False
 
 
 def _because(value: object, reason: str) -> str:

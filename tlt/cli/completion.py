@@ -233,9 +233,9 @@ complete -c tlt -n '{first}' -l help
 def _fish(commands: Mapping[str, Typed]) -> str:
     pairs = " ".join(f"'{name}'" for name in commands if " " in name)
     lines = [_FISH.format(pairs=pairs, first=_FISH_FIRST).rstrip()]
-    for first, rest in _tree(commands)[1].items():
-        if first not in commands:
-            lines.append(f"complete -c tlt -n '{_FISH_FIRST}' -a {first} -d '{', '.join(rest)}'")
+    for group, names in _tree(commands)[1].items():
+        if group not in commands:
+            lines.append(f"complete -c tlt -n '{_FISH_FIRST}' -a {group} -d '{', '.join(names)}'")
     for name, one in commands.items():
         first, _, rest = name.partition(" ")
         is_second = f"test (count (commandline -opc)) -eq 2; and __tlt_is {first}"

@@ -13,6 +13,7 @@ from tlt.cli.summary import Ended, Summary
 from tlt.io.extras import PURPOSES
 from tlt.io.files import Record
 from tlt.io.machine import Facts, Finding, diagnose, read_facts
+from tlt.io.network import ask_servers
 
 if TYPE_CHECKING:
     from tlt.config.schema import Config
@@ -27,7 +28,8 @@ class Doctor(Options):
     config: Annotated[Path, Written("[CONFIG]", is_alone=True)] = Path("countdown")
     """TOML configuration, or the name of a recipe, whose "auto" are resolved."""
     network: Switch = False
-    """Asks whether the Hugging Face hub can be reached; otherwise nothing is sent."""
+    """Asks whether the Hugging Face hub answers, and the server of the configuration's tracker (wandb,
+    trackio, mlflow); otherwise nothing is sent."""
 
 
 def run(options: Doctor) -> Ended:
@@ -38,7 +40,7 @@ def run(options: Doctor) -> Ended:
     with show_busy("looking at this machine"):
         facts, found = _look(config)
         if options.network:
-            found.append(_ask_hub())
+            found += ask_servers(config.tracking.use)
     return report(facts, found, str(options.config))
 
 
@@ -56,20 +58,6 @@ def _look(config: Config) -> tuple[Facts, list[Finding]]:
     for key, text, is_right in resolve_here(config):
         found.append(Finding(key, "ok" if is_right else "broken", text))
     return facts, found
-
-
-def _ask_hub() -> Finding:
-    import urllib.request
-
-    from huggingface_hub import constants, get_token
-
-    login = "logged in" if get_token() else "no token"
-    try:
-        with urllib.request.urlopen(constants.ENDPOINT, timeout=10):
-            return Finding("network", "ok", f"{constants.ENDPOINT} answers, {login}")
-    except OSError as error:
-        remedy = "check the proxy (HTTPS_PROXY), or name a mirror in HF_ENDPOINT"
-        return Finding("network", "broken", f"{constants.ENDPOINT} cannot be reached ({error})", remedy)
 
 
 def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
@@ -92,9 +80,9 @@ def summarize(record: Record) -> Summary:
     machine, by_state = record["machine"], dict[str, dict[str, str]]()
     keys: dict[str, str] = {}
     for name, one in record["found"].items():
-        if "." in name:
+        if "." in name and one["state"] == "ok":
             keys[name] = one["text"]
-        if "." not in name or one["state"] != "ok":
+        else:
             by_state.setdefault(one["state"], {})[name] = f"{one['text']}\n{one['remedy']}".strip()
     missing, fine = by_state.get("missing", {}), by_state.get("ok", {})
     headline = "TLT works here" if record["works"] else f"broken: {', '.join(record['broken'])}"
@@ -102,7 +90,8 @@ def summarize(record: Record) -> Summary:
     rows: Record = {"broken": by_state["broken"]} if "broken" in by_state else {}
     rows["Python"] = machine["python"]
     rows["CPU"] = f"{machine['cpu_cores']} cores, {machine['memory_gib']:.1f} GiB"
-    rows |= {name: fine.pop(name) for name in ("GPUs", "compilers", "network") if name in fine}
+    shown = ("GPUs", "compilers", *(name for name in fine if name.startswith("network")))
+    rows |= {name: fine.pop(name) for name in shown if name in fine}
     rows["packages"] = ", ".join(f"{name} {text}" for name, text in fine.items() if name not in PURPOSES)
     rows["optional"] = ", ".join(name for name in fine if name in PURPOSES) or "none"
     rows[f"auto, for {record['config']}"] = keys

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from tests.unit.cli.parts import fail
 from tlt.cli import main as cli
@@ -43,6 +44,8 @@ def test_a_key_that_cannot_be_resolved_is_broken_with_the_errors_line(
     assert found["found"]["run.device"]["text"] == (
         "run.device: cuda, but no GPU was found; give --run.device cpu"
     )
+    assert found["found"]["run.dtype"]["text"] == "as run.device"
+    assert str(summarize(found).rows).count("no GPU was found") == 1
 
 
 def test_a_torch_that_cannot_be_imported_is_told(here: Path) -> None:
@@ -81,3 +84,15 @@ def test_what_is_broken_is_the_headline_and_exit_code_1() -> None:
 @pytest.mark.usefixtures("here")
 def test_a_configuration_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert fail(capsys, "doctor", "no.toml") == "no.toml: no such file; give the path of a TOML configuration"
+
+
+def test_the_network_is_asked_only_where_it_is_wanted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert cli.main(["doctor", "--network"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert record["broken"] == ["network"]
+    assert "Connection refused" in summarize(record).rows["broken"]["network"]
+    ended = report(FACTS, [Finding("network", "ok", "it answers")], "countdown")
+    assert summarize(ended.record).rows["network"] == "it answers"
