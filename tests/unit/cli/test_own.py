@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 
+from tests.standin import serve_hub
 from tests.unit.cli.parts import write_lines
 from tlt.cli.main import main
 from tlt.cli.own import to_value
@@ -137,3 +140,29 @@ def test_a_reward_that_is_not_there_is_one_line(
 @pytest.mark.parametrize("value", [1, 1e-5, True, 'a "b"', ["x", 2], {"prompt": "my question", "a b": 1}])
 def test_values_are_written_as_toml_reads_them(value: Any) -> None:
     assert tomllib.loads(f"x = {to_value(value)}") == {"x": json.loads(json.dumps(value))}
+
+
+def test_a_model_and_data_of_the_hub_are_looked_at_and_trained_by_name(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the extra data")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(here / "datasets"))
+    datasets.Dataset.from_list(CITIES).to_parquet("train-00000-of-00001.parquet")
+    with serve_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        hub.add("me/base", MODEL)
+        rows = Path("train-00000-of-00001.parquet").read_bytes()
+        hub.add("me/cities", {"data/train-00000-of-00001.parquet": rows}, kind="datasets")
+        assert main(["init", "own", "mine", "--model", "me/base", "--data", "me/cities"]) == 0
+        assert "model.safetensors" not in hub.downloads
+        monkeypatch.chdir("mine")
+        findings = preflight(load_config("train.toml", ["--run.num_ranks", "1"]))
+        assert "model.safetensors" in hub.downloads
+        close_session()
+    written = tomllib.loads(Path("train.toml").read_text())
+    assert (written["model"]["path"], written["task"]["data"]) == ("me/base", "me/cities")
+    assert (findings.num_problems, findings.num_held_out) == (14, 2)
