@@ -16,7 +16,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from tlt.cli.commands import COMMANDS, find_command
-from tlt.cli.options import WithOverrides, options_of, parse_options, with_dashes
+from tlt.cli.options import WithOverrides, options_of, parse_options, split_rest, with_dashes
 from tlt.config.mistakes import section_of
 from tlt.config.schema import Config
 from tlt.types import UserError
@@ -113,7 +113,7 @@ def _unknown(name: str, words: Sequence[str]) -> Iterator[str]:
     """Yields options and keys that the command does not have."""
     kind = COMMANDS[name].options
     known = {with_dashes(option) for option in options_of(kind)}
-    for word in words:
+    for word in split_rest(words)[0]:
         if not word.startswith("--") or word == "--help":
             continue
         option = word.removeprefix("--").partition("=")[0]

@@ -11,13 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
+from tlt.assembly.cost_prior import cost_prior
+from tlt.assembly.model import open_model
 from tlt.config.rollout import may_use_references
 from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.drafter.drafting.references import References
 from tlt.drafter.formats.export import Target
-from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.formats.folder import ARCHITECTURE, StoredDrafter, load_drafter
 from tlt.drafter.model import PackedDrafter
 from tlt.engine.sequence import Decode
+from tlt.hf.files import read_json
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
 from tlt.spans import Span
@@ -27,6 +30,7 @@ from tlt.types import UserError
 from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
 from tlt.vllm.engine import Speculation, VllmEngine
+from tlt.vllm.inside.served import TunerFacts
 from tlt.vllm.link import Link
 from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
@@ -135,3 +139,19 @@ def build_vllm(
         engine.load_policy(policy)
     check_law(engine, vocab_size)
     return engine
+
+
+def for_server(model: Path, drafter: Path, out: Path) -> tuple[Mapping[str, Any], TunerFacts]:
+    """Returns the drafter's part of vLLM's speculative_config, and what the tuner knows of it beforehand.
+    Writes it to `out` where vLLM reads another form than the folder's. Raises UserError where it does not fit
+    the model.
+    """
+    target = open_model(model)
+    stored = load_drafter(drafter, target.config, target.tensors)
+    method = stored.config.method
+    facts = TunerFacts(cost_prior(target.config, stored.config), stored.acceptance)
+    if method == "eagle" and read_json(drafter / "config.json")["architectures"] == [ARCHITECTURE[method]]:
+        return {"method": method, "model": str(drafter)}, facts
+    head_VE = target.tensors[Learned(stored, target.config).head]
+    described = Target(str(model), target.config.architecture, head_VE)
+    return export_for_vllm(stored, described, out), facts

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tlt.cli.options import Options, WithOverrides, Written, label, options_of
+from tlt.cli.options import Options, WithOverrides, WithRest, Written, label, options_of
 from tlt.cli.summary import JSON_HELP
 from tlt.config.mistakes import section_of
 from tlt.config.schema import Config
@@ -55,7 +55,8 @@ def usage(command: str, kind: type[Options]) -> str:
     """Returns the line that shows how the command is written."""
     headings = {_heading(label(name, field), field): field for name, field in options_of(kind).items()}
     usual = [text for text, field in headings.items() if field.is_required() or not text.startswith("--")]
-    return " ".join(["usage: tlt", command, *usual, "[--option VALUE ...]"])
+    rest = ["[-- ...]"] if issubclass(kind, WithRest) else []
+    return " ".join(["usage: tlt", command, *usual, "[--option VALUE ...]", *rest])
 
 
 def option_groups(
@@ -75,7 +76,7 @@ def _groups(kind: type[Options], lists_keys: bool) -> Iterator[tuple[str, Mappin
     """Yields the command's own options, then those of each class that it inherits from, under its purpose;
     those of vLLM last."""
     known = options_of(kind)
-    empty = Options, WithOverrides
+    empty = Options, WithOverrides, WithRest
     bases = [base for base in kind.__bases__ if issubclass(base, Options) and base not in empty]
     inherited = {name for base in bases for name in base.model_fields}
     yield OWN, {label(name, field): field for name, field in known.items() if name not in inherited}

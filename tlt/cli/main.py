@@ -69,24 +69,25 @@ def _run(arguments: Sequence[str]) -> int:
     from tlt import __version__
     from tlt.cli.commands import COMMANDS, FAMILIES, find_command, overview
     from tlt.cli.help import explain
-    from tlt.cli.options import parse_options
+    from tlt.cli.options import parse_options, split_rest
     from tlt.cli.summary import Ended, json_alone, show
 
-    named = [word for word in arguments if word not in ("-h", "--help")]
-    wants_help = len(named) < len(arguments)
+    own, rest = split_rest(arguments)  # behind `--` even --help is another program's
+    named = [word for word in own if word not in ("-h", "--help")]
+    wants_help = len(named) < len(own)
     if not named or (len(named) == 1 and named[0] in FAMILIES):
         print(overview(*named))
         return 0 if wants_help else 2
     if named[0] == "--version":
         print(f"tlt {__version__}")
         return 0
-    name, rest = find_command(named)
+    name, left = find_command(named)
     command = COMMANDS[name]
     if wants_help:
         print(explain(name, command.options, command.lists_keys, command.has_record))
         return 0
-    words, as_json = command.split_json(rest)
-    options = parse_options(name, command.options, words)
+    words, as_json = command.split_json(left)
+    options = parse_options(name, command.options, words if rest is None else [*words, "--", *rest])
     with json_alone(as_json):
         result = command.run(options)
     if isinstance(result, int):

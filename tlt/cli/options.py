@@ -98,12 +98,24 @@ class WithOverrides(Options):
     overrides: tuple[str, ...] = ()
 
 
+class WithRest(Options):
+    """The options of a command that hands the words after `--` on to another program."""
+
+    rest: tuple[str, ...] = ()
+
+
 Given = TypeVar("Given", bound=Options)
 
 
 def options_of(kind: type[Options]) -> dict[str, FieldInfo]:
     """Returns the options that a command's user can write."""
-    return {name: field for name, field in kind.model_fields.items() if name != "overrides"}
+    return {name: field for name, field in kind.model_fields.items() if name not in ("overrides", "rest")}
+
+
+def split_rest(words: Sequence[str]) -> tuple[list[str], tuple[str, ...] | None]:
+    """Returns the words before `--` and those after it; None: it is not among them."""
+    at = list(words).index("--") if "--" in words else None
+    return list(words[:at]), None if at is None else tuple(words[at + 1 :])
 
 
 def with_dashes(name: str) -> str:
@@ -114,6 +126,9 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
     """Returns the options of `tlt COMMAND ARGUMENTS`. Raises UserError that names the first mistake."""
     known = options_of(kind)
     written = {name: hint for name, field in known.items() if (hint := Written.of(field)) is not None}
+    arguments, rest = split_rest(arguments)
+    if rest is not None and not issubclass(kind, WithRest):
+        raise UserError(f"--: tlt {command} starts no other program; leave it out")
     switches = [with_dashes(name) for name, hint in written.items() if not hint.metavar]
     words_alone, named = read_words(arguments, switches)
     alone = [name for name, hint in written.items() if hint.is_alone]
@@ -137,6 +152,8 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
             values[name] = None if can_be_none and text.lower() == "none" else text
     if overrides:
         values["overrides"] = tuple(overrides)
+    if rest:
+        values["rest"] = rest
     try:
         return kind.model_validate(values)
     except ValidationError as error:

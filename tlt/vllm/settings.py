@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,3 +59,19 @@ class VllmSettings:
         """How weights reach the workers. Raises UserError where the user's choice is not possible."""
         is_cuda = torch.cuda.is_available()
         return choose_way(self.section, is_cuda=is_cuda, has_own_worker=not self.is_in_process)
+
+
+def speculative_config(drafter: Mapping[str, Any] | None, depths: Sequence[int]) -> dict[str, Any] | None:
+    """Returns vLLM's speculative_config. drafter and depths: as in VllmSettings.
+
+    It names every draft length that may be chosen, so that vLLM captures graphs for it. vLLM takes lengths by
+    batch size; scheduler.py overwrites these. The smallest length that vLLM allows is 1, also where nothing
+    drafts; given drafts (given.py) may be longer than all.
+    """
+    if drafter is None:
+        return None
+    return {
+        **drafter,
+        "num_speculative_tokens": max(depths[-1], 1),
+        "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(depths, start=1)],
+    }

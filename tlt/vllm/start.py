@@ -16,7 +16,7 @@ from tlt.types import UserError
 from tlt.vllm.inside.plugin import register
 from tlt.vllm.inside.scheduler import LengthScheduler
 from tlt.vllm.inside.served import CONFIG_KEY
-from tlt.vllm.settings import CPU_KV_GIB, VllmSettings
+from tlt.vllm.settings import CPU_KV_GIB, VllmSettings, speculative_config
 
 MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]
 
@@ -51,7 +51,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "enforce_eager": not settings.section.compile,
         "enable_prefix_caching": settings.section.prefix_caching,
         "enable_sleep_mode": is_cuda,
-        "speculative_config": speculative_config(settings),
+        "speculative_config": speculative_config(settings.drafter, settings.depths),
         "additional_config": {
             CONFIG_KEY: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}
         },
@@ -76,24 +76,6 @@ def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(first)
     share = {"gpu_memory_utilization": GPU_SHARE * free / total}
     return share if first == 0 else {**share, "device_ids": list(range(first, first + size))}
-
-
-def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
-    """Returns vLLM's speculative_config.
-
-    It names every draft length that may be chosen, so that vLLM captures graphs for it. vLLM takes lengths by
-    batch size; scheduler.py overwrites these. The smallest length that vLLM allows is 1, also where nothing
-    drafts; given drafts (given.py) may be longer than all.
-    """
-    if settings.drafter is None:
-        return None
-    return {
-        **settings.drafter,
-        "num_speculative_tokens": max(settings.max_depth, 1),
-        "num_speculative_tokens_per_batch_size": [
-            (i, i, depth) for i, depth in enumerate(settings.depths, start=1)
-        ],
-    }
 
 
 def request_params(max_tokens: int, stop_ids: list[int], extra_args: dict[str, Any]) -> vllm.SamplingParams:

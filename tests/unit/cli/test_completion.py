@@ -119,7 +119,7 @@ def test_every_command_option_and_key_stands_in_the_script(
     mark = "-l " if shell == "fish" else "--"
     for name, command in COMMANDS.items():
         assert f"'{name}'" in text.replace("\\'", "'")
-        for option in command.options.model_fields.keys() - {"overrides"}:
+        for option in command.options.model_fields.keys() - {"overrides", "rest"}:
             is_alone = "is_alone=True" in repr(command.options.model_fields[option].metadata)
             assert is_alone or f"{mark}{with_dashes(option)}" in text, (name, option)
     config = Config.model_validate({"model": {"path": "m"}, "task": {"name": "t"}})

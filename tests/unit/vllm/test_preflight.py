@@ -115,7 +115,7 @@ def test_a_run_is_refused_before_its_ranks_start_where_vllm_is_missing_or_unknow
     config = load_config(RECIPE, VLLM)
     start.preflight(config)
     installed["vllm"] = "0.99.1"
-    with pytest.raises(UserError, match=r"vllm 0\.99\.1 is installed, known are 0\.32"):
+    with pytest.raises(UserError, match=r"vllm 0\.99\.1 is installed, known is <0\.33,>=0\.32"):
         start.preflight(config)
     installed.clear()
     with pytest.raises(UserError, match=r"vllm is not installed here; pip install .vllm"):

