@@ -26,8 +26,8 @@ class Train(WithOverrides):
 
     A new run: tlt train CONFIG [--section.key VALUE ...]
 
-    The same without a configuration: tlt train --model.path MODEL --task.data DATA [--section.key VALUE ...];
-    every other key is chosen by model, data and machine, and printed.
+    The same without a configuration: tlt train --model.path MODEL --task.data DATA [--section.key VALUE ...],
+    or --task.name TASK; every other key is chosen by model, data and machine, and printed.
 
     A continued run: tlt train --resume DIR [--run.num_steps N]
 
@@ -38,7 +38,7 @@ class Train(WithOverrides):
 
     config: Annotated[Path | None, Written("[CONFIG]", is_alone=True)] = None
     """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume, and with
-    --model.path and --task.data."""
+    --model.path and --task.data or --task.name."""
     resume: Annotated[Literal["auto"] | Path | None, Written("DIR|auto")] = None
     """Continues the run in this folder with its own configuration; only [tracking], the run's length and its
     machine may change. With a checkpoint, DIR/checkpoints/step-N, the run goes back to that one, and newer
@@ -129,10 +129,8 @@ def _chosen_config(overrides: Sequence[str]) -> Config:
     from tlt.training.own import choose_own, is_own
 
     if not is_own(overrides):
-        remedy = (
-            "write tlt train CONFIG.toml, --resume DIR to continue a run, or --model.path and --task.data"
-        )
-        raise UserError(f"train: no configuration given; {remedy}")
+        remedy = "write tlt train CONFIG.toml, --resume DIR to continue a run, or"
+        raise UserError(f"train: no configuration given; {remedy} --model.path and --task.data or --task.name")
     own = choose_own(overrides)
     print_choices(own.choices.chosen)
     return own.config

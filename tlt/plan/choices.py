@@ -64,6 +64,7 @@ class DataFacts:
     test_split: its split to test on; None: it has none.
     train_split: its split to train on, of which rows can be held out; None: it cannot be cut.
     can_verify: whether math-verify, which scores mathematics, is installed.
+    is_made: whether a task makes the rows, scores them, and makes others to test on.
     """
 
     rows: Sequence[Record]
@@ -71,6 +72,7 @@ class DataFacts:
     test_split: str | None = None
     train_split: str | None = "train"
     can_verify: bool = True
+    is_made: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,10 @@ def choose(facts: Facts, given: Mapping[str, Any]) -> Choices:
 def choose_data(model: ModelFacts, data: DataFacts, given: Mapping[str, Any]) -> Choices:
     """Returns the choices that say how rows are read and scored. Raises UserError for rows without a
     prompt."""
+    if data.is_made:
+        prompt = next(name for name in PROMPTS if name in data.rows[0])
+        chosen = _choose_chat(model, data, prompt)
+        return Choices(tuple(choice for choice in chosen if choice.key not in given), "task")
     columns = given.get("task.columns", {})
     prompt = columns.get("prompt") or columns.get("messages") or _column(data, PROMPTS)
     if prompt is None:

@@ -1,4 +1,4 @@
-"""A run of a model and data of the user's own without a configuration: facts are looked up, keys are chosen.
+"""A run of a model and data, or a task, without a configuration: facts are looked up, keys are chosen.
 
 --model.path M --task.data D … ─▶ Facts ─ plan/choices.py ─▶ OwnRun: sections, choices, a few rows
 """
@@ -24,6 +24,7 @@ from tlt.io.data import DataSource, list_splits, names_rows, read_data
 from tlt.io.files import Record
 from tlt.io.hub import resolve_description
 from tlt.plan.choices import Choices, DataFacts, Facts, MachineFacts, ModelFacts, choose, choose_data
+from tlt.tasks.base import make_problems
 from tlt.training.problems import load_problems
 from tlt.types import UserError
 
@@ -50,24 +51,21 @@ class OwnRun:
 
 
 def is_own(overrides: Sequence[str]) -> bool:
-    """Returns whether the overrides name a model and its data, which is all that `choose_own` needs."""
+    """Returns whether the overrides name a model, and data or a task: all that `choose_own` needs."""
     names = {override.keys for override in read_overrides(overrides)}
-    return {("model", "path"), ("task", "data")} <= names
+    return ("model", "path") in names and bool({("task", "data"), ("task", "name")} & names)
 
 
 def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
     """Chooses all keys but those that the user gives. Raises UserError where nothing scores the responses.
 
-    overrides: words `--section.key value`, among them model.path and task.data.
+    overrides: words `--section.key value`, among them model.path, and task.data or task.name.
     writes_reward: whether the caller writes the function `REWARD` where nothing else scores.
     """
     given = {".".join(override.keys): override.value for override in read_overrides(overrides)}
-    source = DataSource(
-        Path(given["task.data"]), "task.data", given.get("task.subset"), given.get("task.split")
-    )
     folder = resolve_description(Path(given["model.path"]), given.get("model.revision"), with_tokenizer=True)
-    model, records = _look_at_model(folder), read_data(source)
-    data = _look_at_data(source, [record for _, record in records])
+    model, source = _look_at_model(folder), _source(given)
+    data = _look_at_task(load_config({}, overrides)) if source is None else _look_at_data(source)
     about_data = choose_data(model, data, given)
     sections = _sections(about_data)
     if about_data.reward != "task":
@@ -81,7 +79,17 @@ def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
     choices = choose(Facts(model, data, _look_at_machine(given), longest), given)
     sections = _sections(choices) | {name: sections[name] for name in ("rewards",) if name in sections}
     config = load_config(sections, overrides)
-    return OwnRun(config, choices, given, _examples(source, config))
+    rows = data.rows if source is None else _renamed(source, config)
+    return OwnRun(config, choices, given, rows[:_EXAMPLES])
+
+
+def _source(given: Mapping[str, Any]) -> DataSource | None:
+    """Returns the data that the user gives; None: a task makes the problems."""
+    if given.get("task.data") is None:
+        return None
+    return DataSource(
+        Path(given["task.data"]), "task.data", given.get("task.subset"), given.get("task.split")
+    )
 
 
 def _sections(choices: Choices) -> dict[str, Any]:
@@ -98,8 +106,14 @@ def _look_at_model(folder: Path) -> ModelFacts:
     return ModelFacts(load_model_config(folder), bool(tokenizer.hf.chat_template), str(stored_as))
 
 
-def _look_at_data(source: DataSource, rows: Sequence[Record]) -> DataFacts:
-    splits = list_splits(source)
+def _look_at_task(config: Config) -> DataFacts:
+    options = {"split": "train", **config.task.options}
+    rows = make_problems(config.task.name, _ROWS, config.run.seed, options)
+    return DataFacts(rows, len(rows), is_made=True)
+
+
+def _look_at_data(source: DataSource) -> DataFacts:
+    rows, splits = [record for _, record in read_data(source)], list_splits(source)
     train = splits[0] if len(splits) == 1 else "train"
     test = next((name for name in ("test", "validation", "dev") if name in splits), None)
     can_verify = find_spec("math_verify") is not None
@@ -112,6 +126,5 @@ def _look_at_machine(given: Mapping[str, Any]) -> MachineFacts:
     return MachineFacts(num_gpus, num_cores(), num_bytes)
 
 
-def _examples(source: DataSource, config: Config) -> list[Record]:
-    renamed = replace(source, columns=config.task.columns)
-    return [record for _, record in read_data(renamed)[:_EXAMPLES]]
+def _renamed(source: DataSource, config: Config) -> list[Record]:
+    return [record for _, record in read_data(replace(source, columns=config.task.columns))]

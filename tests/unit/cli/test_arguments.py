@@ -83,7 +83,7 @@ MISTAKES = {
     "GENERATE --dtype float8": "--dtype: is float8; it must be 'auto', 'float32', 'float64' or 'bfloat16'",
     "train --foo 3": "--foo: unknown option; see tlt train --help",
     "train --seed 3": "--seed: unknown option; did you mean --run.seed?",
-    "train": "train: no configuration given; write tlt train CONFIG.toml, --resume DIR to continue a run, or --model.path and --task.data",
+    "train": "train: no configuration given; write tlt train CONFIG.toml, --resume DIR to continue a run, or --model.path and --task.data or --task.name",
     "train no.toml": "no.toml: no such file; give the path of a TOML configuration",
     "train --resume no": "--resume: no holds no run (no config.json); give the folder that the run wrote",
     "train --resume ''": f"--resume: {EMPTY}",

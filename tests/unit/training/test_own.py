@@ -13,6 +13,7 @@ from tests.standin import Hub, serve_hub
 from tests.unit.cli.parts import write_lines
 from tests.unit.io.test_hub import point_at
 from tlt.training.own import choose_own, is_own
+from tlt.types import UserError
 
 MODEL = Path(__file__).parents[3] / "recipes/math/base"
 
@@ -51,7 +52,20 @@ def test_a_folder_is_tested_on_its_own_split_or_on_its_last_rows(
     assert own.config.evaluation.split == expected
 
 
-def test_a_run_without_a_file_needs_a_model_and_data() -> None:
+def test_a_task_that_makes_its_problems_needs_no_data(hub: Hub) -> None:
+    hub.add("me/model", MODEL)
+    words = ["--model.path=me/model", "--task.name=countdown", "--run.device=cpu"]
+    own = choose_own([*words, "--task.options.max_number=9", "--sampling.max_tokens=16"])
+    assert (own.config.task.chat, own.config.task.data, own.config.evaluation.split) == (True, None, None)
+    assert own.config.optimizer.learning_rate == 1e-5
+    assert own.choices.values.keys() >= {"task.chat", "optimizer.learning_rate", "run.num_ranks"}
+    assert all(max(row["numbers"]) <= 9 for row in own.rows)
+    with pytest.raises(UserError, match=r"^task countdown: .*nonsense"):
+        choose_own([*words, "--task.options.nonsense=1"])
+
+
+def test_a_run_without_a_file_needs_a_model_and_data_or_a_task() -> None:
     assert is_own(["--model.path", "m", "--task.data=d"])
+    assert is_own(["--model.path", "m", "--task.name", "countdown"])
     assert not is_own(["--model.path", "m"])
     assert not is_own([])
