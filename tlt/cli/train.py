@@ -129,8 +129,9 @@ def _chosen_config(overrides: Sequence[str]) -> Config:
     from tlt.training.own import choose_own, is_own
 
     if not is_own(overrides):
-        remedy = "write tlt train CONFIG.toml, --resume DIR to continue a run, or"
-        raise UserError(f"train: no configuration given; {remedy} --model.path and --task.data or --task.name")
+        needed = "--model.path and --task.data or --task.name"
+        remedy = f"write tlt train CONFIG.toml, --resume DIR to continue a run, or {needed}"
+        raise UserError(f"train: no configuration given; {remedy}")
     own = choose_own(overrides)
     print_choices(own.choices.chosen)
     return own.config

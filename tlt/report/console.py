@@ -6,7 +6,6 @@ terminal or under NO_COLOR it is the same table in plain lines, which the log in
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO
 
 import rich.console
 from rich.panel import Panel
@@ -24,10 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt.accounts import IdleUse
-from tlt.io.secrets import hide
 from tlt.io.streams import forgive
 from tlt.io.text import visible
 from tlt.report.live_lines import LiveLines
+from tlt.report.log import append_to
 from tlt.report.progress import PhaseProgress
 from tlt.report.record import StepRecord
 from tlt.report.words import cut, duration, when
@@ -36,7 +35,6 @@ WIDTH = 100
 ROWS_PER_HEADER = 25
 SECONDS_PER_LINE = 60.0
 """Off a terminal, between two lines about the progress of a step or an evaluation."""
-LOG = "console.log"
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class Console:
         self._add_log(path).print(title)
 
     def _add_log(self, path: Path) -> rich.console.Console:
-        log = _open(forgive(cast(TextIO, _Log(path)), str(path)), not self._rich.quiet, is_terminal=False)
+        log = _open(append_to(path), not self._rich.quiet, is_terminal=False)
         self._all.append(log)
         return log
 
@@ -324,17 +322,6 @@ def _open(stream: TextIO, enabled: bool, is_terminal: bool) -> rich.console.Cons
         emoji=False,
         markup=False,
     )
-
-
-class _Log(io.TextIOBase):
-    """Appends what is written to a file, which is open only meanwhile: several processes print into it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, text: str) -> int:
-        with self._path.open("a", encoding="utf-8") as file:
-            return file.write(hide(text))
 
 
 def _note(text: str) -> Text:

@@ -12,6 +12,7 @@ from typing import Any
 from tlt.config.schema import Config
 from tlt.hf.weights import StoredTensors, content_hash
 from tlt.io.plugins import is_importable
+from tlt.report.log import LOG
 from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
 from tlt.report.record import StepRecord, read_metrics
 from tlt.report.timeline import merge_timelines
@@ -32,7 +33,7 @@ def write_products(run: Run) -> None:
     for missing in merge_timelines(folder, folder / "timeline.json"):
         run.console.note(missing)
     written = "policy adapter best drafter evaluations.jsonl metrics.jsonl config.json timeline.json"
-    products = {name: folder / name for name in written.split() + _responses(run) if (folder / name).exists()}
+    products = {name: folder / name for name in written.split() + _texts(run) if (folder / name).exists()}
     evaluations = run.evaluations
     recorded = recorded_seconds(run) if run.first_step else None
     steps = read_metrics(folder / "metrics.jsonl")
@@ -51,15 +52,16 @@ def write_products(run: Run) -> None:
 def write_evaluation(run: Run) -> None:
     """Prints the result of a run of no steps: the evaluation of the model as it is."""
     forget_journal(run.out_dir)
-    names = ["evaluations.jsonl", "config.json", *_responses(run)]
+    names = ["evaluations.jsonl", "config.json", *_texts(run)]
     products = {name: run.out_dir / name for name in names}
     last = run.evaluations.all[-1]
     rows = evaluation_rows(last.by_problem, last.reward_by_problem, run.seconds, products)
     run.console.summary([*rows], [], "evaluated")
 
 
-def _responses(run: Run) -> list[str]:
-    return [] if run.responses is None else [RESPONSES]
+def _texts(run: Run) -> list[str]:
+    """Returns the names of what a person reads: the responses, and the lines of the screen."""
+    return [LOG] if run.responses is None else [RESPONSES, LOG]
 
 
 def drafted_from(run: Run, records: Sequence[StepRecord]) -> tuple[int, float] | None:

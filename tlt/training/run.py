@@ -27,7 +27,8 @@ from tlt.models.decoder import Transformer
 from tlt.ranks.sharding import FullTensors, full_tensor, layer_by_layer
 from tlt.ranks.waiting import on_all_ranks, on_leader
 from tlt.ranks.world import World, broadcast_json, gather_objects
-from tlt.report.console import LOG, Console
+from tlt.report.console import Console
+from tlt.report.log import LOG
 from tlt.report.record import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
 from tlt.report.trackers import TrackedRun

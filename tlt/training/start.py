@@ -41,7 +41,8 @@ from tlt.plan.fit import refuse
 from tlt.plan.sizes import PlannedRun, short_count
 from tlt.ranks.store import ABSENT, read_now
 from tlt.ranks.world import Rendezvous, meet_ranks
-from tlt.report.console import LOG, Console
+from tlt.report.console import Console
+from tlt.report.log import LOG, logging_stderr
 from tlt.report.trackers import check_trackers
 from tlt.report.words import near
 from tlt.rewards.scoring import Scorer
@@ -87,12 +88,14 @@ def launch_ranks(config: Config, began: Moment) -> int:
     if on_ray or not is_rank(num_ranks):
         with Console(log=run.out_dir / LOG) as console:
             console.note(f"starting {num_ranks} ranks …")  # they import torch before they can print
-    if on_ray:
-        needs = RankNeeds(run.threads_per_rank, num_gpus=int(device_of(config).name == "cuda"))
-        describe = partial(describe_run, config, began)
-        return launch_on_ray(describe, num_ranks, program, needs, run.timeout_seconds, restarts)
     threads, go_on = run.threads_per_rank, f"tlt train --resume {near(run.out_dir)}"
-    return launch(describe_run(config, began), num_ranks, program, threads, restarts=restarts, go_on=go_on)
+    with logging_stderr(run.out_dir / LOG):
+        if on_ray:
+            needs = RankNeeds(threads, num_gpus=int(device_of(config).name == "cuda"))
+            describe = partial(describe_run, config, began)
+            return launch_on_ray(describe, num_ranks, program, needs, run.timeout_seconds, restarts)
+        described = describe_run(config, began)
+        return launch(described, num_ranks, program, threads, restarts=restarts, go_on=go_on)
 
 
 def describe_saved(folder: Path) -> str:

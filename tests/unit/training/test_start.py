@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import shutil
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +18,16 @@ from huggingface_hub import constants
 from tests.standin import serve_hub
 from tests.unit.io.test_hub import point_at
 from tlt.cli.train import resolve_config
+from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.hf.tokenizer import Tokenizer
+from tlt.launch.signals import say
+from tlt.report.console import Console
 from tlt.saved.run_folder import FolderLock
 from tlt.training.problems import load_problems
-from tlt.training.products import next_commands
-from tlt.training.start import describe_update, preflight, prepare
+from tlt.training.products import next_commands, write_evaluation
+from tlt.training.start import describe_update, launch_ranks, preflight, prepare
 from tlt.types import UserError
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "countdown"
@@ -230,3 +235,26 @@ def test_texts_that_go_raw_to_a_model_with_a_chat_template_are_said_in_one_line(
         "12 prompts are text and go to the model as they are, though it has a chat template; task.chat = true"
     )
     assert (said in " ".join(capsys.readouterr().out.split())) == has_template
+
+
+def test_what_the_launcher_says_stands_in_the_log_of_the_run_which_the_summary_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(*given: object, **named: object) -> int:
+        say("a rank died")
+        print("a library talks", file=sys.stderr)
+        return 7
+
+    monkeypatch.setattr("tlt.training.start.launch", launch)
+    assert launch_ranks(make_config(tmp_path), Moment.now()) == 7
+    assert capsys.readouterr().err == "tlt: a rank died\na library talks\n"
+    assert (tmp_path / "console.log").read_text() == "  starting 2 ranks …\ntlt: a rank died\n"
+    screen = io.StringIO()
+    evaluated = SimpleNamespace(by_problem={"a": 1.0}, reward_by_problem={})
+    evaluations = SimpleNamespace(all=[evaluated])
+    console = Console(stream=screen, environ={})
+    run = SimpleNamespace(
+        out_dir=tmp_path, responses=None, evaluations=evaluations, seconds=1.0, console=console
+    )
+    write_evaluation(run)  # type: ignore[arg-type]
+    assert "console.log" in screen.getvalue()

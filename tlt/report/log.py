@@ -1,0 +1,51 @@
+"""console.log in a run's folder: the plain lines of the screen, and what the launcher says on stderr."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import TextIO, cast
+
+from tlt.io.secrets import hide
+from tlt.io.streams import Guarded, discard, forgive
+
+LOG = "console.log"
+
+
+def append_to(path: Path) -> TextIO:
+    """Returns a stream that appends to a file. One that cannot be written is said once, on stderr."""
+    return forgive(cast(TextIO, _Log(path)), str(path))
+
+
+@contextmanager
+def logging_stderr(path: Path) -> Iterator[None]:
+    """Appends the lines "tlt: …" that this process writes on stderr to this file, too."""
+    with redirect_stderr(cast(TextIO, _Copied(sys.stderr, append_to(path)))):
+        yield
+
+
+class _Log(io.TextIOBase):
+    """Appends what is written to a file, which is open only meanwhile: several processes print into it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        with self._path.open("a", encoding="utf-8") as file:
+            return file.write(hide(text))
+
+
+class _Copied(Guarded):
+    """A stream whose lines "tlt: …", each written in one piece, go to a log, too."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        super().__init__(stream, lambda _: discard(stream))
+        self._log = log
+
+    def write(self, text: str) -> int:
+        if text.startswith("tlt: "):
+            self._log.write(text)
+        return super().write(text)
