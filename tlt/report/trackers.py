@@ -98,7 +98,7 @@ class Accelerated:
         self._tracker.log(dict(values), step=step)
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Adds a table where the library has tables; TensorBoard shows it as text."""
+        """Adds a table where the library has tables, else text in Markdown. DVCLive has neither."""
         match self.name:
             case "wandb" | "clearml":
                 self._tracker.log_table(name, [*columns], [[*row] for row in rows], step=step)
@@ -106,8 +106,19 @@ class Accelerated:
                 table = importlib.import_module("trackio").Table
                 rows_now = [[*row] for row in rows]
                 self._tracker.log({name: table(columns=[*columns], data=rows_now)}, step=step)
+            case "mlflow":  # one table of all steps: it appends to the file
+                by_column = {column: [row[n] for row in rows] for n, column in enumerate(columns)}
+                importlib.import_module("mlflow").log_table(by_column, f"{name}.json")
             case "tensorboard":
                 self._tracker.log({name: _markdown(columns, rows)}, step=step)
+            case "swanlab":
+                text = importlib.import_module("swanlab").Text(_markdown(columns, rows))
+                self._tracker.log({name: text}, step=step)
+            case "comet_ml":
+                self._tracker.tracker.log_text(_markdown(columns, rows), step=step, metadata={"table": name})
+            case "aim":
+                text = importlib.import_module("aim").Text(_markdown(columns, rows))
+                self._tracker.tracker.track(text, name=name, step=step)
 
     def finish(self) -> None:
         self._tracker.finish()

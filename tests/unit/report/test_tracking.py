@@ -6,6 +6,7 @@ import math
 import os
 import sqlite3
 import struct
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -483,7 +484,7 @@ def test_samples_become_a_table_of_the_library_or_text() -> None:
         log_table=lambda *given, **named: calls.append((*given, named)),
         log=lambda values, step: calls.append((values, step)),
     )
-    for name in ("wandb", "tensorboard", "mlflow"):
+    for name in ("wandb", "tensorboard", "dvclive"):
         tracker = Accelerated(name)
         tracker._tracker = library
         tracker.log_table(3, "samples", *SAMPLES)
@@ -494,4 +495,29 @@ def test_samples_become_a_table_of_the_library_or_text() -> None:
         "| --- | --- |",
         "| 2 &#124; 3<br>&lt;b&gt; | 0.5 |",
         "| 4 | None |",
+    ]
+
+
+def test_samples_are_a_table_of_mlflow_and_text_where_a_library_has_no_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+
+    def note(*given: Any, **named: Any) -> None:
+        calls.append((*given, named))
+
+    mlflow, text = SimpleNamespace(log_table=note), SimpleNamespace(Text=lambda markdown: ("text", markdown))
+    for module, stand_in in (("mlflow", mlflow), ("swanlab", text), ("aim", text)):
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    library = SimpleNamespace(tracker=SimpleNamespace(log_text=note, track=note), log=note)
+    for name in ("mlflow", "swanlab", "comet_ml", "aim"):
+        tracker = Accelerated(name)
+        tracker._tracker = library
+        tracker.log_table(3, "samples", *SAMPLES)
+    markdown = "| prompt | reward |\n| --- | --- |\n| 2 &#124; 3<br>&lt;b&gt; | 0.5 |\n| 4 | None |"
+    assert calls == [
+        ({"prompt": ["2 | 3\n<b>", "4"], "reward": [0.5, None]}, "samples.json", {}),
+        ({"samples": ("text", markdown)}, {"step": 3}),
+        (markdown, {"step": 3, "metadata": {"table": "samples"}}),
+        (("text", markdown), {"name": "samples", "step": 3}),
     ]
