@@ -1,9 +1,9 @@
 """Draws the pictures of README.md and the site.
 
-    python -m tools.docs_pictures steps                       docs/pictures/steps.svg, of benchmarks/results
+    python -m tools.docs_pictures running                     docs/pictures/running.svg, of benchmarks/results
     python -m tools.docs_pictures terminal FILE NAME TITLE    docs/pictures/NAME.svg, of a log of `script`
 
-Colours are readable on white and on black; nothing is loaded from elsewhere.
+Colours are readable on white and on black, and for the colour-blind; nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -18,64 +18,99 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
+RUNNING = ROOT / "benchmarks" / "results" / "running.json"
 
-PAIRS = (
-    ("train-headline", "tlt", "32 responses a step, long-tailed"),
-    ("ahead-tail", "adaptive", "8 responses a step, rollout.ahead = adaptive: it waits for the longest"),
-)
-"""Reports of whole steps: the file, the run beside off, and what the steps are."""
-PHASES = {
-    "generate": ("#4c8df5", ("prefill", "decode", "speculate", "ahead")),
-    "idle": ("#9aa0a6", ("wait",)),
-    "train the drafter": ("#e8710a", ("train drafter", "preempt", "check drafter")),
-    "update the policy": ("#34a853", ("update",)),
-}
-"""Colour and spans of each part of a step; what no part names is left over."""
-
-WIDTH, LEFT, BAR = 720, 96, 22
-INK = "#80868f"
+LABELS = {"off": ("without TLT", "#8b949e"), "tlt": ("with TLT", "#2b8cdb")}
+"""Title and colour of each run."""
+TRAINS = "#e69f00"
+WIDTH, LEFT, RIGHT, HEIGHT, STRIP = 760, 64, 72, 104, 11
+INK = "#757a83"
 
 
-def steps(reports: Sequence[tuple[Mapping[str, Any], str, str]]) -> str:
-    """Returns the picture of a step's seconds without TLT and with it, as SVG. reports: as PAIRS, read."""
-    longest = max(report["runs"]["off"]["step_seconds"] for report, _, _ in reports)
-    scale = (WIDTH - LEFT - 64) / longest
-    parts = [*_legend()]
-    top = 62
-    for report, run, title in reports:
-        parts.append(_text(0, top, title))
-        for name, label in (("off", "without TLT"), (run, "with TLT")):
-            top += BAR + 8
-            found = report["runs"][name]
-            parts += [_text(LEFT - 8, top - 6, label, "end"), *_bar(found["phase_seconds"], top - BAR, scale)]
-            end = LEFT + sum(found["phase_seconds"].values()) * scale
-            parts.append(_text(end + 6, top - 6, f"{found['step_seconds']:.1f} s"))
-        top += 34
-    style = f'font-family="system-ui, sans-serif" font-size="13" viewBox="0 0 {WIDTH} {top - 20}"'
+def running(report: Mapping[str, Any]) -> str:
+    """Returns the picture of the responses that run over the seconds of one rollout, as SVG. report: of
+    benchmarks/running.py."""
+    rollouts = report["rollouts"]
+    longest = max(found["seconds"] for found in rollouts.values())
+    across, up = (WIDTH - LEFT - RIGHT) / longest, HEIGHT / report["num_responses"]
+    title = f"{report['num_responses']} responses of one step, the same tokens in both: how many still run"
+    parts = [*_hatch(), _text(0, 15, title, weight="bold"), *_legend()]
+    top = 62.0
+    for name, found in rollouts.items():
+        label, colour = LABELS[name]
+        bottom = top + HEIGHT
+        for count in (0, report["num_responses"] // 2, report["num_responses"]):
+            y = bottom - count * up
+            parts.append(_line(LEFT, y, LEFT + longest * across, y, 0.35))
+            parts.append(_text(LEFT - 8, y + 4, str(count), "end"))
+        path = _steps(found["running"], across, up, bottom)
+        parts.append(f'<path d="{path}" fill="{colour}" fill-opacity="0.75" stroke="{colour}"/>')
+        end = LEFT + found["seconds"] * across
+        parts += [
+            _line(end, top + 30, end, bottom + 6 + 2 * STRIP),
+            _text(end - 6, top + 20, label, "end", "bold"),
+        ]
+        parts.append(_text(end + 6, bottom - 6, f"{found['seconds']:.1f} s", weight="bold"))
+        for rank, stretches in enumerate(found["ranks"]):
+            y = bottom + 6 + rank * (STRIP + 3)
+            parts += [_text(LEFT - 8, y + 10, f"rank {rank}", "end"), *_strip(stretches, y, across, colour)]
+        top = bottom + 64
+    parts += _seconds(longest, across, top - 20)
+    style = f'font-family="system-ui, sans-serif" font-size="13" viewBox="0 0 {WIDTH} {top + 4:.0f}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {style}>\n' + "\n".join(parts) + "\n</svg>\n"
 
 
+def _steps(curve: Sequence[tuple[float, int]], across: float, up: float, bottom: float) -> str:
+    """Returns a curve that keeps each height until the next time."""
+    moves = "".join(f"H{LEFT + at * across:.1f}V{bottom - num * up:.1f}" for at, num in curve)
+    return f"M{LEFT} {bottom:.1f}{moves}Z"
+
+
+def _strip(
+    stretches: Sequence[tuple[str, float, float]], y: float, across: float, colour: str
+) -> Iterator[str]:
+    """Yields what a rank does over time: it generates, trains the drafter, or waits (nothing is drawn)."""
+    for use, start, end in stretches:
+        if use != "waits":
+            yield _box(
+                LEFT + start * across, y, (end - start) * across, colour if use == "generates" else TRAINS
+            )
+            if use == "trains":
+                yield _box(LEFT + start * across, y, (end - start) * across, "url(#hatch)")
+
+
+def _seconds(longest: float, across: float, y: float) -> Iterator[str]:
+    for second in range(0, int(longest) + 1, 2):
+        yield _text(LEFT + second * across, y, str(second), "middle")
+    yield _text(WIDTH - RIGHT + 6, y, "seconds")
+
+
+def _hatch() -> Iterator[str]:
+    size = 'width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
+    yield f'<pattern id="hatch" {size}>'
+    yield '<rect width="1.6" height="5" fill="#5c3d00"/></pattern>'
+
+
 def _legend() -> Iterator[str]:
-    yield _text(0, 14, "Mean seconds of a step, two CPU cores, the same tokens and weights")
-    left = 0
-    for name, (colour, _) in PHASES.items():
-        yield f'<rect x="{left}" y="25" width="11" height="11" fill="{colour}"/>'
-        yield _text(left + 16, 35, name)
-        left += 46 + 7 * len(name)
+    yield _text(0, 40, "Below, each rank:")
+    yield from (_box(130, 30, 9, LABELS["off"][1]), _box(139, 30, 9, LABELS["tlt"][1]))
+    yield from (_box(250, 30, 18, TRAINS), _box(250, 30, 18, "url(#hatch)"))
+    for x, text in ((154, "generates"), (274, "trains the drafter in idle time"), (500, "empty: waits")):
+        yield _text(x, 40, text)
 
 
-def _bar(seconds: Mapping[str, float], top: float, scale: float) -> Iterator[str]:
-    """Yields the parts of a bar; the rest of the step is its last, unnamed part."""
-    widths = [(colour, sum(seconds.get(span, 0.0) for span in spans)) for colour, spans in PHASES.values()]
-    widths.append((INK, sum(seconds.values()) - sum(width for _, width in widths)))
-    left = float(LEFT)
-    for colour, width in widths:
-        yield f'<rect x="{left:.1f}" y="{top}" width="{width * scale:.1f}" height="{BAR}" fill="{colour}"/>'
-        left += width * scale
+def _box(x: float, y: float, width: float, fill: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{STRIP}" fill="{fill}"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{INK}">{text}</text>'
+def _line(x: float, y: float, to_x: float, to_y: float, opacity: float = 1.0) -> str:
+    ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
+    return f'<line {ends} stroke="{INK}" stroke-opacity="{opacity}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
+    look = f'text-anchor="{anchor}" font-weight="{weight}" fill="{INK}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{text}</text>'
 
 
 def terminal(shown: str, title: str, width: int = 96) -> str:
@@ -111,12 +146,8 @@ def screen(log: str) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     PICTURES.mkdir(exist_ok=True)
-    if arguments[0] == "steps":
-        results = ROOT / "benchmarks" / "results"
-        reports = [
-            (json.loads((results / f"{file}.json").read_text()), run, title) for file, run, title in PAIRS
-        ]
-        (PICTURES / "steps.svg").write_text(steps(reports))
+    if arguments[0] == "running":
+        (PICTURES / "running.svg").write_text(running(json.loads(RUNNING.read_text())))
     else:
         _, file, name, title = arguments
         (PICTURES / f"{name}.svg").write_text(terminal(screen(Path(file).read_bytes().decode()), title))

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from xml.etree import ElementTree
 
-from tools.docs_pictures import PAIRS, PICTURES, ROOT, screen, steps, terminal
+from tools.docs_pictures import LEFT, PICTURES, RIGHT, RUNNING, TRAINS, WIDTH, running, screen, terminal
 
 
-def test_the_picture_of_a_step_shows_the_committed_results() -> None:
-    results = ROOT / "benchmarks" / "results"
-    reports = [(json.loads((results / f"{file}.json").read_text()), run, title) for file, run, title in PAIRS]
-    drawn = steps(reports)
-    assert drawn == (PICTURES / "steps.svg").read_text()
-    for report, run, _ in reports:
-        for name in ("off", run):
-            assert f">{report['runs'][name]['step_seconds']:.1f} s<" in drawn
+def test_the_picture_of_the_long_tail_shows_the_committed_result() -> None:
+    report = json.loads(RUNNING.read_text())
+    drawn = running(report)
+    assert drawn == (PICTURES / "running.svg").read_text()
+    for found in report["rollouts"].values():
+        assert f">{found['seconds']:.1f} s<" in drawn
+
+
+def test_a_curve_keeps_its_height_until_the_number_changes_and_idle_training_is_marked() -> None:
+    rollouts = {
+        "off": {"seconds": 4.0, "running": [[0.0, 2], [1.0, 1], [4.0, 0]], "ranks": [[["waits", 0.0, 4.0]]]},
+        "tlt": {"seconds": 2.0, "running": [[0.0, 2], [2.0, 0]], "ranks": [[["trains", 1.0, 2.0]]]},
+    }
+    drawn = running({"num_responses": 2, "rollouts": rollouts})
+    second = (WIDTH - LEFT - RIGHT) / 4
+    paths = re.findall(r'path d="(.*?)"', drawn)
+    assert [path.count("V") for path in paths] == [3, 2]
+    assert paths[0].endswith(f"H{LEFT + second:.1f}V114.0H{LEFT + 4 * second:.1f}V166.0Z")
+    assert re.findall(rf'x="([\d.]+)".*width="([\d.]+)" height="11" fill="{TRAINS}"', drawn)[1:] == [
+        (f"{LEFT + second:.1f}", f"{second:.1f}")
+    ]
 
 
 def test_pictures_are_small_and_load_nothing() -> None:
