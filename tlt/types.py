@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tlt.kinds import MaxTokens, MinP, Seed, StopIds, StopTexts, Temperature, TopK, TopP, convert, kinds_of
 
@@ -72,12 +72,37 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+class DraftOutcome(NamedTuple):
+    """The outcome of a verification for one response. Tokens that no outcome covers were not drafted: the
+    target drew them alone, the one that follows the accepted ones among them."""
+
+    place: int
+    """Tokens of the response before it."""
+    drafter: str
+    """Who drafted: learned, ngram (retrieval) or ahead (a reference)."""
+    num_drafted: int
+    """Drafted tokens, all candidates of a tree included."""
+    num_accepted: int
+    """Drafted tokens that the target drew, too; those after the response's end included."""
+    rejected: int | None
+    """The drafted token in whose place the target drew another; None: it went beyond the draft."""
+
+
+Drafts = tuple[DraftOutcome, ...] | None
+"""Outcomes of all drafts for a response, in order; None: the engine does not record them."""
+
+
+def read_drafts(values: Sequence[Sequence[Any]] | None) -> Drafts:
+    """Returns the drafts that JSON has brought back as lists."""
+    return None if values is None else tuple(DraftOutcome(*value) for value in values)
+
+
 @dataclass(frozen=True)
 class Request:
     """A request for one response: sample `sample_index` of a problem, with everything its tokens depend on.
 
-    token_ids, logprobs: the response so far, where another engine with the same policy has begun it. It goes
-        on as it would have there, for its tokens depend on the other fields alone.
+    token_ids, logprobs, drafts: the response so far, where another engine with the same policy has begun it.
+        It goes on as it would have there, for its tokens depend on the other fields alone.
     """
 
     problem_id: str
@@ -88,6 +113,7 @@ class Request:
     policy_step: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    drafts: Drafts = ()
 
     @property
     def noise_key(self) -> NoiseKey:
@@ -116,6 +142,7 @@ class Rollout:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int
+    drafts: Drafts = None
 
 
 def id_of(response: Request | Rollout | Response) -> ResponseId:
@@ -206,12 +233,16 @@ class Verdict:
     num_accepted: drafted tokens among them, len(tokens) - 1.
     path: columns of the visited nodes, the root first; their cache entries are kept.
     logprobs: one per committed token.
+    num_drafted: drafted tokens, without padding.
+    rejected: the draft's token, of several the first, where the target drew another; None: there is none.
     """
 
     tokens: tuple[int, ...]
     num_accepted: int
     path: tuple[int, ...]
     logprobs: tuple[float, ...]
+    num_drafted: int = 0
+    rejected: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ MAX_ARGUMENTS = 8
 MAX_COLUMNS = 110
 
 PHASE = ("tlt.rollout.phase",)
-MAX_PHASE_LINES = 7_300
+MAX_PHASE_LINES = 7_400
 """Lines of all files that the rollout phase stands on."""
 CORE = ("tlt.engine.", "tlt.drafter.drafting.", "tlt.speculative.", "tlt.tuning.tuner")
-MAX_CORE_LINES = 8_900
+MAX_CORE_LINES = 9_000
 """Lines of all files that the law, the engine, drafting and the tuner stand on."""
 NOT_IN_CORE = (
     "tlt.config",
@@ -36,7 +36,7 @@ NOT_IN_CORE = (
     "tlt.io.data",
     "tlt.assembly",
 )
-MAX_TOKENS = 286_100
+MAX_TOKENS = 287_600
 """Tokens of code in the package: no comments, no docstrings."""
 
 

@@ -175,7 +175,8 @@ class RolloutEngine(RolloutBackend):
         for slot, (sequence, verdict) in enumerate(zip(self.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
                 raise broken_policy(self.model.version, self.model.dtype, sequence)
-            num_kept = sequence.commit(verdict, self.decode)
+            drafter = "" if strategy.is_off else proposal.drafter_of(slot, strategy)
+            num_kept = sequence.commit(verdict, self.decode, drafter)
             num_tokens += num_kept
             if proposal.references and (version := proposal.references[slot]) is not None:
                 self.stats.record_reference(version, self.model.version, verdict.num_accepted)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tlt.types import FinishReason, Request, Rollout, UserError, Verdict
+from tlt.types import DraftOutcome, Drafts, FinishReason, Request, Rollout, UserError, Verdict
 
 Decode = Callable[[list[int]], str]
 """Returns the text of a response's tokens."""
@@ -19,12 +19,13 @@ _SPARE_TOKENS = 8
 @dataclass
 class Sequence:
     """A running response. `tokens` holds prompt and response; the target has not read the last of them, the
-    root."""
+    root. drafts: as in `Request`."""
 
     request: Request
     max_tokens: int
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
+    drafts: list[DraftOutcome] | None = None
     finish_reason: FinishReason | None = None
 
     @staticmethod
@@ -32,7 +33,8 @@ class Sequence:
         """Starts from the prompt, or continues another engine's response. A response that contains its end
         is finished there, without later tokens. `window`: positions of the model."""
         max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
-        sequence = Sequence(request, max_tokens, [*request.prompt_ids])
+        drafts = None if request.drafts is None else [*request.drafts]
+        sequence = Sequence(request, max_tokens, [*request.prompt_ids], drafts=drafts)
         sequence.extend(request.token_ids, request.logprobs)
         has_tokens = request.token_ids and sequence.finish_reason != "stop"
         if has_tokens and decode is not None and sequence._says_stop(decode):
@@ -42,6 +44,10 @@ class Sequence:
     @property
     def response_ids(self) -> tuple[int, ...]:
         return tuple(self.tokens[len(self.request.prompt_ids) :])
+
+    @property
+    def recorded_drafts(self) -> Drafts:
+        return None if self.drafts is None else tuple(self.drafts)
 
     @property
     def num_tokens(self) -> int:
@@ -58,8 +64,11 @@ class Sequence:
         """Number of tokens whose keys and values are cached: all but the root."""
         return len(self.tokens) - 1
 
-    def commit(self, verdict: Verdict, decode: Decode | None = None) -> int:
-        """Appends the verdict's tokens; returns how many were kept."""
+    def commit(self, verdict: Verdict, decode: Decode | None = None, drafter: str = "") -> int:
+        """Appends the verdict's tokens; returns how many were kept. drafter: who drafted them."""
+        if verdict.num_drafted and self.drafts is not None:
+            counts = verdict.num_drafted, verdict.num_accepted
+            self.drafts.append(DraftOutcome(self.num_tokens, drafter, *counts, verdict.rejected))
         return self.extend(verdict.tokens, verdict.logprobs, decode)
 
     def extend(
@@ -93,7 +102,8 @@ class Sequence:
 
     def to_request(self) -> Request:
         """Returns the request with its tokens so far, from which another engine continues."""
-        return replace(self.request, token_ids=self.response_ids, logprobs=tuple(self.logprobs))
+        logprobs, drafts = tuple(self.logprobs), self.recorded_drafts
+        return replace(self.request, token_ids=self.response_ids, logprobs=logprobs, drafts=drafts)
 
     def to_rollout(self, policy_version: int) -> Rollout:
         assert self.finish_reason is not None
@@ -106,6 +116,7 @@ class Sequence:
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
             policy_version=policy_version,
+            drafts=self.recorded_drafts,
         )
 
 

@@ -70,7 +70,8 @@ class TreeForward:
             rows = goes_on
             if not rows:
                 break
-        return [_join(pieces) for pieces in found]
+        lengths = self.tree.row_lengths
+        return [_join(pieces, tokens[row][: lengths[row]]) for row, pieces in enumerate(found)]
 
     def logits(self) -> Tensor:
         """Returns the logits at all nodes, [B, N, V]; zeros at padding."""
@@ -117,10 +118,10 @@ def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
     return captured_BNF[rows_B1, upload(nodes, captured_BNF.device)]
 
 
-def _join(pieces: Sequence[Verdict]) -> Verdict:
+def _join(pieces: Sequence[Verdict], chain_tokens: Sequence[int]) -> Verdict:
     """Returns the verdict of one chain from those of its consecutive pieces."""
-    if len(pieces) == 1:
-        return pieces[0]
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
-    return Verdict(tokens, len(tokens) - 1, tuple(range(len(tokens))), logprobs)
+    num, num_nodes = len(tokens), len(chain_tokens)
+    rejected = chain_tokens[num] if num < num_nodes else None
+    return Verdict(tokens, num - 1, tuple(range(num)), logprobs, num_nodes - 1, rejected)

@@ -12,7 +12,7 @@ from functools import cached_property
 from tlt.engine.backend import RolloutBackend
 from tlt.rollout.protocol import DrafterTraining, Recalled, Receivers
 from tlt.rollout.work_queue import WorkQueue
-from tlt.types import Finished, Problem, Request, ResponseId, Reward, Rollout, id_of
+from tlt.types import Finished, Problem, Request, ResponseId, Reward, Rollout, id_of, read_drafts
 
 
 class ReplicaWork:
@@ -78,12 +78,14 @@ class ReplicaWork:
     def _pack(self, request: Request) -> bytes:
         """Encodes what another replica does not know yet; all know the phase's requests. JSON keeps floats
         exactly."""
-        return json.dumps([*id_of(request), request.token_ids, request.logprobs]).encode()
+        so_far = request.token_ids, request.logprobs, request.drafts
+        return json.dumps([*id_of(request), *so_far]).encode()
 
     def _unpack(self, part: bytes) -> Request:
-        problem_id, sample_index, token_ids, logprobs = json.loads(part)
+        problem_id, sample_index, token_ids, logprobs, drafts = json.loads(part)
         request = self._request_of[problem_id, sample_index]
-        return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+        tokens, numbers = tuple(token_ids), tuple(logprobs)
+        return replace(request, token_ids=tokens, logprobs=numbers, drafts=read_drafts(drafts))
 
 
 class FinishedResponses:

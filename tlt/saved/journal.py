@@ -37,9 +37,9 @@ from tlt.saved.inputs import NO_INPUTS, Inputs
 from tlt.saved.journal_file import JournalRecord, read_record, read_records
 from tlt.saved.manifest import folder_of
 from tlt.spans import SpanName
-from tlt.types import LAW_VERSION, Request, ResponseId, Reward, Rollout, id_of
+from tlt.types import LAW_VERSION, Request, ResponseId, Reward, Rollout, id_of, read_drafts
 
-_FORMAT = 2
+_FORMAT = 3
 RUNNING_TOKENS = 1000
 """A running response is written whenever it has grown by this many tokens, the most to be generated again."""
 _NAME = re.compile(r"replica-(\d{5})\.(\d+)", re.ASCII)
@@ -96,13 +96,18 @@ class FileJournal(Journal):
             if response.num_tokens - first >= (1 if at_once else RUNNING_TOKENS):
                 so_far = response.to_request()
                 stretch = so_far.token_ids[first:], so_far.logprobs[first:]
-                prompt = fingerprint(so_far.prompt_ids)
-                self._append("part", response_id, *stretch, first=first, prompt=prompt)
+                prompt, drafts = fingerprint(so_far.prompt_ids), so_far.drafts
+                drafts = None if drafts is None else tuple(one for one in drafts if one.place >= first)
+                self._append("part", response_id, *stretch, first=first, prompt=prompt, drafts=drafts)
                 self._written[response_id] = response.num_tokens
 
     def note_finished(self, rollout: Rollout) -> None:
-        about = {"reason": rollout.finish_reason, "version": rollout.policy_version}
         prompt = fingerprint(rollout.prompt_ids)
+        about = {
+            "reason": rollout.finish_reason,
+            "version": rollout.policy_version,
+            "drafts": rollout.drafts,
+        }
         self._append("response", id_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
 
     def note_rewards(self, rewards: Mapping[ResponseId, Reward]) -> None:
@@ -254,13 +259,19 @@ def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]
             known[place] = replace(before, about={**before.about, "reward": record.about["reward"]})
         elif before.num_tokens == record.about["first"]:
             tokens, numbers = before.tokens + record.tokens, before.numbers + record.numbers
-            known[place] = JournalRecord(before.about, tokens, numbers)
+            drafts = _joined(before.about["drafts"], record.about["drafts"])
+            known[place] = JournalRecord({**before.about, "drafts": drafts}, tokens, numbers)
     best: dict[ResponseId, JournalRecord] = {}
     for (_, problem_id, sample_index), record in known.items():
         other = best.get((problem_id, sample_index))
         if other is None or _worth(other) < _worth(record):
             best[problem_id, sample_index] = record
     return list(best.values())
+
+
+def _joined(before: Sequence[Any] | None, after: Sequence[Any] | None) -> Sequence[Any] | None:
+    """Returns the drafts of two stretches; None where those of one are not known."""
+    return None if before is None or after is None else [*before, *after]
 
 
 def _worth(record: JournalRecord) -> tuple[bool, bool, int]:
@@ -281,7 +292,9 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
             if record is None or record.about["prompt"] != fingerprint(request.prompt_ids):
                 unit.append(request)
             elif record.about["kind"] == "part":
-                unit.append(replace(request, token_ids=record.token_ids, logprobs=record.logprobs))
+                tokens, numbers = record.token_ids, record.logprobs
+                drafts = read_drafts(record.about["drafts"])
+                unit.append(replace(request, token_ids=tokens, logprobs=numbers, drafts=drafts))
             else:
                 rollouts.append(
                     Rollout(
@@ -292,6 +305,7 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
                         record.logprobs,
                         record.about["reason"],
                         record.about["version"],
+                        read_drafts(record.about["drafts"]),
                     )
                 )
                 if "reward" in record.about:

@@ -4,8 +4,8 @@
     responses/evaluation-00000020.jsonl   of the evaluation after 20 updates
 
 A line has what `tlt generate` writes, except logprobs, and also: purpose and policy_step of the noise's key,
-policy_version, reward (null: it could not be scored), is_solved, and, if there are any, reward_parts and
-reward_error.
+policy_version, reward (null: it could not be scored), is_solved, and, if there are any, reward_parts,
+reward_error, and drafts, the fields of each DraftOutcome (types.py).
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ class KeptResponses:
             "reward": reward.value if reward.is_scored else None,
             "is_solved": reward.is_solved,
         }
+        if rollout.drafts is not None:
+            line["drafts"] = rollout.drafts
         if reward.parts:
             line["reward_parts"] = dict(reward.parts)
         if reward.error:

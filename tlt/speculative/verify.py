@@ -83,7 +83,9 @@ def _walk_chain(tokens: list[int], length: int, chosen: list[int], logprobs: lis
     end = 1
     while end < length and tokens[end] == chosen[end - 1]:
         end += 1
-    return Verdict(tuple(chosen[:end]), end - 1, tuple(range(end)), tuple(logprobs[:end]))
+    rejected = tokens[end] if end < length else None
+    path = tuple(range(end))
+    return Verdict(tuple(chosen[:end]), end - 1, path, tuple(logprobs[:end]), length - 1, rejected)
 
 
 def _walk_tree(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:
@@ -94,5 +96,10 @@ def _walk_tree(tokens: list[int], parents: list[int], chosen: list[int], logprob
             node = child
             path.append(child)
     return Verdict(
-        tuple(chosen[i] for i in path), len(path) - 1, tuple(path), tuple(logprobs[i] for i in path)
+        tuple(chosen[i] for i in path),
+        len(path) - 1,
+        tuple(path),
+        tuple(logprobs[i] for i in path),
+        len(tokens) - parents.count(-1),  # neither the root nor padding has a parent
+        tokens[parents.index(node)] if node in parents else None,
     )

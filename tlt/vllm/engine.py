@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Slots
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -156,7 +156,7 @@ class VllmEngine(RolloutBackend):
         self._num_admitted, ended = 0, []
         while self.waiting and len(self._running) < self.max_batch_size:
             request, name = self.waiting.popleft(), f"tlt-{next(self._numbers)}"
-            sequence = Sequence.start(request, self.window, self.decode)
+            sequence = Sequence.start(replace(request, drafts=None), self.window, self.decode)
             if sequence.finish_reason is not None:
                 ended.append(Finished(sequence.to_rollout(self.policy_version)))
                 continue

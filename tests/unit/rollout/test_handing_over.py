@@ -44,11 +44,13 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
         rollout.problem_id: rollout.token_ids for rollout in alone.generate(group[0] for group in requests)
     }
     queues, works, offered = make_queues(2), [], threading.Event()
+    engines: list[RolloutEngine] = []
     offer = queues[1].offer_help
     queues[1].offer_help = lambda: (offer(), offered.set())[0]
 
     def replica(index: int) -> Callable[[], tuple[list[Rollout], Any]]:
         engine, _ = make_engine(strategy=TREES if speculates else Strategy.OFF)
+        engines.append(engine)
         step = engine.step
 
         def step_when_help_is_offered(captures: bool = False) -> list[Finished]:
@@ -79,6 +81,11 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
     assert len(found) == len(problems)
     assert {rollout.problem_id: rollout.token_ids for rollout in found} == expected
     assert works[1].num_received > 0
+    drafts = [draft for rollout in found for draft in rollout.drafts or ()]
+    accepted = sum(engine.stats.survivors_by_depth.total() for engine in engines)
+    assert sum(draft.num_accepted for draft in drafts) == accepted
+    assert len(drafts) == sum(engine.stats.num_drafts for engine in engines)
+    assert speculates == (len(drafts) > 0)
     assert all(queue.all_done() for queue in queues)
     assert not any(work.unit_of for work in works)
 

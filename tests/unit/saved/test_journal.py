@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.lossless.helpers import CONFIG, make_policy
+from tests.lossless.helpers import make_engine, make_policy
 from tests.unit.rollout.phase_parts import Scorers
 from tlt.engine.engine import RolloutEngine
-from tlt.models.packed import PackedTransformer
 from tlt.ranks.world import World
 from tlt.report.timeline import Timeline
 from tlt.rollout.dynamic import DynamicSampling
@@ -26,7 +25,9 @@ from tlt.saved.checkpoint import Saved
 from tlt.saved.journal import FileJournal, choose, find_phases
 from tlt.saved.journal_file import JournalRecord, read_records
 from tlt.saved.run_folder import can_go_on, forget_journal
-from tlt.types import Problem, Request, Reward, Rollout, SamplingParams
+from tlt.speculative.strategy import Strategy
+from tlt.tuning.tuner import Fixed
+from tlt.types import DraftOutcome, Problem, Request, Reward, Rollout, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=60, stop_ids=(0,), seed=4)
 WORLD = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
@@ -51,15 +52,24 @@ def answer(request: Request, num_tokens: int = 5) -> Rollout:
     rng = random.Random(str(request.noise_key))
     token_ids = tuple(rng.randrange(1, 50) for _ in range(num_tokens))
     logprobs = tuple(-rng.random() for _ in token_ids)
-    return Rollout(
-        request.problem_id, request.sample_index, request.prompt_ids, token_ids, logprobs, "stop", 7
-    )
+    about = request.problem_id, request.sample_index, request.prompt_ids
+    return Rollout(*about, token_ids, logprobs, "stop", 7, drafts_until(num_tokens))
+
+
+def drafts_until(num_tokens: int) -> tuple[DraftOutcome, ...]:
+    """Verifications of a response that has so many tokens now: each accepted three."""
+    kinds = "learned", "ngram", "ahead"
+    return tuple(DraftOutcome(i, kinds[i % 3], 5, 3, None if i % 2 else i) for i in range(0, num_tokens, 4))
 
 
 def records_in(folder: Path) -> list[JournalRecord]:
     (path,) = folder.rglob("replica-*")
     with path.open("rb") as file:
         return [record for _, record in read_records(file)]
+
+
+def written_in(folder: Path) -> list[JournalRecord]:
+    return [record for record in records_in(folder) if "phase" in record.about] if folder.exists() else []
 
 
 class Running:
@@ -70,7 +80,9 @@ class Running:
     def __init__(self, request: Request, num_tokens: int) -> None:
         whole = answer(request, num_tokens)
         self.request, self.num_tokens = request, num_tokens
-        self._so_far = replace(request, token_ids=whole.token_ids, logprobs=whole.logprobs)
+        self._so_far = replace(
+            request, token_ids=whole.token_ids, logprobs=whole.logprobs, drafts=whole.drafts
+        )
 
     def to_request(self) -> Request:
         return self._so_far
@@ -116,7 +128,10 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
     ):  # 1,100 and 2,400 and 3,500 are written: each 1,000 more, or beyond
         so_far = Running(request, num_tokens)
         so_far._so_far = replace(
-            request, token_ids=whole.token_ids[:num_tokens], logprobs=whole.logprobs[:num_tokens]
+            request,
+            token_ids=whole.token_ids[:num_tokens],
+            logprobs=whole.logprobs[:num_tokens],
+            drafts=drafts_until(num_tokens),
         )
         note_running(journal, so_far)
     ((begun, untouched),) = open_journal(tmp_path).begin("rollout 0", requests).requests
@@ -136,7 +151,12 @@ def test_stretches_are_joined_within_a_file_alone_and_the_longest_counts(tmp_pat
 
     def stretch(end: int) -> Running:
         so_far = Running(request, end)
-        so_far._so_far = replace(request, token_ids=whole.token_ids[:end], logprobs=whole.logprobs[:end])
+        so_far._so_far = replace(
+            request,
+            token_ids=whole.token_ids[:end],
+            logprobs=whole.logprobs[:end],
+            drafts=drafts_until(end),
+        )
         return so_far
 
     for ends in ((1000, 2000), (3000,), (1500,)):
@@ -186,10 +206,14 @@ def test_what_runs_when_the_user_stops_the_run_is_written_to_its_last_token(tmp_
 def test_a_stretch_that_does_not_follow_the_one_before_it_is_left_out() -> None:
     def part(first: int, *token_ids: int) -> tuple[Path, JournalRecord]:
         about = {"kind": "part", "phase": "rollout 0", "key": ("p0", 0), "first": first, "prompt": 0}
+        about["drafts"] = None if first == 9 else [[first, "ngram", 2, 1, 8]]
         return Path("file"), JournalRecord.of(about, token_ids, [float(-t) for t in token_ids])
 
     (chosen,) = choose([part(0, 1, 2), part(3, 4, 5), part(2, 3), part(9, 9)])
     assert chosen.token_ids == (1, 2, 3)
+    assert [place for place, *_ in chosen.about["drafts"]] == [0, 2]
+    (chosen,) = choose([part(0, *range(1, 10)), part(9, 9)])
+    assert chosen.about["drafts"] is None, "a stretch of an engine that records none"
     assert not choose([part(4, 5)]), "its beginning is nowhere"
 
 
@@ -294,7 +318,7 @@ def is_true(
         all(rollouts[r.problem_id, r.sample_index] == r for r in recalled.rollouts)
         and all(rewards[key] == reward for key, reward in recalled.rewards.items())
         and all(
-            request == Running(replace(request, token_ids=(), logprobs=()), 1200).to_request()
+            request == Running(replace(request, token_ids=(), logprobs=(), drafts=()), 1200).to_request()
             for unit in recalled.requests
             for request in unit
             if request.token_ids
@@ -356,8 +380,7 @@ class Killed(Exception):
 def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult, RolloutEngine, Scorers]:
     """Runs a phase of two rounds with its journal; kill_after: engine steps after which this process
     'dies'."""
-    engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=3)
-    engine.load_policy(dict(POLICY.named_parameters()))
+    engine = make_engine(POLICY, Fixed(Strategy.parse("learned:2x1x2")), max_batch_size=3)
     step, num_steps = engine.step, iter(range(10**6))
 
     def dying_step(captures: bool = False) -> list[object]:
@@ -390,10 +413,14 @@ def test_after_a_death_the_phase_ends_as_it_would_have_and_generates_none_of_it_
     if kill_after >= 35:
         kinds = {record.about["kind"] for record in records_in(tmp_path / "killed")}
         assert kinds == {"journal", "part", "response", "reward"}
+    before = choose((Path(), record) for record in written_in(tmp_path / "killed"))
+    num_known = sum(len(record.about["drafts"]) for record in before)
     again, engine_again, _ = run_phase(tmp_path / "killed")
     assert [*map(tokens_of, again.rollouts)] == [*map(tokens_of, whole.rollouts)]
     for one, other in zip(again.rollouts, whole.rollouts, strict=True):  # what is read again rounds otherwise
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-12)
+    num_drafts = sum(len(rollout.drafts or ()) for rollout in again.rollouts)
+    assert num_drafts == num_known + engine_again.stats.num_drafts > 0
     assert again.rewards == whole.rewards
     assert again.num_rounds == whole.num_rounds
     assert engine_again.stats.num_tokens == engine.stats.num_tokens - again.recalled_tokens

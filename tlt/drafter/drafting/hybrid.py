@@ -52,6 +52,9 @@ class HybridProposal(Proposal):
     retrieved: NgramProposal | None = None
     """Retrieval's proposal; None: it was not asked."""
 
+    def drafter_of(self, row: int, strategy: Strategy) -> str:
+        return "ngram" if self.is_retrieved[row] else "learned"
+
 
 class HybridDrafter(WrappingDrafter[HybridProposal]):
     """Drafts by retrieval, with the learned drafter, or with both, as the strategy says."""

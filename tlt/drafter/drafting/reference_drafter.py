@@ -170,6 +170,12 @@ class ReferenceProposal(Proposal):
     inner: Any = None
     """The other drafter's proposal; None: it was not asked."""
 
+    def drafter_of(self, row: int, strategy: Strategy) -> str:
+        if self.inner is None or (self.references and self.references[row] is not None):
+            return REFERENCE
+        inner = strategy.without_reference if strategy.uses_references else strategy
+        return str(self.inner.drafter_of(row, inner))
+
 
 class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
     """Drafts from references, and with another drafter (`inner`) where there is none.
