@@ -3,6 +3,7 @@ response is text. Skipped where playwright or Chromium is missing; `make browser
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.page.synthetic import make_run
+from tests.unit.page.synthetic import DRAFTS, make_coloured, make_run
 from tlt.page.charts import COLORS
 from tlt.page.render import make_page
 from tlt.report.record import read_metrics
@@ -153,3 +154,36 @@ def test_a_legend_hides_all_that_belongs_to_its_line(narrow: Opened, chart: str)
 def test_two_runs_on_a_narrow_screen_do_not_make_it_scroll_sideways(narrow: Opened) -> None:
     assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 800
     assert [said for said in narrow.said if said.startswith(("error", "warning"))] == []
+
+
+def test_tokens_are_coloured_as_their_drafts_were_recorded(browser: Any, tmp_path: Path) -> None:
+    run = make_coloured(tmp_path / "run")
+    kept = json.loads((run / "responses" / "rollout-00000001.jsonl").read_text("utf-8"))
+    (run / "report.html").write_text(make_page([run]), encoding="utf-8")
+    opened = Opened(browser.new_page(offline=True), run / "report.html")
+    page = opened.page
+    assert page.locator("#drafters").is_visible()
+    page.locator("#response-table summary").click()
+    page.locator("#response-table .token").first.wait_for()
+    read = """tokens => tokens.map(({ textContent, dataset, title }) =>
+        [textContent, dataset.drafter, dataset.rejected ?? null, title])"""
+    tokens = page.eval_on_selector_all("#response-table .token", read)
+    assert len(tokens) == len(kept["token_ids"])
+    assert "".join(text for text, *_ in tokens) == kept["text"]
+    expected = [""] * len(tokens)
+    for place, drafter, _, accepted, _ in DRAFTS:
+        expected[place : place + accepted] = [drafter] * accepted
+    assert [drafter for _, drafter, *_ in tokens] == expected
+    rejected = {index: int(num) for index, (_, _, num, _) in enumerate(tokens) if num is not None}
+    assert rejected == {
+        place + accepted: drafted - accepted for place, _, drafted, accepted, token in DRAFTS if token
+    }
+    assert (
+        tokens[2][3]
+        == 'token 3: not drafted; rejected here: 2 of 4 tokens of the learned drafter, the first "7"'
+    )
+    backgrounds = page.eval_on_selector_all(
+        "#drafters .token", "all => all.map(one => getComputedStyle(one).background)"
+    )
+    assert len(set(backgrounds)) == 4
+    assert [said for said in opened.said if said.startswith(("error", "warning"))] == []

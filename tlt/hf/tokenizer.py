@@ -76,6 +76,27 @@ class Tokenizer:
         text: str = self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text that each token adds, together that of `decode`; the last token of a character
+        adds it. []: it is not known token by token."""
+        from tokenizers.decoders import DecodeStream
+
+        if not (self.hf.is_fast and token_ids):
+            return []
+        stream, backend = DecodeStream(skip_special_tokens=True), self.hf.backend_tokenizer
+        try:
+            pieces = [stream.step(backend, token) or "" for token in token_ids]
+        except Exception:  # a bare one of tokenizers, for bytes that are no text
+            return []
+        text, joined = self.decode(token_ids), "".join(pieces)
+        if not text.startswith(joined):
+            return []
+        return [*pieces[:-1], pieces[-1] + text[len(joined) :]]  # what is left is half a character
+
+    def name_of(self, token_id: int) -> str:
+        """Returns the text of one token, also of a special one."""
+        return str(self.hf.decode([token_id], clean_up_tokenization_spaces=False))
+
     def _checked(self, ids: Sequence[int], place: str) -> tuple[int, ...]:
         if not ids:
             raise UserError(f"{place}: is empty; give at least one token")

@@ -3,25 +3,24 @@ over the run. Their number and their text are bounded, and what is left out is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from tlt.hf.tokenizer import has_tokenizer, load_tokenizer
+from tlt.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from tlt.io.files import Record, parse_json
 from tlt.page.gather import RunRecords
+from tlt.page.tokens import clip, drafts_within, sum_up
 from tlt.saved.responses import kept_by
-from tlt.types import UserError
+from tlt.types import UserError, read_drafts
 
 MAX_FILES = 8
 """Steps, and evaluations, whose responses are shown."""
 MAX_RESPONSES = 240
 """Responses shown of all runs."""
-MAX_CHARACTERS = 2000
-"""Characters shown of a prompt or response, its begin and its end."""
-
-DecodePrompt = Callable[[Sequence[int]], str]
 
 
 def spread(items: Sequence[Path], count: int) -> list[Path]:
@@ -38,17 +37,18 @@ def show_responses(runs: Sequence[RunRecords]) -> tuple[list[Record], list[str]]
         if not chosen:
             notes.append(f"{run.name} has kept no responses (run.keep_responses)")
             continue
-        decode, reason = _find_decode(run)
+        reader = _Reader(run)
         share, num_all = MAX_RESPONSES // len(runs) // len(chosen), 0
         before = len(shown)
         for purpose, path in chosen:
             lines = path.read_bytes().splitlines()
             num_all += len(lines)
-            for line in _evenly(lines, max(share, 1)):
-                shown.append(_read(line, path, purpose, run.name, decode))
+            shown += [reader.read(line, path, purpose) for line in _evenly(lines, max(share, 1))]
         num_files = sum(map(len, files.values()))
         of_files = f"{len(chosen)} of {num_files} steps and evaluations"
-        notes.append(f"{run.name}: {len(shown) - before} of {num_all} responses of {of_files}{reason}")
+        notes.append(
+            f"{run.name}: {len(shown) - before} of {num_all} responses of {of_files}{reader.missing()}"
+        )
     return shown, notes
 
 
@@ -56,44 +56,76 @@ def _evenly(lines: Sequence[bytes], count: int) -> Iterable[bytes]:
     return lines if len(lines) <= count else [lines[i * len(lines) // count] for i in range(count)]
 
 
-def _read(line: bytes, path: Path, purpose: str, run: str, decode: DecodePrompt | None) -> Record:
-    """Reads a response for the page. Raises UserError for a line that is none."""
-    try:
-        kept = parse_json(line.decode())
-        prompt_ids, token_ids = kept["prompt_ids"], kept["token_ids"]
+class _Reader:
+    """Reads a run's responses for the page."""
+
+    def __init__(self, run: RunRecords) -> None:
+        self.run, self.uncoloured = run, Counter[str]()
+        self.tokenizer, self.no_tokenizer = _find_tokenizer(run)
+
+    def read(self, line: bytes, path: Path, purpose: str) -> Record:
+        """Reads a response. Raises UserError for a line that is none."""
+        try:
+            kept = parse_json(line.decode())
+            prompt_ids, tokenizer = kept["prompt_ids"], self.tokenizer
+            prompt = f"{len(prompt_ids)} token ids" if tokenizer is None else tokenizer.decode(prompt_ids)
+            return {
+                "run": self.run.name,
+                "purpose": "held-out" if purpose == "evaluation" else "training",
+                "step": kept["policy_step"] + 1
+                if purpose == "rollout"
+                else int(path.stem.rpartition("-")[2]),
+                "problem": str(kept["problem_id"]),
+                "sample": kept["sample_index"],
+                "reward": kept.get("reward"),
+                "solved": bool(kept.get("is_solved")),
+                "tokens": len(kept["token_ids"]),
+                "finish": kept["finish_reason"],
+                "prompt": clip(prompt)[0],
+                "error": kept.get("reward_error", ""),
+                **self._text(kept),
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"{path}: holds a line that is no response ({reason}); remove the line") from None
+
+    def missing(self) -> str:
+        """Returns what the responses that were read lack, and why; empty: nothing."""
+        lacks = [f"; tokens of {num} are not coloured, for {why}" for why, num in self.uncoloured.items()]
+        return self.no_tokenizer + "".join(lacks)
+
+    def _text(self, kept: Record) -> Record:
+        """Returns the response's text and, where it is known, who drafted its tokens."""
+        text, drafts, tokenizer = str(kept["text"]), read_drafts(kept.get("drafts")), self.tokenizer
+        if drafts is None:
+            is_vllm = self.run.setting("rollout.engine") == "vllm"
+            self.uncoloured[
+                "vLLM does not tell who drafted them" if is_vllm else "an older TLT wrote them"
+            ] += 1
+        if drafts is None or tokenizer is None:
+            return {"text": clip(text)[0]}
+        pieces = tokenizer.pieces(kept["token_ids"])
+        if "".join(pieces) != text:
+            self.uncoloured["the tokenizer gives another text"] += 1
+            return {"text": clip(text)[0]}
+        shown, stretches = clip(pieces)
         return {
-            "run": run,
-            "purpose": "held-out" if purpose == "evaluation" else "training",
-            "step": kept["policy_step"] + 1 if purpose == "rollout" else int(path.stem.rpartition("-")[2]),
-            "problem": str(kept["problem_id"]),
-            "sample": kept["sample_index"],
-            "reward": kept.get("reward"),
-            "solved": bool(kept.get("is_solved")),
-            "tokens": len(token_ids),
-            "finish": kept["finish_reason"],
-            "prompt": _clip(f"{len(prompt_ids)} token ids" if decode is None else decode(prompt_ids)),
-            "text": _clip(str(kept["text"])),
-            "error": kept.get("reward_error", ""),
+            "text": shown,
+            "stretches": stretches,
+            "drafts": drafts_within(drafts, stretches, cache(tokenizer.name_of)),
+            "drafted": sum_up(drafts, len(pieces)),
         }
-    except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path}: holds a line that is no response ({reason}); remove the line") from None
 
 
-def _clip(text: str) -> str:
-    half = MAX_CHARACTERS // 2
-    left_out = len(text) - MAX_CHARACTERS
-    return text if left_out <= 0 else f"{text[:half]}\n[… {left_out:,} characters …]\n{text[-half:]}"
-
-
-def _find_decode(run: RunRecords) -> tuple[DecodePrompt | None, str]:
-    """Returns what decodes prompts, or None and why there is nothing that does."""
+def _find_tokenizer(run: RunRecords) -> tuple[Tokenizer | None, str]:
+    """Returns the run's tokenizer, or None and what is missing without it."""
     named = run.setting("model.path")
     folders = [run.folder / "policy", run.folder / "best", *([Path(named)] if isinstance(named, str) else [])]
+    lacks = "; prompts are not decoded and tokens not coloured"
     for folder in folders:
         if folder.is_dir() and has_tokenizer(folder):
             try:
-                return load_tokenizer(folder).decode, ""
+                return load_tokenizer(folder), ""
             except UserError as error:
-                return None, f"; prompts are not decoded: {error}"
-    return None, "; prompts are not decoded, for the model's tokenizer is not at hand"
+                return None, f"{lacks}: {error}"
+    return None, f"{lacks}, for the model's tokenizer is not at hand"

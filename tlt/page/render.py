@@ -22,6 +22,7 @@ from tlt.page.kept import show_responses
 from tlt.page.shapes import Chart
 from tlt.page.time_use import USE_NAMES
 from tlt.page.timing import RunTime
+from tlt.page.tokens import DRAFTERS
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -86,6 +87,7 @@ def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str 
         legends={key: legend for key, (_, legend) in drawn.items()},
         divs={key: Markup(div) for key, div in divs.items()},
         response_notes=response_notes,
+        drafters=DRAFTERS,
         numbers=[
             {"name": run.name, "by_step": summary.by_step(run), "figures": summary.figures(run)}
             for run in runs

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.unit.cli.parts import VOCABULARY, save_tokenizer
 from tlt.hf.tokenizer import load_tokenizer
@@ -64,3 +67,21 @@ def test_chat_messages_go_through_the_template_and_decoding_drops_special_tokens
     assert tokenizer.decode([*tokenizer.encode_text("[12]!"), 1]) == "[12]!"
     with pytest.raises(UserError, match=r"the chat template .* refuses them \(TemplateError: who\?\)"):
         tokenizer.encode_chat([{"role": "judge", "content": "12"}])
+
+
+def test_pieces_of_tokens_are_the_text_and_a_character_belongs_to_its_last_token(tmp_path: Path) -> None:
+    write_model_config(tmp_path, vocab_size=300)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode_text("aé🙂 b")
+    assert tokenizer.pieces([*ids, 256]) == ["a", "", "é", "", "", "", "🙂", " ", "b", ""]
+    assert tokenizer.pieces(ids[:5]) == ["a", "", "é", "", "\ufffd"]
+    assert tokenizer.pieces([]) == []
+    assert tokenizer.name_of(256) == "<eos>"
+    for seed in range(200):  # bytes that are no text, too: then the pieces are the text, or unknown
+        drawn = random.Random(seed).choices(range(257), k=30)
+        assert "".join(tokenizer.pieces(drawn)) in ("", tokenizer.decode(drawn))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.unit.cli.parts import save_tokenizer
 from tlt.accounts import DrafterCheck, IdleRecord, LengthStats, RewardSummary, RolloutRecord, UpdateMetrics
+from tlt.hf.tokenizer import load_tokenizer
 from tlt.io.files import dumps, write_jsonl
 from tlt.report.record import StepRecord
 
@@ -95,4 +97,22 @@ def make_run(folder: Path, num_steps: int = 6, num_ranks: int = 2, text: str = "
         for step, rate in ((0, 0.0), (num_steps, 1.0))
     ]
     write_jsonl(folder / "evaluations.jsonl", evaluations)
+    return folder
+
+
+DRAFTS = ((0, "learned", 4, 2, 9), (3, "ahead", 2, 2, None), (7, "ngram", 5, 1, 12))
+"""Verifications of the twelve tokens of `make_coloured`'s response."""
+
+
+def make_coloured(folder: Path) -> Path:
+    """Writes the folder of a run of one step, whose only response has recorded its drafts and whose tokenizer is
+    at hand: `12+34=46` and so on, the last token a special one without text."""
+    make_run(folder, num_steps=1)
+    save_tokenizer(folder / "policy")
+    (folder / "policy" / "config.json").write_text(json.dumps({"vocab_size": 61}))
+    tokenizer = load_tokenizer(folder / "policy")
+    token_ids = [*tokenizer.encode_text("12+34=46[7]")[:11], tokenizer.hf.eos_token_id]
+    kept = response(1, 0, tokenizer.decode(token_ids))
+    kept |= {"prompt_ids": token_ids[:3], "token_ids": token_ids, "drafts": DRAFTS}
+    write_jsonl(folder / "responses" / "rollout-00000001.jsonl", [kept])
     return folder

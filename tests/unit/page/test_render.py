@@ -12,8 +12,9 @@ from tests.unit.page.synthetic import make_run, response
 from tlt.io.files import write_jsonl
 from tlt.page import summary
 from tlt.page.gather import read_run
-from tlt.page.kept import MAX_CHARACTERS, MAX_RESPONSES, show_responses
+from tlt.page.kept import MAX_RESPONSES, show_responses
 from tlt.page.render import in_script, make_page
+from tlt.page.tokens import MAX_CHARACTERS
 from tlt.report.record import read_metrics
 from tlt.types import UserError
 

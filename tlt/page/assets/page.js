@@ -34,6 +34,37 @@
     if (typeof value === "boolean") return value ? "yes" : "no";
     return key === "reward" ? String(Math.round(value * 1e4) / 1e4) : String(value);
   };
+  // ── tokens, coloured by who drafted them ──
+  const legend = document.getElementById("drafters");
+  legend.hidden = !data.some((row) => row.drafts && row.drafts.length);
+  const nameOf = (drafter) => legend.querySelector(`[data-drafter="${CSS.escape(drafter)}"]`)?.textContent ?? drafter;
+  const coloured = (row) => {
+    const pre = make("pre"), text = Array.from(row.text), drafterOf = new Map(), rejectedAt = new Map();
+    for (const [first, drafter, drafted, accepted, rejected] of row.drafts) {
+      for (let token = first; token < first + accepted; token += 1) drafterOf.set(token, drafter);
+      if (rejected !== null) rejectedAt.set(first + accepted, [drafted - accepted, drafted, drafter, rejected]);
+    }
+    let end = 0;
+    row.stretches.forEach(([first, lengths], number) => {
+      const start = number ? text.length - lengths.reduce((sum, length) => sum + length, 0) : 0;
+      if (start > end) pre.append(text.slice(end, start).join(""));
+      end = start;
+      lengths.forEach((length, place) => {
+        const token = make("span", text.slice(end, end + length).join(""), "token");
+        const drafter = drafterOf.get(first + place) ?? "", rejection = rejectedAt.get(first + place);
+        token.dataset.drafter = drafter;
+        token.title = `token ${first + place + 1}: ${drafter ? `drafted by the ${nameOf(drafter)}` : "not drafted"}`;
+        if (rejection) {
+          const [num, drafted, by, instead] = rejection;
+          token.dataset.rejected = num;
+          token.title += `; rejected here: ${num} of ${drafted} tokens of the ${nameOf(by)}, the first ${JSON.stringify(instead)}`;
+        }
+        pre.append(token);
+        end += length;
+      });
+    });
+    return pre;
+  };
   const toRow = (row) => {
     const line = make("tr");
     for (const [key] of columns) {
@@ -44,7 +75,9 @@
         details.append(make("summary", row.text.slice(0, 70).replace(/\s+/g, " ") || "(empty)"));
         details.addEventListener("toggle", () => {
           if (!details.open || details.children.length > 1) return;
-          details.append(make("div", "prompt", "label"), make("pre", row.prompt), make("div", "response", "label"), make("pre", row.text));
+          details.append(make("div", "prompt", "label"), make("pre", row.prompt), make("div", "response", "label"));
+          if (row.drafted) details.append(make("div", row.drafted, "label"), coloured(row));
+          else details.append(make("pre", row.text));
           if (row.error) details.append(make("div", "why it has no score", "label"), make("pre", row.error));
         });
         cell.append(details);
