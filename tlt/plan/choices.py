@@ -13,7 +13,7 @@ al., Thinking Machines, 2025), which also found small ranks to be enough for RL.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ LORA = {"lora.rank": 16, "lora.alpha": 32.0}
 MOST_TOKENS = {"cuda": 2048, "cpu": 512}
 """Tokens of a response where the window leaves more: a step then takes minutes, not hours."""
 MICRO_BATCH, MICRO_BATCHES = "algorithm.tokens_per_micro_batch", (8192, 4096, 2048)
+FILLED = 0.85
+"""Share of a device's memory that the plan may fill: it was up to a sixth below what was measured."""
 HELD_OUT = 64
 """Rows that are held out where the data has no test split, at most an eighth of them."""
 
@@ -242,9 +244,12 @@ def _choose_lengths(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]
 
 
 def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
-    """Yields whether all weights or adapters are trained: the first way that fits the devices."""
+    """Yields whether all weights or adapters are trained: the first way that fits with room to spare, else
+    the first that fits."""
     ways = list(_ways(facts, values))
-    keys = next((keys for keys in ways if fits(_plan(facts, dict(values) | keys))), ways[-1])
+    tries = [(keys, _plan(facts, dict(values) | keys)) for keys in ways]
+    roomy = (keys for keys, run in tries if fits(replace(run, rank_bytes=_filled(run))))
+    keys = next(roomy, next((keys for keys, run in tries if fits(run)), ways[-1]))
     run, machine = _plan(facts, dict(values) | keys), facts.machine
     memory = f"{machine.num_bytes / GIB:.0f} GiB"
     where = f"{machine.num_gpus} GPU(s) of {memory}" if machine.num_gpus else f"{memory} of memory"
@@ -255,6 +260,11 @@ def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]
     for key, value in keys.items():
         if key != MICRO_BATCH or value != MICRO_BATCHES[0]:
             yield Choice(key, value, whys[key])
+
+
+def _filled(run: PlannedRun) -> int:
+    assert run.rank_bytes is not None, "the machine's memory is known"
+    return int(run.rank_bytes * FILLED)
 
 
 _WHYS = {

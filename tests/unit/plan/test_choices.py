@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from tlt.config.load import load_config
 from tlt.hf.config import load_model_config
-from tlt.plan.choices import Choices, DataFacts, Facts, MachineFacts, ModelFacts, choose
+from tlt.hf.geometry import GEOMETRIES
+from tlt.plan.choices import Choices, DataFacts, Facts, MachineFacts, ModelFacts, _plan, choose
+from tlt.plan.memory import plan_memory
 from tlt.types import UserError
 
 HERE = Path(__file__).parents[1]
@@ -192,3 +195,54 @@ def test_every_choice_is_a_key_with_a_reason_that_the_configuration_takes(machin
     base = {"model": {"path": str(HERE)}, "task": {"data": str(HERE)}}
     load_config(base, found.values)
     assert all(choice.why for choice in found.chosen)
+
+
+# ── the table of docs/memory.md ─────────────────────────────────────────────────────────────────────────────
+
+
+def told(size: str, machine: MachineFacts) -> str:
+    """Returns a row of the table: what is chosen for a Qwen2.5, and what the plan of memory says of it."""
+    shape = replace(GEOMETRIES[f"qwen2.5-{size.lower()}"], max_positions=32_768)
+    facts = Facts(
+        ModelFacts(shape, True, "bfloat16"),
+        DataFacts([{"question": "1?", "answer": "2"}], 1000),
+        machine,
+        100,
+    )
+    values = choose(facts, {}).values
+    kind = f"LoRA of rank {values['lora.rank']}" if values["lora.rank"] else "all weights"
+    kind += ", base in bfloat16" if "lora.base_dtype" in values else ""
+    kind += ", FSDP in bfloat16" if "parallel.param_dtype" in values else ""
+    kind += ", checkpointed" if "parallel.checkpoint_activations" in values else ""
+    plan = plan_memory(_plan(facts, values))
+    gib = max(plan.needed, plan.peak[1]) / GIB
+    cells = (
+        size,
+        f"{machine.num_gpus} × {machine.num_bytes // GIB}",
+        kind if gib * GIB <= machine.num_bytes else f"does not fit; {kind} takes least",
+        f"{values.get('algorithm.tokens_per_micro_batch', 8192):,}",
+        f"{values['optimizer.learning_rate']:.0e}",
+        f"{gib:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_page_on_memory_shows_what_is_chosen_for_three_models_on_three_machines() -> None:
+    machines = (MachineFacts(1, 8, 24 * GIB), ONE_GPU, EIGHT_GPUS)
+    rows = [told(size, machine) for size in ("0.5B", "1.5B", "7B") for machine in machines]
+    assert "\n".join(rows) in (HERE.parents[1] / "docs/memory.md").read_text()
+
+
+def test_the_plan_that_choices_rest_on_counts_parameters_as_arithmetic_by_hand_does() -> None:
+    """Of a 7B that eight GPUs share: float32 slices, Adam's two moments, and the engine's whole bfloat16."""
+    shape = replace(GEOMETRIES["qwen2.5-7b"], max_positions=32_768)
+    facts = Facts(
+        ModelFacts(shape, True), DataFacts([{"question": "1?", "answer": "2"}], 1000), EIGHT_GPUS, 100
+    )
+    num_bytes = {
+        term.name: term.num_bytes for term in plan_memory(_plan(facts, choose(facts, {}).values)).terms
+    }
+    attention = 3584 * (3584 + 2 * 512) + 3584 + 2 * 512 + 3584 * 3584
+    num = 28 * (attention + 3 * 3584 * 18_944 + 2 * 3584) + 3584 + 2 * 152_064 * 3584
+    assert num_bytes["weights"] == num_bytes["gradients"] == num * 4 // 8
+    assert (num_bytes["optimizer"], num_bytes["engine"]) == (num * 8 // 8, num * 2)
