@@ -13,7 +13,7 @@ import numpy as np
 from tlt.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from tlt.io.files import Record, parse_json
 from tlt.page.gather import RunRecords
-from tlt.page.tokens import clip, drafts_within, sum_up
+from tlt.page.tokens import MAX_SHOWN_TOKENS, clip, drafts_within, sum_up
 from tlt.saved.responses import kept_by
 from tlt.types import UserError, read_drafts
 
@@ -108,7 +108,7 @@ class _Reader:
         if "".join(pieces) != text:
             self.uncoloured["the tokenizer gives another text"] += 1
             return {"text": clip(text)[0]}
-        shown, stretches = clip(pieces)
+        shown, stretches = clip(pieces, MAX_SHOWN_TOKENS)
         return {
             "text": shown,
             "stretches": stretches,

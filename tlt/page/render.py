@@ -102,7 +102,7 @@ def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str 
 
 def in_script(value: Any) -> Markup:
     """Returns JSON that cannot end the <script> it stands in."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)

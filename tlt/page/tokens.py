@@ -13,6 +13,8 @@ from tlt.types import DraftOutcome
 
 MAX_CHARACTERS = 2000
 """Characters shown of a prompt or response, its begin and its end."""
+MAX_SHOWN_TOKENS = 800
+"""Coloured tokens shown of a response: so many of 240 responses, each drafted, keep the page below 5 MB."""
 DRAFTERS = {"learned": "learned drafter", "ngram": "retrieval", "ahead": "reference"}
 """Names of drafters on the page, by kind."""
 
@@ -20,14 +22,15 @@ Stretch = tuple[int, list[int]]
 """A stretch of tokens that is shown: its first token, and the characters of each."""
 
 
-def clip(pieces: Sequence[str]) -> tuple[str, list[Stretch]]:
-    """Returns the text to show of a text in pieces, and the stretches of pieces that it holds."""
+def clip(pieces: Sequence[str], most: int = MAX_CHARACTERS) -> tuple[str, list[Stretch]]:
+    """Returns the text to show of a text in pieces, and the stretches of pieces in it, `most` in all."""
     lengths = [len(piece) for piece in pieces]
     starts = [0, *accumulate(lengths)]
     total, half = starts[-1], MAX_CHARACTERS // 2
-    if total <= MAX_CHARACTERS:
+    if total <= MAX_CHARACTERS and len(pieces) <= most:
         return "".join(pieces), [(0, lengths)]
-    head, tail = bisect_right(starts, half) - 1, bisect_left(starts, total - half)
+    head = min(bisect_right(starts, half) - 1, most // 2)
+    tail = max(bisect_left(starts, total - half), len(pieces) - most // 2)
     left_out = f"\n[… {starts[tail] - starts[head]:,} characters …]\n"
     text = "".join(pieces[:head]) + left_out + "".join(pieces[tail:])
     return text, [(0, lengths[:head]), (tail, lengths[tail:])]

@@ -18,7 +18,7 @@ from tlt.types import DraftOutcome
 @pytest.mark.parametrize("length", [1, 2, 7, 999, 1500])
 def test_a_clipped_text_holds_whole_tokens_and_says_where_they_lie(length: int) -> None:
     pieces = [chr(97 + i % 26) * (length if i % 3 else 0) for i in range(6000 // length + 4)]
-    text, stretches = clip(pieces)
+    text, stretches = clip(pieces, 10_000)
     (first, head), (begin, tail) = stretches
     assert first == 0
     assert text.startswith("".join(pieces[: len(head)]) + "\n[… ")
@@ -28,6 +28,13 @@ def test_a_clipped_text_holds_whole_tokens_and_says_where_they_lie(length: int) 
     shown = sum(head) + sum(tail)
     assert MAX_CHARACTERS - 2 * length < shown <= MAX_CHARACTERS
     assert f"[… {sum(map(len, pieces)) - shown:,} characters …]" in text
+    text, ((_, head), (begin, tail)) = clip(["a"] * 900, 800)
+    assert (text, head, begin, tail) == (
+        "a" * 400 + "\n[… 100 characters …]\n" + "a" * 400,
+        [1] * 400,
+        500,
+        [1] * 400,
+    )
     assert clip(pieces[:2]) == ("".join(pieces[:2]), [(0, [0, length])])
 
 
