@@ -1,0 +1,155 @@
+"""`tlt serve` under load, asked by 64 clients of the `openai` package: the tuner changes the length of drafts
+all the time, clients leave in mid-stream, and neither changes a token; vLLM's counters say what happened.
+
+TLT_ENDPOINT=RUN asks the same of a run's endpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.vllm_serve import BASE, DRAFTER, ROOT, _end, _wait, client_of, prompts, serving_environment
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("openai") is None, reason="the openai client is not installed here"
+    ),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.slow,
+]
+
+NUM_CLIENTS, MAX_TOKENS = 64, 48
+COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("endpoint")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = os.environ.get("TLT_ENDPOINT")
+    source = [run] if run else [str(BASE), "--drafter", str(DRAFTER)]
+    theirs = ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
+    theirs += ["--max-model-len", "512", "--per-request-spec-decode-metrics", "detailed"]
+    command = [sys.executable, "-m", "tlt", "serve", *source, "--name", "m", "--", *theirs]
+    log = folder / "server.log"
+    with log.open("w") as said:
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **serving_environment(folder)},
+            stdout=said,
+            stderr=said,
+            process_group=0,
+        )
+    try:
+        _wait(child, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        _end(child)
+        if kept := os.environ.get("TLT_ENDPOINT_LOG"):
+            Path(kept).write_text(log.read_text(errors="replace"))
+
+
+def ask(client: Any, seed: int) -> Any:
+    """Asks with a seed of its own; every third request is truncated, every fourth has log-probabilities."""
+    law: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9} if seed % 3 == 2 else {"temperature": 1.0}
+    logprobs = {"logprobs": 2} if seed % 4 == 0 else {}
+    text = prompts(16)[seed % 16]
+    return client.completions.create(
+        model="m", prompt=text, seed=seed, max_tokens=MAX_TOKENS, **law, **logprobs
+    )
+
+
+def leave(client: Any, seed: int) -> None:
+    """Asks for a stream and hangs up after its third chunk."""
+    asked = {"model": "m", "prompt": prompts(16)[seed % 16], "seed": seed, "max_tokens": 400}
+    with client.completions.create(**asked, stream=True, temperature=1.0) as stream:
+        for number, _ in enumerate(stream):
+            if number == 2:
+                return
+
+
+def counters(url: str) -> Counter[str]:
+    """Returns vLLM's counters of speculation; those by position as position-N."""
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    found: Counter[str] = Counter()
+    for line in lines:
+        for name in COUNTED:
+            if line.startswith(f"vllm:spec_decode_num_{name}_total{{"):
+                found[name] += int(float(line.split()[-1]))
+        if line.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total{"):
+            position = line.partition('position="')[2].partition('"')[0]
+            found[f"position-{position}"] += int(float(line.split()[-1]))
+    return found
+
+
+def told_by(answers: list[Any]) -> Counter[str]:
+    """Returns the same counts, from what each response says of itself."""
+    found: Counter[str] = Counter()
+    for answer in answers:
+        if (told := (answer.model_extra.get("metrics") or {}).get("speculative_decoding")) is None:
+            continue
+        steps = list(zip(told["per_step_accepted"] or (), told["per_step_drafted"] or (), strict=True))
+        assert all(0 <= accepted <= drafted for accepted, drafted in steps)
+        found["drafts"] += len(steps)
+        for accepted, drafted in steps:
+            found["draft_tokens"] += drafted
+            found["accepted_tokens"] += accepted
+            found.update(f"position-{index}" for index in range(accepted))
+        # the first token is the prompt's step; a draft's tokens behind the response's end are dropped
+        assert sum(accepted + 1 for accepted, _ in steps) < answer.usage.completion_tokens + 8
+    return found
+
+
+def text_of(answer: Any) -> str:
+    (choice,) = answer.choices
+    return str(choice.text)
+
+
+def test_neither_company_nor_tuner_nor_leaving_clients_change_a_token(url: str) -> None:
+    client, seeds = client_of(url), range(NUM_CLIENTS)
+    before = counters(url)
+    alone = [ask(client, seed) for seed in seeds]
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        together = list(pool.map(lambda seed: ask(client, seed), seeds))
+    counted = counters(url) - before
+    assert counted["drafts"] > 0
+    assert counted == told_by(alone + together)
+    lengths = {
+        length
+        for answer in alone + together
+        for length in (answer.model_extra.get("metrics") or {})
+        .get("speculative_decoding", {})
+        .get("per_step_drafted", ())
+        or ()
+    }
+    assert len(lengths) > 1, "the tuner has tried several lengths"
+
+    with ThreadPoolExecutor(2 * NUM_CLIENTS) as pool:
+        leaving = [pool.submit(leave, client, 1000 + seed) for seed in seeds]
+        disturbed = list(pool.map(lambda seed: ask(client, seed), seeds))
+        for each in leaving:
+            each.result()
+    wanted = [text_of(answer) for answer in alone]
+    assert [text_of(answer) for answer in together] == wanted
+    assert [text_of(answer) for answer in disturbed] == wanted
+    assert len(set(wanted)) > NUM_CLIENTS // 4
+    assert text_of(ask(client, 0)) == wanted[0], "the server goes on"
