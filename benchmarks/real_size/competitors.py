@@ -1,7 +1,8 @@
 """The competitors and their processes, each started once and asked for one batch after the other.
 
     tlt-off, tlt-cold, tlt-warm, tlt-4x1x4        our engine: all in one process            with_law.py
-    law-off, law-cold, law-warm, law-4            vLLM with our law inside                  with_law.py
+    law-off                                       vLLM with our law inside, no drafter      with_law.py
+    law-asleep, law-cold, law-warm, law-4         the same with a drafter, in one process   with_law.py
     vllm-off, vllm-3, vllm-schedule, vllm-ngram   vLLM as it comes                          vllm_alone.py
     llama-off, llama-lookup                       llama.cpp; lookup for one sequence alone  llama_alone.py
 
@@ -64,11 +65,9 @@ class Competitor:
     @property
     def speculation(self) -> str:
         """The speculation that its process is started with."""
-        if self.engine != "law":
+        if self.engine != "law" or self.way == "off":
             return self.way
-        if self.way in ("cold", "warm"):
-            return "adaptive"
-        return f"{self.way}x1x{self.way}" if self.way.isdigit() else self.way
+        return "adaptive"
 
     @property
     def is_off(self) -> bool:

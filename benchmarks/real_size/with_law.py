@@ -1,6 +1,7 @@
 """A competitor's process with our law: our own engine, or vLLM with the law inside.
 
 off · 4x1x4, 8 (a chain), …    no strategy, or this one
+asleep                         off, in a vLLM that has a drafter
 cold                           adaptive, with a fresh engine (in vLLM: a fresh tuner)
 warm                           adaptive, with the engine of the batches before
 """
@@ -27,6 +28,8 @@ from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
+from tlt.speculative.strategy import Strategy, StrategyTuner
+from tlt.tuning.tuner import Fixed
 from tlt.types import Request, Rollout, SamplingParams, resolve_dtype
 
 MAX_DRAFT = 15
@@ -105,11 +108,15 @@ def _in_vllm(
         ),
         None if job["speculation"] == "off" else drafter,
     )
-    fresh = copy.deepcopy(engine.tuner)
+    fresh, warm = copy.deepcopy(engine.tuner), engine.tuner
 
     def measure(work: Work) -> Took:
-        if work.way == "cold":
-            engine.tuner = copy.deepcopy(fresh)
+        tuner: StrategyTuner | None = warm if work.way == "warm" else copy.deepcopy(fresh)
+        if work.way == "asleep":
+            tuner = Fixed(Strategy.OFF)
+        elif work.way.isdigit():
+            tuner = Fixed(Strategy.parse(speculation(work.way)))
+        engine.tuner = tuner
         return run(engine, work)
 
     return measure

@@ -13,7 +13,8 @@ import numpy as np
 from bokeh.document import Document
 from bokeh.embed import components
 from bokeh.model import Model
-from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, Range1d, Renderer
+from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, Range1d
+from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
@@ -132,17 +133,20 @@ def _(shape: Line, plot: figure, chart: Chart) -> list[LegendEntry]:
     if shape.low is not None and shape.high is not None:
         parts.append(plot.varea(shape.x, shape.low, shape.high, fill_color=color, fill_alpha=0.18))
     parts += _strokes(shape, plot, chart, shape.width)
-    for number, part in enumerate(parts):
-        part.name = f"{plot.name}|{shape.label}|{number}"
-    return [LegendEntry(shape.label, [part.name for part in parts], color, dash)]
+    names = [f"{plot.name}|{shape.label}|{number}" for number in range(len(parts))]
+    for part, name in zip(parts, names, strict=True):
+        part.name = name
+    return [LegendEntry(shape.label, names, color, dash)]
 
 
-def _strokes(line: Line, plot: figure, chart: Chart, width: float, alpha: float = 1.0) -> list[Renderer]:
+def _strokes(
+    line: Line, plot: figure, chart: Chart, width: float, alpha: float = 1.0
+) -> list[GlyphRenderer[Any]]:
     """Draws a line, and its points where they are few."""
     source = ColumnDataSource({"x": line.x, "y": line.y}, name=f"data|{plot.name}|{line.label}")
-    look = {"source": source, "color": COLORS[line.color % len(COLORS)], "alpha": alpha}
+    look: dict[str, Any] = {"source": source, "color": COLORS[line.color % len(COLORS)], "alpha": alpha}
     dash = DASHES[line.dash % len(DASHES)]
-    strokes = [plot.line("x", "y", line_dash=dash, line_width=width, **look)]
+    strokes: list[GlyphRenderer[Any]] = [plot.line("x", "y", line_dash=dash, line_width=width, **look)]
     tips = [("", line.label), (chart.x_label, "@x{0,0.[00]}"), (chart.y_label, "@y{0,0.[0000]}")]
     plot.add_tools(HoverTool(renderers=[*strokes], tooltips=tips, mode="vline", visible=False))
     if np.isfinite(line.y).sum() <= MOST_MARKED:

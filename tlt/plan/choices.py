@@ -142,8 +142,7 @@ def choose_data(model: ModelFacts, data: DataFacts, given: Mapping[str, Any]) ->
     """Returns the choices that say how rows are read and scored. Raises UserError for rows without a
     prompt."""
     if data.is_made:
-        prompt = next(name for name in PROMPTS if name in data.rows[0])
-        chosen = _choose_chat(model, data, prompt)
+        chosen = _choose_chat(model, data, next(name for name in PROMPTS if name in data.rows[0]))
         return Choices(tuple(choice for choice in chosen if choice.key not in given), "task")
     columns = given.get("task.columns", {})
     prompt = columns.get("prompt") or columns.get("messages") or _column(data, PROMPTS)

@@ -58,8 +58,10 @@ class Strategy:
     @property
     def without_reference(self) -> Strategy:
         """Returns the strategy of this step's sequences that have no reference."""
+        if not self.uses_references:
+            return self
         kind, depth = self.drafter.partition("+")[2], min(self.depth, self.WITHOUT_REFERENCE)
-        return Strategy(kind, depth, 1, depth) if self.uses_references and kind else Strategy.OFF
+        return Strategy(kind, depth, 1, depth) if kind else Strategy.OFF
 
     def __str__(self) -> str:
         return "off" if self.is_off else f"{self.drafter}:{self.depth}x{self.width}x{self.budget}"
@@ -149,6 +151,8 @@ class StepOutcome:
     drafted: drafted nodes by sequence, as many entries as `accepted`.
     seconds: of the whole step, drafting included.
     from_reference: whether a sequence drafted from a reference, by sequence; (): none did.
+    drafted_next: the strategy of the drafts that the step made for the next one; None: it made those that it
+        verified.
     """
 
     num_tokens: int
@@ -156,6 +160,7 @@ class StepOutcome:
     drafted: tuple[int, ...]
     seconds: float
     from_reference: tuple[bool, ...] = ()
+    drafted_next: Strategy | None = None
 
 
 class ExpectedSpeeds(NamedTuple):

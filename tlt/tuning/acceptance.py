@@ -215,7 +215,7 @@ class AcceptanceModel:
         references: one for each sequence that has one.
         """
         octave = octave_of(batch_size)
-        drafting = [arm.without_reference if arm.uses_references else arm for arm in arms]
+        drafting = [arm.without_reference for arm in arms]
         curves = [Curve.of(arm, octave) for arm in drafting]
         columns = {curve: column for column, curve in enumerate(dict.fromkeys(curves))}
         tables = [self._table(curve) for curve in columns]

@@ -62,7 +62,8 @@ class BegMab(StrategyTuner):
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         rewards = self.rewards.get((self.bucket(batch), strategy))
-        if rewards is not None:  # the engine may have had to decode plainly
+        # the engine may have had to decode plainly, or have drafted by another arm meanwhile
+        if rewards is not None and outcome.drafted_next is None:
             mean_accepted = sum(outcome.accepted) / len(outcome.accepted) if outcome.accepted else 0.0
             rewards.append((mean_accepted + 1) * batch.num_running / outcome.seconds)
 

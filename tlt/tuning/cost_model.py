@@ -197,13 +197,15 @@ class CostModel(StrategyTuner):
         elif outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
-        work, size = self._work(strategy, batch), batch.num_running
-        work = work._replace(rows=size + sum(outcome.drafted), levels=_levels(strategy, outcome))
+        drafted, size = outcome.drafted_next or strategy, batch.num_running
+        levels = _levels(strategy, outcome) if drafted == strategy else float(drafted.without_reference.depth)
+        work = self._work(drafted, batch)
+        work = work._replace(rows=size + sum(outcome.drafted), levels=levels)
         is_typical = not batch.num_admitted or batch.prefill_time is not None
         self.costs.observe(work, outcome.seconds, is_typical)
-        self._known.add((size, strategy))
+        self._known.add((size, drafted))
         unread = min(work.unread + outcome.num_tokens, size * batch.mean_length)
-        self._unread = 0.0 if uses(strategy)[0] else unread / size
+        self._unread = 0.0 if uses(drafted)[0] else unread / size
 
     def counters(self) -> dict[str, Any]:
         """Returns the statistics, as JSON, and the versions of policy and drafter that they describe."""

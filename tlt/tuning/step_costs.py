@@ -59,7 +59,7 @@ _DEVIATION_OF_DRAFTER = 0.4
 @functools.cache
 def uses(strategy: Strategy) -> tuple[bool, bool]:
     """Returns whether the learned drafter runs for a strategy, and whether retrieval does."""
-    drafter = (strategy.without_reference if strategy.uses_references else strategy).drafter
+    drafter = strategy.without_reference.drafter
     return drafter in ("learned", "hybrid"), drafter in ("ngram", "hybrid")
 
 

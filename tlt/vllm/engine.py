@@ -9,6 +9,7 @@ ends and which draft length comes next.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -68,7 +69,6 @@ class VllmEngine(RolloutBackend):
         self._reading: set[str] = set()
         """Sequences whose prompt vLLM has not read to its end."""
         self._numbers = itertools.count()
-        self._num_admitted = 0
         self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
         self._otherwise: dict[Strategy, float | None] = {}
         """By strategy: the speed that was expected without it when it was chosen last."""
@@ -153,7 +153,7 @@ class VllmEngine(RolloutBackend):
 
     def _admit(self) -> list[Finished]:
         """Sends waiting requests to vLLM while there is room; returns those that had already ended."""
-        self._num_admitted, ended = 0, []
+        ended = []
         while self.waiting and len(self._running) < self.max_batch_size:
             request, name = self.waiting.popleft(), f"tlt-{next(self._numbers)}"
             sequence = Sequence.start(replace(request, drafts=None), self.window, self.decode)
@@ -166,7 +166,6 @@ class VllmEngine(RolloutBackend):
             self._reading.add(name)
             if self.references is not None:
                 self.references.enter(name, request)
-            self._num_admitted += 1
         return ended
 
     def _batch_state(self) -> BatchState:
@@ -179,7 +178,6 @@ class VllmEngine(RolloutBackend):
             mean_length,
             self.policy_version,
             version,
-            self._num_admitted,
             reference_drafts=references,
             num_left=self.lengths.left(running, self.waiting),
         )
@@ -187,17 +185,15 @@ class VllmEngine(RolloutBackend):
     def _choose(self, batch: BatchState) -> None:
         """Chooses the length of the drafts at the end of this step.
 
-        A choice is kept for at least two steps: only a step that both drafts and verifies by one strategy
-        shows the strategy's cost. Drafts from references follow the same rule, though they are looked up only
-        when they are verified.
+        A choice is kept for at least two steps, of which the second both drafts and verifies by it. Drafts
+        from references follow the same rule, though they are looked up only when they are verified.
         """
         if self.tuner is None:
             return
         if self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
             self._otherwise[self._strategy] = self.tuner.expected.otherwise
-        own = self._strategy.without_reference if self._strategy.uses_references else self._strategy
-        self.link.draft(min(own.depth, self.link.max_depth))
+        self.link.draft(min(self._strategy.without_reference.depth, self.link.max_depth))
 
     def _give_drafts(self) -> None:
         """Gives vLLM the references' next tokens, where this step verifies by a strategy that uses them."""
@@ -219,15 +215,17 @@ class VllmEngine(RolloutBackend):
     def _account(
         self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool
     ) -> None:
-        """Counts the step under the strategy that it verified. The tuner learns only from steps that also
-        drafted by this strategy and read no prompts."""
-        is_steady = strategy == self._strategy and outcome.num_tokens > 0 and not read_prompts
+        """Counts the step under the strategy that it verified. The tuner learns from steps that read no
+        prompts."""
+        is_typical = outcome.num_tokens > 0 and not read_prompts
+        is_steady = is_typical and strategy == self._strategy
         expected = self.tuner.expected if self.tuner is not None and is_steady else NO_EXPECTATION
         expected = expected._replace(otherwise=self._otherwise.get(strategy))
         self._count_step(strategy, batch, outcome, start, expected)
         self.stats.num_preemptions += self.link.take_preemptions()
-        if self.tuner is not None and is_steady:
-            self.tuner.observe(strategy, batch, outcome)
+        if self.tuner is not None and is_typical:
+            drafted_next = None if is_steady else self._strategy
+            self.tuner.observe(strategy, batch, dataclasses.replace(outcome, drafted_next=drafted_next))
 
     def _finish(self, captures: bool) -> list[Finished]:
         ended = [name for name, sequence in self._running.items() if sequence.finish_reason is not None]

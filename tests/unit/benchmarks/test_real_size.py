@@ -58,7 +58,7 @@ def test_what_needs_other_speculation_of_vllm_has_a_process_of_its_own_and_our_e
 ):
     names = ("tlt-off", "tlt-cold", "tlt-4x1x4", "law-off", "law-cold", "law-warm", "law-4", "vllm-3")
     assert [Competitor.parse(name).process for name in names] == [
-        "tlt", "tlt", "tlt", "law-off", "law-adaptive", "law-adaptive", "law-4x1x4", "vllm-3",
+        "tlt", "tlt", "tlt", "law-off", "law-adaptive", "law-adaptive", "law-adaptive", "vllm-3",
     ]  # fmt: skip
 
 

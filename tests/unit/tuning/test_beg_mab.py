@@ -29,6 +29,9 @@ def test_it_prefers_the_best_median_of_its_own_bucket() -> None:
         for arm, reward in ((a, reward_a), (b, reward_b)):
             mab.observe(arm, batch, StepOutcome(4, (reward, reward), (4, 4), 1.0))
     assert mab.choose(batch) == a
+    for _ in range(9):  # what the step drafted is another arm's work
+        mab.observe(b, batch, StepOutcome(4, (90, 90), (4, 4), 1.0, drafted_next=a))
+    assert mab.choose(batch) == a
     for _ in range(3):
         mab.observe(a, batch, StepOutcome(4, (0, 0), (4, 4), 1.0))
     assert mab.choose(batch) == b

@@ -411,6 +411,28 @@ def test_a_new_version_of_policy_or_drafter_makes_acceptance_less_certain() -> N
         assert expected(tuner.acceptance, arm)[1] > 1.2 * before
 
 
+def test_where_a_step_verifies_what_the_one_before_drafted_each_arm_has_its_own_seconds() -> None:
+    """vLLM drafts at the end of a step for the next one. The arms take turns, so that hardly a step drafts
+    and verifies by one of them."""
+    machine = Machine({"learned": 0.6}, 25.0, noise=0.02)
+    tuner, rng = CostModel(ARMS), random.Random(3)
+    arms, batch = (
+        [Strategy.OFF, *(Strategy("learned", n, 1, n) for n in (1, 4, 8))],
+        BatchState(4, 200.0, 0, 0),
+    )
+    verified = Strategy.OFF
+    for _ in range(200):
+        drafted, outcome = rng.choice(arms), machine.run(verified, 4)
+        # the machine's seconds of the verification, and of the drafts that are made in this step
+        seconds = outcome.seconds - 0.0005 * verified.depth + 0.0005 * drafted.depth
+        late = None if drafted == verified else drafted
+        tuner.observe(verified, batch, replace(outcome, seconds=seconds, drafted_next=late))
+        verified = drafted
+    for arm in arms:
+        found = tuner.costs.forecast([work(arm, 4)]).seconds_A[0]
+        assert found == pytest.approx(machine.seconds(arm, 4), rel=0.06)
+
+
 def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     tuner = CostModel(ARMS)
     arm, batch = Strategy("learned", 4, 1, 4), BatchState(4, 200.0, 0, 0)

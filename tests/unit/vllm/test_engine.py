@@ -219,7 +219,7 @@ def test_responses_are_the_law_s_however_they_are_drafted(tuner: Any, finds: int
     assert engine.is_idle
 
 
-def test_the_tuner_hears_of_steps_alone_that_drafted_and_verified_by_one_strategy() -> None:
+def test_the_tuner_hears_what_a_step_verified_and_by_what_it_drafted_for_the_next_one() -> None:
     link, tuner = PretendLink(finds=1), Told(CHAINS)
     engine = engine_over(link, tuner)
     list(engine.generate(REQUESTS))
@@ -233,13 +233,22 @@ def test_the_tuner_hears_of_steps_alone_that_drafted_and_verified_by_one_strateg
     depths = {strategy.depth for strategy, _ in tuner.told}
     assert depths == {0, 1, 2, 4}
     assert any(set(outcome.drafted) == {0} for _, outcome in tuner.told), "steps that found nothing count"
+    others = [(strategy, outcome.drafted_next) for strategy, outcome in tuner.told if outcome.drafted_next]
+    assert all(strategy != drafted for strategy, drafted in others)
+    assert {Strategy.OFF, CHAINS[3]} <= {drafted for _, drafted in others}
 
 
 def test_the_tuner_knows_how_much_is_left_and_hears_of_no_step_that_read_prompts() -> None:
-    tuner = Told(CHAINS[:1])
-    list(engine_over(PretendLink(), tuner).generate(REQUESTS))
-    admitted = [{batch.num_admitted for batch in batches} for batches in (tuner.batches, tuner.asked)]
-    assert admitted[0] == {0} != admitted[1]
+    tuner, link = Told(CHAINS[:1]), PretendLink()
+    step, reads = link.step, list[bool]()
+
+    def noted() -> Any:
+        reads.append(any(not request.has_read for request in link.requests.values()))
+        return step()
+
+    link.step = noted  # type: ignore[method-assign]  # looks before every step
+    list(engine_over(link, tuner).generate(REQUESTS))
+    assert 0 < len(tuner.told) == reads.count(False) < len(reads)
     left = [0.0 if batch.num_left is None else batch.num_left for batch in tuner.asked]
     longest = max(request.params.max_tokens for request in REQUESTS)
     assert left[0] > longest > left[-1] > 0.0, "those that wait count, too"

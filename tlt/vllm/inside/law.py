@@ -142,12 +142,12 @@ class LawTable:
 class Slots:
     """Assigns the table's slots to the requests of the running batch.
 
-    on_enter: called with every slot that a request is given.
+    on_enter: are called with every slot that a request is given.
     """
 
     def __init__(self, table: LawTable) -> None:
         self.table = table
-        self.on_enter: Callable[[int], None] = lambda _: None
+        self.on_enter: list[Callable[[int], object]] = []
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(table.laws)))[::-1]
 
@@ -160,7 +160,8 @@ class Slots:
             if request_id not in self._slot_of:
                 self._slot_of[request_id] = slot = self._free.pop()
                 self.table.put(slot, RowLaw.of(asked(request_id)))
-                self.on_enter(slot)
+                for call in self.on_enter:
+                    call(slot)
         self.table.flush()
 
     def slot_of(self, request_id: str) -> int:

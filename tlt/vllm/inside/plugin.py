@@ -29,6 +29,8 @@ class Installed:
     table: LawTable
     capture: FeatureCapture | None
     """None: features are not captured."""
+    unread: Any = None
+    """The UnreadPositions of a drafter that does not run while nothing is drafted; None: it always runs."""
 
 
 def register() -> None:
@@ -96,5 +98,9 @@ def _install(runner: Any, given: dict[str, Any]) -> Installed:
         from tlt.vllm.inside import runner_v2
 
         return Installed(runner_v2.install_v2(runner, tau), None)
+    from tlt.vllm.inside import unread  # as runner_v1
+
     batch = runner_v1.install_v1(runner, tau)
-    return Installed(batch.table, FeatureCapture(runner, batch) if given.get("captures") else None)
+    waiting = unread.UnreadPositions(runner, batch) if unread.is_possible(runner) else None
+    capture = FeatureCapture(runner, batch) if given.get("captures") else None
+    return Installed(batch.table, capture, waiting)

@@ -107,6 +107,8 @@ class LawRejectionSampler(RejectionSampler):
     ) -> SamplerOutput:
         if self.batch.is_empty:
             return self.replaced(metadata, draft_probs, logits, sampling_metadata)
+        if not any(metadata.num_draft_tokens):
+            return self.sampler(logits, sampling_metadata, predict_bonus_token=True)
         device, width = logits.device, metadata.max_spec_len + 1
         logits = self._processed(metadata, logits.to(torch.float32), sampling_metadata)
         counts_B = torch.tensor(metadata.num_draft_tokens, device=device) + 1  # rows of each request

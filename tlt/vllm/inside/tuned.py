@@ -11,6 +11,7 @@ Requests keep coming, so the tuner plans for its whole horizon instead of for th
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from vllm import envs
@@ -87,11 +88,13 @@ class TunedScheduler(LengthScheduler):
         ]
         accepted, drafted = zip(*rows, strict=True) if rows else ((), ())
         outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds)
-        is_steady = verified == self._strategy and outcome.num_tokens > 0
+        strategy = verified if rows else Strategy.OFF
+        is_steady = strategy == self._strategy
         expected = self.tuner.expected if is_steady else NO_EXPECTATION
-        self._stats.record_step(str(verified if rows else Strategy.OFF), outcome, batch.num_running, expected)
-        if is_steady:
-            self.tuner.observe(verified if rows else Strategy.OFF, batch, outcome)
+        self._stats.record_step(str(strategy), outcome, batch.num_running, expected)
+        if outcome.num_tokens > 0:
+            drafted_next = None if is_steady else self._strategy
+            self.tuner.observe(strategy, batch, replace(outcome, drafted_next=drafted_next))
 
     def _say(self) -> None:
         """Logs what was drafted, as often as vLLM logs its own figures."""
