@@ -23,7 +23,7 @@ def append_to(path: Path) -> TextIO:
 @contextmanager
 def logging_stderr(path: Path) -> Iterator[None]:
     """Appends the lines "tlt: …" that this process writes on stderr to this file, too."""
-    with redirect_stderr(cast(TextIO, _Copied(sys.stderr, append_to(path)))):
+    with redirect_stderr(cast(TextIO, _Copied(sys.stderr, path))):
         yield
 
 
@@ -39,13 +39,13 @@ class _Log(io.TextIOBase):
 
 
 class _Copied(Guarded):
-    """A stream whose lines "tlt: …", each written in one piece, go to a log, too."""
+    """A stream whose lines "tlt: …", each written in one piece, go to a log, too, while it has a folder."""
 
-    def __init__(self, stream: TextIO, log: TextIO) -> None:
+    def __init__(self, stream: TextIO, path: Path) -> None:
         super().__init__(stream, lambda _: discard(stream))
-        self._log = log
+        self._folder, self._log = path.parent, append_to(path)
 
     def write(self, text: str) -> int:
-        if text.startswith("tlt: "):
+        if text.startswith("tlt: ") and self._folder.is_dir():
             self._log.write(text)
         return super().write(text)
