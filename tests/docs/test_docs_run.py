@@ -28,6 +28,8 @@ NOT_RUN = {
     "mine/base": "needs the model of smollm2",
     "--url": "needs a server",
     "engine vllm": "needs vLLM (make vllm-test)",
+    "tlt serve": "needs vLLM (make vllm-test)",
+    "sglang-eagle3": "needs a drafter of form EAGLE-3",
     "shout:TASK": "a module that the page shows in parts",
     "quickstart.toml --task.options": "a recipe of smollm2",
     "reasoning-gym": "needs reasoning-gym",
