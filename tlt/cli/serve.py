@@ -102,11 +102,13 @@ def _run_source(options: Serve) -> Source:
     if task.system_prompt:
         _say(f"the run's system prompt is the client's to send: {task.system_prompt!r}")
     dtype = str(resolve_dtype(run.config.run.dtype, "cuda" if torch.cuda.is_available() else "cpu"))
+    if "float64" in dtype:
+        _say("vLLM has no float64, in which the run computes; it is served in float32")
     return Source(
         model=run.policy,
         drafter=run.drafter if options.drafter is None else resolve_model(options.drafter),
         name=options.source.resolve().name,
-        dtype=dtype.removeprefix("torch.").replace("float64", "float32"),  # vLLM has no float64
+        dtype=dtype.removeprefix("torch.").replace("float64", "float32"),
         to=options.to or options.source / FOLDER / "drafter",
         template_variables=run.config.model.chat_template_kwargs if task.chat else {},
         told=f"{run.policy} after {run.step} updates",

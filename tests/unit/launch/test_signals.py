@@ -39,7 +39,7 @@ def test_a_terminal_whose_live_lines_were_killed_has_its_cursor_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen = io.StringIO()
-    screen.isatty = lambda: True  # type: ignore[method-assign]
+    screen.isatty = lambda: True  # type: ignore[method-assign]  # a terminal
     monkeypatch.setattr(sys, "stdout", screen)
     restore_terminal()
     assert screen.getvalue() == "\r\x1b[2K\x1b[?25h"

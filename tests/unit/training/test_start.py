@@ -256,5 +256,5 @@ def test_what_the_launcher_says_stands_in_the_log_of_the_run_which_the_summary_n
     run = SimpleNamespace(
         out_dir=tmp_path, responses=None, evaluations=evaluations, seconds=1.0, console=console
     )
-    write_evaluation(run)  # type: ignore[arg-type]
+    write_evaluation(run)  # type: ignore[arg-type]  # the parts of a run that it reads
     assert "console.log" in screen.getvalue()

@@ -18,6 +18,7 @@ from tlt.vllm.inside import runner_v1
 from tlt.vllm.inside.capture import FeatureCapture
 from tlt.vllm.inside.law import DEFAULT_TAU, LawTable
 from tlt.vllm.inside.served import check_params, check_server, law_config, seed_of
+from tlt.vllm.inside.unread import UnreadPositions, is_possible
 
 PROCESSOR = "tlt.vllm.inside.runner_v2:LawProcessor"
 
@@ -29,8 +30,8 @@ class Installed:
     table: LawTable
     capture: FeatureCapture | None
     """None: features are not captured."""
-    unread: Any = None
-    """The UnreadPositions of a drafter that does not run while nothing is drafted; None: it always runs."""
+    unread: UnreadPositions | None = None
+    """What the drafter has not read while nothing was drafted; None: the drafter runs in every step."""
 
 
 def register() -> None:
@@ -98,9 +99,7 @@ def _install(runner: Any, given: dict[str, Any]) -> Installed:
         from tlt.vllm.inside import runner_v2
 
         return Installed(runner_v2.install_v2(runner, tau), None)
-    from tlt.vllm.inside import unread  # as runner_v1
-
     batch = runner_v1.install_v1(runner, tau)
-    waiting = unread.UnreadPositions(runner, batch) if unread.is_possible(runner) else None
+    waiting = UnreadPositions(runner, batch) if is_possible(runner) else None
     capture = FeatureCapture(runner, batch) if given.get("captures") else None
     return Installed(batch.table, capture, waiting)

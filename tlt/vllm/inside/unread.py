@@ -129,8 +129,9 @@ class UnreadPositions:
         if any(is_prompt):
             is_unread_S = torch.zeros(len(kept_SRF), dtype=torch.bool, device=slots_N.device)
             is_unread_S[list(self.first_of)] = True
-            kept_N = is_unread_S[slots_N]
-            slots_N, positions_N, hidden_NF = slots_N[kept_N], positions_N[kept_N], hidden_NF[kept_N]
+            is_kept_N = is_unread_S[slots_N]
+            slots_N, positions_N = slots_N[is_kept_N], positions_N[is_kept_N]
+            hidden_NF = hidden_NF[is_kept_N]
         kept_SRF[slots_N, positions_N % room] = hidden_NF
         return any(is_prompt)
 
