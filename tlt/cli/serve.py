@@ -68,9 +68,18 @@ class Source:
 
 def run(options: Serve) -> int:
     """Prints the command, or becomes it."""
-    from tlt.vllm.server import command, environment_for, find_vllm, replace_process, to_paste
+    from tlt.vllm.server import (
+        command,
+        environment_for,
+        find_vllm,
+        refuse_unserved,
+        replace_process,
+        to_paste,
+    )
 
     installed = find_vllm()
+    if options.speculation is not None:
+        refuse_unserved(options.speculation)  # before a policy is exported
     with show_busy():
         source = _run_source(options) if _is_run(options.source) else _model_source(options)
         served = _served(options, source)
@@ -94,7 +103,7 @@ def _is_run(folder: Path) -> bool:
 def _run_source(options: Serve) -> Source:
     import torch
 
-    from tlt.training.served import FOLDER, open_served
+    from tlt.training.served import FOLDER, open_served, updates
     from tlt.types import resolve_dtype
 
     run = open_served(options.source, options.step, _say)
@@ -111,7 +120,7 @@ def _run_source(options: Serve) -> Source:
         dtype=dtype.removeprefix("torch.").replace("float64", "float32"),
         to=options.to or options.source / FOLDER / "drafter",
         template_variables=run.config.model.chat_template_kwargs if task.chat else {},
-        told=f"{run.policy} after {run.step} updates",
+        told=f"{run.policy} after {updates(run.step)}",
     )
 
 
@@ -119,6 +128,10 @@ def _model_source(options: Serve) -> Source:
     if options.step is not None:
         raise UserError(f"--step: {options.source} is a model, not a run's folder; leave it out")
     model = resolve_model(options.source)
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"{options.source}: holds neither a run nor a model (no config.json); give the folder of one"
+        )
     name = options.source.resolve().name if options.source.is_dir() else str(options.source)
     drafter = None if options.drafter is None else resolve_model(options.drafter)
     return Source(model, drafter, name, "auto", options.to or Path("served-drafter"), {}, str(model))
@@ -127,13 +140,11 @@ def _model_source(options: Serve) -> Source:
 def _served(options: Serve, source: Source) -> Served:
     """Returns what vLLM is told; exports the drafter where vLLM reads another form."""
     from tlt.vllm.inside.served import TunerFacts
-    from tlt.vllm.server import Served, refuse_unserved
-    from tlt.vllm.strategies import draft_depths, vllm_kinds
+    from tlt.vllm.server import Served
+    from tlt.vllm.strategies import vllm_kinds
 
     speculation = options.speculation or ("off" if source.drafter is None else "adaptive")
-    refuse_unserved(speculation)
     kinds = vllm_kinds(speculation, source.drafter is not None)
-    draft_depths(speculation, kinds, options.max_draft_tokens)
     drafting, facts = None, TunerFacts()
     if kinds == ("learned",):
         from tlt.assembly.vllm import for_server

@@ -60,9 +60,13 @@ def open_served(folder: Path, step: int | None, say: Callable[[str], None]) -> S
     path, manifest = _newest(folder, say) if step is None else _of_step(folder, step)
     out = folder / FOLDER / path.name
     if not _is_of(out / "policy", manifest.digest):
-        say(f"exporting the policy of {manifest.step} updates from {path}")
+        say(f"exporting the policy of {updates(manifest.step)} from {path}")
         _export_policy(path, manifest, config, out / "policy")
     return ServedRun(config, manifest.step, out / "policy", _export_drafter(path, manifest, config, out))
+
+
+def updates(num: int) -> str:
+    return f"{num} update{'s' * (num != 1)}"
 
 
 def _newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Manifest]:

@@ -63,6 +63,7 @@ def draft_depths(speculation: str, kinds: Sequence[str], max_draft_tokens: int) 
     if strategy.width > 1 or strategy.budget > strategy.depth:
         chain = f"{strategy.depth}x1x{strategy.depth}"
         raise UserError(
-            f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain}, or engine tlt"
+            f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain} (engine tlt drafts"
+            " trees)"
         )
     return 0, strategy.depth

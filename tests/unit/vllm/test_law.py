@@ -224,7 +224,7 @@ def test_one_drafter_and_its_depth(
 @pytest.mark.parametrize(
     ("speculation", "has_learned", "message"),
     [
-        ("4x2x8", True, "speculation: '4x2x8' is a tree, and vLLM drafts chains; give 4x1x4, or engine tlt"),
+        ("4x2x8", True, "speculation: '4x2x8' is a tree, and vLLM drafts chains; give 4x1x4 "),
         ("4x1x5", True, "is a tree"),
         ("hybrid:4x1x4", True, "names the drafter hybrid.*give learned or ngram"),
         ("ahead+hybrid:64x1x64", True, "names the drafter hybrid, which engine vllm does not have here"),

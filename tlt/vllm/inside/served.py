@@ -54,7 +54,8 @@ class TunerFacts:
         return facts
 
     def to_json(self) -> dict[str, float]:
-        return asdict(self.prior) | ({} if self.acceptance is None else {"acceptance": self.acceptance})
+        facts = asdict(self.prior) | ({} if self.acceptance is None else {"acceptance": self.acceptance})
+        return {name: float(f"{value:.4g}") for name, value in facts.items()}
 
 
 def law_config(config: Any) -> dict[str, Any] | None:
