@@ -253,6 +253,7 @@ def configured(**arguments: Any) -> Any:
     ("arguments", "sentence"),
     [
         ({"logprobs_mode": "raw_logits"}, "--logprobs-mode: raw_logits"),
+        ({"logprobs_mode": "processed_logits"}, "--logprobs-mode: processed_logits"),
         ({"logits_processors": ["some.module:Processor"]}, "--logits-processors: "),
         ({"additional_config": {"tlt": {"taau": 1}}}, "additional_config: tlt is {'taau': 1}"),
         ({"additional_config": {"tlt": True}}, "additional_config: tlt is True"),

@@ -87,7 +87,7 @@ def check_server(config: Any) -> None:
             "--no-async-scheduling",
         ),
         (
-            model.logprobs_mode == ("processed_logprobs" if is_v2 else "raw_logits"),
+            model.logprobs_mode in ("processed_logits", "processed_logprobs" if is_v2 else "raw_logits"),
             f"--logprobs-mode: {model.logprobs_mode} is not what the law would give; leave it out",
         ),
         (
