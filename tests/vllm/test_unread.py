@@ -80,13 +80,13 @@ def test_drafts_are_those_of_a_drafter_that_ran_in_every_step(
 
     requests = countdown(20, 60)
     with monkeypatch.context() as patch:
-        patch.setattr(unread.UnreadPositions, "_keep", lambda *_: True)
+        patch.setattr(unread.UnreadPositions, "keep", lambda *_: True)
         expected = drafts_of(live, requests, LENGTHS[when]())
     runner = runner_of(live)
     if room == "three positions":
         monkeypatch.setattr(unread, "KEPT_BYTES", 3 * bytes_per_position(runner))
     if room == "short passes":
-        monkeypatch.setattr(runner.drafter, "max_num_tokens", 40)
+        monkeypatch.setattr(runner.tlt.unread, "longest_pass", 40)
     monkeypatch.setattr(runner.tlt.unread, "kept_SRF", None)
     found = drafts_of(live, requests, LENGTHS[when]())
     assert sum(map(bool, found.values())) > 40

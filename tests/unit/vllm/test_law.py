@@ -148,7 +148,7 @@ def test_slots_follow_the_requests_through_a_batch_that_changes() -> None:
 def test_a_request_keeps_its_slot_while_others_come_and_go() -> None:
     slots = Slots(LawTable(3, VOCAB, CPU, tau=0.7))
     told: list[int] = []
-    slots.on_enter.append(told.append)
+    slots.table.on_enter.append(told.append)
     slots.enter(["a", "b"], lambda _: Asked(seed=1))
     before = slots.slot_of("b")
     slots.enter(["c", "b", "d"], lambda _: Asked(seed=2))

@@ -23,7 +23,7 @@ class FeatureCapture:
         self.features_SLF: Tensor | None = None
         self.known_S = torch.zeros(len(batch.table.laws), dtype=torch.int64, device=batch.table.device)
         """Positions captured from 0 on, by slot; -1: some are missing."""
-        batch.slots.on_enter.append(self.forget)
+        batch.table.on_enter.append(self.forget)
         self._propose = runner.propose_draft_token_ids
         runner.propose_draft_token_ids = self.propose
 

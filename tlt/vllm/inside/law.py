@@ -81,11 +81,13 @@ class LawTable:
     """Draws by the law at rows of any slots.
 
     tau: temperature of the drafter's distribution where drafts are ranked with the target's noise (`rank`).
+    on_enter: are called with every slot that a request is given.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, tau: float) -> None:
         self.vocab_size, self.device, self.tau = vocab_size, device, tau
         self.laws = [_FREE] * num_slots
+        self.on_enter: list[Callable[[int], object]] = []
         self.keys_S4 = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)
         self.inverse_temperature_S1 = torch.ones(num_slots, 1, device=device)
         self.noise_scale_S1 = torch.ones(num_slots, 1, device=device)
@@ -98,6 +100,8 @@ class LawTable:
         """Writes a slot. law: None frees it."""
         self.laws[slot] = law or _FREE
         self._unwritten.add(slot)
+        for call in self.on_enter if law else ():
+            call(slot)
 
     def flush(self) -> None:
         """Copies what was put to the device. Call it before a step's first draw."""
@@ -140,14 +144,10 @@ class LawTable:
 
 
 class Slots:
-    """Assigns the table's slots to the requests of the running batch.
-
-    on_enter: are called with every slot that a request is given.
-    """
+    """Assigns the table's slots to the requests of the running batch."""
 
     def __init__(self, table: LawTable) -> None:
         self.table = table
-        self.on_enter: list[Callable[[int], object]] = []
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(table.laws)))[::-1]
 
@@ -160,8 +160,6 @@ class Slots:
             if request_id not in self._slot_of:
                 self._slot_of[request_id] = slot = self._free.pop()
                 self.table.put(slot, RowLaw.of(asked(request_id)))
-                for call in self.on_enter:
-                    call(slot)
         self.table.flush()
 
     def slot_of(self, request_id: str) -> int:

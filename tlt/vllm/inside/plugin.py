@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlt.types import UserError
-from tlt.vllm.inside import runner_v1
+from tlt.vllm.inside import drafter_v1, runner_v1
 from tlt.vllm.inside.capture import FeatureCapture
 from tlt.vllm.inside.law import DEFAULT_TAU, LawTable
 from tlt.vllm.inside.served import check_params, check_server, law_config, seed_of
-from tlt.vllm.inside.unread import UnreadPositions, is_possible
+from tlt.vllm.inside.unread import UnreadPositions
 
 PROCESSOR = "tlt.vllm.inside.runner_v2:LawProcessor"
 
@@ -31,7 +31,8 @@ class Installed:
     capture: FeatureCapture | None
     """None: features are not captured."""
     unread: UnreadPositions | None = None
-    """What the drafter has not read while nothing was drafted; None: the drafter runs in every step."""
+    """What the drafter has not read while nothing was drafted; None: it runs in every step, or there is
+    none."""
 
 
 def register() -> None:
@@ -94,12 +95,25 @@ def _load_model(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 
 def _install(runner: Any, given: dict[str, Any]) -> Installed:
     """Installs the law in a runner that has loaded its model."""
-    tau = float(given.get("tau", DEFAULT_TAU))
+    tau, drafts = float(given.get("tau", DEFAULT_TAU)), runner.vllm_config.speculative_config
+    reads_hidden = drafts is not None and drafts.method in ("eagle", "eagle3")
     if runner.vllm_config.use_v2_model_runner:
-        from tlt.vllm.inside import runner_v2
+        from tlt.vllm.inside import drafter_v2, runner_v2
 
-        return Installed(runner_v2.install_v2(runner, tau), None)
+        table = runner_v2.install_v2(runner, tau)
+        may_sleep = reads_hidden and _may_sleep(drafter_v2.why_awake_v2(runner))
+        return Installed(table, None, drafter_v2.DrafterV2(runner, table).unread if may_sleep else None)
     batch = runner_v1.install_v1(runner, tau)
-    waiting = UnreadPositions(runner, batch) if is_possible(runner) else None
+    may_sleep = reads_hidden and _may_sleep(drafter_v1.why_awake_v1(runner))
+    unread = drafter_v1.DrafterV1(runner, batch).unread if may_sleep else None
     capture = FeatureCapture(runner, batch) if given.get("captures") else None
-    return Installed(batch.table, capture, waiting)
+    return Installed(batch.table, capture, unread)
+
+
+def _may_sleep(reason: str | None) -> bool:
+    """Logs why the drafter runs also where nothing is drafted."""
+    from vllm.logger import init_logger
+
+    if reason is not None:
+        init_logger("vllm.tlt").warning("The drafter runs in steps without drafts, too: %s.", reason)
+    return reason is None
