@@ -58,7 +58,7 @@ class Pretend:
                 batch[row].read.append(state)
 
         if drafts:
-            self.unread.read(rows, range(len(batch)), read)
+            self.unread.read(rows, np.arange(len(batch)), read)
             runs = True
         else:
             hidden = torch.tensor([value for one in computed for value in one], dtype=torch.float64)

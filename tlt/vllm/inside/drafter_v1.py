@@ -46,7 +46,7 @@ class DrafterV1:
         read = partial(self._pass, sampling_metadata, metadata[1])
         runs = bool(scheduler_output.num_spec_tokens_to_schedule)
         if runs:
-            self.unread.read(rows, range(len(rows.slots_B)), read)
+            self.unread.read(rows, np.arange(len(rows.slots_B)), read)
         else:
             hidden_NF = features(hidden_states, aux_hidden_states)
             positions_N = self.runner.positions[: len(hidden_NF)].long()

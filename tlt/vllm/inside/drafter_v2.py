@@ -56,16 +56,12 @@ class DrafterV2:
         dummy_run: bool = False, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Returns vLLM's drafts: -1, and the drafter has not run, where none are wanted."""
-        if not dummy_run:
-            rows, read = self._rows(input_batch), partial(self._pass, input_batch)
-            if num_speculative_tokens != 0:
-                self.unread.read(rows, range(input_batch.num_reqs), read)
-            else:
-                hidden_NF = features(last_hidden_states, aux_hidden_states)
-                positions_N, slots_B = input_batch.positions, input_batch.idx_mapping
-                if not self.unread.keep(rows, hidden_NF, positions_N, slots_B, read):
-                    drafts: Tensor = self.speculator.draft_tokens[: input_batch.num_reqs]
-                    return drafts.fill_(-1)
+        if options.get("is_profile"):  # vLLM measures what memory is left for its cache
+            self.unread.make_room(features(last_hidden_states, aux_hidden_states))
+        states = last_hidden_states, aux_hidden_states
+        if not dummy_run and not self._runs(input_batch, states, num_speculative_tokens):
+            drafts: Tensor = self.speculator.draft_tokens[: input_batch.num_reqs]
+            return drafts.fill_(-1)
         return self._propose(
             input_batch,
             attn_metadata,
@@ -77,6 +73,18 @@ class DrafterV2:
             dummy_run=dummy_run,
             **options,
         )
+
+    def _runs(
+        self, input_batch: Any, states: tuple[Tensor, list[Tensor] | None], num_to_draft: int | None
+    ) -> bool:
+        """Has the drafter read what it missed, or keeps what it misses. Returns whether vLLM's own proposal
+        follows."""
+        rows, read = self._rows(input_batch), partial(self._pass, input_batch)
+        if num_to_draft != 0:
+            self.unread.read(rows, np.arange(input_batch.num_reqs), read)
+            return True
+        positions_N, slots_B = input_batch.positions, input_batch.idx_mapping
+        return self.unread.keep(rows, features(*states), positions_N, slots_B, read)
 
     def _rows(self, input_batch: Any) -> Rows:
         """A row that verifies drafts is left to vLLM's own pass: how many were rejected, the device knows."""

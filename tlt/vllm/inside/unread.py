@@ -107,7 +107,7 @@ class UnreadPositions:
         assert self.kept_SRF is not None
         return self.kept_SRF[slots_N, positions_N % self.kept_SRF.shape[1]]
 
-    def read(self, rows: Rows, indices: Sequence[int] | Integers, read: Read) -> None:
+    def read(self, rows: Rows, indices: Integers, read: Read) -> None:
         """Lets the drafter read all that it has not read of these rows, up to this step's positions."""
         firsts_B = self.first_S[rows.slots_B]
         for some in self._passes(indices, rows.starts_B - firsts_B):
@@ -118,7 +118,7 @@ class UnreadPositions:
         """Keeps this step's hidden states, as far as the drafter does not read them now. Returns whether it
         does: it runs over every row where one is a prompt. hidden_NF: more rows than that pad the batch."""
         hidden_NF = hidden_NF[: rows.counts_B.sum()]
-        room = self._make_room(hidden_NF).shape[1]
+        room = self.make_room(hidden_NF).shape[1]
         has_prompts = bool((rows.are_prompts_B | (rows.counts_B > room)).any())
         if not has_prompts:
             self.first_S[rows.slots_B] = np.minimum(self.first_S[rows.slots_B], rows.starts_B)
@@ -131,7 +131,8 @@ class UnreadPositions:
         self._write(rows, hidden_NF, positions_N, slots_B)
         return has_prompts
 
-    def _make_room(self, hidden_NF: Tensor) -> Tensor:
+    def make_room(self, hidden_NF: Tensor) -> Tensor:
+        """Returns `kept_SRF`, allocated by the first call for hidden states like these."""
         if self.kept_SRF is None:
             num_slots, width = len(self.first_S), hidden_NF.shape[1]
             share = KEPT_BYTES // (num_slots * width * hidden_NF.element_size())
@@ -152,12 +153,10 @@ class UnreadPositions:
             hidden_NF, positions_N, slots_N = hidden_NF[at], positions_N[at], slots_B[at_rows]
         self.kept_SRF[slots_N, positions_N % self.kept_SRF.shape[1]] = hidden_NF
 
-    def _passes(self, indices: Sequence[int] | Integers, counts_B: Integers) -> Iterator[Integers]:
+    def _passes(self, indices: Integers, counts_B: Integers) -> Iterator[Integers]:
         """Yields those of the rows that have something unread, as many at a time as a pass can read."""
         group, size = list[int](), 0
-        for index in indices:
-            if counts_B[index] <= 0:
-                continue
+        for index in indices[counts_B[indices] > 0].tolist():
             if size + counts_B[index] > self.longest_pass:
                 yield np.array(group)
                 group, size = [], 0
