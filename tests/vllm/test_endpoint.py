@@ -1,11 +1,12 @@
 """`tlt serve` under load, asked by 64 clients of the `openai` package: the tuner changes the length of drafts
 all the time, clients leave in mid-stream, and neither changes a token; vLLM's counters say what happened.
 
-TLT_ENDPOINT=RUN asks the same of a run's endpoint.
+TLT_ENDPOINT=RUN asks the same of a run's endpoint, with the run's own problems.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import socket
@@ -21,6 +22,8 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm_serve import BASE, DRAFTER, ROOT, _end, _wait, client_of, prompts, serving_environment
+from tlt.config.schema import Config
+from tlt.training.problems import load_problems
 
 pytestmark = [
     pytest.mark.skipif(
@@ -34,6 +37,7 @@ pytestmark = [
 ]
 
 NUM_CLIENTS, MAX_TOKENS = 64, 48
+RUN = os.environ.get("TLT_ENDPOINT")
 COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
 
 
@@ -43,8 +47,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run = os.environ.get("TLT_ENDPOINT")
-    source = [run] if run else [str(BASE), "--drafter", str(DRAFTER)]
+    source = [RUN] if RUN else [str(BASE), "--drafter", str(DRAFTER)]
     theirs = ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
     theirs += ["--max-model-len", "512", "--per-request-spec-decode-metrics", "detailed"]
     command = [sys.executable, "-m", "tlt", "serve", *source, "--name", "m", "--", *theirs]
@@ -67,20 +70,29 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             Path(kept).write_text(log.read_text(errors="replace"))
 
 
+@functools.cache
+def asked() -> list[str] | list[list[int]]:
+    """Returns 16 prompts: of Countdown, or of the run's task as the run wrote them."""
+    if RUN is None:
+        return prompts(16)
+    config = Config.from_json((Path(RUN) / "config.json").read_text())
+    return [list(problem.prompt_ids) for problem in load_problems(config, "train")[:16]]
+
+
 def ask(client: Any, seed: int) -> Any:
     """Asks with a seed of its own; every third request is truncated, every fourth has log-probabilities."""
     law: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9} if seed % 3 == 2 else {"temperature": 1.0}
     logprobs = {"logprobs": 2} if seed % 4 == 0 else {}
-    text = prompts(16)[seed % 16]
+    prompt = asked()[seed % 16]
     return client.completions.create(
-        model="m", prompt=text, seed=seed, max_tokens=MAX_TOKENS, **law, **logprobs
+        model="m", prompt=prompt, seed=seed, max_tokens=MAX_TOKENS, **law, **logprobs
     )
 
 
 def leave(client: Any, seed: int) -> None:
     """Asks for a stream and hangs up after its third chunk."""
-    asked = {"model": "m", "prompt": prompts(16)[seed % 16], "seed": seed, "max_tokens": 400}
-    with client.completions.create(**asked, stream=True, temperature=1.0) as stream:
+    words = {"model": "m", "prompt": asked()[seed % 16], "seed": seed, "max_tokens": 400}
+    with client.completions.create(**words, stream=True, temperature=1.0) as stream:
         for number, _ in enumerate(stream):
             if number == 2:
                 return
@@ -119,6 +131,18 @@ def told_by(answers: list[Any]) -> Counter[str]:
     return found
 
 
+def lengths_of(answers: list[Any]) -> set[int]:
+    """Returns the lengths of drafts, 0 where a token came without."""
+    found = set[int]()
+    for answer in answers:
+        told = (answer.model_extra.get("metrics") or {}).get("speculative_decoding") or {}
+        found.update(told.get("per_step_drafted") or ())
+        by_drafts = sum(accepted + 1 for accepted in told.get("per_step_accepted") or ())
+        if answer.usage.completion_tokens > 1 + by_drafts:  # the first token is the prompt's step
+            found.add(0)
+    return found
+
+
 def text_of(answer: Any) -> str:
     (choice,) = answer.choices
     return str(choice.text)
@@ -133,15 +157,7 @@ def test_neither_company_nor_tuner_nor_leaving_clients_change_a_token(url: str) 
     counted = counters(url) - before
     assert counted["drafts"] > 0
     assert counted == told_by(alone + together)
-    lengths = {
-        length
-        for answer in alone + together
-        for length in (answer.model_extra.get("metrics") or {})
-        .get("speculative_decoding", {})
-        .get("per_step_drafted", ())
-        or ()
-    }
-    assert len(lengths) > 1, "the tuner has tried several lengths"
+    assert len(lengths_of(alone + together)) > 1, "the tuner has changed the length"
 
     with ThreadPoolExecutor(2 * NUM_CLIENTS) as pool:
         leaving = [pool.submit(leave, client, 1000 + seed) for seed in seeds]
