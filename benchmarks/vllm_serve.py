@@ -85,10 +85,10 @@ def serving(
     with log.open("w") as said:
         child = subprocess.Popen(command, cwd=ROOT, env=inherited, stdout=said, stderr=said, process_group=0)
     try:
-        _wait(child, f"http://127.0.0.1:{port}/health", log)
+        wait_until_healthy(child, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        _end(child)
+        end_server(child)
 
 
 def serving_environment(folder: Path) -> dict[str, str]:
@@ -109,7 +109,7 @@ def serving_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _wait(child: subprocess.Popen[bytes], health: str, log: Path, seconds: float = 900) -> None:
+def wait_until_healthy(child: subprocess.Popen[bytes], health: str, log: Path, seconds: float = 900) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if child.poll() is not None:
@@ -122,7 +122,7 @@ def _wait(child: subprocess.Popen[bytes], health: str, log: Path, seconds: float
     raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def end_server(child: subprocess.Popen[bytes]) -> None:
     child.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         child.wait(60)

@@ -21,7 +21,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_serve import BASE, DRAFTER, ROOT, _end, _wait, client_of, prompts, serving_environment
+from benchmarks.vllm_serve import (
+    BASE,
+    DRAFTER,
+    ROOT,
+    client_of,
+    end_server,
+    prompts,
+    serving_environment,
+    wait_until_healthy,
+)
 from tlt.config.schema import Config
 from tlt.training.problems import load_problems
 
@@ -62,10 +71,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             process_group=0,
         )
     try:
-        _wait(child, f"http://127.0.0.1:{port}/health", log)
+        wait_until_healthy(child, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        _end(child)
+        end_server(child)
         if kept := os.environ.get("TLT_ENDPOINT_LOG"):
             Path(kept).write_text(log.read_text(errors="replace"))
 
