@@ -26,7 +26,7 @@ from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import Request, SamplingParams, UserError
 from tlt.vllm.check import check_law
 from tlt.vllm.engine import Speculation, VllmEngine
-from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room
+from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room, Want
 from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
 from tlt.vllm.strategies import refuse_references
@@ -182,28 +182,49 @@ def test_the_self_check_sees_a_vllm_that_drops_or_believes_what_it_is_given(
         check_law(engine_with(references, None, link()), VOCAB)
 
 
-ROOM = Room(num_requests=4, budget=4096, free_blocks=100, block_size=16, lookahead=0, vocab_size=1000)
+ROOM = Room(budget=4096, free_blocks=1000, block_size=16, lookahead=0, vocab_size=1000)
+
+
+def alike(num: int, num_computed: int = 10, num_drafted: int = 600) -> dict[str, Want]:
+    return {f"r{i}": Want(num_computed, num_drafted) for i in range(num)}
 
 
 def test_drafts_take_half_a_step_s_tokens_at_most() -> None:
-    assert replace(ROOM, free_blocks=900).tokens(10) == 512
-    assert replace(ROOM, num_requests=64, free_blocks=9000).tokens(10) == 32
+    assert set(ROOM.share(alike(4)).values()) == {512}
+    assert set(ROOM.share(alike(64)).values()) == {32}
+    assert sum(replace(ROOM, budget=64).share(alike(40)).values()) == 24, "each has a token of its own"
+
+
+def test_what_a_request_does_not_want_is_the_others() -> None:
+    wants = alike(60, num_drafted=0) | {"short": Want(10, 20)} | {"long": Want(10, 5000)}
+    found = ROOM.share(wants)
+    assert (found["short"], found["long"], found["r0"]) == (20, 2028, 0)
 
 
 def test_drafts_end_with_a_request_s_share_of_the_blocks() -> None:
     few = replace(ROOM, free_blocks=7)
-    assert few.tokens(10) == 6 + 16 - 1
-    assert replace(few, lookahead=5).tokens(10) == 6 + 16 - 1 - 5
-    assert replace(few, free_blocks=3).tokens(16) == 0
-    for num_computed in range(1, 70):  # never more new blocks than its share, of those that it surely has
-        behind = num_computed + 1 + few.tokens(num_computed)
-        assert -(-behind // 16) - -(-num_computed // 16) <= 7 // 4
+    assert set(few.share(alike(4)).values()) == {6 + 16 - 1, 6 + 2 * 16 - 1}
+    assert set(replace(few, lookahead=5).share(alike(4)).values()) == {6 + 16 - 1 - 5, 6 + 2 * 16 - 1 - 5}
+    assert set(replace(few, free_blocks=3).share(alike(4, num_computed=16)).values()) == {0, 15}
+
+
+def test_drafts_never_take_a_block_that_another_request_needs() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        room = replace(ROOM, free_blocks=rng.randrange(9, 30), lookahead=rng.randrange(5))
+        wants = {f"r{i}": Want(rng.randrange(1, 90), rng.choice([0, 3, 40, 400])) for i in range(9)}
+        found = room.share(wants)
+        assert all(found[name] <= want.num_drafted for name, want in wants.items())
+        ends = {name: want.num_computed + 1 + found[name] + room.lookahead for name, want in wants.items()}
+        new = {name: -(-ends[name] // 16) - -(-want.num_computed // 16) for name, want in wants.items()}
+        assert sum(new.values()) <= room.free_blocks
 
 
 def test_logits_of_drafts_are_bounded() -> None:
     large = replace(ROOM, vocab_size=152_000)
-    assert large.tokens(10) * 4 * 152_000 * 4 <= LOGITS_BYTES
-    assert large.tokens(10) > 100
+    found = large.share(alike(4))
+    assert sum(found.values()) * 4 * 152_000 <= LOGITS_BYTES
+    assert min(found.values()) > 100
 
 
 def test_the_proposer_that_vllm_needs_proposes_nothing() -> None:

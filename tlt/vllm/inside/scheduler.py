@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tlt.vllm.inside.given import Room
+from tlt.vllm.inside.given import Room, Want
 
 
 class LengthScheduler(Scheduler):
@@ -44,19 +44,22 @@ class LengthScheduler(Scheduler):
             return frozenset()
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         room = Room(
-            num_requests=len(self.running),
             budget=self.max_num_scheduled_tokens,
             free_blocks=free_blocks // len(self.kv_cache_config.kv_cache_groups),
             block_size=self.block_size,
             lookahead=self.num_lookahead_tokens,
             vocab_size=self.vllm_config.model_config.get_vocab_size(),
         )
-        found = set()
+        wants = {}
         for request in self.running:
-            num_computed = request.num_computed_tokens
-            if request.request_id not in given or num_computed != request.num_tokens - 1:
+            draft = given.get(request.request_id, request.spec_token_ids)
+            num_unread = request.num_tokens - 1 - request.num_computed_tokens
+            wants[request.request_id] = Want(request.num_computed_tokens, num_unread or len(draft))
+        found, room_for = set(), room.share(wants)
+        for request in self.running:
+            if request.request_id not in given or request.num_computed_tokens != request.num_tokens - 1:
                 continue  # it still reads its prompt: all but the last token must have been computed
-            draft = given[request.request_id][: room.tokens(num_computed)]
+            draft = given[request.request_id][: room_for[request.request_id]]
             if draft and (draft := self.structured_output_manager.validate_tokens(request, draft)):
                 request.spec_token_ids = draft
                 found.add(request.request_id)
@@ -67,4 +70,22 @@ class LengthScheduler(Scheduler):
         self.num_verified = {request_id: len(tokens) for request_id, tokens in drafts.items()}
         self.followed &= self.num_verified.keys()
         self.num_preempted += len(scheduler_output.preempted_req_ids or ())
+        for request_id, num in self.num_verified.items():
+            request = self.requests.get(request_id)
+            if request is not None and (told := request.spec_decode_metrics) is not None:
+                told.histogram += [0] * (num + 1 - len(told.histogram))
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Counts a verification. Of a given draft that is longer than vLLM's own may be, every token counts,
+        and the positions that vLLM counts one by one."""
+        most = self.num_spec_tokens
+        counts = min(num_draft_tokens, most), min(num_accepted_tokens, most)
+        stats = super().make_spec_decoding_stats(spec_decoding_stats, *counts, *args, **kwargs)
+        if stats is not None:
+            stats.num_draft_tokens += num_draft_tokens - counts[0]
+            stats.num_accepted_tokens += num_accepted_tokens - counts[1]
+        return stats

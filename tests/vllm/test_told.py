@@ -1,0 +1,221 @@
+"""What vLLM says of its drafts is what happened, and log-probabilities stay while it drafts: under the law,
+with the tuner, and with references longer than any draft of vLLM's own.
+
+What happened is counted from the tokens alone: a draft's tokens are accepted as far as they are those of the
+response that our own engine gives without drafts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.side_by_side import RandomLengths, answers
+from tests.vllm.parts import in_vllm
+from tests.vllm.test_references import REQUESTS, engine_with
+from tlt.drafter.drafting.references import References
+from tlt.speculative.strategy import Strategy
+from tlt.tuning.tuner import Fixed
+from tlt.types import Request
+from tlt.types import SamplingParams as OurParams
+
+pytestmark = in_vllm
+
+SPARE = 16
+"""Tokens behind a response's end that a last draft may reach."""
+NUM_TOKENS = 90
+Steps = dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]
+"""By prompt: every verified draft, after the number of the response's tokens before it."""
+
+
+@pytest.fixture(scope="module")
+def telling() -> Iterator[Any]:
+    """vLLM with the tuner in its scheduler, EAGLE and references, which keeps and tells its counts."""
+    from tlt.vllm import start
+    from tlt.vllm.inside.tuned import TunedScheduler
+
+    quiet = start.arguments
+    told = {"scheduler_cls": TunedScheduler, "disable_log_stats": False}
+    told |= {"per_request_spec_decode_metrics": "detailed", "max_logprobs": 6}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "arguments", lambda settings: {**quiet(settings), **told})
+        engine = engine_with("EAGLE beside", References(None), own_process=True)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def verified(telling: Any, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """What the scheduler sends to be verified."""
+    scheduler, found = telling.link._scheduler, Steps()
+    schedule = scheduler.schedule
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        for name, draft in output.scheduled_spec_decode_tokens.items():
+            request = scheduler.requests[name]
+            found.setdefault(tuple(request.prompt_token_ids), []).append(
+                (request.num_output_tokens, tuple(draft))
+            )
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", seen)
+    return found
+
+
+def happened(verified: Steps, own: Any, requests: Sequence[Request]) -> list[list[tuple[int, int]]]:
+    """Returns (accepted, drafted) of every verification, by request."""
+    longer = [replace(r, params=replace(r.params, max_tokens=r.params.max_tokens + SPARE)) for r in requests]
+    right, found = {one.prompt_ids: one.token_ids for one in own.generate(longer)}, []
+    for request in requests:
+        tokens, steps = right[request.prompt_ids], []
+        for place, draft in verified.get(request.prompt_ids, ()):
+            agrees = [token == other for token, other in zip(draft, tokens[place:], strict=False)]
+            steps.append(([*agrees, False].index(False), len(draft)))
+        found.append(steps)
+    return found
+
+
+def counters(telling: Any) -> Counter[str]:
+    """Returns vLLM's counters of drafts; those of a position as position-N."""
+    found: Counter[str] = Counter()
+    for metric in telling.link._llm.get_metrics():
+        name = metric.name.removeprefix("vllm:spec_decode_num_")
+        if name in ("drafts", "draft_tokens", "accepted_tokens"):
+            found[name] = metric.value
+        if name == "accepted_tokens_per_pos":
+            found.update({f"position-{index}": value for index, value in enumerate(metric.values)})
+    return found
+
+
+def counted(steps: Sequence[tuple[int, int]], num_positions: int) -> Counter[str]:
+    accepted, drafted = zip(*steps, strict=True)
+    found = Counter(drafts=len(steps), draft_tokens=sum(drafted), accepted_tokens=sum(accepted))
+    return found + Counter(f"position-{i}" for num in accepted for i in range(min(num, num_positions)))
+
+
+def test_long_references_are_counted_in_full(
+    telling: Any, own: Any, verified: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every other request; the positions that vLLM counts one by one end with its own longest draft."""
+    right, engine = answers(own, REQUESTS), telling.link._engine
+    for request in REQUESTS[::2]:
+        token_ids = right[request.problem_id, 0].token_ids
+        telling.references.kept.keep(request.noise_key, token_ids)
+    told, step, before = {}, engine.step, counters(telling)
+
+    def heard() -> Any:
+        outputs = step()
+        told.update({o.request_id: o.outputs[0].spec_decode_metrics for o in outputs if o.finished})
+        return outputs
+
+    monkeypatch.setattr(engine, "step", heard)
+    monkeypatch.setattr(telling, "stats", type(telling.stats)())
+    found = answers(telling, REQUESTS)
+    assert {key: one.token_ids for key, one in found.items()} == {
+        key: one.token_ids for key, one in right.items()
+    }
+    want = happened(verified, own, REQUESTS)
+    every = [step for steps in want for step in steps]
+    assert max(accepted for accepted, _ in every) > telling.link.max_depth
+    assert counters(telling) - before == counted(every, telling.link.max_depth)
+    assert telling.stats.num_drafted_tokens == sum(drafted for _, drafted in every)
+    steps_of = [list(zip(one.per_step_accepted, one.per_step_drafted, strict=True)) for one in told.values()]
+    assert sorted(steps_of) == sorted(want)
+    for one in told.values():
+        assert one.to_dict()["mean_acceptance_length"] == pytest.approx(
+            1 + sum(one.per_step_accepted) / len(one.per_step_accepted)
+        )
+
+
+# ── vLLM's own requests, by seed ────────────────────────────────────────────────────────────────────────────
+
+PROMPTS = [request.prompt_ids for request in REQUESTS]
+NUM_LOGPROBS = (None, 0, 1, 5)
+"""By request, in turn."""
+TUNERS: dict[str, Any] = {
+    "fixed": lambda: Fixed(Strategy("learned", 4, 1, 4)),
+    "changing": lambda: RandomLengths("learned", 8, 3),
+}
+
+
+def ask(telling: Any, tuner: Any, num_tokens: int = NUM_TOKENS) -> list[Any]:
+    """Asks vLLM with a seed and a number of log-probabilities for each prompt, while the scheduler's tuner is
+    this one."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=1.0 if index % 2 else 0.7,
+            seed=index,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=NUM_LOGPROBS[index % 4],
+            prompt_logprobs=2 if index == 3 else None,
+        )
+        for index in range(len(PROMPTS))
+    ]
+    scheduler, llm = telling.link._scheduler, telling.link._llm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "tuner", tuner)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+        found: list[Any] = llm.generate(asked, params, use_tqdm=False)
+    return found
+
+
+def served(num_tokens: int = NUM_TOKENS) -> list[Request]:
+    """Returns the same requests as our own engine answers them."""
+    params = [
+        OurParams(1.0 if index % 2 else 0.7, max_tokens=num_tokens, seed=index)
+        for index in range(len(PROMPTS))
+    ]
+    return [
+        Request("served", 0, prompt, each, "generate") for prompt, each in zip(PROMPTS, params, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tuner", ["the server's", *TUNERS])
+def test_what_vllm_counts_under_a_tuner_is_what_happened(
+    telling: Any, own: Any, verified: Steps, tuner: str
+) -> None:
+    before = counters(telling)
+    chooses = TUNERS[tuner]() if tuner in TUNERS else telling.link._scheduler.tuner
+    told = [answer.outputs[0].spec_decode_metrics for answer in ask(telling, chooses)]
+    want = happened(verified, own, served())
+    every = [step for steps in want for step in steps]
+    assert len(every) > 20
+    assert counters(telling) - before == counted(every, telling.link.max_depth)
+    assert [list(zip(one.per_step_accepted, one.per_step_drafted, strict=True)) for one in told] == want
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_log_probabilities_are_those_without_drafts(telling: Any, own: Any, tuner: str) -> None:
+    right = {one.prompt_ids: one for one in own.generate(served())}
+    alone, drafted = ask(telling, Fixed(Strategy.OFF)), ask(telling, TUNERS[tuner]())
+    assert any(any(one.outputs[0].spec_decode_metrics.per_step_accepted) for one in drafted)
+    for index, (without, found) in enumerate(zip(alone, drafted, strict=True)):
+        ours, num = right[tuple(found.prompt_token_ids)], NUM_LOGPROBS[index % 4]
+        assert tuple(found.outputs[0].token_ids) == tuple(without.outputs[0].token_ids) == ours.token_ids
+        if num is None:
+            assert found.outputs[0].logprobs is None
+            continue
+        for place, (one, other) in enumerate(
+            zip(found.outputs[0].logprobs, without.outputs[0].logprobs, strict=True)
+        ):
+            assert len(one) in (max(num, 1), num + 1)
+            assert {token: (s.logprob, s.rank) for token, s in one.items()} == {
+                token: (pytest.approx(s.logprob, abs=1e-3), s.rank) for token, s in other.items()
+            }
+            drawn = one[ours.token_ids[place]]
+            assert drawn.logprob == pytest.approx(ours.logprobs[place], abs=1e-3)
+            assert drawn.rank >= 1
+    (asked,) = (one for one in zip(alone, drafted, strict=True) if one[0].prompt_logprobs)
+    for one, other in zip(asked[0].prompt_logprobs[1:], asked[1].prompt_logprobs[1:], strict=True):
+        assert {token: s.logprob for token, s in one.items()} == pytest.approx(
+            {token: s.logprob for token, s in other.items()}, abs=1e-3
+        )
