@@ -157,6 +157,12 @@ def text_of(answer: Any) -> str:
     return str(choice.text)
 
 
+def logprobs_of(answer: Any) -> list[float]:
+    """Returns the log-probabilities of a response's tokens; []: none were asked for."""
+    (choice,) = answer.choices
+    return [] if choice.logprobs is None else list(choice.logprobs.token_logprobs)
+
+
 def test_neither_company_nor_tuner_nor_leaving_clients_change_a_token(url: str) -> None:
     client, seeds = client_of(url), range(NUM_CLIENTS)
     before = counters(url)
@@ -177,4 +183,8 @@ def test_neither_company_nor_tuner_nor_leaving_clients_change_a_token(url: str) 
     assert [text_of(answer) for answer in together] == wanted
     assert [text_of(answer) for answer in disturbed] == wanted
     assert len(set(wanted)) > NUM_CLIENTS // 4
+    for one, two, three in zip(alone, together, disturbed, strict=True):
+        assert logprobs_of(two) == pytest.approx(logprobs_of(one), abs=1e-3)
+        assert logprobs_of(three) == pytest.approx(logprobs_of(one), abs=1e-3)
+    assert sum(map(len, map(logprobs_of, alone))) > NUM_CLIENTS
     assert text_of(ask(client, 0)) == wanted[0], "the server goes on"

@@ -141,8 +141,15 @@ def test_a_stream_a_chat_and_a_stop_text_give_the_same_tokens(url: str, ours: Ca
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole
     stopped = client.completions.create(prompt=PROMPT, stop=["*"], **asked).choices[0].text
     assert stopped == whole.split("*")[0]
-    chat = client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **asked, **WANTED)
-    assert tuple(chat.choices[0].token_ids) == ours(chat.prompt_token_ids, 3).token_ids
+    scores: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": PROMPT}], **asked, **scores, **WANTED
+    )
+    wanted = ours(chat.prompt_token_ids, 3)
+    assert tuple(chat.choices[0].token_ids) == wanted.token_ids
+    told = chat.choices[0].logprobs.content
+    assert [one.logprob for one in told] == pytest.approx(wanted.logprobs, abs=1e-3)
+    assert all(len(one.top_logprobs) == 2 for one in told)
 
 
 def test_log_probabilities_are_those_of_the_requests_temperature(

@@ -143,7 +143,7 @@ TUNERS: dict[str, Any] = {
 }
 
 
-def ask(telling: Any, tuner: Any, num_tokens: int = NUM_TOKENS) -> list[Any]:
+def ask(telling: Any, tuner: Any, numbers: Sequence[int | None] = NUM_LOGPROBS) -> list[Any]:
     """Asks vLLM with a seed and a number of log-probabilities for each prompt, while the scheduler's tuner is
     this one."""
     from vllm import SamplingParams
@@ -152,10 +152,10 @@ def ask(telling: Any, tuner: Any, num_tokens: int = NUM_TOKENS) -> list[Any]:
         SamplingParams(
             temperature=1.0 if index % 2 else 0.7,
             seed=index,
-            max_tokens=num_tokens,
+            max_tokens=NUM_TOKENS,
             ignore_eos=True,
             detokenize=False,
-            logprobs=NUM_LOGPROBS[index % 4],
+            logprobs=numbers[index % len(numbers)],
             prompt_logprobs=2 if index == 3 else None,
         )
         for index in range(len(PROMPTS))
@@ -168,10 +168,10 @@ def ask(telling: Any, tuner: Any, num_tokens: int = NUM_TOKENS) -> list[Any]:
     return found
 
 
-def served(num_tokens: int = NUM_TOKENS) -> list[Request]:
+def served() -> list[Request]:
     """Returns the same requests as our own engine answers them."""
     params = [
-        OurParams(1.0 if index % 2 else 0.7, max_tokens=num_tokens, seed=index)
+        OurParams(1.0 if index % 2 else 0.7, max_tokens=NUM_TOKENS, seed=index)
         for index in range(len(PROMPTS))
     ]
     return [
@@ -219,3 +219,14 @@ def test_log_probabilities_are_those_without_drafts(telling: Any, own: Any, tune
         assert {token: s.logprob for token, s in one.items()} == pytest.approx(
             {token: s.logprob for token, s in other.items()}, abs=1e-3
         )
+
+
+@pytest.mark.parametrize("tuner", [Fixed(Strategy.OFF), *(make() for make in TUNERS.values())])
+def test_a_token_s_rank_does_not_depend_on_what_others_ask_for(telling: Any, tuner: Any) -> None:
+    """Nobody here asks for other tokens' log-probabilities."""
+    alone, beside = ask(telling, tuner, [0]), ask(telling, Fixed(Strategy.OFF), [5])
+    for one, other in zip(alone, beside, strict=True):
+        drawn = one.outputs[0].token_ids
+        assert drawn == other.outputs[0].token_ids
+        places = zip(drawn, one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True)
+        assert all(these[token].rank == those[token].rank for token, these, those in places)

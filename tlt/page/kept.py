@@ -100,7 +100,9 @@ class _Reader:
         if drafts is None:
             is_vllm = self.run.setting("rollout.engine") == "vllm"
             self.uncoloured[
-                "vLLM does not tell who drafted them" if is_vllm else "an older TLT wrote them"
+                "vLLM on a GPU does not tell who drafted them, nor did an older TLT"
+                if is_vllm
+                else "an older TLT wrote them"
             ] += 1
         if drafts is None or tokenizer is None:
             return {"text": clip(text)[0]}

@@ -20,14 +20,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tlt.drafter.drafting.reference_drafter import REFERENCE
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.sequence import Decode, Sequence, broken_policy
 from tlt.models.packed import PackedTransformer
 from tlt.ranks.sharding import layer_by_layer
 from tlt.spans import Span
 from tlt.speculative.strategy import NO_EXPECTATION, BatchState, StepOutcome, Strategy, StrategyTuner
-from tlt.types import Finished
+from tlt.types import Finished, Verdict
 from tlt.vllm.drafter import VllmDrafter
+from tlt.vllm.inside.given import Verified
 from tlt.vllm.inside.law import RowLaw
 from tlt.vllm.link import Link
 from tlt.vllm.references import RunningReferences
@@ -136,17 +138,18 @@ class VllmEngine(RolloutBackend):
         self._give_drafts()
         outputs = self.link.step()
         num_tokens = 0
-        verified: list[tuple[int, int, bool]] = []  # accepted, drafted, from a reference
+        rows: list[tuple[int, int, bool]] = []  # accepted, drafted, from a reference
         for name, (token_ids, logprobs) in outputs.items():
-            sequence, num_drafted = self._running[name], self.link.num_verified(name)
-            num_kept, num_accepted = self._commit(sequence, token_ids, logprobs), len(token_ids) - 1
+            verified = self.link.verified(name)
+            num_drafted, num_accepted = len(verified.draft), verified.num_accepted
+            num_kept = self._commit(name, token_ids, logprobs, verified)
             num_tokens += num_kept
             # a strategy that found nothing to draft for a sequence has that as its outcome
             if num_drafted or not (self._verified_by.is_off or name in self._reading):
-                verified.append((num_accepted, num_drafted, self._note_reference(name, num_accepted)))
+                rows.append((num_accepted, num_drafted, self._note_reference(name, num_accepted)))
                 self.stats.record_verification(num_drafted, num_drafted, num_accepted, num_kept)
         self._reading -= outputs.keys()
-        accepted, drafted, from_reference = zip(*verified, strict=True) if verified else ((), (), ())
+        accepted, drafted, from_reference = zip(*rows, strict=True) if rows else ((), (), ())
         outcome = StepOutcome(num_tokens, accepted, drafted, time.perf_counter() - start, from_reference)
         self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
@@ -156,7 +159,9 @@ class VllmEngine(RolloutBackend):
         ended = []
         while self.waiting and len(self._running) < self.max_batch_size:
             request, name = self.waiting.popleft(), f"tlt-{next(self._numbers)}"
-            sequence = Sequence.start(replace(request, drafts=None), self.window, self.decode)
+            if self.link.is_v2:  # it keeps drafts on the device
+                request = replace(request, drafts=None)
+            sequence = Sequence.start(request, self.window, self.decode)
             if sequence.finish_reason is not None:
                 ended.append(Finished(sequence.to_rollout(self.policy_version)))
                 continue
@@ -193,7 +198,11 @@ class VllmEngine(RolloutBackend):
         if self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
             self._otherwise[self._strategy] = self.tuner.expected.otherwise
-        self.link.draft(min(self._strategy.without_reference.depth, self.link.max_depth))
+        depth = min(self._strategy.without_reference.depth, self.link.max_depth)
+        if depth and self.references is not None and self._strategy.uses_references:
+            # where each will have a reference to draft from, nobody would verify what vLLM drafts
+            depth *= not self.references.cover(self._running, self._drafted_by.depth)
+        self.link.draft(depth)
 
     def _give_drafts(self) -> None:
         """Gives vLLM the references' next tokens, where this step verifies by a strategy that uses them."""
@@ -207,10 +216,17 @@ class VllmEngine(RolloutBackend):
         self.stats.record_reference(self.references.version(name), self.policy_version, num_accepted)
         return True
 
-    def _commit(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> int:
+    def _commit(
+        self, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...], verified: Verified
+    ) -> int:
+        """Appends a sequence's new tokens, and records the draft; returns how many tokens were kept."""
+        sequence, (draft, num_accepted) = self._running[name], verified
         if not math.isfinite(sum(logprobs)):
             raise broken_policy(self.policy_version, self.link.dtype, sequence)
-        return sequence.extend(token_ids, logprobs, self.decode)
+        rejected = draft[num_accepted] if num_accepted < len(draft) else None
+        verdict = Verdict(token_ids, num_accepted, (), logprobs, len(draft), rejected)
+        own = self._verified_by.without_reference.drafter
+        return sequence.commit(verdict, self.decode, REFERENCE if self.link.used_reference(name) else own)
 
     def _account(
         self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tlt.io.processes import how_it_ended
+from tlt.vllm.inside.given import Verified
 from tlt.vllm.inside.law import Recorded
 from tlt.vllm.inside.release import check_installed
 from tlt.vllm.settings import VllmSettings
@@ -122,9 +123,11 @@ class Link:
         """Returns whether the latest step verified a draft that was given for this request."""
         return self._internal_ids[name] in self._scheduler.followed
 
-    def num_verified(self, name: str) -> int:
-        """Returns how many drafted tokens of this request the latest step verified."""
-        return self._scheduler.num_verified.get(self._internal_ids[name], 0)
+    def verified(self, name: str) -> Verified:
+        """Returns the draft of this request that the latest step verified. In vLLM's second runner its tokens
+        stay on the device, and are -1 here."""
+        found: Verified = self._scheduler.verified.get(self._internal_ids[name], Verified())
+        return found
 
     def take_preemptions(self) -> int:
         """Returns how many requests vLLM has preempted since the last call."""

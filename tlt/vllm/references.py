@@ -46,6 +46,17 @@ class RunningReferences:
                 found[name] = [*draft]
         return found
 
+    def cover(self, running: Mapping[str, Sequence], depth: int) -> bool:
+        """Returns whether every sequence can draft from its reference after a step that verifies up to
+        `depth` drafted tokens, where the reference agrees with them. A response ends with a reference that is
+        whole. Call `reference_drafts` first."""
+
+        def lasts(cursor: ReferenceCursor) -> bool:
+            length = self.acceptance.possible(cursor).length
+            return length > 0 and (cursor.is_whole or cursor.num_left > min(depth, length) + 1)
+
+        return len(self._cursors) == len(running) and all(map(lasts, self._cursors.values()))
+
     def version(self, name: str) -> int | str:
         """Returns the version of a sequence's reference."""
         return self._cursors[name].version

@@ -4,7 +4,7 @@ the engine's statistics say the same."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import pytest
@@ -21,6 +21,7 @@ from tests.lossless.helpers import (
 )
 from tlt.drafter.drafting.references import References
 from tlt.engine import tree_forward
+from tlt.engine.backend import RolloutBackend
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
 from tlt.speculative.params import BatchParams
@@ -71,7 +72,7 @@ def count(engine: RolloutEngine) -> Mapping[ResponseId, list[Counted]]:
     return counted
 
 
-def assert_account_for_all(rollouts: list[Rollout], engines: list[RolloutEngine]) -> None:
+def assert_account_for_all(rollouts: Collection[Rollout], engines: Collection[RolloutBackend]) -> None:
     """The drafts of a response follow each other, lie within it, and add up to what the engines counted."""
     drafts = [draft for rollout in rollouts for draft in rollout.drafts or ()]
     for rollout in rollouts:

@@ -75,5 +75,5 @@ def test_what_is_not_coloured_is_said_with_its_reason(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", {**config, "rollout": {"engine": "vllm"}})
     shown, (note,) = show_responses([read_run(folder, "run")])
-    assert note.endswith("for vLLM does not tell who drafted them")
+    assert note.endswith("for vLLM on a GPU does not tell who drafted them, nor did an older TLT")
     assert shown[0]["text"] == kept["text"]

@@ -26,6 +26,7 @@ from tlt.tuning.tuner import Fixed
 from tlt.types import Request, Rollout, SamplingParams, UserError
 from tlt.vllm.check import check_law, probes
 from tlt.vllm.engine import Speculation, VllmEngine
+from tlt.vllm.inside.given import Verified
 from tlt.vllm.inside.law import LawTable, RowLaw
 
 WINDOW = 80
@@ -58,7 +59,7 @@ class PretendLink:
         self.logits_VV = LOGITS_VV
         self.requests: dict[str, Pretended] = {}
         self.depth, self.num_preempted, self.log = max_depth, 0, list[str]()
-        self.verified: dict[str, int] = {}
+        self.drafted: dict[str, Verified] = {}
         self.given: dict[str, list[int]] = {}
         self.followed = frozenset[str]()
         self.draft_depths: list[int] = []
@@ -89,8 +90,8 @@ class PretendLink:
     def used_reference(self, name: str) -> bool:
         return name in self.followed
 
-    def num_verified(self, name: str) -> int:
-        return self.verified.get(name, 0)
+    def verified(self, name: str) -> Verified:
+        return self.drafted.get(name, Verified())
 
     def take_preemptions(self) -> int:
         found, self.num_preempted = self.num_preempted, 0
@@ -103,10 +104,12 @@ class PretendLink:
         self.followed = frozenset(name for name in given if self.requests[name].has_read)
         for name in self.followed:
             self.requests[name].drafts = given[name]
-        self.verified = {name: len(request.drafts) for name, request in self.requests.items()}
+        self.drafted = {}
         self.draft_depths.append(self.depth)
         for name, request in list(self.requests.items()):
             tokens, logprobs = self.verify(request)
+            agrees = [token == drafted for token, drafted in zip(tokens, request.drafts, strict=False)]
+            self.drafted[name] = Verified(tuple(request.drafts), [*agrees, False].index(False))
             request.tokens += tokens
             request.has_read = True
             found[name] = tuple(tokens), tuple(logprobs)
@@ -272,7 +275,7 @@ def test_verifications_are_counted_under_the_strategy_that_drafted() -> None:
 
     def counted() -> Any:
         found = step()
-        if any(link.verified.values()):
+        if any(one.draft for one in link.drafted.values()):
             name = str(strategies[-1])
             verified[name] = verified.get(name, 0) + sum(len(tokens) for tokens, _ in found.values())
         strategies.append(engine._strategy)  # drafted by at the end of this step

@@ -14,6 +14,7 @@ import torch
 
 from tests.lossless.helpers import VOCAB
 from tests.reference_kinds import KINDS, reference_of
+from tests.unit.engine.test_sequence import assert_account_for_all
 from tests.unit.vllm.test_engine import EXPECTED, REQUESTS, SLOTS, WINDOW, Pretended, PretendLink, Told, texts
 from tlt.assembly import vllm as assembly
 from tlt.assembly.vllm import VllmPlan
@@ -23,7 +24,7 @@ from tlt.drafter.drafting.references import REPLAY, References
 from tlt.speculative.strategy import ExpectedSpeeds, Strategy
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, SamplingParams, UserError
+from tlt.types import Request, SamplingParams, UserError, id_of
 from tlt.vllm.check import check_law
 from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room, Want
@@ -96,6 +97,48 @@ def test_what_was_followed_is_counted_by_the_reference_s_age() -> None:
     assert engine.stats.followed_by_age.keys() == {"2", "replay"}
     followed = engine.stats.followed_by_age
     assert all(2 * 60 - 10 < count < 2 * 60 for count in followed.values()), followed
+
+
+def kept_as(request: Request, references: References, num: int | None, is_whole: bool) -> None:
+    """Cuts a reference to its first tokens."""
+    known = references.get(request.noise_key)
+    assert known is not None
+    references.keep(request.noise_key, known.token_ids[:num], is_whole=is_whole)
+
+
+def test_vllm_s_own_drafter_rests_while_every_sequence_has_a_reference() -> None:
+    for num, is_whole in ((9, True), (9, False), (8, True)):
+        references, link = references_for(LONG[:num], ["right"]), PretendLink()
+        for request in LONG[:num]:
+            kept_as(request, references, None, is_whole)
+        list(engine_with(references, Fixed(BESIDE), link).generate(LONG))
+        rests = link.draft_depths.count(0)
+        assert (rests == len(link.draft_depths)) == (num == 9 and is_whole)
+        assert rests > 0
+
+
+def test_vllm_s_own_drafter_is_back_when_a_reference_ends() -> None:
+    """The step that verifies the reference's end also drafts what comes behind it."""
+    (request,) = LONG[1:2]
+    references, link = references_for([request], ["right"]), PretendLink()
+    kept_as(request, references, 31, False)
+    engine = engine_with(references, Fixed(Strategy.parse("ahead+ngram:8x1x8")), link)
+    (found,) = engine.generate([request])
+    assert found.drafts is not None
+    by_whom = [draft.drafter for draft in found.drafts]
+    num = by_whom.index("ngram")
+    assert by_whom == ["ahead"] * num + ["ngram"] * (len(by_whom) - num)
+    assert found.drafts[num].place == 31 + 1, "the target has added a token of its own"
+
+
+def test_a_response_records_who_drafted_it() -> None:
+    engine = engine_with(references_for(LONG[:3], KINDS[:3]), Fixed(BESIDE))
+    rollouts = list(engine.generate(LONG[:6]))
+    assert_account_for_all(rollouts, [engine])
+    by_whom = {id_of(rollout): {one.drafter for one in rollout.drafts or ()} for rollout in rollouts}
+    whose = [by_whom[id_of(request)] for request in LONG[:6]]
+    assert all("ahead" in drafters for drafters in whose[:3])
+    assert whose[3:] == [{"ngram"}] * 3
 
 
 def test_a_tuner_is_told_which_sequences_were_drafted_for_from_references() -> None:

@@ -57,6 +57,7 @@ class ReferenceCursor:
 
     def __init__(self, reference: Reference, skip: int) -> None:
         self.reference, self.version, self.skip = reference.token_ids, reference.version, skip
+        self.is_whole = reference.is_whole
         self.place = 0
         """Index of the reference's token that is expected next."""
         self.num_read = 0
@@ -70,6 +71,11 @@ class ReferenceCursor:
         if not self.has_differed:
             return _UNBROKEN, 0
         return (_IN_PLACE if self.place == self.num_read else _OUT_OF_PLACE), match_bucket(self.num_agreed)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of the reference from `place` on."""
+        return len(self.reference) - self.place
 
     def read(
         self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None
@@ -131,8 +137,9 @@ class ReferenceAcceptance:
         """Returns the longest draft from a reference that is likely accepted whole."""
         case, bucket = cursor.cell
         agreed, compared = self.hits[case][bucket]
-        rate, num_left = min(agreed / compared, _SUREST), len(cursor.reference) - cursor.place
-        return ReferenceDraft(rate, min(int(math.log(self.confidence_threshold) / math.log(rate)), num_left))
+        rate = min(agreed / compared, _SUREST)
+        num_likely = int(math.log(self.confidence_threshold) / math.log(rate))
+        return ReferenceDraft(rate, min(num_likely, cursor.num_left))
 
     def draft(
         self,

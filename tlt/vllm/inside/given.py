@@ -17,6 +17,14 @@ LOGITS_BYTES = 1 << 28
 """Memory for one copy of the logits of a step's drafted rows, in float32."""
 
 
+class Verified(NamedTuple):
+    """A draft that a step verified."""
+
+    draft: Sequence[int] = ()
+    num_accepted: int = 0
+    """Its tokens that the target drew, too; those behind the response's end included."""
+
+
 class Want(NamedTuple):
     """A running request that would verify a draft."""
 

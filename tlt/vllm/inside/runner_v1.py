@@ -19,7 +19,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from tlt.vllm.inside.law import LawTable, Slots
+from tlt.vllm.inside.law import EXTRA, LawTable, Slots
 
 
 class Batch:
@@ -31,6 +31,8 @@ class Batch:
         self._slots_B = torch.zeros(0, dtype=torch.int64)
         self.next_B = self._slots_B
         """Position after the tokens that this step has drawn: that of the first drafted token."""
+        self.has_ranks = False
+        """Whether a request may read the rank of its tokens: our engine's do not."""
 
     @property
     def is_empty(self) -> bool:
@@ -43,7 +45,9 @@ class Batch:
         self.runner.input_batch.generators.clear()
         if request_ids != self._request_ids:
             self._request_ids = list(request_ids)
-            self.slots.enter(request_ids, lambda name: self.runner.requests[name].sampling_params)
+            asked = {name: self.runner.requests[name].sampling_params for name in request_ids}
+            self.slots.enter(request_ids, asked.__getitem__)
+            self.has_ranks = any(EXTRA not in (params.extra_args or {}) for params in asked.values())
             self._slots_B = self.slots.of(self._request_ids)
         return self._slots_B
 
@@ -87,6 +91,8 @@ class LawSampler(Sampler):
             scaled_RV = self.batch.table.params.take(slots_R).scale(logits_RV[:, None])[:, 0]
             return self.gather_logprobs(scaled_RV.log_softmax(-1).float(), num, tokens_R)
         ranks_R = torch.zeros_like(tokens_R)
+        if self.batch.has_ranks:
+            ranks_R = (logits_RV >= logits_RV.gather(1, tokens_R[:, None])).sum(-1)
         return LogprobsTensors(tokens_R[:, None].to(torch.int32), logprobs_R[:, None].float(), ranks_R)
 
 

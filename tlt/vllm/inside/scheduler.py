@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tlt.vllm.inside.given import Room, Want
+from tlt.vllm.inside.given import Room, Verified, Want
 
 
 class LengthScheduler(Scheduler):
@@ -21,8 +21,8 @@ class LengthScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.num_to_draft: int = self.num_spec_tokens
         """Tokens that every request drafts at the end of the next step."""
-        self.num_verified: dict[str, int] = {}
-        """Drafted tokens of each request that the last finished step verified."""
+        self.verified: dict[str, Verified] = {}
+        """By request: the draft that the last finished step verified."""
         self.given: dict[str, list[int]] = {}
         """Drafts for the next step to verify, by request."""
         self.followed: frozenset[str] = frozenset()
@@ -66,14 +66,17 @@ class LengthScheduler(Scheduler):
         return frozenset(found)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        self.num_verified = {request_id: len(tokens) for request_id, tokens in drafts.items()}
-        self.followed &= self.num_verified.keys()
+        rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+        self.verified = {
+            request_id: Verified(draft, len(sampled[rows[request_id]]) - 1)
+            for request_id, draft in scheduler_output.scheduled_spec_decode_tokens.items()
+        }
+        self.followed &= self.verified.keys()
         self.num_preempted += len(scheduler_output.preempted_req_ids or ())
-        for request_id, num in self.num_verified.items():
+        for request_id, one in self.verified.items():
             request = self.requests.get(request_id)
             if request is not None and (told := request.spec_decode_metrics) is not None:
-                told.histogram += [0] * (num + 1 - len(told.histogram))
+                told.histogram += [0] * (len(one.draft) + 1 - len(told.histogram))
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(

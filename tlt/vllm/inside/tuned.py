@@ -82,9 +82,9 @@ class TunedScheduler(LengthScheduler):
         """Accounts a step of requests that all decode. num_sampled: tokens by request."""
         verified = self._verified_by
         rows = [
-            (num - 1, self.num_verified.get(name, 0))
+            (num - 1, len(self.verified[name].draft) if name in self.verified else 0)
             for name, num in num_sampled.items()
-            if num and (name in self.num_verified or not verified.is_off)
+            if num and (name in self.verified or not verified.is_off)
         ]
         accepted, drafted = zip(*rows, strict=True) if rows else ((), ())
         outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds)
