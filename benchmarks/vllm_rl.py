@@ -1,15 +1,18 @@
 """Compares a run that generates with vLLM with the same run that generates with TLT's own engine.
 
     python -m benchmarks.vllm_rl --out benchmarks/results/vllm-rl      with an interpreter that has vLLM
+    python -m benchmarks.vllm_rl --recipe DIR/reasoning.toml --steps 10 --killed-steps 0 --out …     SmolLM2
 
     tlt     engine tlt, one rank
     vllm    engine vllm, one rank
+    off     as vllm, without drafts
     killed  as vllm, but killed in the middle of a rollout and resumed from its journal
 
-The runs are of the Countdown recipe, small, with one seed. All responses of every step are compared, token by
-token. The engines add numbers in different orders, so a response may differ where two tokens are nearly as
-likely: transformers computes the margin there, noise included, in float64 from the step's policy. From then
-on the runs train on different responses.
+The recipe is made small, with one seed. All responses of every step are compared, token by token. The engines
+add numbers in different orders, so a response may differ where two tokens are nearly as likely: transformers
+computes the margin there, noise included, in float64 from the step's policy. The other arms then update with
+the responses of tlt, so that every step of every arm begins with the same weights, bit for bit (their digests
+are compared).
 """
 
 from __future__ import annotations
@@ -18,33 +21,49 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from benchmarks.command import make_parser
+from benchmarks.command import command_of, make_parser
+from benchmarks.side_by_side import compare
 from tlt.bench.report import environment, markdown, number, table, write_report
+from tlt.hf.weights import content_hash
 from tlt.report.record import read_metrics
-from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.types import Finished, Request, SamplingParams
+from tlt.rollout.dynamic import Group
+from tlt.rollout.result import PhaseResult
+from tlt.types import Finished, Request, ResponseId, Reward, Rollout, SamplingParams, id_of
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/countdown/quickstart.toml"
 SMALL = {
     "run.num_ranks": 1, "run.checkpoint_every": 5, "run.time_limit_minutes": 60,
     "rollout.problems_per_step": 8, "rollout.samples_per_problem": 4, "rollout.max_batch_size": 32,
-    "sampling.max_tokens": 128, "evaluation.num_problems": 0,
+    "sampling.max_tokens": 128, "evaluation.num_problems": 0, "rollout.times_off_every": 0,
     "task.options": '{"mix": {"2": 1.0}, "max_number": 15, "max_target": 60}', "vllm.compile": "false",
 }  # fmt: skip
 """Puzzles of two numbers, which are solved within few tokens."""
-ARMS = ("tlt", "vllm", "killed")
+SMALL_REAL = {
+    "run.num_ranks": 1, "run.threads_per_rank": 2, "run.checkpoint_every": 0, "run.time_limit_minutes": 60,
+    "rollout.problems_per_step": 4, "rollout.samples_per_problem": 4, "rollout.max_batch_size": 16,
+    "sampling.max_tokens": 160, "evaluation.num_problems": 0, "rollout.times_off_every": 0,
+    "drafter.train": "false",
+}  # fmt: skip
+"""SmolLM2 on sums that it writes out: 16 responses a step, on both of two cores."""
+BY_TASK: Mapping[str, Mapping[str, Any]] = {"countdown": SMALL, "arithmetic": SMALL_REAL}
+ARMS = {
+    "tlt": {"rollout.engine": "tlt"},
+    "vllm": {"rollout.engine": "vllm"},
+    "off": {"rollout.engine": "vllm", "rollout.speculation": "off", "drafter.train": "false"},
+    "killed": {"rollout.engine": "vllm"},
+}
 Place = tuple[int, str, int]
 """(step, problem, sample)."""
 
@@ -53,26 +72,35 @@ Place = tuple[int, str, int]
 
 
 def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
-    """Runs `tlt WORDS…` and keeps every step's responses and policy in the folder. kill: (step, engine step
-    in it) at which the process kills itself; (): never."""
+    """Runs `tlt WORDS…` and keeps every step's responses in the folder. With an arm `tlt` beside the folder,
+    the updates take that arm's responses.
+
+    kill: (step, engine step in it) at which the process kills itself; (): never.
+    """
     from tlt.cli.main import main
     from tlt.training import loop
     from tlt.vllm.engine import VllmEngine
 
     sample, step = loop.sample, VllmEngine.step
     current, num_steps = -1, 0
+    lead = folder.parent / "tlt"
+    led = {} if folder == lead else read_responses(lead)
 
-    def keep(run: Any) -> Any:
+    def keep(run: Any) -> PhaseResult:
         nonlocal current, num_steps
         current, num_steps = run.step, 0
-        tensors = {name: tensor.detach().clone() for name, tensor in run.policy.state_dict().items()}
-        save_file(tensors, folder / f"policy-{run.step}.safetensors")
+        trained = {name: one for name, one in run.policy.named_parameters() if one.requires_grad}
+        digest = content_hash(trained)
         phase = sample(run)
         with (folder / "responses.jsonl").open("a") as file:
-            for rollout in phase.rollouts:
-                record = {"step": run.step, "recalled": phase.recalled_tokens, **vars(rollout)}
-                file.write(json.dumps(record) + "\n")
-        return phase
+            for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
+                about = {"step": run.step, "recalled": phase.recalled_tokens, "policy": digest}
+                file.write(json.dumps({**about, "rollout": vars(rollout), "reward": vars(reward)}) + "\n")
+        ours = {place[1:]: one for place, one in led.items() if place[0] == run.step}
+        if all(rollout.token_ids == ours[id_of(rollout)][0].token_ids for rollout in phase.rollouts if ours):
+            return phase
+        run.save_policy(folder / f"policy-{run.step}")
+        return following(phase, ours)
 
     def count(engine: VllmEngine, captures: bool = False) -> list[Finished]:
         nonlocal num_steps
@@ -85,17 +113,43 @@ def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
     return main(list(words))
 
 
+def following(phase: PhaseResult, ours: Mapping[ResponseId, tuple[Rollout, Reward]]) -> PhaseResult:
+    """Returns the phase with these responses and rewards in the place of its own."""
+
+    def follow(group: Group) -> Group:
+        rollouts, rewards = zip(*(ours[id_of(rollout)] for rollout in group.rollouts), strict=True)
+        return replace(group, rollouts=rollouts, rewards=rewards)
+
+    rollouts, rewards = zip(*(ours[id_of(rollout)] for rollout in phase.rollouts), strict=True)
+    return replace(
+        phase,
+        rollouts=list(rollouts),
+        rewards=list(rewards),
+        groups=[follow(group) for group in phase.groups],
+        kept=[follow(group) for group in phase.kept],
+    )
+
+
 def run_arm(
-    arm: str, folder: Path, steps: int, kill: str, changes: Mapping[str, Any] | None = None
+    arm: str,
+    folder: Path,
+    steps: int,
+    kill: str,
+    changes: Mapping[str, Any] | None = None,
+    recipe: Path = RECIPE,
 ) -> dict[str, Any]:
     """Runs an arm to its end, in two attempts where it is killed. kill: "STEP,ENGINE_STEP".
     changes: to the configuration."""
     if (folder / "run" / "policy").exists():
         return read_arm(arm, folder)
     folder.mkdir(parents=True)
-    values = {**SMALL, **(changes or {}), "run.num_steps": steps, "run.out_dir": folder / "run"}
-    given = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-    words = ["train", str(RECIPE), *given, "--rollout.engine", "tlt" if arm == "tlt" else "vllm"]
+    values = {**small(recipe), **(changes or {}), **ARMS[arm]}
+    values |= {"run.num_steps": steps, "run.out_dir": folder / "run"}
+    words = [
+        "train",
+        str(recipe),
+        *(word for key, value in values.items() for word in (f"--{key}", str(value))),
+    ]
     if arm == "killed":
         code = attempt(folder, kill, words)
         if code != -signal.SIGKILL:
@@ -104,6 +158,11 @@ def run_arm(
     if code := attempt(folder, "", words):
         sys.exit(f"{arm}: exit code {code}\n{(folder / 'said.txt').read_text()[-3000:]}")
     return read_arm(arm, folder)
+
+
+def small(recipe: Path) -> Mapping[str, Any]:
+    """Returns the keys that make a recipe small."""
+    return BY_TASK[tomllib.loads(recipe.read_text(encoding="utf-8"))["task"]["name"]]
 
 
 def read_arm(arm: str, folder: Path) -> dict[str, Any]:
@@ -122,123 +181,122 @@ def attempt(folder: Path, kill: str, words: Sequence[str]) -> int:
 # ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_responses(folder: Path) -> tuple[dict[Place, dict[str, Any]], dict[int, int]]:
-    """Returns the responses by place, and the tokens that each step took from a journal."""
-    lines = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
-    by_place = {(one["step"], one["problem_id"], one["sample_index"]): one for one in lines}
-    return by_place, {one["step"]: one["recalled"] for one in lines}
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
 
 
-def compare(name: str, one: Path, other: Path) -> dict[str, Any]:
-    """Returns how far two arms have the same tokens, and the margins where they part."""
-    (ours, _), (theirs, recalled) = read_responses(one), read_responses(other)
-    assert theirs.keys() <= ours.keys(), "the second run has the same problems, perhaps fewer steps"
-    ours = {place: ours[place] for place in theirs}
-    differing = [place for place in ours if ours[place]["token_ids"] != theirs[place]["token_ids"]]
-    first = min((place[0] for place in differing), default=None)
-    same = [place for place in ours if first is None or place[0] < first]
-    found: dict[str, Any] = {
-        "name": name,
-        "responses": len(ours),
-        "same_responses": len(ours) - len(differing),
-        "first_difference": first,
-        "responses_before": len(same),
-        "tokens_before": sum(len(ours[place]["token_ids"]) for place in same),
-        "recalled_tokens": {step: num for step, num in recalled.items() if num},
-    }
-    if first is not None:
-        at_first = [place for place in differing if place[0] == first]
-        found["of_that_step"] = sum(place[0] == first for place in ours)
-        found["differ_in_that_step"] = len(at_first)
-        policy = load_file(one / f"policy-{first}.safetensors")
-        found["margins"] = list(margins(policy, [(ours[place], theirs[place]) for place in at_first]))
+def read_responses(folder: Path) -> dict[Place, tuple[Rollout, Reward]]:
+    found = {}
+    for line in read_lines(folder):
+        tuples = {key: tuple(line["rollout"][key]) for key in ("prompt_ids", "token_ids", "logprobs")}
+        rollout = Rollout(**{**line["rollout"], **tuples, "drafts": None})
+        found[line["step"], *id_of(rollout)] = rollout, Reward(**line["reward"])
     return found
 
 
-def margins(
-    policy: dict[str, torch.Tensor], pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]
-) -> Iterator[dict[str, Any]]:
-    """Yields the token at which each pair of responses parts, and the law's margin there, in float64."""
-    from transformers import AutoModelForCausalLM
+def compare_arms(name: str, one: Path, other: Path) -> dict[str, Any]:
+    """Returns how far the other arm has the first one's tokens, and the margins where they part."""
+    theirs, lines = read_responses(other), {line["step"]: line for line in read_lines(other)}
+    ours = {place: response for place, response in read_responses(one).items() if place in theirs}
+    assert ours.keys() == theirs.keys(), "the second run has the same problems, perhaps fewer steps"
+    policies = {line["step"]: line["policy"] for line in read_lines(one)}
+    found: dict[str, Any] = {
+        "name": name,
+        "responses": len(ours),
+        "same_policies": sum(line["policy"] == policies[step] for step, line in lines.items()),
+        "steps": len(lines),
+        "recalled_tokens": {step: line["recalled"] for step, line in lines.items() if line["recalled"]},
+    }
+    counts = {"num_equal": 0, "num_tokens": 0}
+    found |= {"logprob_gap": 0.0, "differences": []}
+    for step in sorted(lines):
+        requests = [request_of(place, ours[place][0]) for place in ours if place[0] == step]
+        at_step = [{place[1:]: of[place][0] for place in ours if place[0] == step} for of in (ours, theirs)]
+        compared = compare(requests, at_step[0], at_step[1], other / f"policy-{step}")
+        counts = {key: value + getattr(compared, key) for key, value in counts.items()}
+        found["logprob_gap"] = max(found["logprob_gap"], compared.logprob_gap)
+        found["differences"] += [
+            {"step": step, **vars(each), "is_near_tie": each.is_near_tie} for each in compared.differences
+        ]
+    return found | counts
 
-    model = AutoModelForCausalLM.from_pretrained(RECIPE.parent / "base", dtype=torch.float64)
-    missing, unexpected = model.load_state_dict(policy, strict=False)
-    assert not unexpected, unexpected
-    assert set(missing) <= {"lm_head.weight"}, missing
-    for one, other in pairs:
-        pair = zip(one["token_ids"], other["token_ids"], strict=False)
-        index = next(i for i, (a, b) in enumerate(pair) if a != b)
-        prefix = [*one["prompt_ids"], *one["token_ids"][:index]]
-        request = request_of(one)
-        with torch.no_grad():
-            logits_V = model(torch.tensor([prefix])).logits[0, -1]
-        noise_V = gumbel_noise(
-            keys_tensor([request.noise_key]), torch.tensor([[len(prefix)]]), len(logits_V)
-        )[0, 0]
-        scores_V = logits_V + noise_V
-        a, b = one["token_ids"][index], other["token_ids"][index]
-        margin, best_2 = float((scores_V[a] - scores_V[b]).abs()), set(scores_V.topk(2).indices.tolist())
-        yield {"index": index, "margin": margin, "are_the_best_two": best_2 == {a, b}}
 
-
-def request_of(response: dict[str, Any]) -> Request:
+def request_of(place: Place, response: Rollout) -> Request:
+    step, problem_id, sample_index = place
     params = SamplingParams(1.0, seed=0)
-    return Request(response["problem_id"], response["sample_index"], (), params, "rollout", response["step"])
+    return Request(problem_id, sample_index, response.prompt_ids, params, "rollout", step)
 
 
 # ── the report ──────────────────────────────────────────────────────────────────────────────────────────────
 
+FIGURES = {
+    "reward": ("rewards/mean", ".3f"),
+    "tokens": ("rollout/num_tokens", "d"),
+    "rollout, s": ("rollout/seconds", ".1f"),
+    "step, s": ("step_seconds", ".1f"),
+}
+
 
 def to_markdown(report: dict[str, Any]) -> str:
     by_arm = {run["arm"]: run["steps"] for run in report["runs"]}
-    figures = {
-        "reward": ("rewards/mean", ".3f"),
-        "tokens": ("rollout/num_tokens", "d"),
-        "rollout, s": ("rollout/seconds", ".1f"),
-        "step, s": ("step_seconds", ".1f"),
-    }
-    columns = ["step", *(f"{arm}: {name}" for name in figures for arm in by_arm)]
+    columns = ["step", *(f"{arm}: {name}" for name in FIGURES for arm in by_arm)]
     rows = []
     for index, steps in enumerate(zip_longest(*by_arm.values(), fillvalue={})):
-        row = [number(step.get(key), form) for key, form in figures.values() for step in steps]
+        row = [number(step.get(key), form) for key, form in FIGURES.values() for step in steps]
         rows.append([index + 1, *row])
     found = [describe(found) for found in report["comparisons"]]
     title = "A run with vLLM beside the same run with our own engine"
-    return markdown(title, report, report["configuration"], *found, table(columns, rows))
+    blocks = [report["configuration"], *found, times(by_arm), table(columns, rows)]
+    return markdown(title, report, *blocks)
+
+
+def times(by_arm: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Returns a table of the arms' times over those of vLLM without drafts, step by step."""
+    rows = []
+    for arm, steps in by_arm.items():
+        cells = []
+        for key in ("rollout/seconds", "step_seconds"):
+            ratios = [off[key] / step[key] for off, step in zip(by_arm["off"], steps, strict=False)]
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})")
+        rows.append([arm, *cells])
+    return table(["times vLLM without drafts, median of the steps (range)", "rollout", "step"], rows)
 
 
 def describe(found: dict[str, Any]) -> str:
     """Returns a comparison in words."""
-    name, num, tokens = found["name"], found["responses"], f"{found['tokens_before']} tokens"
     steps = found["recalled_tokens"].items()
     recalled = ", ".join(f"{taken} tokens of step {int(step) + 1}" for step, taken in steps)
     from_journal = f" From the journal came {recalled}." if recalled else ""
-    if found["first_difference"] is None:
-        return f"**{name}**: all {num} responses have the same tokens ({tokens}).{from_journal}"
-    worst = max(margin["margin"] for margin in found["margins"])
-    return (
-        f"**{name}**: {found['responses_before']} of {num} responses, {tokens}, have the same tokens, all of"
-        f" the steps before step {found['first_difference'] + 1}. There {found['differ_in_that_step']} of"
-        f" {found['of_that_step']} part, where the law's two best tokens are {worst:.1e} apart at"
-        f" most.{from_journal}"
-    )
+    text = f"**{found['name']}**: {found['num_equal']} of {found['responses']} responses have the same tokens"
+    text += f" ({found['num_tokens']} compared), and {found['same_policies']} of {found['steps']} steps began"
+    text += f" with the same weights; log-probabilities are {found['logprob_gap']:.1e} apart at most."
+    if differences := found["differences"]:
+        num_ties = sum(each["is_near_tie"] for each in differences)
+        worst = max(each["margin"] for each in differences)
+        text += f" {num_ties} of {len(differences)} that part do so at a near-tie: the law's two tokens are"
+        text += f" {worst:.1e} apart at most."
+    return text + from_journal
 
 
-def measure(options: argparse.Namespace, folder: Path) -> None:
-    command = f"python -m benchmarks.vllm_rl --steps {options.steps} --kill-step {options.kill_step}"
-    command += f" --killed-steps {options.killed_steps} --kill-after {options.kill_after}"
+def measure(options: argparse.Namespace, folder: Path, command: str) -> None:
     report: dict[str, Any] = {"command": command, "environment": environment(), "runs": [], "comparisons": []}
-    said = ", ".join(f"{key} = {value}" for key, value in SMALL.items() if key != "run.time_limit_minutes")
-    recipe = f"`recipes/countdown/quickstart.toml` with {said}"
-    report["configuration"] = f"{recipe}; float32, one thread. Steps count from 1."
+    changes = json.loads(options.keys)
+    keys = {**small(options.recipe), **changes}
+    del keys["run.time_limit_minutes"]
+    said = ", ".join(f"{key} = {value}" for key, value in keys.items())
+    name = f"{options.recipe.resolve().parent.name}/{options.recipe.name}"
+    report["configuration"] = f"`{name}` with {said}; float32. Steps count from 1."
     for arm in ARMS:
         steps = options.killed_steps if arm == "killed" else options.steps
-        report["runs"].append(run_arm(arm, folder / arm, steps, f"{options.kill_step},{options.kill_after}"))
+        if not steps:
+            continue
+        kill = f"{options.kill_step},{options.kill_after}"
+        report["runs"].append(run_arm(arm, folder / arm, steps, kill, changes, options.recipe))
         print(arm, [round(step["rewards/mean"], 3) for step in report["runs"][-1]["steps"]], flush=True)
-    for one, other in (("tlt", "vllm"), ("vllm", "killed")):
-        found = compare(f"{one} and {other}", folder / one, folder / other)
-        report["comparisons"].append(found)
-        print(describe(found), flush=True)
+        if arm != "tlt":
+            found = compare_arms(f"tlt and {arm}", folder / "tlt", folder / arm)
+            report["comparisons"].append(found)
+            print(describe(found), flush=True)
     write_report(options.out, report, to_markdown(report))
 
 
@@ -247,17 +305,23 @@ def main() -> None:
         folder, kill, *words = sys.argv[2:]
         sys.exit(child(Path(folder), [int(part) for part in kill.split(",") if part], words))
     parser = make_parser("vllm_rl", __doc__)
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="a recipe's TOML, which is made small")
+    parser.add_argument("--keys", default="{}", help="further keys of the configuration, as JSON")
     parser.add_argument("--steps", type=int, default=20, help="policy updates")
-    parser.add_argument("--killed-steps", type=int, default=8, help="policy updates of the third arm")
+    parser.add_argument(
+        "--killed-steps", type=int, default=8, help="policy updates of the killed arm; 0: it is left out"
+    )
     parser.add_argument("--kill-step", type=int, default=6, help="step in which it is killed, from 0 on")
     parser.add_argument("--kill-after", type=int, default=20, help="engine steps in it before that")
     parser.add_argument("--folder", type=Path, help="keeps the runs; ended ones are not run again")
     options = parser.parse_args()
+    recipe = f"{options.recipe.resolve().parent.name}/{options.recipe.name}"  # wherever it lies
+    command = command_of(parser).replace(str(options.recipe), recipe)
     if options.folder is not None:
-        measure(options, options.folder)
+        measure(options, options.folder, command)
         return
     with tempfile.TemporaryDirectory(prefix="tlt-rl-") as folder:
-        measure(options, Path(folder))
+        measure(options, Path(folder), command)
 
 
 if __name__ == "__main__":

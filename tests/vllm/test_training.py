@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_rl import RECIPE, SMALL, compare, run_arm
+from benchmarks.vllm_rl import RECIPE, SMALL, compare_arms, run_arm
 from tests.vllm.parts import in_vllm
 from tlt.report.record import StepRecord, read_metrics
 
@@ -23,16 +23,15 @@ pytestmark = [*in_vllm, pytest.mark.timeout(3600)]
 
 FEW = {"rollout.problems_per_step": 4, "task.num_problems": 64, "run.checkpoint_every": 1}
 LORA = {"lora.rank": 4, "optimizer.learning_rate": 3e-3, "optimizer.warmup_steps": 0}
-NEAR_TIE = 1e-3
 
 
-def assert_same_until_a_near_tie(one: Path, other: Path, least: int) -> dict[str, Any]:
-    """least: responses that have the same tokens in any case."""
-    found = compare("", one, other)
-    assert found["responses_before"] >= least
-    assert all(
-        margin["margin"] < NEAR_TIE and margin["are_the_best_two"] for margin in found.get("margins", ())
-    )
+def assert_same(one: Path, other: Path) -> dict[str, Any]:
+    """The tokens are the same but for near-ties, and every step began with the same weights."""
+    found = compare_arms("", one, other)
+    assert all(each["is_near_tie"] for each in found["differences"])
+    assert len(found["differences"]) <= 1
+    assert found["num_equal"] == found["responses"] - len(found["differences"])
+    assert found["same_policies"] == found["steps"] == 3
     return found
 
 
@@ -47,13 +46,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_with_vllm_is_the_run_of_our_own_engine(runs: Path) -> None:
-    assert_same_until_a_near_tie(runs / "tlt", runs / "vllm", least=32)
+    assert_same(runs / "tlt", runs / "vllm")
 
 
 def test_a_run_that_was_killed_amid_a_rollout_goes_on_from_its_journal_with_the_same_tokens(
     runs: Path,
 ) -> None:
-    found = assert_same_until_a_near_tie(runs / "vllm", runs / "killed", least=32)
+    found = assert_same(runs / "tlt", runs / "killed")
     assert found["recalled_tokens"].keys() == {2}
 
 
