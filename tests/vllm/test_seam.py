@@ -31,7 +31,8 @@ REPLACED = {
             "sampled_token_ids",
             "sampling_metadata",
             "hidden_states",
-        ]
+        ],
+        "GPUModelRunner._input_fits_in_drafter": ["self", "common_attn_metadata"],
     },
     "v1/sample/sampler.py": {
         "Sampler.forward": ["self", "logits", "sampling_metadata", "predict_bonus_token"],
@@ -150,6 +151,7 @@ READ = {
         "self.sampler",
         "self.drafter",
         "max_num_reqs",
+        "self.effective_drafter_max_model_len",
     ],
     "v1/spec_decode/metadata.py": [
         "num_draft_tokens",

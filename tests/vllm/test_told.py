@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.side_by_side import RandomLengths, answers
 from tests.vllm.parts import in_vllm
-from tests.vllm.test_references import REQUESTS, engine_with
+from tests.vllm.test_references import REQUESTS, WINDOW, engine_with
 from tlt.drafter.drafting.references import References
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
@@ -130,6 +130,27 @@ def test_long_references_are_counted_in_full(
         assert one.to_dict()["mean_acceptance_length"] == pytest.approx(
             1 + sum(one.per_step_accepted) / len(one.per_step_accepted)
         )
+
+
+def test_a_response_near_the_window_s_end_stops_nobody_s_drafts(
+    telling: Any, own: Any, verified: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has a reference, and reaches the end early; vLLM would have the others verify zeros from then on."""
+    monkeypatch.setattr(telling.link._scheduler, "tuner", Fixed(Strategy("learned", 4, 1, 4)))
+    rooms = [WINDOW - len(request.prompt_ids) for request in REQUESTS[:3]]
+    requests = [
+        replace(r, params=replace(r.params, max_tokens=room))
+        for r, room in zip(REQUESTS[:3], rooms, strict=True)
+    ]
+    right = answers(own, requests)
+    telling.references.kept.keep(requests[0].noise_key, right[requests[0].problem_id, 0].token_ids)
+    found = answers(telling, requests)
+    assert {key: one.token_ids for key, one in found.items()} == {
+        key: one.token_ids for key, one in right.items()
+    }
+    assert not any(set(draft) == {0} for steps in verified.values() for _, draft in steps)
+    last = [draft for one in found.values() for draft in one.drafts if draft.place > rooms[2] - 8]
+    assert sum(draft.num_accepted for draft in last) > 4
 
 
 # ── vLLM's own requests, by seed ────────────────────────────────────────────────────────────────────────────

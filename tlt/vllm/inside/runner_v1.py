@@ -9,6 +9,8 @@ A draft is accepted if it is the token that the target draws itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +165,20 @@ def install_v1(runner: Any, tau: float) -> Batch:
         runner.rejection_sampler = LawRejectionSampler(batch, runner.sampler, runner.rejection_sampler)
         if runner.speculative_config.use_eagle():
             _couple(runner.drafter, batch)
+        runner._input_fits_in_drafter = partial(_fits, runner, runner._input_fits_in_drafter)
     return batch
+
+
+def _fits(runner: Any, fits: Callable[[Any], bool], attention: Any) -> bool:
+    """Returns whether the drafter can read a step.
+
+    vLLM wants room for a whole draft behind the longest sequence and its draft, and lets every request verify
+    zeros where there is none. But these proposers end at the window by themselves, and the scheduler cuts
+    what they draft there.
+    """
+    is_as_long = runner.effective_drafter_max_model_len == runner.max_model_len
+    keeps_within = runner.speculative_config.method in ("eagle", "eagle3", "ngram", "custom_class")
+    return attention is not None and ((is_as_long and keeps_within) or fits(attention))
 
 
 def _couple(drafter: Any, batch: Batch) -> None:
