@@ -36,7 +36,7 @@ NOT_IN_CORE = (
     "tlt.io.data",
     "tlt.assembly",
 )
-MAX_TOKENS = 291_980
+MAX_TOKENS = 292_040
 """Tokens of code in the package: no comments, no docstrings."""
 
 

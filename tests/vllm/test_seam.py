@@ -17,6 +17,7 @@ import pytest
 
 REPLACED = {
     "engine/arg_utils.py": {"EngineArgs.create_engine_config": ["self"]},
+    "platforms/cpu.py": {"CpuPlatform.register_triton_kernel_overrides": ["cls"]},
     "v1/engine/input_processor.py": {"InputProcessor.process_inputs": ["self", "request_id"]},
     "v1/worker/gpu_worker.py": {
         "Worker.load_model": ["self"],

@@ -8,9 +8,11 @@ is too small for all.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -306,3 +308,23 @@ def test_asynchronous_scheduling_is_refused_in_the_first_model_runner(
 
 def test_whoever_did_not_ask_for_the_law_is_not_checked() -> None:
     configured(additional_config={}, logprobs_mode="raw_logits")
+
+
+def test_a_process_that_has_loaded_numba_can_start_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law loads Numba; its library stands in a module and has whatever attribute it is asked for."""
+    from vllm.platforms import current_platform
+
+    from tlt.vllm.inside.plugin import register
+
+    class Library:
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> object:
+            return object()
+
+    module = ModuleType("llvmlite.binding.ffi")
+    module.lib = Library()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    register()
+    current_platform.register_triton_kernel_overrides()
+    assert isinstance(module.lib, Library)

@@ -9,8 +9,10 @@ plug-in by its entry point in every process. Without that key it changes nothing
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from tlt.types import UserError
@@ -39,12 +41,14 @@ def register() -> None:
     """Makes vLLM check its configuration and its requests, and workers install the law when they load their
     model. May be called several times."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu_worker import Worker
 
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
     _wrap(InputProcessor, "process_inputs", _process_inputs)
     _wrap(Worker, "load_model", _load_model)
+    _wrap(type(current_platform), "register_triton_kernel_overrides", _register_kernels)
 
 
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
@@ -78,6 +82,18 @@ def _process_inputs(method: Callable[..., Any], self: Any, *args: Any, **kwargs:
             raise VLLMValidationError(str(error)) from None
         params.seed = seed_of(params)
     return request
+
+
+def _register_kernels(method: Callable[..., Any], self: Any) -> None:
+    """Hides the library of Numba, which the law loads, while vLLM looks for its kernels among all objects of
+    all modules: vLLM fails over it, so that a process could not start a second engine."""
+    holder = vars(sys.modules.get("llvmlite.binding.ffi", ModuleType("none")))
+    library = holder.pop("lib", None)
+    try:
+        method()  # bound to the platform's class
+    finally:
+        if library is not None:
+            holder["lib"] = library
 
 
 def _load_model(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:

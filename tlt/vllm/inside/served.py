@@ -59,8 +59,10 @@ class TunerFacts:
 
 
 def law_config(config: Any) -> dict[str, Any] | None:
-    """Returns the law's part of a VllmConfig; None: vLLM samples by itself."""
-    return (config.additional_config or {}).get(CONFIG_KEY)
+    """Returns the law's part of a VllmConfig; None: vLLM samples by itself. Platforms may have an object of
+    their own as `additional_config`, and what stands for a configuration in vLLM's own tests has none."""
+    given = getattr(config, "additional_config", None)
+    return given.get(CONFIG_KEY) if isinstance(given, dict) else None
 
 
 def check_server(config: Any) -> None:
