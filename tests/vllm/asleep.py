@@ -1,7 +1,7 @@
 """A vLLM with the model runner of GPUs, in a process of its own (children.py), whose drafter misses the steps
 that draft nothing: what every step drafts, beside what it drafts with a drafter that runs in every step.
 
-    a pickled list of requests, cases and a drafter ─▶ main, in the child ─▶ their pickled Found
+    the pickled name and arguments of a function of this file ─▶ main, in the child ─▶ its pickled result
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class Case:
     longest_pass: int | None = None
     preempts_at: int | None = None
     """Step before which vLLM puts all sequences back."""
-    is_ahead: bool = False
-    """Whether the host knows no more of a sequence's length than a bound, as with asynchronous scheduling."""
     fault: str | None = None
 
 
@@ -58,6 +56,8 @@ class Found:
     """Of every step: positions of each pass of the drafter. The first one of those that draft is vLLM's."""
     lengths: tuple[int, ...]
     """Drafted tokens of every step."""
+    ahead: int
+    """By how many tokens the host took a sequence for longer than it was, at most."""
 
 
 def fault_of(name: str | None, runner: Any) -> Any:
@@ -81,7 +81,7 @@ def fault_of(name: str | None, runner: Any) -> Any:
         "never read": lambda: patch.object(UnreadPositions, "read", missed),
         "rejected drafts kept": lambda: patch.object(DrafterV2, "_rows", with_rejected),
         "tables of the pass left": lambda: patch.object(runner, "prepare_attn", _after_the_first(runner)),
-        "a slot's past kept": lambda: patch.object(UnreadPositions, "forget", lambda *_: None),
+        "a slot's past kept": lambda: patch.object(runner.tlt.table, "on_enter", []),
     }
     return faults[name]()
 
@@ -102,10 +102,10 @@ def _after_the_first(runner: Any) -> Callable[..., Any]:
 class Recorder:
     """Records passes and drafts of a runner's speculator."""
 
-    def __init__(self, runner: Any, is_ahead: bool) -> None:
-        self.states, self.speculator, self.is_ahead = runner.req_states, runner.speculator, is_ahead
+    def __init__(self, runner: Any) -> None:
+        self.states, self.speculator = runner.req_states, runner.speculator
         self.drafts: dict[tuple[str, int], tuple[int, ...]] = {}
-        self.passes, self.lengths = list[list[int]](), list[int]()
+        self.passes, self.lengths, self.ahead = list[list[int]](), list[int](), 0
         self._propose, self._run_model = self.speculator.propose, self.speculator._run_model
 
     @contextmanager
@@ -123,14 +123,29 @@ class Recorder:
     def propose(self, input_batch: Any, *args: Any, **options: Any) -> Any:
         self.passes.append([])
         self.lengths.append(depth := options["num_speculative_tokens"])
-        if self.is_ahead:
-            input_batch.num_computed_tokens_np = input_batch.num_computed_tokens_np + 3
+        starts_B = input_batch.positions[input_batch.query_start_loc[: input_batch.num_reqs].long()]
+        self.ahead = max(self.ahead, *(input_batch.num_computed_tokens_np - starts_B.numpy()).tolist())
         drafts, num_sampled = self._propose(input_batch, *args, **options), args[4]
         lengths = self.states.total_len.gpu[input_batch.idx_mapping].tolist()
         for row, name in enumerate(input_batch.req_ids):
             if depth and num_sampled[row]:
                 self.drafts[name, lengths[row]] = tuple(drafts[row, :depth].tolist())
         return drafts
+
+    def found(self, expected: Drafts, names: Callable[[str], str]) -> Found:
+        """names: returns the problem of a request that vLLM names so."""
+        drafts = {(names(name), length): draft for (name, length), draft in self.drafts.items()}
+        passes = tuple(tuple(some) for some in self.passes)
+        return Found(expected or drafts, drafts, passes, tuple(self.lengths), self.ahead)
+
+
+def forget_all(runner: Any) -> None:
+    """Overwrites keys, values and hidden states of earlier rollouts, which may be right by chance."""
+    unread = runner.tlt.unread
+    for cache in runner.kv_caches:
+        cache.fill_(30)
+    width, unread.kept_SRF = unread.kept_SRF.shape[2], None
+    unread.make_room(torch.empty(1, width)).fill_(30)
 
 
 def lengths_of(case: Case) -> Iterator[int]:
@@ -139,16 +154,17 @@ def lengths_of(case: Case) -> Iterator[int]:
     return (0 if step % (case.off + case.on) < case.off else DEPTH for step in count())
 
 
-def rollout(engine: Any, requests: Sequence[Request], case: Case) -> Recorder:
+def rollout(engine: Any, requests: Sequence[Request], case: Case, expected: Drafts) -> Found:
     tuner, engine.tuner = engine.tuner, None
     scheduler, lengths, names = engine.link._scheduler, lengths_of(case), dict[str, str]()
     core = engine.link._engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     unread = runner.tlt.unread
-    unread.kept_SRF, longest, longest_pass = None, unread.longest, unread.longest_pass
+    longest, longest_pass = unread.longest, unread.longest_pass
     unread.longest = case.room or longest
     unread.longest_pass = case.longest_pass or longest_pass
-    recorder = Recorder(runner, case.is_ahead)
+    forget_all(runner)
+    recorder = Recorder(runner)
     with fault_of(case.fault, runner), recorder.recording():
         engine.add(requests)
         for step in count():
@@ -161,13 +177,11 @@ def rollout(engine: Any, requests: Sequence[Request], case: Case) -> Recorder:
             engine.step()
     unread.longest, unread.longest_pass, engine.tuner = longest, longest_pass, tuner
     unread.first_S[:] = np.iinfo(np.int64).max
-    recorder.drafts = {(names[name], length): draft for (name, length), draft in recorder.drafts.items()}
-    return recorder
+    return recorder.found(expected, names.__getitem__)
 
 
-def child(requests: Sequence[Request], cases: Sequence[Case], drafter: Path, batch: int) -> list[Found]:
-    interpret_triton()
-    torch.set_num_threads(1)
+def of_cases(requests: Sequence[Request], cases: Sequence[Case], drafter: Path, batch: int) -> list[Found]:
+    """Returns what our engine drafts by vLLM's scheduler, one step after the other."""
     settings = EngineSettings(
         f"{DEPTH}x1x{DEPTH}",
         engine="vllm",
@@ -183,20 +197,72 @@ def child(requests: Sequence[Request], cases: Sequence[Case], drafter: Path, bat
     for case in cases:
         key = case.off, case.on, case.preempts_at
         if key not in expected:
-            expected[key] = rollout(
-                engine, requests, Case(*key[:2], preempts_at=key[2], fault="awake")
-            ).drafts
-        done = rollout(engine, requests, case)
-        found.append(Found(expected[key], done.drafts, tuple(map(tuple, done.passes)), tuple(done.lengths)))
+            awake = Case(*key[:2], preempts_at=key[2], fault="awake")
+            expected[key] = rollout(engine, requests, awake, {}).drafts
+        found.append(rollout(engine, requests, case, expected[key]))
     engine.link.close()
     return found
 
 
-def run_asleep(
-    requests: Sequence[Request], cases: Sequence[Case], drafter: Path, batch: int, folder: Path
-) -> list[Found]:
+def of_a_schedule(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], eagle: Path) -> list[Found]:
+    """Returns what vLLM drafts by its own asynchronous scheduler, four tokens while one request runs and none
+    while two do. CPUs have no such scheduling by default: the host goes ahead, and nothing is faster."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    from tlt.vllm.inside.plugin import register
+
+    register()
+    make = EngineArgs.create_engine_config
+
+    def make_ahead(self: Any, *args: Any, **options: Any) -> Any:
+        config = make(self, *args, **options)
+        config.scheduler_config.async_scheduling = True
+        return config
+
+    drafting = {
+        "method": "eagle",
+        "model": str(eagle),
+        "num_speculative_tokens": DEPTH,
+        "num_speculative_tokens_per_batch_size": [(1, 1, DEPTH), (2, 2, 0)],
+    }
+    with patch.object(EngineArgs, "create_engine_config", make_ahead):
+        llm = vllm.LLM(
+            str(BASE),
+            dtype="float32",
+            max_model_len=80,
+            max_num_seqs=2,
+            enforce_eager=True,
+            kv_cache_memory_bytes=2**25,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            additional_config={"tlt": {}},
+            speculative_config=drafting,
+        )
+    core: Any = llm.llm_engine.engine_core
+    core = core.engine_core
+    assert type(core.scheduler).__name__ == "AsyncScheduler"
+    params = [
+        vllm.SamplingParams(seed=seed, max_tokens=num, ignore_eos=True, detokenize=False)
+        for seed, num in enumerate(max_tokens)
+    ]
+    runner, expected, found = core.model_executor.driver_worker.worker.model_runner, Drafts(), list[Found]()
+    for fault in ("awake", None):
+        recorder = Recorder(runner)
+        forget_all(runner)
+        with fault_of(fault, runner), recorder.recording():
+            llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
+        found.append(recorder.found(expected, lambda name: str(int(name.split("-")[0]) % len(prompts))))
+        expected = found[0].drafts
+    core.shutdown()
+    return found
+
+
+def in_child(folder: Path, function: str, *arguments: Any) -> list[Found]:
+    """Calls a function of this file in a process of its own."""
     job, out = folder / "job", folder / "found"
-    job.write_bytes(pickle.dumps((requests, cases, drafter, batch)))
+    job.write_bytes(pickle.dumps((function, arguments)))
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", "from tests.vllm.asleep import main; main()", str(job), str(out)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -207,4 +273,7 @@ def run_asleep(
 
 def main() -> None:
     job, out = map(Path, sys.argv[1:])
-    out.write_bytes(pickle.dumps(child(*pickle.loads(job.read_bytes()))))
+    interpret_triton()
+    torch.set_num_threads(1)
+    function, arguments = pickle.loads(job.read_bytes())
+    out.write_bytes(pickle.dumps(globals()[function](*arguments)))
