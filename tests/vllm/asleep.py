@@ -144,7 +144,8 @@ def forget_all(runner: Any) -> None:
     unread = runner.tlt.unread
     for cache in runner.kv_caches:
         cache.fill_(30)
-    width, unread.kept_SRF = unread.kept_SRF.shape[2], None
+    kept, unread.kept_SRF = unread.kept_SRF, None
+    width = runner.model_config.get_hidden_size() if kept is None else kept.shape[2]
     unread.make_room(torch.empty(1, width)).fill_(30)
 
 
