@@ -43,7 +43,9 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "model": str(settings.model),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.window,
-        "max_num_seqs": settings.max_batch_size,
+        # our engine never sends more than max_batch_size, but vLLM captures graphs for the draft lengths that
+        # its table names up to this size, one length a size
+        "max_num_seqs": max(settings.max_batch_size, len(settings.depths)),
         "tensor_parallel_size": settings.section.tensor_parallel,
         **(gpu_arguments(settings) if is_cuda else {}),
         "distributed_executor_backend": "uni" if settings.is_in_process else "mp",

@@ -1,0 +1,28 @@
+"""What vLLM is started with."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.vllm.parts import BASE, in_vllm
+from tlt.vllm.settings import VllmSettings
+
+pytestmark = in_vllm
+
+
+def test_vllm_captures_graphs_for_every_draft_length_also_where_one_sequence_runs_at_a_time() -> None:
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    from tlt.vllm.start import arguments
+
+    drafter = {"method": "eagle", "model": "drafter"}
+    for depths in ((0, 6), (0, 1, 2, 3, 4, 6, 8)):
+        settings = VllmSettings(BASE, torch.float32, 1, 64, drafter=drafter, depths=depths)
+        made = arguments(settings)
+        asked = made["speculative_config"]
+        lengths = build_dynamic_sd_schedule_lookup(
+            asked["num_speculative_tokens_per_batch_size"],
+            made["max_num_seqs"],
+            asked["num_speculative_tokens"],
+        )
+        assert set(lengths[1:]) == set(depths)  # as vLLM's graphs do; entry 0 is no batch size
