@@ -15,7 +15,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tlt.speculative.strategy import BatchState, Hindsight, PrefillTime, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import (
+    BatchState,
+    Hindsight,
+    PrefillTime,
+    RunningSequence,
+    StepOutcome,
+    Strategy,
+    StrategyTuner,
+)
+from tlt.tuning.expectation import Array
 from tlt.tuning.step_costs import CostPrior
 from tlt.tuning.tuner import default_arms
 
@@ -33,10 +42,13 @@ class Drafter:
 
     recorded: the overlap that its folder records, which promises a rate of overlap / (2 - overlap); None:
         none.
+    is_uneven: whether some texts are easy and others hard: the logarithm of a text's rate is the drafter's
+        times an exponentially distributed factor.
     """
 
     rates: Mapping[str, float]
     recorded: float | None = None
+    is_uneven: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -58,6 +70,7 @@ class Drafter:
 DRAFTERS = {
     "good": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}),
     "good, recorded": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}, 0.88),
+    "uneven": Drafter({"learned": 0.85, "ngram": 0.02, "hybrid": 0.85}, 0.92, is_uneven=True),
     "not as recorded": Drafter({"learned": 0.35, "ngram": 0.02, "hybrid": 0.35}, 0.82),
     "useless": Drafter({"learned": 0.02, "ngram": 0.02, "hybrid": 0.03}),
     "none": Drafter({"ngram": 0.02}),
@@ -155,7 +168,12 @@ class Machine:
         seconds = self.profile.forward_seconds(num_texts * PROMPT_TOKENS) + self.profile.first_call
         return PrefillTime(num_texts * PROMPT_TOKENS, 1, self.observed(seconds))
 
-    def step(self, arm: Strategy, batch_size: int) -> StepOutcome:
+    def texts(self, num: int) -> Array:
+        """Returns the factors of the logarithms of the rates of new texts."""
+        return self.luck.exponential(size=num) if self.drafter.is_uneven else np.ones(num)
+
+    def step(self, arm: Strategy, texts_B: Array) -> StepOutcome:
+        batch_size = len(texts_B)
         seconds = self.profile.seconds(arm, batch_size)
         if (batch_size, arm) not in self._shapes:
             self._shapes.add((batch_size, arm))
@@ -165,20 +183,21 @@ class Machine:
             self._missed = 0
         else:
             self._missed += 1
-        accepted = self.accepted(arm, batch_size)
+        accepted = self.accepted(arm, texts_B)
         drafted = (arm.budget,) * len(accepted)
         return StepOutcome(batch_size + sum(accepted), accepted, drafted, self.observed(seconds))
 
-    def accepted(self, arm: Strategy, batch_size: int) -> tuple[int, ...]:
+    def accepted(self, arm: Strategy, texts_B: Array) -> tuple[int, ...]:
         if arm.is_off:
             return ()
-        walks = np.log(self.luck.random(batch_size)) / np.log(max(self.drafter.rate(arm), 1e-9))
+        hazards_B = -np.log(max(self.drafter.rate(arm), 1e-9)) * texts_B
+        walks = -np.log(self.luck.random(len(texts_B))) / hazards_B
         return tuple(np.minimum(walks.astype(int), arm.depth).tolist())
 
     def hindsight(self, arm: Strategy) -> tuple[Hindsight, ...]:
         if arm.drafter in ("ngram", "hybrid"):
             return ()
-        return tuple(Hindsight(15, accepted) for accepted in self.accepted(Hindsight.STRATEGY, 1))
+        return tuple(Hindsight(15, accepted) for accepted in self.accepted(Hindsight.STRATEGY, np.ones(1)))
 
 
 def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_tokens: int) -> float:
@@ -186,20 +205,25 @@ def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_token
     that this took."""
     started = machine.seconds
     prefill_time: PrefillTime | None = machine.read(batch_size)
-    left_B = np.full(batch_size, max_tokens)
+    left_B, texts_B, names_B = (
+        np.full(batch_size, max_tokens),
+        machine.texts(batch_size),
+        np.arange(batch_size),
+    )
     hindsight: tuple[Hindsight, ...] = ()
     is_first = True
     while left_B.size:
         num = left_B.size
         length = PROMPT_TOKENS + max_tokens - float(left_B.mean())
         state = BatchState(num, length, 0, 0, num if is_first else 0, hindsight=hindsight)
-        batch = replace(state, num_left=float(left_B.mean()), prefill_time=prefill_time)
+        sequences = tuple(map(RunningSequence, names_B.tolist(), left_B.tolist()))
+        batch = replace(state, num_left=float(left_B.mean()), prefill_time=prefill_time, sequences=sequences)
         arm, is_first, prefill_time = tuner.choose(batch), False, None
-        outcome = machine.step(arm, num)
-        tuner.observe(arm, batch, outcome)
+        outcome = machine.step(arm, texts_B)
+        tuner.observe(arm, batch, replace(outcome, names=tuple(names_B.tolist())))
         hindsight = machine.hindsight(arm)
         left_B = left_B - 1 - np.array(outcome.accepted or (0,) * num)
-        left_B = left_B[left_B > 0]
+        left_B, texts_B, names_B = (values_B[left_B > 0] for values_B in (left_B, texts_B, names_B))
     return machine.seconds - started
 
 
@@ -224,7 +248,7 @@ def settled_speed(
             batch_size, 500.0, 0, 0, num_admitted, hindsight=hindsight, prefill_time=prefill_time
         )
         arm, prefill_time = tuner.choose(batch), None
-        tuner.observe(arm, batch, machine.step(arm, batch_size))
+        tuner.observe(arm, batch, machine.step(arm, machine.texts(batch_size)))
         hindsight = machine.hindsight(arm)
         chosen.append(arm)
         if since is not None and step >= since + num_steps:

@@ -25,7 +25,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
 from tlt.spans import Span
 from tlt.tuning.step_costs import UNKNOWN, CostPrior
-from tlt.tuning.tuner import make_tuner
+from tlt.tuning.tuner import Abilities, make_tuner
 from tlt.types import UserError
 from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
@@ -122,9 +122,8 @@ def build_vllm(
         kinds or ("ngram",),
         plan.tuner,
         max_depth=depths[-1],
-        trees=False,
+        abilities=Abilities(trees=False, hindsight=False, limits=not link.is_v2),
         prior=plan.prior,
-        has_hindsight=False,
         acceptance=None if learned is None else learned.stored.acceptance,
     )
     engine = VllmEngine(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -19,11 +19,19 @@ from torch import Tensor
 from tlt.accounts import TimedStep
 from tlt.engine.lengths import Lengths
 from tlt.engine.sequence import Decode, check_request
+from tlt.engine.sequence import Sequence as Running
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import Drafting
-from tlt.speculative.strategy import BatchState, ExpectedSpeeds, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import (
+    BatchState,
+    ExpectedSpeeds,
+    RunningSequence,
+    StepOutcome,
+    Strategy,
+    StrategyTuner,
+)
 from tlt.types import Finished, Request, Rollout
 
 
@@ -179,6 +187,13 @@ class RolloutBackend(ABC):
 
         captures: whether finished responses carry what was captured of the target, for drafter training.
         """
+
+    def _left(self, running: Iterable[tuple[Hashable, Running]]) -> tuple[tuple[RunningSequence, ...], float]:
+        """Returns the running sequences for the tuner, and the tokens that are expected per sequence, those
+        of waiting requests included. running: by name."""
+        sequences = tuple(RunningSequence(name, self.lengths.left(one)) for name, one in running)
+        num_left = sum(one.num_left for one in sequences) + self.lengths.waiting(self.waiting)
+        return sequences, num_left / len(sequences)
 
     def _count_step(
         self,

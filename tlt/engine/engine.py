@@ -42,13 +42,14 @@ from tlt.speculative.strategy import (
     NO_EXPECTATION,
     BatchState,
     PrefillTime,
+    RunningSequence,
     StepOutcome,
     Strategy,
     StrategyTuner,
 )
 from tlt.speculative.tree import chain, layout
 from tlt.speculative.verify import Verify, verify
-from tlt.types import DraftTree, Finished, Request, UserError, Verdict
+from tlt.types import DraftTree, Finished, Request, UserError, Verdict, id_of
 from tlt.uploads import upload
 
 
@@ -188,7 +189,10 @@ class RolloutEngine(RolloutBackend):
         end = time.perf_counter()
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
         followed = tuple(version is not None for version in proposal.references)
-        outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start, followed)
+        names = tuple(one.name for one in batch.sequences)
+        outcome = StepOutcome(
+            num_tokens, accepted, tuple(drafted) if accepted else (), end - start, followed, names=names
+        )
         self._count_step(strategy, batch, outcome, start, self._expected)
         if self.tuner is not None:
             self.tuner.observe(strategy, batch, outcome)
@@ -231,6 +235,10 @@ class RolloutEngine(RolloutBackend):
     def _batch_state(self, num_admitted: int, prefill_time: PrefillTime | None) -> BatchState:
         running, drafter = self.running, self.drafter
         tokens = [s.tokens for s in running]
+        sequences: tuple[RunningSequence, ...] = ()
+        num_left = None
+        if self.tuner is not None:
+            sequences, num_left = self._left((id_of(one.request), one) for one in running)
         return BatchState(
             len(running),
             sum(map(len, tokens)) / len(running),
@@ -239,8 +247,9 @@ class RolloutEngine(RolloutBackend):
             num_admitted,
             reference_drafts=drafter.reference_drafts(tokens),
             hindsight=drafter.hindsight(tokens),
-            num_left=None if self.tuner is None else self.lengths.left(running, self.waiting),
+            num_left=num_left,
             prefill_time=prefill_time,
+            sequences=sequences,
         )
 
     def _choose(self, batch: BatchState) -> Strategy:

@@ -4,7 +4,7 @@ trial against the tokens left."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from tlt.engine.sequence import Sequence
 from tlt.types import Request
@@ -25,9 +25,15 @@ class Lengths:
         before = sequence.num_tokens if self._typical is None else self._typical
         self._typical = before + (sequence.num_tokens - before) / _LATEST
 
-    def left(self, running: Collection[Sequence], waiting: Iterable[Request]) -> float:
-        """Returns the expected tokens left per running sequence, including those of waiting requests. A
-        sequence that is longer than the average is expected to double."""
-        typical = math.inf if self._typical is None else self._typical
-        left = sum(min(s.num_left, max(typical - s.num_tokens, s.num_tokens)) for s in running)
-        return (left + sum(min(request.params.max_tokens, typical) for request in waiting)) / len(running)
+    def left(self, sequence: Sequence) -> float:
+        """Returns the expected tokens left of a running sequence. One that is longer than the average is
+        expected to double."""
+        return min(sequence.num_left, max(self._expected - sequence.num_tokens, sequence.num_tokens))
+
+    def waiting(self, requests: Iterable[Request]) -> float:
+        """Returns the expected tokens of waiting requests together."""
+        return sum(min(request.params.max_tokens, self._expected) for request in requests)
+
+    @property
+    def _expected(self) -> float:
+        return math.inf if self._typical is None else self._typical

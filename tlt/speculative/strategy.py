@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from tlt.types import UserError
@@ -119,6 +120,13 @@ class PrefillTime(NamedTuple):
     seconds: float
 
 
+class RunningSequence(NamedTuple):
+    """A sequence of the running batch. num_left: tokens expected until its end."""
+
+    name: Hashable
+    num_left: float
+
+
 @dataclass(frozen=True)
 class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
@@ -129,6 +137,7 @@ class BatchState:
     hindsight: chains of retrieval whose outcome became known since the last step.
     num_left: tokens expected per running sequence, waiting ones' included; None: unknown.
     prefill_time: of the prompts read before this step; None: none was timed.
+    sequences: one for each; (): unknown, and they are taken to progress alike.
     """
 
     num_running: int
@@ -140,6 +149,7 @@ class BatchState:
     hindsight: tuple[Hindsight, ...] = ()
     num_left: float | None = None
     prefill_time: PrefillTime | None = None
+    sequences: tuple[RunningSequence, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,8 @@ class StepOutcome:
     from_reference: whether a sequence drafted from a reference, by sequence; (): none did.
     drafted_next: the strategy of the drafts that the step made for the next one; None: it made those that it
         verified.
+    names: of the sequences of `accepted`, as in `RunningSequence`; (): unknown.
+    limits: tokens that each of them was allowed to draft (`StrategyTuner.limits`); (): the strategy's depth.
     """
 
     num_tokens: int
@@ -161,6 +173,8 @@ class StepOutcome:
     seconds: float
     from_reference: tuple[bool, ...] = ()
     drafted_next: Strategy | None = None
+    names: tuple[Hashable, ...] = ()
+    limits: tuple[int, ...] = ()
 
 
 class ExpectedSpeeds(NamedTuple):
@@ -183,6 +197,8 @@ class StrategyTuner:
 
     expected = NO_EXPECTATION
     """Of the latest choice's batch."""
+    limits: Mapping[Hashable, int] = MappingProxyType({})
+    """Tokens that are worth verifying of a sequence's chain, by name; those of the others: all."""
 
     def choose(self, batch: BatchState) -> Strategy:
         raise NotImplementedError

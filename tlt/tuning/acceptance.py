@@ -107,6 +107,7 @@ class AcceptanceModel:
         accepted: Sequence[int],
         drafted: Sequence[int] = (),
         batch_size: int | None = None,
+        limits: Sequence[int] = (),
     ) -> None:
         """Counts one verification per sequence.
 
@@ -114,13 +115,16 @@ class AcceptanceModel:
         drafted: levels that were drafted, fewer than the strategy's depth where a chain stopped early; ():
             all.
         batch_size: of the batch that these sequences are part of; None: they are the batch.
+        limits: tokens that each chain was allowed to have: what lies beyond is not known; (): the depth.
         """
         self._forget_estimates(strategy.drafter)
         depth = strategy.depth
         accepted_B = np.minimum(np.asarray(accepted), depth)
         came_BD = accepted_B[:, None] >= np.arange(depth + 1)
-        tried_D, survived_D = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
+        was_allowed_BD = np.asarray(limits or [depth] * len(accepted))[:, None] > np.arange(depth)
         was_drafted_BD = np.asarray(drafted or [depth] * len(accepted))[:, None] > np.arange(depth)
+        was_drafted_BD &= was_allowed_BD
+        tried_D, survived_D = (came_BD[:, :-1] & was_allowed_BD).sum(0), came_BD[:, 1:].sum(0)
         drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
         batch_size = batch_size or len(accepted)
         octave, share = octave_of(batch_size), len(accepted) / batch_size
@@ -142,7 +146,7 @@ class AcceptanceModel:
                     retrieved.scale(here**_UNWATCHED)
             self._forget_estimates("ngram")
         if strategy.width == 1:
-            self.drafts[strategy.drafter].add(np.full(depth, len(accepted)), was_drafted_BD.sum(0), here)
+            self.drafts[strategy.drafter].add(was_allowed_BD.sum(0), was_drafted_BD.sum(0), here)
 
     def _forget_estimates(self, drafter: str | None = None) -> None:
         """Forgets what was derived from the counts of a drafter; None: of all drafters."""
@@ -206,6 +210,11 @@ class AcceptanceModel:
     def tokens(self, arm: Strategy, batch_size: int) -> float:
         """Returns tokens per verification of an arm without references, the bonus token included."""
         return float(self._table(Curve.of(arm, octave_of(batch_size))).tokens_D[arm.depth - 1])
+
+    def survivals(self, arm: Strategy, batch_size: int) -> Array:
+        """Returns the chance that a draft of the arm, without references, survives depth 1, 2, …"""
+        table = self._table(Curve.of(arm, octave_of(batch_size)))
+        return np.append(table.survivals_D[1:], table.tokens_D[-1] - table.tokens_D[-2])
 
     def expected(
         self, arms: Sequence[Strategy], batch_size: int, references: Sequence[ReferenceDraft] = ()

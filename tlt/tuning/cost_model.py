@@ -4,8 +4,9 @@
                              └ acceptance.py               └ step_costs.py
 
 It chooses the arm that needs the least time for the tokens that are left, the extra seconds of its first step
-included. A speculating arm is rated CAUTION standard deviations below its expected speed: speculation must
-never be slower than off. Another arm is tried while that pays:
+included. A batch takes as long as its slowest sequence: where the others end early, a smaller batch makes
+fewer tokens per second (frailty.py). A speculating arm is rated CAUTION standard deviations below its
+expected speed: speculation must never be slower than off. Another arm is tried while that pays:
 
     loss(arm)   the seconds that TRIALS steps of it take more than the best arm takes for as many tokens, and
                 the extra seconds of its first step
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,9 @@ from tlt.speculative.strategy import (
     Strategy,
     StrategyTuner,
 )
-from tlt.tuning.acceptance import AcceptanceModel
+from tlt.tuning.acceptance import AcceptanceModel, Curve
+from tlt.tuning.expectation import Array
+from tlt.tuning.frailty import Frailties, Ints, StepSeconds, seconds_to_finish, tokens_of
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, StepWork, uses
 
 TRIALS = 2.0
@@ -46,7 +49,8 @@ TRIALS = 2.0
 CAUTION = 0.7
 """Standard deviations by which speculation is rated below its expected speed."""
 MARGIN = 0.03
-"""The share by which speculation must be faster than off: uneven progress leaves small batches behind."""
+"""The share by which speculation must be faster than off where the sequences are unknown: uneven progress
+leaves small batches behind."""
 NUM_FIRST = 3
 """Steps of off before anything else: the first, of a new shape, is not typical."""
 CLEARLY, MOST_LOST = 1.1, 0.02
@@ -64,10 +68,12 @@ class Prediction:
     """The expectations of an arm."""
 
     strategy: Strategy
-    speed: float
+    now: float
     """Tokens per second of the whole batch."""
+    speed: float
+    """The same until all its sequences have ended."""
     low: float
-    """The same, less CAUTION standard deviations."""
+    """`speed` less CAUTION standard deviations."""
     sd_vs_off: float
     """Standard deviation of log(speed / off's speed): how uncertain the arm is."""
     sd_learned_by_trial: float
@@ -85,6 +91,7 @@ class CostModel(StrategyTuner):
     acceptance: the learned drafter's recorded overlap (`AcceptanceModel`); None: no record.
     has_hindsight: whether batches report what retrieval would have drafted; if not, retrieval is tried like
         any other drafter.
+    limits_chains: whether the engine verifies less than a whole chain of some sequences (`limits`).
     """
 
     def __init__(
@@ -94,11 +101,19 @@ class CostModel(StrategyTuner):
         prior: CostPrior = UNKNOWN,
         acceptance: float | None = None,
         has_hindsight: bool = True,
+        limits_chains: bool = False,
     ) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
-        self.has_hindsight = has_hindsight
+        self.has_hindsight, self.limits_chains = has_hindsight, limits_chains
         self.acceptance, self.costs = AcceptanceModel(acceptance), StepCosts(prior)
+        self.frailties = Frailties()
+        self._survivals: dict[Curve, Array] = {}
+        """By curve, without its octave: what survives each depth, as the last decision estimated it."""
+        self._worthwhile: dict[Curve, Ints] = {}
+        """The same for chains: tokens of each sequence that are worth verifying, [B]."""
+        self._price = 0.0
+        """Tokens that the batch would make in the time of another row, as of the last decision."""
         self._choice = Strategy.OFF
         self._chosen_for: tuple[int, bool] | None = None
         """The batch size of the last decision, and whether it had references; None: decide anew."""
@@ -130,11 +145,11 @@ class CostModel(StrategyTuner):
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
             if self.costs.num_steps:
                 off = next(p for p in predictions if p.strategy.is_off)
-                others = max(p.speed for p in predictions if not p.strategy.uses_references)
+                others = max(p.now for p in predictions if not p.strategy.uses_references)
                 otherwise = others if choice.strategy.uses_references else None
                 self._off_step = off.seconds / choice.seconds
                 self.expected = ExpectedSpeeds(
-                    choice.speed, otherwise, off.seconds / (choice.seconds + choice.once)
+                    choice.now, otherwise, off.seconds / (choice.seconds + choice.once)
                 )
         else:
             self.expected = self.expected._replace(off_step=self._off_step)
@@ -143,24 +158,88 @@ class CostModel(StrategyTuner):
     def decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
         """Returns the predictions of all arms that may run, and that of the arm to run."""
         arms, size = self._candidates(batch), batch.num_running
+        self._look_at_sequences(arms, batch)
         cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
         expected = self.acceptance.expected(arms, size, batch.reference_drafts)
-        speed_A = size * expected.tokens_A / cost.seconds_A
+        now_A = speed_A = size * expected.tokens_A / cost.seconds_A
+        if knows_progress := bool(self._survivals) and batch.num_left is not None:
+            speed_A = self._speeds_to_finish(arms, batch, now_A, cost.seconds_A)
         num_left = math.inf if batch.num_left is None else size * batch.num_left
         num_left = min(num_left, HORIZON_SECONDS * float(speed_A.max()))
         off = arms.index(Strategy.OFF)
         sd_vs_off_A = np.sqrt(self.costs.variance(cost.shares_AP, off) + (expected.spread_AR**2).sum(1))
         low_A = speed_A * np.exp(-CAUTION * sd_vs_off_A)
         seconds_A = cost.once_A + num_left / low_A
-        seconds_A[off] /= 1 + MARGIN
+        if not knows_progress:
+            seconds_A[off] /= 1 + MARGIN
         best = int(seconds_A.argmin())
         variance_A = self.costs.variance_removed(cost.shares_AP, best, TRIALS)
         variance_A = variance_A + expected.variance_removed(best, TRIALS * size)
-        columns = (speed_A, low_A, sd_vs_off_A, np.sqrt(variance_A), cost.seconds_A, cost.once_A)
+        columns = (now_A, speed_A, low_A, sd_vs_off_A, np.sqrt(variance_A), cost.seconds_A, cost.once_A)
         predictions = list(map(Prediction, arms, *(column.tolist() for column in columns)))
-        if self.costs.num_steps.get(Strategy.OFF, 0) < NUM_FIRST:
-            return predictions, predictions[off]
-        return predictions, _trial(predictions, predictions[best], num_left) or predictions[best]
+        choice = predictions[off]
+        if self.costs.num_steps.get(Strategy.OFF, 0) >= NUM_FIRST:
+            choice = _trial(predictions, predictions[best], num_left) or predictions[best]
+        self._set_limits(choice, batch)
+        return predictions, choice
+
+    def _look_at_sequences(self, arms: Sequence[Strategy], batch: BatchState) -> None:
+        """Estimates what drafts survive, and how many tokens of each sequence's chain are worth a row."""
+        self._survivals.clear()
+        self._worthwhile.clear()
+        if not batch.sequences or batch.reference_drafts:
+            return
+        names = [one.name for one in batch.sequences]
+        self.frailties.keep(names)
+        for arm in arms:
+            if (curve := Curve.of(arm, None)) not in self._survivals:
+                survivals_D = self._survivals[curve] = self.acceptance.survivals(arm, batch.num_running)
+                if self.limits_chains and arm.width == 1 and len(names) > 1:
+                    self._worthwhile[curve] = self.frailties.worthwhile(names, survivals_D, self._price)
+
+    def _limits_of(self, arm: Strategy) -> Ints | None:
+        """Returns the tokens that each sequence may draft, [B]; None: all that the arm drafts."""
+        worthwhile_B = self._worthwhile.get(Curve.of(arm, None))
+        return None if worthwhile_B is None else np.minimum(worthwhile_B, arm.depth)
+
+    def _set_limits(self, choice: Prediction, batch: BatchState) -> None:
+        """Sets `limits` for the arm that was chosen, and the price of a row for the next decision."""
+        if not self._worthwhile:
+            self.limits = {}
+            return
+        work, size = self._work(choice.strategy, batch), batch.num_running
+        more = float(self.costs.forecast([work._replace(rows=work.rows + size)]).seconds_A[0])
+        self._price = max(more - choice.seconds, 0.0) / size * choice.now
+        limits_B = self._limits_of(choice.strategy)
+        names = [] if limits_B is None else [one.name for one in batch.sequences]
+        self.limits = dict(zip(names, [] if limits_B is None else limits_B.tolist(), strict=True))
+
+    def _speeds_to_finish(
+        self, arms: Sequence[Strategy], batch: BatchState, now_A: Array, seconds_A: Array
+    ) -> Array:
+        """Returns tokens per second until all sequences have ended.
+
+        now_A: while waiting requests replace those that have.
+        seconds_A: of the next step.
+        """
+        assert batch.num_left is not None, "the caller has asked"
+        size, left_B = batch.num_running, np.array([one.num_left for one in batch.sequences])
+        drawn_MB = self.frailties.draw([one.name for one in batch.sequences])
+        tables = {curve: tokens_of(survivals_D) for curve, survivals_D in self._survivals.items()}
+        steps_AMB = np.empty((len(arms), *drawn_MB.shape))
+        for i, arm in enumerate(arms):
+            limits_B = self._limits_of(arm)
+            depths = arm.depth if limits_B is None else limits_B[None]
+            steps_AMB[i] = left_B / tables[Curve.of(arm, None)][drawn_MB, depths]
+        later = sorted({-(-size // 4), 1} - {size}, reverse=True)
+        states = [replace(batch, num_running=one, num_admitted=0) for one in later]
+        works = [self._work(arm, state) for state in states for arm in arms]
+        later_A = self.costs.forecast(works).seconds_A if works else seconds_A[:0]
+        seconds_AS = np.concatenate([seconds_A, later_A]).reshape(-1, len(arms)).T
+        drained_A = seconds_to_finish(steps_AMB, StepSeconds((size, *later), seconds_AS))
+        num_waiting = max(size * batch.num_left - float(left_B.sum()), 0.0)
+        result: Array = size * batch.num_left / (num_waiting / now_A + drained_A)
+        return result
 
     def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
         """Returns the arms that may run: references where there are any, and retrieval where it pays.
@@ -184,6 +263,8 @@ class CostModel(StrategyTuner):
     def _work(self, arm: Strategy, batch: BatchState) -> StepWork:
         size = batch.num_running
         nodes, levels = self.acceptance.drafted(arm, size, batch.reference_drafts)
+        if self._worthwhile and (limits_B := self._limits_of(arm)) is not None:
+            nodes = min(nodes, float(limits_B.sum()) / size)
         unread = self._unread * size + batch.num_admitted * batch.mean_length
         unread = min(unread, size * batch.mean_length)
         is_first = (size, arm) not in self._known
@@ -195,7 +276,13 @@ class CostModel(StrategyTuner):
         if strategy.uses_references and outcome.from_reference:
             self.acceptance.observe_without_reference(strategy, outcome)
         elif outcome.accepted:
-            self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
+            self.acceptance.observe(strategy, outcome.accepted, outcome.drafted, limits=outcome.limits)
+            if outcome.names:
+                survivals_D = self._survivals.get(Curve.of(strategy, None))
+                if survivals_D is None:
+                    survivals_D = self.acceptance.survivals(strategy, batch.num_running)
+                depths = outcome.limits or (strategy.depth,) * len(outcome.accepted)
+                self.frailties.observe(outcome.names, survivals_D, outcome.accepted, depths)
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
         drafted, size = outcome.drafted_next or strategy, batch.num_running
         levels = _levels(strategy, outcome) if drafted == strategy else float(drafted.without_reference.depth)
@@ -224,7 +311,8 @@ def _levels(strategy: Strategy, outcome: StepOutcome) -> float:
     """Returns the levels that a drafter drafted: those of the longest chain that is from no reference."""
     from_reference = outcome.from_reference or (False,) * len(outcome.drafted)
     own = [num for num, uses_one in zip(outcome.drafted, from_reference, strict=True) if not uses_one]
-    return float(strategy.depth if strategy.width > 1 else max(own, default=0))
+    is_whole = strategy.width > 1 or outcome.limits
+    return float(strategy.depth if is_whole else max(own, default=0))
 
 
 def _trial(predictions: Sequence[Prediction], best: Prediction, num_left: float) -> Prediction | None:

@@ -10,6 +10,7 @@ No tuner reads a clock: seconds come with the outcomes of steps, randomness as a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tlt.speculative.strategy import BatchState, Strategy, StrategyTuner
 from tlt.tuning.beg_mab import BegMab, groups_of
@@ -57,14 +58,29 @@ def default_arms(
     return tuple(arm for arm in arms if arm.uses_references or arm.depth <= max_depth)
 
 
+@dataclass(frozen=True)
+class Abilities:
+    """What an engine offers to its tuner."""
+
+    trees: bool = True
+    """Whether it verifies trees."""
+    hindsight: bool = True
+    """Whether it reports what retrieval would have drafted."""
+    limits: bool = False
+    """Whether it verifies less than a whole chain of some sequences (`StrategyTuner.limits`)."""
+
+
+OURS = Abilities()
+"""What our own engine offers."""
+
+
 def make_tuner(
     speculation: str,
     kinds: Sequence[str],
     name: str = "cost-model",
     max_depth: int = Strategy.MAX_DEPTH,
-    trees: bool = True,
+    abilities: Abilities = OURS,
     prior: CostPrior = UNKNOWN,
-    has_hindsight: bool = True,
     acceptance: float | None = None,
 ) -> StrategyTuner | None:
     """Returns the tuner that the user asked for; None for `off`.
@@ -73,9 +89,7 @@ def make_tuner(
     kinds: the drafters that exist, the preferred one first.
     name: the tuner behind `adaptive`, cost-model or beg-mab.
     max_depth: see `default_arms`.
-    trees: see `default_arms`.
     prior: the drafter's size relative to the target's.
-    has_hindsight: whether the engine reports what retrieval would have drafted.
     acceptance: the rate that the learned drafter's folder records; None: no record.
 
     Raises UserError for a strategy whose drafter does not exist.
@@ -90,8 +104,14 @@ def make_tuner(
                 f"{', '.join(kinds)}"
             )
         return Fixed(strategy)
-    arms = default_arms(kinds, max_depth, trees)
+    arms = default_arms(kinds, max_depth, abilities.trees)
     if name == "beg-mab":
         return BegMab(groups_of(arms))
     assert name == "cost-model", name
-    return CostModel(arms, prior=prior, has_hindsight=has_hindsight, acceptance=acceptance)
+    return CostModel(
+        arms,
+        prior=prior,
+        has_hindsight=abilities.hindsight,
+        acceptance=acceptance,
+        limits_chains=abilities.limits,
+    )

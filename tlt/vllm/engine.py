@@ -136,9 +136,11 @@ class VllmEngine(RolloutBackend):
         self._choose(batch)
         self._verified_by, self._drafted_by = self._drafted_by, self._strategy
         self._give_drafts()
+        limits = {} if self.tuner is None else self.tuner.limits
+        self.link.limit({name: limits[name] for name in self._running if name in limits})
         outputs = self.link.step()
         num_tokens = 0
-        rows: list[tuple[int, int, bool]] = []  # accepted, drafted, from a reference
+        rows: list[tuple[int, int, bool, str]] = []  # accepted, drafted, from a reference, name
         for name, (token_ids, logprobs) in outputs.items():
             verified = self.link.verified(name)
             num_drafted, num_accepted = len(verified.draft), verified.num_accepted
@@ -146,11 +148,17 @@ class VllmEngine(RolloutBackend):
             num_tokens += num_kept
             # a strategy that found nothing to draft for a sequence has that as its outcome
             if num_drafted or not (self._verified_by.is_off or name in self._reading):
-                rows.append((num_accepted, num_drafted, self._note_reference(name, num_accepted)))
+                used = self._note_reference(name, num_accepted)
+                rows.append((num_accepted, num_drafted, used, name))
                 self.stats.record_verification(num_drafted, num_drafted, num_accepted, num_kept)
         self._reading -= outputs.keys()
-        accepted, drafted, from_reference = zip(*rows, strict=True) if rows else ((), (), ())
-        outcome = StepOutcome(num_tokens, accepted, drafted, time.perf_counter() - start, from_reference)
+        accepted, drafted, from_reference, names = zip(*rows, strict=True) if rows else ((),) * 4
+        seconds = time.perf_counter() - start
+        depth = self._verified_by.depth
+        allowed = tuple(min(limits.get(name, depth), depth) for name in names) if limits else ()
+        outcome = StepOutcome(
+            num_tokens, accepted, drafted, seconds, from_reference, names=names, limits=allowed
+        )
         self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
 
@@ -178,13 +186,15 @@ class VllmEngine(RolloutBackend):
         mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
         version = 0 if self.drafter is None else self.drafter.version
         references = () if self.references is None else self.references.reference_drafts(self._running)
+        sequences, num_left = self._left(self._running.items())
         return BatchState(
             len(running),
             mean_length,
             self.policy_version,
             version,
             reference_drafts=references,
-            num_left=self.lengths.left(running, self.waiting),
+            num_left=num_left,
+            sequences=sequences,
         )
 
     def _choose(self, batch: BatchState) -> None:

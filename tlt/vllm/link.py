@@ -115,6 +115,12 @@ class Link:
         """Sets how many tokens are drafted at the end of the next step."""
         self._scheduler.num_to_draft = depth
 
+    def limit(self, lengths: Mapping[str, int]) -> None:
+        """Sets how many tokens of these requests' drafts are verified at most in the next step. In vLLM's
+        second runner drafts are on the device, and are verified whole."""
+        if not self.is_v2:
+            self._scheduler.limits = {self._internal_ids[name]: length for name, length in lengths.items()}
+
     def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """Gives requests drafts that the next step verifies in place of vLLM's own."""
         self._scheduler.given = {self._internal_ids[name]: list(tokens) for name, tokens in drafts.items()}

@@ -61,6 +61,7 @@ class PretendLink:
         self.depth, self.num_preempted, self.log = max_depth, 0, list[str]()
         self.drafted: dict[str, Verified] = {}
         self.given: dict[str, list[int]] = {}
+        self.limits: dict[str, int] = {}
         self.followed = frozenset[str]()
         self.draft_depths: list[int] = []
         self.off_by = 0  # a fault: the position whose noise is used
@@ -84,6 +85,9 @@ class PretendLink:
     def draft(self, depth: int) -> None:
         self.depth = depth
 
+    def limit(self, lengths: Mapping[str, int]) -> None:
+        self.limits = dict(lengths)
+
     def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
         self.given = {name: list(tokens) for name, tokens in drafts.items()}
 
@@ -100,6 +104,8 @@ class PretendLink:
     def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
         found = {}
         self.table.flush()
+        for name, limit in self.limits.items():
+            del self.requests[name].drafts[limit:]
         given, self.given = self.given, {}
         self.followed = frozenset(name for name in given if self.requests[name].has_read)
         for name in self.followed:

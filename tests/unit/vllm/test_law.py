@@ -17,7 +17,7 @@ from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.speculative.draw import draw
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
-from tlt.tuning.tuner import make_tuner
+from tlt.tuning.tuner import Abilities, make_tuner
 from tlt.types import Request, SamplingParams, UserError
 from tlt.vllm.inside.law import LawTable, RowLaw, Slots
 from tlt.vllm.strategies import check_speculation, draft_depths, vllm_kinds
@@ -218,7 +218,7 @@ def test_one_drafter_and_its_depth(
     assert vllm_kinds(speculation, has_learned) == kinds
     assert draft_depths(speculation, kinds, 8)[-1] == depth
     if "ahead" in speculation:
-        assert make_tuner(speculation, reference_kinds(kinds), trees=False) is not None
+        assert make_tuner(speculation, reference_kinds(kinds), abilities=Abilities(trees=False))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ Requests keep coming, so the tuner plans for its whole horizon instead of for th
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,8 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from tlt.engine.stats import EngineStats
-from tlt.speculative.strategy import NO_EXPECTATION, BatchState, StepOutcome, Strategy
-from tlt.tuning.tuner import make_tuner
+from tlt.speculative.strategy import NO_EXPECTATION, BatchState, RunningSequence, StepOutcome, Strategy
+from tlt.tuning.tuner import Abilities, make_tuner
 from tlt.vllm.inside.scheduler import LengthScheduler
 from tlt.vllm.inside.served import TunerFacts, law_config
 
@@ -39,9 +40,8 @@ class TunedScheduler(LengthScheduler):
             "adaptive",
             (kind,),
             max_depth=self.num_spec_tokens,
-            trees=False,
+            abilities=Abilities(trees=False, hindsight=False, limits=not config.use_v2_model_runner),
             prior=facts.prior,
-            has_hindsight=False,
             acceptance=facts.acceptance,
         )
         assert tuner is not None, "it is adaptive"
@@ -56,17 +56,16 @@ class TunedScheduler(LengthScheduler):
         self._began = time.perf_counter()
         drafted_by = self._strategy
         if self.running and self._verified_by == self._strategy:  # a choice stands for two steps (engine.py)
-            lengths = [request.num_tokens for request in self.running]
-            self._strategy = self.tuner.choose(BatchState(len(lengths), sum(lengths) / len(lengths), 0, 0))
+            self._strategy = self.tuner.choose(_batch_of(self.running))
         self._verified_by = drafted_by
         self.num_to_draft = self._strategy.depth
+        self.limits = {str(name): limit for name, limit in self.tuner.limits.items()}
         output = super().schedule(*args, **kwargs)
         drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         is_decode = all(count == 1 + len(drafts.get(name, ())) for name, count in counts.items())
-        lengths = [self.requests[name].num_tokens for name in counts]
         self._batch = None
         if counts and is_decode and not output.scheduled_new_reqs:
-            self._batch = BatchState(len(lengths), sum(lengths) / len(lengths), 0, 0)
+            self._batch = _batch_of([self.requests[name] for name in counts])
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -82,12 +81,20 @@ class TunedScheduler(LengthScheduler):
         """Accounts a step of requests that all decode. num_sampled: tokens by request."""
         verified = self._verified_by
         rows = [
-            (num - 1, len(self.verified[name].draft) if name in self.verified else 0)
+            (num - 1, len(self.verified[name].draft) if name in self.verified else 0, name)
             for name, num in num_sampled.items()
             if num and (name in self.verified or not verified.is_off)
         ]
-        accepted, drafted = zip(*rows, strict=True) if rows else ((), ())
-        outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds)
+        accepted, drafted, names = zip(*rows, strict=True) if rows else ((), (), ())
+        depth = verified.depth
+        limits = tuple(  # a given draft may be longer than what is allowed
+            min(max(self.limits.get(name, depth), num), depth)
+            for name, num in zip(names, drafted, strict=True)
+        )
+        outcome = StepOutcome(
+            sum(num_sampled.values()), accepted, drafted, seconds, names=names,
+            limits=limits if self.limits else (),
+        )  # fmt: skip
         strategy = verified if rows else Strategy.OFF
         is_steady = strategy == self._strategy
         expected = self.tuner.expected if is_steady else NO_EXPECTATION
@@ -108,3 +115,12 @@ class TunedScheduler(LengthScheduler):
             f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1])
         )
         logger.info("Tuner: times off %.2f, predicted; share of the time by drafts: %s", times_off, told)
+
+
+def _batch_of(requests: Sequence[Any]) -> BatchState:
+    lengths = [request.num_tokens for request in requests]
+    sequences = tuple(
+        RunningSequence(request.request_id, request.max_tokens - request.num_output_tokens)
+        for request in requests
+    )
+    return BatchState(len(lengths), sum(lengths) / len(lengths), 0, 0, sequences=sequences)

@@ -1,0 +1,136 @@
+"""The frailty model against what it is defined by: survival curves on average, evidence by Bayes' rule, and the
+time of a batch that shrinks, counted step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tlt.speculative.strategy import BatchState, RunningSequence, StepOutcome, Strategy
+from tlt.tuning.acceptance import AcceptanceModel
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.frailty import NUM, Frailties, StepSeconds, hazards_of, seconds_to_finish, tokens_of
+
+CURVE = np.array([0.8, 0.66, 0.55, 0.47, 0.4])
+
+
+def test_all_sequences_together_survive_as_the_curve_says() -> None:
+    tokens_GD = tokens_of(CURVE)
+    assert tokens_GD.shape == (NUM, 6)
+    assert (tokens_GD[:, 0] == 1).all()
+    np.testing.assert_allclose(np.diff(tokens_GD).mean(0), CURVE, atol=1e-4)
+    assert (np.diff(hazards_of(CURVE)) > 0).all(), "fewer survive with every depth"
+    assert (np.diff(tokens_GD[:, -1]) < 0).all(), "the frailer, the fewer tokens"
+
+
+def test_a_drafter_that_is_never_right_or_always_is_no_special_case() -> None:
+    for curve in (np.zeros(5), np.ones(5)):
+        frailties = Frailties()
+        frailties.keep(["a"])
+        for accepted in (0, 5):
+            frailties.observe(["a"], curve, [accepted], [5])
+        assert frailties.draw(["a"]).shape == (NUM, 1)
+        assert np.isfinite(tokens_of(curve)).all()
+
+
+def test_evidence_is_weighed_by_bayes_rule() -> None:
+    """The frailty of a sequence after its first verification, against a posterior that is written out."""
+    hazards = np.concatenate([[0.0], hazards_of(CURVE)])
+    factors = -np.log1p(-(np.arange(NUM) + 0.5) / NUM)
+    for accepted in range(6):
+        survived = np.exp(-factors * hazards[accepted])
+        rejected = (
+            1.0 if accepted == 5 else 1 - np.exp(-factors * (hazards[accepted + 1] - hazards[accepted]))
+        )
+        posterior = survived * rejected / (survived * rejected).sum()
+        frailties, counts = Frailties(), np.zeros(NUM)
+        frailties.keep(range(64))
+        frailties.observe(range(64), CURVE, [accepted] * 64, [5] * 64)
+        for drawn in frailties.draw(range(64)).ravel():
+            counts[drawn] += 1
+        np.testing.assert_allclose(counts / counts.sum(), posterior, atol=0.02)
+
+
+def test_evidence_about_a_sequence_that_left_is_forgotten_and_others_keep_theirs() -> None:
+    frailties = Frailties()
+    frailties.keep(["easy", "hard", "gone"])
+    for _ in range(10):
+        frailties.observe(["hard", "easy", "gone"], CURVE, [0, 5, 5], [5, 5, 5])
+    frailties.keep(["hard", "gone", "easy"])
+    before = frailties.draw(["easy", "hard"])
+    assert before[:, 0].max() < before[:, 1].min()
+    frailties.keep(["easy", "hard"])
+    frailties.keep(["easy", "hard", "gone"])
+    frailties.observe(["nobody"], CURVE, [3], [5])
+    after = frailties.draw(["easy", "hard", "gone"])
+    np.testing.assert_array_equal(after[:, :2], before)
+    assert sorted(after[:, 2]) == [*range(NUM)], "it starts anew"
+
+
+def test_a_batch_takes_the_seconds_of_its_steps_while_it_shrinks() -> None:
+    rng = np.random.default_rng(0)
+    steps_MB = rng.integers(1, 30, size=(3, 9)).astype(float)
+    seconds_of = {size: 0.5 + 0.1 * size for size in range(1, 10)}  # linear, so interpolation is exact
+    counted = [sum(seconds_of[int((row > i).sum())] for i in range(int(row.max()))) for row in steps_MB]
+    step = StepSeconds((9, 3, 1), np.array([[seconds_of[9], seconds_of[3], seconds_of[1]]] * 2))
+    found = seconds_to_finish(np.stack([steps_MB, 2 * steps_MB]), step)
+    np.testing.assert_allclose(found, [np.mean(counted), 2 * np.mean(counted)])
+
+
+def test_long_drafts_that_leave_half_of_a_batch_behind_are_not_chosen() -> None:
+    """Half of the sequences accept everything and half nothing. Eight drafted tokens for all make twice as many
+    tokens per second as none, and yet the batch takes longer: the hard half decides."""
+    arms = tuple(Strategy("learned", depth, 1, depth) if depth else Strategy.OFF for depth in (0, 8))
+    seconds, left = {0: 0.01, 8: 0.02}, 400
+    chosen = {}
+    for knows in (False, True):
+        tuner = CostModel(arms, has_hindsight=False)
+        sequences = tuple(RunningSequence(name, left) for name in range(16)) if knows else ()
+        names = tuple(range(16)) if knows else ()
+        batch = BatchState(16, 100.0, 0, 0, num_left=float(left), sequences=sequences)
+        for step in range(40):
+            arm = tuner.choose(batch)
+            arm = arms[step % 2] if step < 30 else arm
+            accepted = (arm.depth, 0) * 8 if arm.depth else ()
+            outcome = StepOutcome(
+                16 + sum(accepted), accepted, (arm.depth,) * len(accepted), seconds[arm.depth]
+            )
+            tuner.observe(arm, batch, StepOutcome(**{**vars(outcome), "names": names if accepted else ()}))
+        chosen[knows] = tuner.choose(batch)
+    assert chosen == {False: arms[1], True: Strategy.OFF}
+
+
+def test_rows_are_spent_where_they_are_likely_to_be_accepted() -> None:
+    """Half of the sequences accept everything and half nothing. The engine verifies as much of a chain as
+    is told: the hard half gets one token, which keeps the evidence coming, and the easy half all."""
+    arms = tuple(Strategy("learned", depth, 1, depth) if depth else Strategy.OFF for depth in (0, 2, 8))
+    names = tuple(range(16))
+    tuner = CostModel(arms, has_hindsight=False, limits_chains=True)
+    batch = BatchState(16, 100.0, 0, 0, sequences=tuple(RunningSequence(name, 500.0) for name in names))
+    arm, rows = Strategy.OFF, 0
+    for step in range(200):
+        arm, limits = tuner.choose(batch), tuner.limits
+        allowed = tuple(min(arm.depth, limits.get(name, arm.depth)) for name in names)
+        accepted = tuple(num * (name % 2 == 0) for name, num in zip(names, allowed, strict=True))
+        rows = 16 + sum(allowed)
+        seconds = (0.004 + 0.001 * rows) * (1 + 0.02 * (step % 5))
+        drafts = (accepted, allowed) if arm.depth else ((), ())
+        outcome = StepOutcome(
+            16 + sum(accepted), *drafts, seconds, names=names, limits=allowed if limits else ()
+        )
+        tuner.observe(arm, batch, outcome)
+    assert arm == arms[2]
+    assert {tuner.limits[name] for name in names[1::2]} == {1}
+    assert {tuner.limits[name] for name in names[::2]} == {8}
+    assert rows == 16 + 8 * 8 + 8
+
+
+def test_limits_hide_what_lies_beyond_them_from_the_survival_curve() -> None:
+    """A chain of eight of which two may be verified says nothing about its third token."""
+    model, arm = AcceptanceModel(), Strategy("learned", 8, 1, 8)
+    for _ in range(50):
+        model.observe(arm, [8, 2], [8, 2], limits=[8, 2])
+    assert model.survivals(arm, 2)[7] > 0.8
+    told_nothing = AcceptanceModel()
+    for _ in range(50):
+        told_nothing.observe(arm, [8, 2], [8, 2])
+    assert told_nothing.survivals(arm, 2)[7] < 0.6

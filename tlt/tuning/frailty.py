@@ -1,0 +1,143 @@
+"""How unevenly the sequences of a batch accept drafts, and when a batch is therefore done.
+
+    a sequence's verifications ─▶ its frailty θ ─▶ its tokens per verification ─▶ the steps that it has left
+    the steps of all ─▶ sizes of the shrinking batch ─▶ seconds until the slowest sequence ends
+
+Some texts are easy for a drafter and some are hard. What is easy ends early, and the rest goes on in a small
+batch. So long drafts for all can make more tokens per second now, and let the whole batch take longer.
+
+The chance that a draft survives depth d is exp(-θ H_d): all sequences have the drafter's cumulative hazard
+H_d, and each has its own factor θ (the frailty of Vaupel, Manton and Stallard, 1979). In advance θ follows
+the exponential distribution, of which NUM quantiles stand for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt.tuning.expectation import Array
+
+Ints = NDArray[np.int64]
+
+NUM = 8
+"""Quantiles of the frailty."""
+_MEMORY = 0.9
+"""The share of a sequence's evidence that is left after its next verification: texts change as they go on."""
+_MOST_DRAWS = 128
+"""Sequences of all draws together, at least two draws and at most NUM: bounds what a decision costs."""
+
+_FRAILTIES_G: Array = -np.log1p(-(np.arange(NUM) + 0.5) / NUM)
+_HAZARDS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 400)])
+_SURVIVALS = np.exp(-np.outer(_HAZARDS, _FRAILTIES_G)).mean(1)
+"""The share of all sequences that survives each of _HAZARDS."""
+
+
+def hazards_of(survivals_D: Array) -> Array:
+    """Returns the cumulative hazards H_D at which the survival curve, on average over all sequences, is this
+    one."""
+    result: Array = np.interp(-survivals_D, -_SURVIVALS, _HAZARDS)
+    return result
+
+
+def tokens_of(survivals_D: Array) -> Array:
+    """Returns tokens per verification of chains of 0, 1, … tokens, the bonus token included, [G, D + 1], for
+    sequences of each frailty. survivals_D: on average over all sequences."""
+    survivals_GD = np.exp(-np.outer(_FRAILTIES_G, hazards_of(survivals_D)))
+    return np.concatenate([np.ones((NUM, 1)), 1 + survivals_GD.cumsum(1)], axis=1)
+
+
+class Frailties:
+    """The evidence about the frailty of each running sequence."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[Hashable, int] = {}
+        self._log_likelihood_RG = np.zeros((0, NUM))
+        """Of each sequence's verifications, for each frailty."""
+
+    def keep(self, names: Sequence[Hashable]) -> None:
+        """Makes these the known sequences; forgets all others."""
+        if self._row_of.keys() != set(names):
+            known, rows = self._log_likelihood_RG, [self._row_of.get(name) for name in names]
+            self._row_of = {name: row for row, name in enumerate(names)}
+            self._log_likelihood_RG = np.array([np.zeros(NUM) if row is None else known[row] for row in rows])
+
+    def observe(
+        self, names: Sequence[Hashable], survivals_D: Array, accepted: Sequence[int], depths: Sequence[int]
+    ) -> None:
+        """Learns from a verification of each of these sequences. Those that are not known are left out.
+
+        survivals_D: of such drafts, on average over all sequences.
+        accepted: drafted tokens that the target accepted. A draft that stopped early was rejected there.
+        depths: of the drafts.
+        """
+        depths_B = np.asarray(depths)
+        accepted_B = np.minimum(np.asarray(accepted), depths_B)
+        hazards_D = np.concatenate([[0.0], hazards_of(survivals_D[: depths_B.max()])])
+        below_BG = np.outer(hazards_D[accepted_B], _FRAILTIES_G)
+        step_B = np.append(np.diff(hazards_D), 0.0)[accepted_B].clip(min=1e-6)
+        rejected_BG = np.log(-np.expm1(-np.outer(step_B, _FRAILTIES_G)))
+        found_BG = np.where((accepted_B < depths_B)[:, None], rejected_BG, 0.0) - below_BG
+        is_known_B = np.array([name in self._row_of for name in names])
+        rows = [self._row_of[name] for name in names if name in self._row_of]
+        self._log_likelihood_RG[rows] = _MEMORY * self._log_likelihood_RG[rows] + found_BG[is_known_B]
+
+    def worthwhile(self, names: Sequence[Hashable], survivals_D: Array, price: float) -> Ints:
+        """Returns how many drafted tokens of each of these known sequences are worth a row of the forward,
+        int64[B], at least one: those whose chance to be accepted is `price` or more.
+
+        price: tokens that the batch would make in the time of another row.
+        """
+        chances_BD = self._weights(names) @ np.exp(-np.outer(_FRAILTIES_G, hazards_of(survivals_D)))
+        result: Ints = (chances_BD >= price).sum(1).clip(min=1)
+        return result
+
+    def _weights(self, names: Sequence[Hashable]) -> Array:
+        """Returns the distributions of these known sequences' frailties, [B, G]."""
+        known_BG = self._log_likelihood_RG[[self._row_of[name] for name in names]]
+        weights_BG = np.exp(known_BG - known_BG.max(1, keepdims=True))
+        result: Array = weights_BG / weights_BG.sum(1, keepdims=True)
+        return result
+
+    def draw(self, names: Sequence[Hashable]) -> Ints:
+        """Returns draws of these known sequences' frailties, as indices of quantiles, int64[M, B]: evenly
+        spread over each sequence's distribution, the same for the same evidence."""
+        below_BG = self._weights(names).cumsum(1)
+        num = min(max(_MOST_DRAWS // len(names), 2), NUM)
+        places_MB = np.outer((np.arange(num) + 0.5) / num, np.ones(len(names)))
+        places_MB = (places_MB + _GOLDEN * np.arange(len(names))) % 1.0
+        result: Ints = (below_BG[:, :-1] < places_MB[:, :, None]).sum(2)
+        return result
+
+
+_GOLDEN = (5**0.5 - 1) / 2
+"""The golden ratio's multiples, less their whole parts, lie evenly between 0 and 1."""
+
+
+class StepSeconds(NamedTuple):
+    """The seconds of a step of A arms at some batch sizes, between which they are interpolated."""
+
+    sizes: Sequence[int]
+    """Falling, from the whole batch to 1."""
+    seconds_AS: Array
+
+
+def seconds_to_finish(steps_AMB: Array, step: StepSeconds) -> Array:
+    """Returns the seconds until all B sequences have ended, [A], on average over M draws.
+
+    steps_AMB: the steps that each sequence still takes.
+    """
+    size = steps_AMB.shape[2]
+    ended_AMB = np.sort(steps_AMB, axis=2)
+    lasting_AB = np.diff(ended_AMB, axis=2, prepend=0.0).mean(1)  # steps of a batch of B, B - 1, …, 1
+    running_B = np.arange(size, 0, -1)
+    places = np.interp(running_B, step.sizes[::-1], np.arange(len(step.sizes))[::-1])
+    first_B = np.minimum(places.astype(int), max(len(step.sizes) - 2, 0))
+    share_B = places - first_B
+    later_B = np.minimum(first_B + 1, len(step.sizes) - 1)
+    seconds_AB = step.seconds_AS[:, first_B] * (1 - share_B) + step.seconds_AS[:, later_B] * share_B
+    result: Array = (lasting_AB * seconds_AB).sum(1)
+    return result
