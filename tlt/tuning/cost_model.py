@@ -41,7 +41,7 @@ from tlt.speculative.strategy import (
 )
 from tlt.tuning.acceptance import AcceptanceModel, Curve
 from tlt.tuning.expectation import Array
-from tlt.tuning.frailty import Frailties, Ints, StepSeconds, seconds_to_finish, tokens_of
+from tlt.tuning.frailty import Frailties, Ints, seconds_to_finish, tokens_of
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, StepWork, uses
 
 TRIALS = 2.0
@@ -220,7 +220,7 @@ class CostModel(StrategyTuner):
         """Returns tokens per second until all sequences have ended.
 
         now_A: while waiting requests replace those that have.
-        seconds_A: of the next step.
+        seconds_A: of a step of the whole batch.
         """
         assert batch.num_left is not None, "the caller has asked"
         size, left_B = batch.num_running, np.array([one.num_left for one in batch.sequences])
@@ -231,12 +231,9 @@ class CostModel(StrategyTuner):
             limits_B = self._limits_of(arm)
             depths = arm.depth if limits_B is None else limits_B[None]
             steps_AMB[i] = left_B / tables[Curve.of(arm, None)][drawn_MB, depths]
-        later = sorted({-(-size // 4), 1} - {size}, reverse=True)
-        states = [replace(batch, num_running=one, num_admitted=0) for one in later]
-        works = [self._work(arm, state) for state in states for arm in arms]
-        later_A = self.costs.forecast(works).seconds_A if works else seconds_A[:0]
-        seconds_AS = np.concatenate([seconds_A, later_A]).reshape(-1, len(arms)).T
-        drained_A = seconds_to_finish(steps_AMB, StepSeconds((size, *later), seconds_AS))
+        last = replace(batch, num_running=1, num_admitted=0)
+        last_A = self.costs.forecast([self._work(arm, last) for arm in arms]).seconds_A
+        drained_A = seconds_to_finish(steps_AMB, seconds_A, last_A)
         num_waiting = max(size * batch.num_left - float(left_B.sum()), 0.0)
         result: Array = size * batch.num_left / (num_waiting / now_A + drained_A)
         return result

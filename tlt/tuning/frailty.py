@@ -1,7 +1,7 @@
 """How unevenly the sequences of a batch accept drafts, and when a batch is therefore done.
 
     a sequence's verifications ─▶ its frailty θ ─▶ its tokens per verification ─▶ the steps that it has left
-    the steps of all ─▶ sizes of the shrinking batch ─▶ seconds until the slowest sequence ends
+    the steps of all ─▶ a batch that shrinks ─▶ seconds until the slowest sequence ends
 
 Some texts are easy for a drafter and some are hard. What is easy ends early, and the rest goes on in a small
 batch. So long drafts for all can make more tokens per second now, and let the whole batch take longer.
@@ -14,7 +14,6 @@ the exponential distribution, of which NUM quantiles stand for the whole.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,27 +116,14 @@ _GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio's multiples, less their whole parts, lie evenly between 0 and 1."""
 
 
-class StepSeconds(NamedTuple):
-    """The seconds of a step of A arms at some batch sizes, between which they are interpolated."""
-
-    sizes: Sequence[int]
-    """Falling, from the whole batch to 1."""
-    seconds_AS: Array
-
-
-def seconds_to_finish(steps_AMB: Array, step: StepSeconds) -> Array:
+def seconds_to_finish(steps_AMB: Array, first_A: Array, last_A: Array) -> Array:
     """Returns the seconds until all B sequences have ended, [A], on average over M draws.
 
     steps_AMB: the steps that each sequence still takes.
+    first_A: seconds of a step of all B sequences.
+    last_A: of one sequence alone; in between, a step takes as much longer for each sequence.
     """
-    size = steps_AMB.shape[2]
-    ended_AMB = np.sort(steps_AMB, axis=2)
-    lasting_AB = np.diff(ended_AMB, axis=2, prepend=0.0).mean(1)  # steps of a batch of B, B - 1, …, 1
-    running_B = np.arange(size, 0, -1)
-    places = np.interp(running_B, step.sizes[::-1], np.arange(len(step.sizes))[::-1])
-    first_B = np.minimum(places.astype(int), max(len(step.sizes) - 2, 0))
-    share_B = places - first_B
-    later_B = np.minimum(first_B + 1, len(step.sizes) - 1)
-    seconds_AB = step.seconds_AS[:, first_B] * (1 - share_B) + step.seconds_AS[:, later_B] * share_B
-    result: Array = (lasting_AB * seconds_AB).sum(1)
+    each_A = (first_A - last_A) / max(steps_AMB.shape[2] - 1, 1)
+    most_A, sum_A = steps_AMB.max(2).mean(1), steps_AMB.sum(2).mean(1)
+    result: Array = most_A * (last_A - each_A) + sum_A * each_A
     return result

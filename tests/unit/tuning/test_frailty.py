@@ -8,7 +8,7 @@ import numpy as np
 from tlt.speculative.strategy import BatchState, RunningSequence, StepOutcome, Strategy
 from tlt.tuning.acceptance import AcceptanceModel
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.frailty import NUM, Frailties, StepSeconds, hazards_of, seconds_to_finish, tokens_of
+from tlt.tuning.frailty import NUM, Frailties, hazards_of, seconds_to_finish, tokens_of
 
 CURVE = np.array([0.8, 0.66, 0.55, 0.47, 0.4])
 
@@ -69,11 +69,13 @@ def test_evidence_about_a_sequence_that_left_is_forgotten_and_others_keep_theirs
 def test_a_batch_takes_the_seconds_of_its_steps_while_it_shrinks() -> None:
     rng = np.random.default_rng(0)
     steps_MB = rng.integers(1, 30, size=(3, 9)).astype(float)
-    seconds_of = {size: 0.5 + 0.1 * size for size in range(1, 10)}  # linear, so interpolation is exact
+    seconds_of = {size: 0.5 + 0.1 * size for size in range(1, 10)}
     counted = [sum(seconds_of[int((row > i).sum())] for i in range(int(row.max()))) for row in steps_MB]
-    step = StepSeconds((9, 3, 1), np.array([[seconds_of[9], seconds_of[3], seconds_of[1]]] * 2))
-    found = seconds_to_finish(np.stack([steps_MB, 2 * steps_MB]), step)
+    both = np.array([[seconds_of[9]] * 2, [seconds_of[1]] * 2])
+    found = seconds_to_finish(np.stack([steps_MB, 2 * steps_MB]), *both)
     np.testing.assert_allclose(found, [np.mean(counted), 2 * np.mean(counted)])
+    alone = seconds_to_finish(steps_MB[None, :, :1], np.array([0.6]), np.array([0.6]))
+    np.testing.assert_allclose(alone, 0.6 * steps_MB[:, 0].mean())
 
 
 def test_long_drafts_that_leave_half_of_a_batch_behind_are_not_chosen() -> None:
