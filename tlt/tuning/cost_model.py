@@ -6,16 +6,7 @@
 It chooses the arm that needs the least time for the tokens that are left, the extra seconds of its first step
 included. A batch takes as long as its slowest sequence: where the others end early, a smaller batch makes
 fewer tokens per second (frailty.py). A speculating arm is rated CAUTION standard deviations below its
-expected speed: speculation must never be slower than off. Another arm is tried while that pays:
-
-    loss(arm)   the seconds that TRIALS steps of it take more than the best arm takes for as many tokens, and
-                the extra seconds of its first step
-    gain(arm)   the seconds that the arm then saves of the time left, on average over what the trial may show;
-                none where it shows the arm to be slower, because the best arm then goes on
-
-Of the arms whose gain exceeds their loss, the one with the smallest loss is tried. An arm that is not
-expected to be clearly faster must not lose more than MOST_LOST of the time left. This is the knowledge
-gradient for correlated beliefs (Frazier, Powell and Dayanik, 2009).
+expected speed: speculation must never be slower than off. Another arm is tried while that pays (trial.py).
 
 Off is measured first. Retrieval is judged in hindsight, without drafting: tokens do not depend on the
 drafter.
@@ -25,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,45 +34,19 @@ from tlt.tuning.acceptance import AcceptanceModel, Curve
 from tlt.tuning.expectation import Array
 from tlt.tuning.frailty import Frailties, Ints, seconds_to_finish, tokens_of
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, StepWork, uses
+from tlt.tuning.trial import CAUTION, TRIALS, Prediction, find_trial
 
-TRIALS = 2.0
-"""Steps that a trial is assumed to take, besides the extra seconds of the first."""
-CAUTION = 0.7
-"""Standard deviations by which speculation is rated below its expected speed."""
 MARGIN = 0.03
 """The share by which speculation must be faster than off where the sequences are unknown: uneven progress
 leaves small batches behind."""
 NUM_FIRST = 3
 """Steps of off before anything else: the first, of a new shape, is not typical."""
-CLEARLY, MOST_LOST = 1.1, 0.02
-"""A trial is for arms expected CLEARLY times as fast, or to lose less than this share of the time left."""
 MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
 HORIZON_SECONDS = 300.0
 """Seconds within which a trial must pay: later the batch and its texts are different."""
 DECIDE_EVERY = 0.03
 """Seconds of engine time between two decisions for an unchanged batch size: bounds what deciding costs."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The expectations of an arm."""
-
-    strategy: Strategy
-    now: float
-    """Tokens per second of the whole batch."""
-    speed: float
-    """The same until all its sequences have ended."""
-    low: float
-    """`speed` less CAUTION standard deviations."""
-    sd_vs_off: float
-    """Standard deviation of log(speed / off's speed): how uncertain the arm is."""
-    sd_learned_by_trial: float
-    """Standard deviation by which a trial moves the estimate of log(speed / the best arm's speed)."""
-    seconds: float
-    """Seconds of an engine step."""
-    once: float
-    """Extra seconds of the next step."""
 
 
 class CostModel(StrategyTuner):
@@ -161,9 +126,11 @@ class CostModel(StrategyTuner):
         self._look_at_sequences(arms, batch)
         cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
         expected = self.acceptance.expected(arms, size, batch.reference_drafts)
-        now_A = speed_A = size * expected.tokens_A / cost.seconds_A
+        tokens_AMB = self._tokens_of_each(arms, batch)
+        num_tokens_A = tokens_AMB.mean(1).sum(1) if self._worthwhile else size * expected.tokens_A
+        now_A = speed_A = num_tokens_A / cost.seconds_A
         if knows_progress := bool(self._survivals) and batch.num_left is not None:
-            speed_A = self._speeds_to_finish(arms, batch, now_A, cost.seconds_A)
+            speed_A = self._speeds_to_finish(arms, batch, tokens_AMB, now_A, cost.seconds_A)
         num_left = math.inf if batch.num_left is None else size * batch.num_left
         num_left = min(num_left, HORIZON_SECONDS * float(speed_A.max()))
         off = arms.index(Strategy.OFF)
@@ -179,7 +146,7 @@ class CostModel(StrategyTuner):
         predictions = list(map(Prediction, arms, *(column.tolist() for column in columns)))
         choice = predictions[off]
         if self.costs.num_steps.get(Strategy.OFF, 0) >= NUM_FIRST:
-            choice = _trial(predictions, predictions[best], num_left) or predictions[best]
+            choice = find_trial(predictions, predictions[best], num_left) or predictions[best]
         self._set_limits(choice, batch)
         return predictions, choice
 
@@ -214,8 +181,22 @@ class CostModel(StrategyTuner):
         names = [] if limits_B is None else [one.name for one in batch.sequences]
         self.limits = dict(zip(names, [] if limits_B is None else limits_B.tolist(), strict=True))
 
+    def _tokens_of_each(self, arms: Sequence[Strategy], batch: BatchState) -> Array:
+        """Returns draws of each sequence's tokens per verification, [A, M, B]; M = 0: nothing is known of
+        the sequences."""
+        if not self._survivals:
+            return np.empty((len(arms), 0, 0))
+        drawn_MB = self.frailties.draw([one.name for one in batch.sequences])
+        tables = {curve: tokens_of(survivals_D) for curve, survivals_D in self._survivals.items()}
+        tokens_AMB = np.empty((len(arms), *drawn_MB.shape))
+        for i, arm in enumerate(arms):
+            limits_B = self._limits_of(arm)
+            depths = arm.depth if limits_B is None else limits_B[None]
+            tokens_AMB[i] = tables[Curve.of(arm, None)][drawn_MB, depths]
+        return tokens_AMB
+
     def _speeds_to_finish(
-        self, arms: Sequence[Strategy], batch: BatchState, now_A: Array, seconds_A: Array
+        self, arms: Sequence[Strategy], batch: BatchState, tokens_AMB: Array, now_A: Array, seconds_A: Array
     ) -> Array:
         """Returns tokens per second until all sequences have ended.
 
@@ -224,16 +205,9 @@ class CostModel(StrategyTuner):
         """
         assert batch.num_left is not None, "the caller has asked"
         size, left_B = batch.num_running, np.array([one.num_left for one in batch.sequences])
-        drawn_MB = self.frailties.draw([one.name for one in batch.sequences])
-        tables = {curve: tokens_of(survivals_D) for curve, survivals_D in self._survivals.items()}
-        steps_AMB = np.empty((len(arms), *drawn_MB.shape))
-        for i, arm in enumerate(arms):
-            limits_B = self._limits_of(arm)
-            depths = arm.depth if limits_B is None else limits_B[None]
-            steps_AMB[i] = left_B / tables[Curve.of(arm, None)][drawn_MB, depths]
         last = replace(batch, num_running=1, num_admitted=0)
         last_A = self.costs.forecast([self._work(arm, last) for arm in arms]).seconds_A
-        drained_A = seconds_to_finish(steps_AMB, seconds_A, last_A)
+        drained_A = seconds_to_finish(left_B / tokens_AMB, seconds_A, last_A)
         num_waiting = max(size * batch.num_left - float(left_B.sum()), 0.0)
         result: Array = size * batch.num_left / (num_waiting / now_A + drained_A)
         return result
@@ -261,7 +235,7 @@ class CostModel(StrategyTuner):
         size = batch.num_running
         nodes, levels = self.acceptance.drafted(arm, size, batch.reference_drafts)
         if self._worthwhile and (limits_B := self._limits_of(arm)) is not None:
-            nodes = min(nodes, float(limits_B.sum()) / size)
+            nodes = min(nodes, float(limits_B.sum()) / len(limits_B))
         unread = self._unread * size + batch.num_admitted * batch.mean_length
         unread = min(unread, size * batch.mean_length)
         is_first = (size, arm) not in self._known
@@ -310,37 +284,3 @@ def _levels(strategy: Strategy, outcome: StepOutcome) -> float:
     own = [num for num, uses_one in zip(outcome.drafted, from_reference, strict=True) if not uses_one]
     is_whole = strategy.width > 1 or outcome.limits
     return float(strategy.depth if is_whole else max(own, default=0))
-
-
-def _trial(predictions: Sequence[Prediction], best: Prediction, num_left: float) -> Prediction | None:
-    """Returns the arm that is worth a trial, the one with the smallest loss; None: none is."""
-    seconds_left = num_left / best.low
-    found, smallest = None, math.inf
-    for one in predictions:
-        if one is best or one.sd_learned_by_trial == 0.0:
-            continue
-        loss = one.once + TRIALS * one.seconds * (1 - one.low / best.low)
-        # Variance today = that of the estimate after a trial + what is left then (law of total variance).
-        # If the arm is known within 0.25, and a trial moves the estimate by 0.20, then it is known within
-        # sqrt(0.25² - 0.20²) = 0.15, by which CAUTION still lowers it. One deviation is about off, the other
-        # about the best arm: an approximation unless off is the best.
-        sd_left = math.sqrt(max(one.sd_vs_off**2 - one.sd_learned_by_trial**2, 0.0))
-        expected_lead = math.log(one.speed / best.low) - CAUTION * sd_left
-        gain = seconds_left * expected_saving(expected_lead, one.sd_learned_by_trial)
-        may_lose = one.speed > CLEARLY * best.low or loss < MOST_LOST * seconds_left
-        if gain > loss and may_lose and loss < smallest:
-            found, smallest = one, loss
-    return found
-
-
-def expected_saving(mean: float, deviation: float) -> float:
-    """Returns E[max(0, 1 - exp(-x))] of a normal x = log(an arm's speed / the best arm's): the share of the
-    time that the arm is expected to save, if it is used only where it turns out faster."""
-    place = mean / deviation
-    below = -deviation + place
-    return _normal(place) - math.exp(deviation**2 / 2 - mean) * _normal(below)
-
-
-def _normal(place: float) -> float:
-    """Returns the cumulative distribution function of the standard normal distribution."""
-    return 0.5 * math.erfc(-place / math.sqrt(2))
