@@ -25,7 +25,8 @@ Ints = NDArray[np.int64]
 NUM = 8
 """Quantiles of the frailty."""
 _MEMORY = 0.9
-"""The share of a sequence's evidence that is left after its next verification: texts change as they go on."""
+"""The share of a sequence's evidence that is left after its next verification: texts change as they go on.
+Lesser shares bring nothing (benchmarks/log.md, 2026-11-25)."""
 _MOST_DRAWS = 128
 """Sequences of all draws together, at least two draws and at most NUM: bounds what a decision costs."""
 
