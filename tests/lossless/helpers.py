@@ -18,7 +18,8 @@ from tlt.drafter.drafting.hybrid import make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.drafting.reference_drafter import ReferenceDrafter
 from tlt.drafter.drafting.references import References
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.forms import new_model, pack_drafter
+from tlt.drafter.shape import drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
@@ -87,8 +88,8 @@ def make_engine(
         return engine
     learned = None
     if drafter == "learned":
-        model = DraftModel(drafter_shape(policy.config)).initialize(2)
-        drafting = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
+        model = new_model(drafter_shape(policy.config)).initialize(2)
+        drafting = pack_drafter(model.config, model.state_dict(), dtype)
         settings = LearnedSettings(ranking=ranking, window=window, confidence_threshold=confidence_threshold)
         learned = LearnedDrafter(drafting, engine.model, max_batch_size, settings)
     engine.load_drafter(make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold))

@@ -12,6 +12,7 @@ import torch
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.drafting.suffix_index import count_retrieved
 from tlt.drafter.formats.folder import StoredDrafter, choose_preset
+from tlt.drafter.forms import new_model
 from tlt.drafter.measure import DrafterCopies
 from tlt.drafter.model import DraftModel
 from tlt.drafter.training.buffer import TrajectoryBuffer
@@ -28,7 +29,7 @@ from tlt.spans import Span
 
 def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:
     """Builds the copy of a drafter that is trained."""
-    model = DraftModel(drafter.config).to(device)
+    model = new_model(drafter.config).to(device)
     model.load_state_dict(drafter.tensors)
     return model
 

@@ -137,7 +137,8 @@ def train(options: DrafterTrain) -> Record:
         from tlt.assembly.drafter import build_draft_model
         from tlt.assembly.model import load_model
         from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
-        from tlt.drafter.model import DraftModel, drafter_shape
+        from tlt.drafter.forms import new_model
+        from tlt.drafter.shape import drafter_shape
         from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, train_offline
@@ -150,7 +151,7 @@ def train(options: DrafterTrain) -> Record:
     stored = None if options.init is None else load_drafter(resolve_model(options.init), config, tensors)
     preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
     if stored is None:
-        model = DraftModel(drafter_shape(config, preset.method)).initialize(options.seed)
+        model = new_model(drafter_shape(config, preset.method)).initialize(options.seed)
     else:
         model = build_draft_model(stored, torch.device("cpu"))
     check_wanted(options.draft_vocab, model.config)

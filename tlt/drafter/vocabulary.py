@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.drafter.model import DrafterShape
+from tlt.drafter.shape import DrafterShape, layer_numbers
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
 from tlt.types import Rollout, UserError
@@ -70,9 +70,7 @@ class DraftCosts:
     def of(target: ModelConfig, shape: DrafterShape) -> DraftCosts:
         row = target.hidden_size
         forward = target.num_layers * layer_numbers(target) + target.vocab_size * row
-        layer = layer_numbers(shape.layer, 1 if shape.method == "eagle" else 2)
-        if shape.method == "eagle":  # eagle3 reads fc once per step, not per drafted token
-            layer += shape.fc_size * row
+        layer = shape.numbers_per_level + shape.numbers_per_draft // DEPTH
         return DraftCosts(forward, layer, row, target.vocab_size)
 
     @property
@@ -89,13 +87,6 @@ class DraftCosts:
         holds this share of the sampled tokens."""
         accepted = ACCEPTANCE * coverage
         return (1 + DEPTH * self.of_draft(size)) / sum(accepted**depth for depth in range(DEPTH + 1))
-
-
-def layer_numbers(c: ModelConfig, num_inputs: int = 1) -> int:
-    """Returns the numbers in the matrices of a decoder layer whose attention reads `num_inputs` hidden
-    states."""
-    attention = (num_inputs * c.num_qkv + c.num_heads) * c.head_dim * c.hidden_size
-    return attention + 3 * c.hidden_size * c.intermediate_size
 
 
 def count_tokens(token_ids: Iterable[int], vocab_size: int) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tlt.drafter.formats.export import FORMATS, Target, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.drafter.model import DrafterShape, PackedDrafter, draft_token_ids
+from tlt.drafter.model import PackedDrafter, draft_token_ids
+from tlt.drafter.shape import DrafterShape
 from tlt.models.packed import HEAD
 from tlt.speculative.protocol import Drafting
 

@@ -20,7 +20,8 @@ from tests.unit.drafter.parts import (
     make_model,
     make_rollout,
 )
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import FeatureRecompute
@@ -64,7 +65,7 @@ def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int |
     with OneDevice():
         target = PackedTransformer(config, torch.float32, "meta")
         with torch.device("meta"):
-            model = DraftModel(drafter_shape(config, PRESETS[preset].method, draft_vocab))
+            model = new_model(drafter_shape(config, PRESETS[preset].method, draft_vocab))
         trainer = DrafterTrainer(model, target, PRESETS[preset])
         buffer = TrajectoryBuffer(10**9)
         for length in (20, 30):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.offline import (
     WEAK_ACCEPTANCE,
@@ -47,7 +48,7 @@ def train(
     rollouts: list[Rollout],
     on_progress: Callable[[float, float | None], None] = lambda share, loss: None,
 ) -> OfflineSummary:
-    model = DraftModel(drafter_shape(CONFIG)).initialize(0)
+    model = new_model(drafter_shape(CONFIG)).initialize(0)
     return train_offline(model, target, PRESETS["hass"], rollouts, SETTINGS, on_progress)
 
 
@@ -82,7 +83,7 @@ def test_responses_to_prompts_of_one_token_train_a_drafter_that_is_not_measured(
 
 def test_a_drafter_whose_outputs_are_not_finite_is_an_error() -> None:
     rollouts = make_rollouts(2, 12)
-    model = DraftModel(drafter_shape(CONFIG)).initialize(0)
+    model = new_model(drafter_shape(CONFIG)).initialize(0)
     with torch.no_grad():
         model.fc.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
