@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tlt.drafter.pairs import align
 
 from tests.unit.drafter.parts import SIZE, make_rollout, randn, random_tokens
+from tlt.drafter.pairs import align
 from tlt.drafter.training.buffer import TOKEN_ID_BYTES, TrajectoryBuffer
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tlt.drafter.pairs import align
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack, to_transformers
 from tests.unit.drafter.parts import randn
@@ -17,6 +16,7 @@ from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.model import DraftModel
+from tlt.drafter.pairs import align
 from tlt.drafter.shape import Method, capture_layers, drafter_shape, training_capture
 from tlt.drafter.training.buffer import PackedBatch
 from tlt.drafter.training.lesson import Preset

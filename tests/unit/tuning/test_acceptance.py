@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tlt.drafter.pairs import align
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy
 from tlt.assembly.model import Model
@@ -21,6 +20,7 @@ from tlt.cli.drafter_eval import summarize
 from tlt.drafter.formats.folder import StoredDrafter, save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.model import DraftModel
+from tlt.drafter.pairs import align
 from tlt.drafter.shape import Method, drafter_shape
 from tlt.hf.weights import content_hash, save_model
 from tlt.models.attention import PackedCausal
