@@ -82,7 +82,7 @@ class DrafterTrain(AnswerOptions):
     """Prompts, as for tlt generate, that the model answers first; instead of --responses."""
     init: DrafterName = None
     """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
-    preset: Literal["eagle", "hass", "eagle3"] | None = None
+    preset: Literal["eagle", "hass", "eagle3", "dflash", "dflash-pace", "dspark"] | None = None
     """Form of the drafter and method of its training (docs/drafter.md); by default that of --init, else
     hass."""
     draft_vocab: DraftVocabOption = "auto"

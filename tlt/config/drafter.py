@@ -63,7 +63,7 @@ class DrafterSection(Section):
     the speed alone."""
     train: bool = False
     """Whether idle ranks train the drafter, as long as that gains more time than it costs the busy ranks."""
-    preset: Literal["eagle", "hass", "eagle3"] | None = None
+    preset: Literal["eagle", "hass", "eagle3", "dflash", "dflash-pace", "dspark"] | None = None
     """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
     unrolled_steps: Annotated[int, Field(ge=1, le=64)] | None = None
     """Steps for which the drafter's training feeds it its own outputs; None: the preset's number."""

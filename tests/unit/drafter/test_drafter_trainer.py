@@ -59,7 +59,16 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("preset", "draft_vocab"), [("eagle", None), ("hass", None), ("eagle3", VOCAB - 9)])
+@pytest.mark.parametrize(
+    ("preset", "draft_vocab"),
+    [
+        ("eagle", None),
+        ("hass", None),
+        ("eagle3", VOCAB - 9),
+        ("dflash-pace", None),
+        ("dspark", VOCAB - 9),
+    ],
+)
 def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int | None) -> None:
     config = replace(CONFIG, num_layers=4)
     with OneDevice():
