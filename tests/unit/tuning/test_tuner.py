@@ -448,7 +448,9 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     tuner.learn()
     assert tuner.costs.forecast([work(arm, 4)]).seconds_A[0] == pytest.approx(0.025, rel=0.25)
     counts = tuner.acceptance.counts[Curve("learned", 1, None, octave=2)]
-    fading = math.exp(-1 / 25)  # a curve spans 100 verifications, here of four a step; four steps count as one
+    fading = math.exp(
+        -1 / 25
+    )  # a curve spans 100 verifications, here of four a step; alike steps fade as one
     assert counts.tried[0] == pytest.approx(4 * (4 * fading + 1)), "its acceptance does"
 
 
