@@ -8,7 +8,8 @@ for each push: the policies of a run differ too little from step to step for gre
     policy     right after a push, greedy responses are TLT's own engine's under the same weights
     drafter    the recipe's guesses well, a changed one hardly ever: accept length
     memory     the process's resident set. Of twelve steps nine draft nothing: the drafter does not run, and
-               the hidden states that it has missed are kept, and read when drafts come back
+               the hidden states that it has missed are kept, and read when drafts come back. Responses that
+               differ are judged after the last push: the judge loads a policy of its own, in float64
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from tlt.engine.stats import EngineStats
 from tlt.hf.weights import save_model
 from tlt.tasks.base import make_problems
 from tlt.types import Request, SamplingParams
-from tlt.vllm.drafter import VllmDrafter
 from tlt.vllm.engine import VllmEngine
 
 RECIPE = Path(__file__).parents[1] / "recipes/countdown"
@@ -95,6 +95,16 @@ def changed(tensors: Mapping[str, Tensor], seed: int, kept: float) -> dict[str, 
     return {name: change(tensor) for name, tensor in tensors.items()}
 
 
+def policy_of(model: Model, number: int) -> dict[str, Tensor]:
+    """Returns the policy of a push, always the same for its number."""
+    return dict(model.tensors) if is_plain(number) else changed(model.tensors, number, kept=1.0)
+
+
+def is_plain(number: int) -> bool:
+    """Whether a push has the recipe's own weights."""
+    return number % 2 == 1
+
+
 def requests_of(model: Model) -> list[Request]:
     assert model.tokenizer is not None
     params = SamplingParams(0.0, max_tokens=NUM_TOKENS)
@@ -124,8 +134,6 @@ def margins(
     model: Model,
 ) -> list[float]:
     """Returns the law's margin at each response's first difference, in float64."""
-    if num_same(ours, theirs) == len(requests):
-        return []
     with TemporaryDirectory() as folder:
         save_model(Path(folder) / "policy", model.config, policy, dtype=torch.float32, source=model.path)
         compared = compare(requests, ours, theirs, Path(folder) / "policy")
@@ -135,8 +143,9 @@ def margins(
 def push_all(setup: Setup, num: int) -> list[dict[str, Any]]:
     """Pushes so many times; returns what was seen after each."""
     model, stored, vllm, ours = setup.model, setup.stored, setup.vllm, setup.ours
-    assert isinstance(vllm.drafter, VllmDrafter)
+    assert vllm.drafter is not None
     requests, pushes, before = requests_of(model), list[dict[str, Any]](), None
+    parted: dict[int, tuple[Responses, Responses]] = {}
     proposer, num_passes = setup.runner.drafter, 0
     propose = proposer.propose
 
@@ -147,9 +156,8 @@ def push_all(setup: Setup, num: int) -> list[dict[str, Any]]:
 
     proposer.propose = counted
     for number in range(1, num + 1):
-        is_plain = number % 2 == 1
-        policy = dict(model.tensors) if is_plain else changed(model.tensors, number, kept=1.0)
-        drafter = dict(stored.tensors) if is_plain else changed(stored.tensors, number, kept=0.0)
+        policy = policy_of(model, number)
+        drafter = dict(stored.tensors) if is_plain(number) else changed(stored.tensors, number, kept=0.0)
         times = [time.perf_counter()]
         vllm.load_policy(policy, number)
         times.append(time.perf_counter())
@@ -159,11 +167,12 @@ def push_all(setup: Setup, num: int) -> list[dict[str, Any]]:
         found = step_by_step(vllm, requests, lengths())
         ours.load_policy(policy, number)
         wanted = answers(ours, requests)
+        if num_same(wanted, found) < len(requests):
+            parted[number] = wanted, found
         pushes.append(
             {
-                "weights": "recipe" if is_plain else "changed",
+                "weights": "recipe" if is_plain(number) else "changed",
                 "same_responses": num_same(wanted, found),
-                "margins": margins(requests, wanted, found, policy, model),
                 "same_as_before": 0 if before is None else num_same(before, found),
                 "draft_acceptance_rate": vllm.stats.draft_acceptance_rate,
                 "passes": num_passes,
@@ -175,6 +184,9 @@ def push_all(setup: Setup, num: int) -> list[dict[str, Any]]:
         before = found
         if number % 10 == 0:
             print(number, pushes[-1], flush=True)
+    for number, push in enumerate(pushes, 1):
+        both = parted.get(number)
+        push["margins"] = margins(requests, *both, policy_of(model, number), model) if both else []
     return pushes
 
 

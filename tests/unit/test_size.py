@@ -25,7 +25,7 @@ PHASE = ("tlt.rollout.phase",)
 MAX_PHASE_LINES = 7_400
 """Lines of all files that the rollout phase stands on."""
 CORE = ("tlt.engine.", "tlt.drafter.drafting.", "tlt.speculative.", "tlt.tuning.tuner")
-MAX_CORE_LINES = 9_250
+MAX_CORE_LINES = 9_330
 """Lines of all files that the law, the engine, drafting and the tuner stand on."""
 NOT_IN_CORE = (
     "tlt.config",
@@ -36,7 +36,7 @@ NOT_IN_CORE = (
     "tlt.io.data",
     "tlt.assembly",
 )
-MAX_TOKENS = 294_800
+MAX_TOKENS = 295_400
 """Tokens of code in the package: no comments, no docstrings."""
 
 

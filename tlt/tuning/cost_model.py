@@ -9,14 +9,16 @@ fewer tokens per second (frailty.py). A speculating arm is rated CAUTION standar
 expected speed: speculation must never be slower than off. Another arm is tried while that pays (trial.py).
 
 Off is measured first. Retrieval is judged in hindsight, without drafting: tokens do not depend on the
-drafter.
+drafter. What a step taught is learned before the next decision; of small models' steps there are several in
+between, and those of one kind are learned as one (`learn`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,8 @@ from tlt.speculative.strategy import (
 )
 from tlt.tuning.acceptance import AcceptanceModel, Curve
 from tlt.tuning.expectation import Array
-from tlt.tuning.frailty import Frailties, Ints, seconds_to_finish, tokens_of
+from tlt.tuning.frailty import Frailties, Ints, speeds_to_finish, tokens_of
+from tlt.tuning.step import Step
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, StepWork, uses
 from tlt.tuning.trial import CAUTION, TRIALS, Prediction, find_trial
 
@@ -45,8 +48,9 @@ MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
 HORIZON_SECONDS = 300.0
 """Seconds within which a trial must pay: later the batch and its texts are different."""
-DECIDE_EVERY = 0.03
-"""Seconds of engine time between two decisions for an unchanged batch size: bounds what deciding costs."""
+DECIDE_EVERY = 0.1
+"""Seconds of engine time between two decisions for an unchanged batch size, unless an arm is on trial. Bounds
+what deciding costs: up to 2 ms, beside a forward that leaves nothing of it in the processor's caches."""
 
 
 class CostModel(StrategyTuner):
@@ -75,8 +79,8 @@ class CostModel(StrategyTuner):
         self.frailties = Frailties()
         self._survivals: dict[Curve, Array] = {}
         """By curve, without its octave: what survives each depth, as the last decision estimated it."""
-        self._worthwhile: dict[Curve, Ints] = {}
-        """The same for chains: tokens of each sequence that are worth verifying, [B]."""
+        self._limits: dict[Strategy, Ints] = {}
+        """By arm: tokens of each sequence's chain that are worth verifying, [B]; no entry: all."""
         self._price = 0.0
         """Tokens that the batch would make in the time of another row, as of the last decision."""
         self._choice = Strategy.OFF
@@ -84,6 +88,8 @@ class CostModel(StrategyTuner):
         """The batch size of the last decision, and whether it had references; None: decide anew."""
         self._seconds_since = self._seconds = 0.0
         """Engine seconds since the last decision, and in all."""
+        self._rest, self._is_trial = 0.0, False
+        """Engine seconds from the last decision to the next; whether it was for a trial."""
         self._off_step: float | None = None
         """Expected seconds of a step that is off over those of the choice, without what comes once."""
         self._versions: tuple[int, int] | None = None
@@ -93,11 +99,14 @@ class CostModel(StrategyTuner):
         """Cache of `_candidates`."""
         self._known: set[tuple[int, Strategy]] = set()
         """Batch sizes and arms that ran."""
+        self._steps: list[Step] = []
+        """Since the last decision."""
         self._prefill_time: PrefillTime | None = None
 
     def choose(self, batch: BatchState) -> Strategy:
         versions = (batch.policy_version, batch.drafter_version)
         if versions != self._versions:
+            self.learn()
             if self._versions is not None:
                 self.acceptance.age()
             self._versions, self._chosen_for = versions, None
@@ -105,9 +114,13 @@ class CostModel(StrategyTuner):
             self._prefill_time = batch.prefill_time
             self.costs.observe_prefill(*batch.prefill_time)
         place = batch.num_running, bool(batch.reference_drafts)
-        if place != self._chosen_for or self._seconds_since >= min(DECIDE_EVERY, 0.02 * self._seconds):
+        if place != self._chosen_for or self._seconds_since >= self._rest:
+            self.learn()
             predictions, choice = self.decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
+            self._rest = min(DECIDE_EVERY, 0.02 * self._seconds)
+            if self._is_trial:
+                self._rest = min(self._rest, choice.once + TRIALS * choice.seconds)
             if self.costs.num_steps:
                 off = next(p for p in predictions if p.strategy.is_off)
                 others = max(p.now for p in predictions if not p.strategy.uses_references)
@@ -124,13 +137,15 @@ class CostModel(StrategyTuner):
         """Returns the predictions of all arms that may run, and that of the arm to run."""
         arms, size = self._candidates(batch), batch.num_running
         self._look_at_sequences(arms, batch)
-        cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
+        last = replace(batch, num_running=1, num_admitted=0)
+        works = [self._work(arm, one) for one in (batch, last) for arm in arms]
+        cost, last_A = self.costs.forecast(works).split(len(arms))
         expected = self.acceptance.expected(arms, size, batch.reference_drafts)
         tokens_AMB = self._tokens_of_each(arms, batch)
-        num_tokens_A = tokens_AMB.mean(1).sum(1) if self._worthwhile else size * expected.tokens_A
+        num_tokens_A = tokens_AMB.mean(1).sum(1) if self._limits else size * expected.tokens_A
         now_A = speed_A = num_tokens_A / cost.seconds_A
         if knows_progress := bool(self._survivals) and batch.num_left is not None:
-            speed_A = self._speeds_to_finish(arms, batch, tokens_AMB, now_A, cost.seconds_A)
+            speed_A = speeds_to_finish(batch, tokens_AMB, now_A, cost.seconds_A, last_A)
         num_left = math.inf if batch.num_left is None else size * batch.num_left
         num_left = min(num_left, HORIZON_SECONDS * float(speed_A.max()))
         off = arms.index(Strategy.OFF)
@@ -144,42 +159,42 @@ class CostModel(StrategyTuner):
         variance_A = variance_A + expected.variance_removed(best, TRIALS * size)
         columns = (now_A, speed_A, low_A, sd_vs_off_A, np.sqrt(variance_A), cost.seconds_A, cost.once_A)
         predictions = list(map(Prediction, arms, *(column.tolist() for column in columns)))
-        choice = predictions[off]
+        choice, trial = predictions[off], None
         if self.costs.num_steps.get(Strategy.OFF, 0) >= NUM_FIRST:
-            choice = find_trial(predictions, predictions[best], num_left) or predictions[best]
-        self._set_limits(choice, batch)
+            trial = find_trial(predictions, predictions[best], num_left)
+            choice = trial or predictions[best]
+        self._is_trial = trial is not None
+        self._set_limits(choice, works[arms.index(choice.strategy)], batch)
         return predictions, choice
 
     def _look_at_sequences(self, arms: Sequence[Strategy], batch: BatchState) -> None:
         """Estimates what drafts survive, and how many tokens of each sequence's chain are worth a row."""
         self._survivals.clear()
-        self._worthwhile.clear()
+        self._limits.clear()
         if not batch.sequences or batch.reference_drafts:
             return
         names = [one.name for one in batch.sequences]
         self.frailties.keep(names)
+        worthwhile: dict[Curve, Ints] = {}
         for arm in arms:
             if (curve := Curve.of(arm, None)) not in self._survivals:
                 survivals_D = self._survivals[curve] = self.acceptance.survivals(arm, batch.num_running)
                 if self.limits_chains and arm.width == 1 and len(names) > 1:
-                    self._worthwhile[curve] = self.frailties.worthwhile(names, survivals_D, self._price)
+                    worthwhile[curve] = self.frailties.worthwhile(names, survivals_D, self._price)
+            if curve in worthwhile:
+                self._limits[arm] = np.minimum(worthwhile[curve], arm.depth)
 
-    def _limits_of(self, arm: Strategy) -> Ints | None:
-        """Returns the tokens that each sequence may draft, [B]; None: all that the arm drafts."""
-        worthwhile_B = self._worthwhile.get(Curve.of(arm, None))
-        return None if worthwhile_B is None else np.minimum(worthwhile_B, arm.depth)
-
-    def _set_limits(self, choice: Prediction, batch: BatchState) -> None:
+    def _set_limits(self, choice: Prediction, work: StepWork, batch: BatchState) -> None:
         """Sets `limits` for the arm that was chosen, and the price of a row for the next decision."""
-        if not self._worthwhile:
-            self.limits = {}
+        self.limits = {}
+        if not self._limits:
             return
-        work, size = self._work(choice.strategy, batch), batch.num_running
+        size = batch.num_running
         more = float(self.costs.forecast([work._replace(rows=work.rows + size)]).seconds_A[0])
         self._price = max(more - choice.seconds, 0.0) / size * choice.now
-        limits_B = self._limits_of(choice.strategy)
-        names = [] if limits_B is None else [one.name for one in batch.sequences]
-        self.limits = dict(zip(names, [] if limits_B is None else limits_B.tolist(), strict=True))
+        if (limits_B := self._limits.get(choice.strategy)) is not None:
+            names = (one.name for one in batch.sequences)
+            self.limits = dict(zip(names, limits_B.tolist(), strict=True))
 
     def _tokens_of_each(self, arms: Sequence[Strategy], batch: BatchState) -> Array:
         """Returns draws of each sequence's tokens per verification, [A, M, B]; M = 0: nothing is known of
@@ -190,27 +205,8 @@ class CostModel(StrategyTuner):
         tables = {curve: tokens_of(survivals_D) for curve, survivals_D in self._survivals.items()}
         tokens_AMB = np.empty((len(arms), *drawn_MB.shape))
         for i, arm in enumerate(arms):
-            limits_B = self._limits_of(arm)
-            depths = arm.depth if limits_B is None else limits_B[None]
-            tokens_AMB[i] = tables[Curve.of(arm, None)][drawn_MB, depths]
+            tokens_AMB[i] = tables[Curve.of(arm, None)][drawn_MB, self._limits.get(arm, arm.depth)]
         return tokens_AMB
-
-    def _speeds_to_finish(
-        self, arms: Sequence[Strategy], batch: BatchState, tokens_AMB: Array, now_A: Array, seconds_A: Array
-    ) -> Array:
-        """Returns tokens per second until all sequences have ended.
-
-        now_A: while waiting requests replace those that have.
-        seconds_A: of a step of the whole batch.
-        """
-        assert batch.num_left is not None, "the caller has asked"
-        size, left_B = batch.num_running, np.array([one.num_left for one in batch.sequences])
-        last = replace(batch, num_running=1, num_admitted=0)
-        last_A = self.costs.forecast([self._work(arm, last) for arm in arms]).seconds_A
-        drained_A = seconds_to_finish(left_B / tokens_AMB, seconds_A, last_A)
-        num_waiting = max(size * batch.num_left - float(left_B.sum()), 0.0)
-        result: Array = size * batch.num_left / (num_waiting / now_A + drained_A)
-        return result
 
     def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
         """Returns the arms that may run: references where there are any, and retrieval where it pays.
@@ -234,7 +230,7 @@ class CostModel(StrategyTuner):
     def _work(self, arm: Strategy, batch: BatchState) -> StepWork:
         size = batch.num_running
         nodes, levels = self.acceptance.drafted(arm, size, batch.reference_drafts)
-        if self._worthwhile and (limits_B := self._limits_of(arm)) is not None:
+        if (limits_B := self._limits.get(arm)) is not None:
             nodes = min(nodes, float(limits_B.sum()) / len(limits_B))
         unread = self._unread * size + batch.num_admitted * batch.mean_length
         unread = min(unread, size * batch.mean_length)
@@ -244,29 +240,58 @@ class CostModel(StrategyTuner):
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
         self._seconds += outcome.seconds
-        if strategy.uses_references and outcome.from_reference:
-            self.acceptance.observe_without_reference(strategy, outcome)
-        elif outcome.accepted:
-            self.acceptance.observe(strategy, outcome.accepted, outcome.drafted, limits=outcome.limits)
-            if outcome.names:
-                survivals_D = self._survivals.get(Curve.of(strategy, None))
-                if survivals_D is None:
-                    survivals_D = self.acceptance.survivals(strategy, batch.num_running)
-                depths = outcome.limits or (strategy.depth,) * len(outcome.accepted)
-                self.frailties.observe(outcome.names, survivals_D, outcome.accepted, depths)
-        self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
-        drafted, size = outcome.drafted_next or strategy, batch.num_running
-        levels = _levels(strategy, outcome) if drafted == strategy else float(drafted.without_reference.depth)
-        work = self._work(drafted, batch)
-        work = work._replace(rows=size + sum(outcome.drafted), levels=levels)
-        is_typical = not batch.num_admitted or batch.prefill_time is not None
-        self.costs.observe(work, outcome.seconds, is_typical)
-        self._known.add((size, drafted))
-        unread = min(work.unread + outcome.num_tokens, size * batch.mean_length)
-        self._unread = 0.0 if uses(drafted)[0] else unread / size
+        self._steps.append(Step(strategy, batch, outcome))
+
+    def learn(self) -> None:
+        """Learns from the steps since the last decision."""
+        steps, self._steps = self._steps, []
+        for _, group in groupby(steps, Step.kind):
+            alike = list(group)
+            self._learn_acceptance(alike)
+            self._learn_costs(alike)
+
+    def _learn_acceptance(self, alike: Sequence[Step]) -> None:
+        strategy, size = alike[0].strategy, alike[0].batch.num_running
+        names: list[Hashable] = []
+        accepted: list[int] = []
+        drafted: list[int] = []
+        limits: list[int] = []
+        for _, batch, outcome in alike:
+            self.acceptance.observe_in_hindsight(batch.hindsight, size)
+            if strategy.uses_references and outcome.from_reference:
+                self.acceptance.observe_without_reference(strategy, outcome)
+            else:
+                names += outcome.names or [None] * len(outcome.accepted)
+                accepted += outcome.accepted
+                drafted += outcome.drafted
+                limits += outcome.limits or [strategy.depth] * len(outcome.accepted)
+        if accepted:
+            survivals_D = self._survivals.get(Curve.of(strategy, None))
+            if survivals_D is None:
+                survivals_D = self.acceptance.survivals(strategy, size)
+            self.frailties.observe(names, survivals_D, accepted, limits)
+            self.acceptance.observe(strategy, accepted, drafted, size, limits)
+
+    def _learn_costs(self, alike: Sequence[Step]) -> None:
+        works, seconds = [], []
+        for step in alike:
+            drafted, size = step.drafted, step.batch.num_running
+            work = self._work(drafted, step.batch)
+            work = work._replace(rows=size + sum(step.outcome.drafted), levels=step.levels)
+            if work.is_first or (work.unread and uses(drafted)[0]):
+                self.costs.observe([work], [step.outcome.seconds], step.is_typical)
+            else:
+                works.append(work)
+                seconds.append(step.outcome.seconds)
+            self._known.add((size, drafted))
+            unread = min(work.unread + step.outcome.num_tokens, size * step.batch.mean_length)
+            self._unread = 0.0 if uses(drafted)[0] else unread / size
+        if works:
+            self.costs.observe(works, seconds, alike[0].is_typical)
 
     def counters(self) -> dict[str, Any]:
         """Returns the statistics, as JSON, and the versions of policy and drafter that they describe."""
+        self.learn()
         versions = None if self._versions is None else list(self._versions)
         known = {"acceptance": self.acceptance.counters(), "costs": self.costs.counters()}
         return {**known, "versions": versions}
@@ -275,12 +300,4 @@ class CostModel(StrategyTuner):
         self.acceptance.restore(counters["acceptance"])
         self.costs.restore(counters["costs"])
         self._versions = None if counters["versions"] is None else tuple(counters["versions"])
-        self._chosen_for = None
-
-
-def _levels(strategy: Strategy, outcome: StepOutcome) -> float:
-    """Returns the levels that a drafter drafted: those of the longest chain that is from no reference."""
-    from_reference = outcome.from_reference or (False,) * len(outcome.drafted)
-    own = [num for num, uses_one in zip(outcome.drafted, from_reference, strict=True) if not uses_one]
-    is_whole = strategy.width > 1 or outcome.limits
-    return float(strategy.depth if is_whole else max(own, default=0))
+        self._chosen_for, self._steps = None, []

@@ -18,6 +18,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt.speculative.strategy import BatchState
 from tlt.tuning.expectation import Array
 
 Ints = NDArray[np.int64]
@@ -68,22 +69,33 @@ class Frailties:
     def observe(
         self, names: Sequence[Hashable], survivals_D: Array, accepted: Sequence[int], depths: Sequence[int]
     ) -> None:
-        """Learns from a verification of each of these sequences. Those that are not known are left out.
+        """Learns from verifications of these sequences, in the order in which each came. Sequences that are
+        not known are left out.
 
         survivals_D: of such drafts, on average over all sequences.
         accepted: drafted tokens that the target accepted. A draft that stopped early was rejected there.
         depths: of the drafts.
         """
-        depths_B = np.asarray(depths)
-        accepted_B = np.minimum(np.asarray(accepted), depths_B)
-        hazards_D = np.concatenate([[0.0], hazards_of(survivals_D[: depths_B.max()])])
-        below_BG = np.outer(hazards_D[accepted_B], _FRAILTIES_G)
-        step_B = np.append(np.diff(hazards_D), 0.0)[accepted_B].clip(min=1e-6)
-        rejected_BG = np.log(-np.expm1(-np.outer(step_B, _FRAILTIES_G)))
-        found_BG = np.where((accepted_B < depths_B)[:, None], rejected_BG, 0.0) - below_BG
-        is_known_B = np.array([name in self._row_of for name in names])
-        rows = [self._row_of[name] for name in names if name in self._row_of]
-        self._log_likelihood_RG[rows] = _MEMORY * self._log_likelihood_RG[rows] + found_BG[is_known_B]
+        later: dict[int, int] = {}
+        kept, rows, num_later = [], [], []
+        for i in reversed(range(len(names))):
+            if (row := self._row_of.get(names[i])) is not None:
+                kept.append(i)
+                rows.append(row)
+                num_later.append(later.get(row, 0))
+                later[row] = num_later[-1] + 1
+        if not kept:
+            return
+        depths_V, accepted_V = np.asarray(depths)[kept], np.asarray(accepted)[kept]
+        accepted_V = np.minimum(accepted_V, depths_V)
+        hazards_D = np.concatenate([[0.0], hazards_of(survivals_D[: depths_V.max()])])
+        below_VG = np.outer(hazards_D[accepted_V], _FRAILTIES_G)
+        step_V = np.append(np.diff(hazards_D), 0.0)[accepted_V].clip(min=1e-6)
+        rejected_VG = np.log(-np.expm1(-np.outer(step_V, _FRAILTIES_G)))
+        found_VG = np.where((accepted_V < depths_V)[:, None], rejected_VG, 0.0) - below_VG
+        fading_R = _MEMORY ** np.array(list(later.values()))
+        self._log_likelihood_RG[list(later)] *= fading_R[:, None]
+        np.add.at(self._log_likelihood_RG, rows, found_VG * (_MEMORY ** np.array(num_later))[:, None])
 
     def worthwhile(self, names: Sequence[Hashable], survivals_D: Array, price: float) -> Ints:
         """Returns how many drafted tokens of each of these known sequences are worth a row of the forward,
@@ -127,4 +139,21 @@ def seconds_to_finish(steps_AMB: Array, first_A: Array, last_A: Array) -> Array:
     each_A = (first_A - last_A) / max(steps_AMB.shape[2] - 1, 1)
     most_A, sum_A = steps_AMB.max(2).mean(1), steps_AMB.sum(2).mean(1)
     result: Array = most_A * (last_A - each_A) + sum_A * each_A
+    return result
+
+
+def speeds_to_finish(
+    batch: BatchState, tokens_AMB: Array, now_A: Array, seconds_A: Array, last_A: Array
+) -> Array:
+    """Returns tokens per second until all sequences have ended, [A].
+
+    tokens_AMB: M draws of each sequence's tokens per verification.
+    now_A: tokens per second while waiting requests replace those that have ended.
+    seconds_A, last_A: of a step of the whole batch, and of its last sequence alone.
+    """
+    assert batch.num_left is not None, "it is known how much is left"
+    num_left, left_B = batch.num_running * batch.num_left, np.array([one.num_left for one in batch.sequences])
+    drained_A = seconds_to_finish(left_B / tokens_AMB, seconds_A, last_A)
+    num_waiting = max(num_left - float(left_B.sum()), 0.0)
+    result: Array = num_left / (num_waiting / now_A + drained_A)
     return result

@@ -45,7 +45,7 @@ ONCE = slice(_UNREAD, _NUM)
 _NOISE, _NOISE_OF_PREFILL = 0.15, 0.3
 """Standard deviations of the logarithm of a step's seconds, and of the seconds of a prefill."""
 _MAX_SURPRISE = 2.5
-"""Standard deviations at which a step's surprise is clipped: most likely the machine was busy."""
+"""Standard deviations, per step, at which surprise is clipped: most likely the machine was busy."""
 _FORGET = 1 / 4000
 """The share of the prior's uncertainty that returns with every step: costs drift."""
 _RETRIEVED_SECONDS = 30e-6
@@ -120,6 +120,11 @@ class Forecast(NamedTuple):
     shares_AP: Array
     """The gradient of log(seconds_A) in the logarithms of all parts."""
 
+    def split(self, num: int) -> tuple[Forecast, Array]:
+        """Returns the forecast of the first `num` steps, and the seconds of the others."""
+        first = Forecast(self.seconds_A[:num], self.once_A[:num], self.shares_AP[:num])
+        return first, self.seconds_A[num:]
+
 
 class StepCosts:
     """Predicts the seconds of engine steps.
@@ -137,10 +142,18 @@ class StepCosts:
         self.num_steps: dict[Strategy, int] = {}
         """Engine steps observed, by arm."""
 
-    def observe(self, work: StepWork, seconds: float, is_typical: bool = True) -> None:
-        """Learns from an engine step. is_typical: whether its seconds hold no prefill of prompts."""
-        self.num_steps[work.strategy] = self.num_steps.get(work.strategy, 0) + 1
-        self._update(work.rows, work.amounts(), seconds, _NOISE if is_typical else 3 * _NOISE)
+    def observe(self, works: Sequence[StepWork], seconds: Sequence[float], is_typical: bool = True) -> None:
+        """Learns from engine steps of one strategy, as from one: their mean, with less noise.
+
+        is_typical: whether their seconds hold no prefill of prompts.
+        """
+        strategy, num = works[0].strategy, len(works)
+        self.num_steps[strategy] = self.num_steps.get(strategy, 0) + num
+        rows = sum(work.rows for work in works) / num
+        amounts = [sum(column) / num for column in zip(*(work.amounts() for work in works), strict=True)]
+        took = math.exp(sum(map(math.log, seconds)) / num)
+        noise = (_NOISE if is_typical else 3 * _NOISE) / math.sqrt(num)
+        self._update(rows, amounts, took, noise, num)
 
     def observe_prefill(self, num_tokens: float, num_forwards: int, seconds: float) -> None:
         """Learns from the prefill of prompts: a row per token, without the head."""
@@ -172,7 +185,9 @@ class StepCosts:
         result: Array = (own_A - covariance_AA[best]) ** 2 / (own_A + _NOISE**2 / num_steps)
         return result
 
-    def _update(self, rows: float, amounts: Sequence[float], seconds: float, noise: float) -> None:
+    def _update(
+        self, rows: float, amounts: Sequence[float], seconds: float, noise: float, num_steps: int = 1
+    ) -> None:
         knots_K = _knots(np.array([rows]))[0]
         forward = math.exp(knots_K @ self.mean_P[:KNOTS])
         parts_J = np.array(amounts) * np.exp(self.mean_P[KNOTS:])
@@ -180,12 +195,12 @@ class StepCosts:
         shares_P = np.concatenate([knots_K * forward, parts_J]) / expected
         spread_P = self.covariance_PP @ shares_P
         variance = shares_P @ spread_P + noise**2
-        limit = _MAX_SURPRISE * math.sqrt(variance)
+        limit = num_steps * _MAX_SURPRISE * math.sqrt(variance)
         surprise = min(max(math.log(seconds / expected), -limit), limit)
         self.mean_P = self.mean_P + spread_P * (surprise / variance)
-        self.covariance_PP = (1 - _FORGET) * (
+        self.covariance_PP = (1 - num_steps * _FORGET) * (
             self.covariance_PP - np.outer(spread_P, spread_P) / variance
-        ) + self._drift_PP
+        ) + num_steps * self._drift_PP
 
     def counters(self) -> dict[str, Any]:
         """Returns what was learned, as JSON."""

@@ -66,6 +66,23 @@ def test_evidence_about_a_sequence_that_left_is_forgotten_and_others_keep_theirs
     assert sorted(after[:, 2]) == [*range(NUM)], "it starts anew"
 
 
+def test_verifications_that_are_learned_together_count_as_one_after_the_other() -> None:
+    accepted, depths = [3, 0, 5, 2, 1, 0], [5, 5, 5, 4, 3, 5]
+    names = ["a", "b", "a", "nobody", "a", "b"]
+    found = []
+    for sizes in ([6], [1] * 6, [2, 4]):
+        frailties, done = Frailties(), 0
+        frailties.keep(["a", "b", "c"])
+        for size in sizes:
+            part = slice(done, done + size)
+            frailties.observe(names[part], CURVE, accepted[part], depths[part])
+            done += size
+        found.append(frailties._log_likelihood_RG)
+    np.testing.assert_allclose(found[1], found[0])
+    np.testing.assert_allclose(found[2], found[0])
+    assert found[0][:2].any(axis=1).all()
+
+
 def test_a_batch_takes_the_seconds_of_its_steps_while_it_shrinks() -> None:
     rng = np.random.default_rng(0)
     steps_MB = rng.integers(1, 30, size=(3, 9)).astype(float)

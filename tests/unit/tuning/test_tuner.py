@@ -235,8 +235,8 @@ def test_one_measured_arm_informs_its_neighbours() -> None:
     arms = [Strategy.OFF, middle, Strategy("learned", 6, 1, 6), Strategy("learned", 15, 1, 15)]
     unknown = costs.variance(costs.forecast([work(arm, 8) for arm in arms]).shares_AP, 0)
     for _ in range(20):
-        costs.observe(work(middle, 8), 0.02)
-        costs.observe(work(Strategy.OFF, 8), 0.01)
+        costs.observe([work(middle, 8)], [0.02])
+        costs.observe([work(Strategy.OFF, 8)], [0.01])
     forecast = costs.forecast([work(arm, 8) for arm in arms])
     assert forecast.seconds_A[:2] == pytest.approx([0.01, 0.02], rel=0.05)
     assert 0.021 < forecast.seconds_A[2] < 0.03, "its neighbour"
@@ -264,7 +264,7 @@ def test_what_is_learned_of_forwards_is_the_posterior_of_the_textbook(
             np.interp(math.log2(n), places, one) for one in np.eye(step_costs.KNOTS)
         ]
     for n, took in zip(rows, seconds, strict=True):
-        costs.observe(StepWork(Strategy.OFF, 0, 0.0, n, 0.0), took)
+        costs.observe([StepWork(Strategy.OFF, 0, 0.0, n, 0.0)], [took])
     gain = (
         covariance
         @ weights_NP.T
@@ -428,6 +428,7 @@ def test_where_a_step_verifies_what_the_one_before_drafted_each_arm_has_its_own_
         late = None if drafted == verified else drafted
         tuner.observe(verified, batch, replace(outcome, seconds=seconds, drafted_next=late))
         verified = drafted
+    tuner.learn()
     for arm in arms:
         found = tuner.costs.forecast([work(arm, 4)]).seconds_A[0]
         assert found == pytest.approx(machine.seconds(arm, 4), rel=0.06)
@@ -444,10 +445,13 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     tuner.observe(
         arm, replace(batch, num_admitted=1), StepOutcome(8, (1,) * 4, (4,) * 4, 0.06)
     )  # read a prompt as well
+    tuner.learn()
     assert tuner.costs.forecast([work(arm, 4)]).seconds_A[0] == pytest.approx(0.025, rel=0.25)
     counts = tuner.acceptance.counts[Curve("learned", 1, None, octave=2)]
-    fading = [math.exp(-k / 25) for k in range(5)]  # a curve spans 100 verifications, here of four a step
-    assert counts.tried[0] == pytest.approx(4 * sum(fading)), "its acceptance does"
+    fading = math.exp(
+        -1 / 25
+    )  # a curve spans 100 verifications, here of four a step; alike steps fade as one
+    assert counts.tried[0] == pytest.approx(4 * (4 * fading + 1)), "its acceptance does"
 
 
 def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it() -> None:
@@ -498,6 +502,7 @@ def test_counters_of_another_form_leave_costs_as_they_are() -> None:
 def test_after_three_steps_off_an_arm_is_tried_if_what_is_left_pays_for_what_its_drafter_must_read() -> None:
     tuner, machine = CostModel(ARMS), Machine({"learned": 0.9, "ngram": 0.1, "hybrid": 0.9}, 25.0)
     assert play(tuner, machine, [4] * 3) == [Strategy.OFF] * 3
+    tuner.learn()
     for num_left, is_off in ((2.0, True), (500.0, False)):
         batch = BatchState(4, 5000.0, 0, 0, num_admitted=4, num_left=num_left)
         assert tuner.decide(batch)[1].strategy.is_off is is_off
