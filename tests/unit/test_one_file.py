@@ -203,7 +203,7 @@ def said_by_the_package(base_prompts: list[list[int]]) -> Tokens:
     return by_the_package(engine, 2, 150, base_prompts, 3)
 
 
-@pytest.mark.parametrize("tuner", [None, *TUNERS[1:4]], ids=["off", *TUNER_NAMES[1:4]])
+@pytest.mark.parametrize("tuner", [None, TUNERS[1], TUNERS[3]], ids=["off", TUNER_NAMES[1], TUNER_NAMES[3]])
 def test_the_recipes_model_says_what_it_says_in_the_packages_engine(
     tuner: object, base_prompts: list[list[int]], said_by_the_package: Tokens
 ) -> None:
