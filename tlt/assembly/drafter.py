@@ -41,8 +41,8 @@ def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftMode
 def new_draft_model(
     shape: DrafterShape, target: PackedTransformer, rollouts: Sequence[Rollout], seed: int
 ) -> DraftModel:
-    """Returns a drafter of random weights, to be trained on these responses. A block's masks look like a token
-    that they do not use."""
+    """Returns a drafter of random weights, to be trained on these responses. A block's masks look like a
+    token that they do not use."""
     if isinstance(shape, BlockShape):
         said = (token for one in rollouts for token in (*one.prompt_ids, *one.token_ids))
         counts_V = count_tokens(said, target.config.vocab_size)
