@@ -33,7 +33,7 @@ from tlt.cli.drafter_eval import DrafterEval, evaluate
 from tlt.cli.task import WriteProblems, write_problems
 from tlt.drafter.formats.export import FORMATS, NUM_DRAFT_TOKENS
 from tlt.drafter.formats.folder import load_drafter, save_drafter
-from tlt.drafter.model import DraftModel
+from tlt.drafter.forms import new_model
 from tlt.hf.config import load_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,7 +146,7 @@ def tlt(*words: object) -> None:
 def with_vocabulary(drafter: Path, base: Path, token_ids: Sequence[int], out: Path) -> Path:
     """Returns the folder of the same drafter, limited to these tokens."""
     stored = load_drafter(drafter, load_model_config(base))
-    model = DraftModel(dataclasses.replace(stored.config, draft_vocab_size=len(token_ids)))
+    model = new_model(dataclasses.replace(stored.config, draft_vocab_size=len(token_ids)))
     model.load_state_dict(stored.tensors, strict=False)
     model.set_vocabulary(torch.tensor(token_ids))
     save_drafter(out, model, torch.bfloat16, stored.about)

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from benchmarks.faults.mutations import DAMAGES, damage, exchange, mutated
 from benchmarks.faults.report import tally
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.ranks.world import World
@@ -58,7 +59,7 @@ class Saved:
 def make_tensors() -> dict[str, Tensor]:
     """All that trains in a small run: policy and drafter with their moments."""
     tensors: dict[str, Tensor] = {}
-    for kind, model in (("policy", Transformer(SHAPE)), ("drafter", DraftModel(drafter_shape(SHAPE)))):
+    for kind, model in (("policy", Transformer(SHAPE)), ("drafter", new_model(drafter_shape(SHAPE)))):
         tensors |= trained_tensors(
             kind, torch.optim.AdamW(model.parameters()), dict(model.named_parameters())
         )

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.hf.weights import save_model
 from tlt.models.decoder import ModelConfig, Transformer
@@ -62,5 +63,5 @@ def make_models(
     shape = ModelConfig("llama", tokens, *sizes, tie_embeddings=True, max_positions=max_positions)
     policy = Transformer(shape).initialize(0, std=std)
     save_model(folder / "model", shape, policy.state_dict(), dtype=torch.float32, source=BASE)
-    save_drafter(folder / "drafter", DraftModel(drafter_shape(shape)).initialize(0), torch.float32)
+    save_drafter(folder / "drafter", new_model(drafter_shape(shape)).initialize(0), torch.float32)
     (folder / "digits.py").write_text(TASK)

@@ -27,7 +27,8 @@ from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.cli.plan import PlanMemory, planned_run
 from tlt.config.load import load_config
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.hf.weights import save_model
 from tlt.io.recipes import find_recipe
@@ -149,7 +150,7 @@ def words(shape: Shape, folder: Path) -> list[str]:
         **shape.keys,
     }
     if shape.drafter:
-        drafter = DraftModel(drafter_shape(load_model_config(model))).initialize(0)
+        drafter = new_model(drafter_shape(load_model_config(model))).initialize(0)
         save_drafter(folder / "drafter", drafter, torch.float32, {"preset": "hass"})
         keys["drafter.path"] = folder / "drafter"
     return [

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tlt.cli.drafter import DrafterExport, export
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import load_model_config
 
 REVISION = "0" * 40
@@ -65,7 +66,7 @@ def make_hub(model: Path, drafter: Path, folder: Path) -> None:
     for target, name in ((model, "eagle3"), (made["small"], "small-eagle3")):
         random = folder / "models" / f"{name}-random"
         torch.manual_seed(0)
-        save_drafter(random, DraftModel(drafter_shape(load_model_config(target), "eagle3")), torch.float32)
+        save_drafter(random, new_model(drafter_shape(load_model_config(target), "eagle3")), torch.float32)
         export_as(random, target, "vllm-eagle3", made[name])
     for name, hub_names in STAND_INS.items():
         for hub_name in hub_names:

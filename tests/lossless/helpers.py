@@ -18,7 +18,9 @@ from tlt.drafter.drafting.hybrid import make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.drafting.reference_drafter import ReferenceDrafter
 from tlt.drafter.drafting.references import References
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.forms import new_model, pack_drafter
+from tlt.drafter.model import DraftModel
+from tlt.drafter.shape import BlockOptions, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
@@ -30,6 +32,22 @@ from tlt.types import DraftTree, Request, ResponseId, Rollout, SamplingParams, i
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
+
+
+BLOCKS = {
+    "dflash": drafter_shape(CONFIG, "dflash", block=BlockOptions(1, 5)),
+    "dspark": drafter_shape(CONFIG, "dspark", block=BlockOptions(1, 4)),
+    "reduced": drafter_shape(CONFIG, "dspark", VOCAB - 9, BlockOptions(1, 4)),
+}
+"""Block drafters by the name that `make_engine` gives them."""
+
+
+@torch.no_grad()
+def stir(model: DraftModel) -> None:
+    """Moves every weight a little, for heads that start without effect."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
 def make_policy(seed: int = 1, std: float = 0.3, config: ModelConfig = CONFIG) -> Transformer:
@@ -82,13 +100,15 @@ def make_engine(
     engine.load_policy(dict(policy.named_parameters()))
     if tuner is None:
         return engine
-    if drafter not in ("learned", "ngram"):
+    if drafter not in ("learned", "ngram", *BLOCKS):
         engine.load_drafter(ArtificialDrafter(drafter))
         return engine
     learned = None
-    if drafter == "learned":
-        model = DraftModel(drafter_shape(policy.config)).initialize(2)
-        drafting = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
+    if drafter != "ngram":
+        model = new_model(BLOCKS.get(drafter) or drafter_shape(policy.config)).initialize(2)
+        if drafter in BLOCKS:
+            stir(model)
+        drafting = pack_drafter(model.config, model.state_dict(), dtype)
         settings = LearnedSettings(ranking=ranking, window=window, confidence_threshold=confidence_threshold)
         learned = LearnedDrafter(drafting, engine.model, max_batch_size, settings)
     engine.load_drafter(make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold))

@@ -26,7 +26,8 @@ from tlt.config.engine import DeviceSection, EngineSection
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.hf.weights import save_model
 from tlt.io.recipes import find_recipe
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "base", config, policy.state_dict(), dtype=torch.float32, source=BASE)
     settings = json.loads((folder / "base/tokenizer_config.json").read_text())
     (folder / "base/tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHAT}))
-    save_drafter(folder / "drafter", DraftModel(drafter_shape(config)).initialize(0), torch.float32)
+    save_drafter(folder / "drafter", new_model(drafter_shape(config)).initialize(0), torch.float32)
     return folder
 
 

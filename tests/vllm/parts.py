@@ -32,7 +32,8 @@ from tlt.audit.referee import Referee
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
@@ -120,7 +121,7 @@ def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
 def make_drafter(model: Path, folder: Path, method: str = "eagle", seed: int = 2) -> Path:
     """Writes a drafter with random weights, which is nearly always wrong."""
     shape = drafter_shape(load_model_config(model), method)  # type: ignore[arg-type]
-    save_drafter(folder, DraftModel(shape).initialize(seed), torch.float32, {})
+    save_drafter(folder, new_model(shape).initialize(seed), torch.float32, {})
     return folder
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tlt.drafter.model import DrafterShape
-from tlt.drafter.vocabulary import DraftCosts, layer_numbers, sizes_of
+from tlt.drafter.shape import DrafterShape, layer_numbers
+from tlt.drafter.vocabulary import DraftCosts, sizes_of
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
 from tlt.tuning.step_costs import CostPrior
@@ -23,7 +23,10 @@ def cost_prior(
     if drafter is None:
         return CostPrior(head=head / weights, cached=cached)
     costs, width = DraftCosts.of(target, drafter), drafter.layer.hidden_size
-    read = costs.layer if drafter.method == "eagle" else costs.layer + drafter.fc_size * width
     sizes = sizes_of(costs, vocabulary) if drafter.can_choose else []
-    level = read + (sizes[-1] if sizes else drafter.draft_vocab_size) * width
-    return CostPrior(level / weights, read / weights, head / weights, cached)
+    rows = (sizes[-1] if sizes else drafter.draft_vocab_size) * width
+    draft = drafter.numbers_per_draft
+    # a block's head is read once for all of its slots
+    level = drafter.numbers_per_level + (rows // drafter.max_depth if draft else rows)
+    read = drafter.numbers_per_read
+    return CostPrior(level / weights, read / weights, head / weights, cached, draft / weights or None)

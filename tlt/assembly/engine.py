@@ -26,7 +26,7 @@ from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings, OnVerd
 from tlt.drafter.drafting.reference_drafter import ReferenceDrafter, reference_kinds
 from tlt.drafter.drafting.references import References
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter
-from tlt.drafter.model import PackedDrafter
+from tlt.drafter.forms import pack_drafter
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.engine import RolloutEngine
@@ -35,7 +35,7 @@ from tlt.engine.sequence import Decode
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span
-from tlt.speculative.strategy import StrategyTuner
+from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.speculative.verify import Verify
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
@@ -136,8 +136,17 @@ def _make_tuner(
 ) -> StrategyTuner | None:
     """Returns the tuner that the settings name, with priors from the drafter's size and acceptance."""
     prior = cost_prior(config, None if drafter is None else drafter.config, settings.drafting.vocabulary)
-    acceptance = None if drafter is None else drafter.acceptance
-    return make_tuner(settings.speculation, kinds, settings.tuner, prior=prior, acceptance=acceptance)
+    acceptance, depth = None, Strategy.MAX_DEPTH
+    if drafter is not None:
+        acceptance, depth = drafter.acceptance, drafter.config.max_depth
+    return make_tuner(
+        settings.speculation,
+        kinds,
+        settings.tuner,
+        prior=prior,
+        acceptance=acceptance,
+        learned_depth=depth,
+    )
 
 
 def _pack(config: ModelConfig, policy: Mapping[str, Tensor], settings: EngineSettings) -> PackedTransformer:
@@ -255,7 +264,7 @@ def build_learned(
 ) -> LearnedDrafter:
     """Builds an engine's learned drafter. It keeps the target features of responses only if it is trained."""
     drafting = settings.drafting
-    packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
+    packed = pack_drafter(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
     check_wanted(drafting.vocabulary, drafter.config)
     vocabulary = None
     if drafter.config.can_choose:

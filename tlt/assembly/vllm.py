@@ -18,7 +18,7 @@ from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.drafter.drafting.references import References
 from tlt.drafter.formats.export import Target
 from tlt.drafter.formats.folder import ARCHITECTURE, StoredDrafter, load_drafter
-from tlt.drafter.model import PackedDrafter
+from tlt.drafter.forms import pack_drafter
 from tlt.engine.sequence import Decode
 from tlt.hf.files import read_json
 from tlt.models.decoder import ModelConfig
@@ -112,7 +112,7 @@ def build_vllm(
     copy, drafter, running = None, None, None
     if drafts_by is not None:
         stored = drafts_by.stored
-        packed = PackedDrafter.from_tensors(stored.config, stored.tensors, dtype, link.device)
+        packed = pack_drafter(stored.config, stored.tensors, dtype, link.device)
         drafter = VllmDrafter(packed, stored, link.weights.load_drafter, drafts_by.head)
         copy = PackedTransformer(drafts_by.target, dtype, link.device) if plan.trains else None
     if references is not None:

@@ -30,7 +30,7 @@ from tlt.bench.report import with_changes
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter, save_stored
 from tlt.drafter.growth import grow_drafter, grow_shape
-from tlt.drafter.model import DrafterShape
+from tlt.drafter.shape import DrafterShape
 from tlt.hf.config import config_to_hf
 from tlt.hf.geometry import OPTION, Geometry, Grown, find_geometry, grow_config
 from tlt.hf.growth import NOISE, GrownTensors

@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.drafter.model import DrafterShape, drafter_shape
+from tlt.drafter.shape import DrafterShape, EagleShape, drafter_shape
 from tlt.hf.geometry import OPTION, Geometry, check_geometry
 from tlt.hf.growth import NOISE, Axis, FillNoise, Form, Widening, rms
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
 
-def grow_shape(shape: DrafterShape, target: ModelConfig) -> DrafterShape:
+def grow_shape(shape: DrafterShape, target: ModelConfig) -> EagleShape:
     """Returns the shape of the drafter for a grown target. UserError where a drafter of this shape cannot
     grow."""
-    if shape.method != "eagle" or shape.owns_head or shape.has_bias:
-        is_eagle = shape.method == "eagle"
+    is_eagle = shape.method == "eagle"
+    if not isinstance(shape, EagleShape) or not is_eagle or shape.owns_head or shape.has_bias:
         kind = (
             "an eagle drafter with a head or bias of its own"
             if is_eagle
@@ -37,6 +37,7 @@ def grow_shape(shape: DrafterShape, target: ModelConfig) -> DrafterShape:
             f"{OPTION}: {kind} does not grow; give one of form eagle that TLT trained, or --drafter.path none"
         )
     grown = drafter_shape(target, "eagle", shape.draft_vocab_size if shape.is_reduced else None)
+    assert isinstance(grown, EagleShape)
     check_geometry(shape.layer, Geometry("the geometry", grown.layer))
     eps = shape.layer.rms_norm_eps * shape.layer.hidden_size / target.hidden_size
     rope_theta, rope_scaling = shape.layer.rope_theta, shape.layer.rope_scaling
@@ -53,7 +54,7 @@ def grow_drafter(
     widening, amount, prefix = (
         Widening(shape.layer, grown.layer),
         FillNoise(noise, dtype),
-        shape.layer_name + ".",
+        grown.layer_name + ".",
     )
     layer = {
         name.removeprefix(prefix): tensor for name, tensor in small.tensors.items() if name.startswith(prefix)

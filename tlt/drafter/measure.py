@@ -2,7 +2,8 @@
 what the trainer's does.
 
 The engine's target reads a response once, which gives p, the distribution that each token was drawn from. The
-drafter, teacher-forced on the same tokens, gives q.
+drafter, teacher-forced on the same tokens, gives q, the distribution of its first draft (a block
+drafter's: by a block at every token).
 
     acceptance = mean over response tokens of sum_v min(p(v), q(v))
 
@@ -22,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.accounts import DrafterCheck
-from tlt.drafter.model import FIRST_PREDICTED, DraftModel, PackedDrafter, align, predicts_response
+from tlt.drafter.model import Anchors, DraftModel, PackedDrafter, flatten_anchors
+from tlt.drafter.pairs import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
 from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
@@ -65,7 +67,7 @@ class Sample:
     token_ids_N: their tokens with their prompts, packed.
     captured_NF: what the drafter reads of the target at each token.
     lengths: tokens of each response with its prompt.
-    is_response_M: marks the R pairs that predict a response token (model.py defines pairs).
+    anchors: by response, the places of the tokens behind which a response token is predicted: R in all.
     temperature: at which the responses were drawn.
     target_RV: the distributions that the R tokens were drawn from, float64.
     """
@@ -73,9 +75,14 @@ class Sample:
     token_ids_N: Tensor
     captured_NF: Tensor
     lengths: tuple[int, ...]
-    is_response_M: Tensor
+    anchors: Anchors
     temperature: float
     target_RV: Tensor
+
+    @property
+    def tokens_R(self) -> Tensor:
+        """The tokens at the anchors."""
+        return self.token_ids_N[flatten_anchors(self.lengths, self.anchors)]
 
     def overlap(self, logits_RV: Tensor, token_ids: Tensor | None) -> float:
         """Returns the sum over positions of sum_v min(p(v), q(v)), where q is the softmax of `logits_RV` at
@@ -249,14 +256,13 @@ def read_sample(
     features_NE, captured_NF = target.forward_capturing(
         token_ids_N, attend.positions(target.device), attend, capture
     )
-    pairs = align(lengths, target.device)
-    num_prompts = [len(rollouts[i].prompt_ids) for i in counts]
-    masks = [
-        predicts_response(prompt, 0, length) for prompt, length in zip(num_prompts, lengths, strict=True)
-    ]
-    is_response_M = torch.cat(masks).to(target.device)
-    target_RV = distribution(target.logits(features_NE[pairs.token_index_M[is_response_M]]), temperature)
-    return Sample(token_ids_N, captured_NF, lengths, is_response_M, temperature, target_RV)
+    anchors = []
+    for index, length in zip(counts, lengths, strict=True):
+        is_response_M = predicts_response(len(rollouts[index].prompt_ids), 0, length)
+        anchors.append((is_response_M.nonzero()[:, 0] + TOKEN_AHEAD).tolist())
+    features_RE = features_NE[flatten_anchors(lengths, anchors)]
+    target_RV = distribution(target.logits(features_RE), temperature)
+    return Sample(token_ids_N, captured_NF, lengths, anchors, temperature, target_RV)
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
@@ -269,7 +275,9 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 
 def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sample) -> Tensor:
     """Returns the logits [R, draft vocabulary] of the engine's copy, float64."""
-    return drafter.logits(_predict(drafter, target, sample, drafter.dtype), target).double()
+    hidden_RE = drafter.predict(sample, sample.anchors, lambda ids: target.embed(ids).to(drafter.dtype))
+    logits_RV, bias_RV = drafter.logits(hidden_RE, target), drafter.bias(sample.tokens_R)
+    return (logits_RV if bias_RV is None else logits_RV + bias_RV).double()
 
 
 def trainer_logits(
@@ -280,17 +288,7 @@ def trainer_logits(
     token_ids: what the engine's copy proposes; None: all, or the drafter's own vocabulary.
     """
     dtype = next(model.parameters()).dtype
-    rows_VE = model.restrict(target.head_VE) if token_ids is None else target.head_VE[token_ids]
-    head_VE = model.lm_head.weight if model.config.owns_head else rows_VE.to(dtype)
-    return model.logits(_predict(model, target, sample, dtype), head_VE).double()
-
-
-def _predict(
-    drafter: DraftModel | PackedDrafter, target: PackedTransformer, sample: Sample, dtype: torch.dtype
-) -> Tensor:
-    """Returns the hidden states [R, E] of the pairs that predict a response token."""
-    pairs = align(sample.lengths, target.device)
-    embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
-    hidden_ME = drafter.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))
-    attend = PackedCausal(drafter.config.layer, pairs.lengths)
-    return drafter.forward(embeddings_ME, hidden_ME, pairs.positions_M, attend)[sample.is_response_M]
+    hidden_RE = model.predict(sample, sample.anchors, lambda ids: target.embed(ids).to(dtype))
+    logits_RV = model.logits(hidden_RE, model.rows(target.head_VE, token_ids))
+    bias_RV = model.bias(sample.tokens_R, token_ids)
+    return (logits_RV if bias_RV is None else logits_RV + bias_RV).double()

@@ -14,6 +14,7 @@ sampled, but never drafted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.drafter.model import DrafterShape
+from tlt.drafter.shape import DrafterShape, layer_numbers
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
 from tlt.types import Rollout, UserError
@@ -47,6 +48,9 @@ _FORGOTTEN = 0.05
 _LATEST = 0.5
 """Weight of the latest step in the running mean of each size's coverage."""
 
+_SOUND_LENGTH = 0.1
+"""Length of a sound embedding, as a share of the median one."""
+
 RESIZE_ABOVE = 0.03
 """Share of the seconds per token that a change of size must save, because it needs new kernels."""
 
@@ -70,9 +74,7 @@ class DraftCosts:
     def of(target: ModelConfig, shape: DrafterShape) -> DraftCosts:
         row = target.hidden_size
         forward = target.num_layers * layer_numbers(target) + target.vocab_size * row
-        layer = layer_numbers(shape.layer, 1 if shape.method == "eagle" else 2)
-        if shape.method == "eagle":  # eagle3 reads fc once per step, not per drafted token
-            layer += shape.fc_size * row
+        layer = shape.numbers_per_level + shape.numbers_per_draft // DEPTH
         return DraftCosts(forward, layer, row, target.vocab_size)
 
     @property
@@ -91,13 +93,6 @@ class DraftCosts:
         return (1 + DEPTH * self.of_draft(size)) / sum(accepted**depth for depth in range(DEPTH + 1))
 
 
-def layer_numbers(c: ModelConfig, num_inputs: int = 1) -> int:
-    """Returns the numbers in the matrices of a decoder layer whose attention reads `num_inputs` hidden
-    states."""
-    attention = (num_inputs * c.num_qkv + c.num_heads) * c.head_dim * c.hidden_size
-    return attention + 3 * c.hidden_size * c.intermediate_size
-
-
 def count_tokens(token_ids: Iterable[int], vocab_size: int) -> Tensor:
     """Returns how often each token occurs, float32[V]."""
     return torch.bincount(torch.tensor([*token_ids], dtype=torch.int64), minlength=vocab_size).float()
@@ -107,6 +102,16 @@ def ranked(counts_V: Tensor) -> Tensor:
     """Returns all token ids by descending count. Of equal counts the lower id comes first: tokenizers
     mostly give it to the more frequent token."""
     return counts_V.sort(descending=True, stable=True).indices
+
+
+def mask_token(counts_V: Tensor, embedding_VE: Tensor) -> int:
+    """Returns a token whose embedding can stand for the masks of a block drafter: one of those that responses
+    use least. Of equal ones it is the highest id, which tokenizers mostly leave unused. Padding whose
+    embedding is zero or not finite is passed over."""
+    length_V = embedding_VE.float().norm(dim=1)
+    is_sound_V = length_V.isfinite() & (length_V > _SOUND_LENGTH * length_V.nanmedian())
+    counts_V = counts_V.to(length_V.device).masked_fill(~is_sound_V, math.inf)
+    return int((counts_V == counts_V.min()).nonzero()[-1])
 
 
 def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:

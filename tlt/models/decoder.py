@@ -195,6 +195,12 @@ class Attention(nn.Module):
         q, k, v = qkv_NSD.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
 
+    def kv(self, h_NE: Tensor) -> Tensor:
+        """Returns keys, then values [N, 2K, D], without queries (a block drafter's context)."""
+        c = self.config
+        k_NKD, v_NKD = (f(h_NE).view(-1, c.num_kv_heads, c.head_dim) for f in (self.k_proj, self.v_proj))
+        return torch.cat([self.k_norm(k_NKD) if c.qk_norm else k_NKD, v_NKD], dim=1)
+
 
 class MLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:

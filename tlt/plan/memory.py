@@ -19,9 +19,10 @@ import torch
 
 from tlt.assembly.drafter import preset_changes
 from tlt.assembly.ranks import CPU_PROCESS_BYTES
+from tlt.drafter.drafting.caches import make_cache
 from tlt.drafter.drafting.hybrid import drafter_kinds
-from tlt.drafter.drafting.pair_cache import PairCache
-from tlt.drafter.model import PackedDrafter, training_capture
+from tlt.drafter.forms import new_packed
+from tlt.drafter.shape import training_capture
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.vocabulary import LARGEST_SHARE
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
@@ -166,9 +167,9 @@ def slot_bytes(r: PlannedRun, length: int) -> int:
         return num_bytes
     target = PackedTransformer(replace(r.model, num_layers=1, max_positions=1), r.engine_dtype, META)
     shape = replace(r.drafter, layer=replace(r.drafter.layer, max_positions=1))
-    packed = PackedDrafter(shape, r.engine_dtype, META)
-    pairs = PairCache(packed, target, captured_size(r), r.config.drafter.feature_window, r.num_slots)
-    return num_bytes + pairs.slot_bytes(length)
+    packed = new_packed(shape, r.engine_dtype, META)
+    cache = make_cache(packed, target, captured_size(r), r.config.drafter.feature_window, r.num_slots)
+    return num_bytes + cache.slot_bytes(length)
 
 
 def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
@@ -193,19 +194,19 @@ def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
 
 
 def _idle(r: PlannedRun) -> Iterator[Term]:
-    """Yields the drafter's training, with all unrolled steps in one backward pass. One rank is never idle."""
+    """Yields the drafter's training, all of a batch in one backward pass. One rank is never idle."""
     settings = r.config.drafter
     if r.drafter is None or not settings.train or r.num_ranks == 1:
         return
     c, vocabulary = r.drafter.layer, r.drafter.draft_vocab_size
-    preset = PRESETS[settings.preset or DEFAULT_PRESET[r.drafter.method]]
-    steps = preset_changes(settings)["unrolled_steps"] or preset.unrolled_steps
-    logits = (1 + 3 * steps) * vocabulary  # per step log-softmax, the target's, a gradient
-    each = steps * (activations_per_token(c) + 2 * c.hidden_size) + logits
+    preset = PRESETS[settings.preset or DEFAULT_PRESET[r.drafter.method]].changed(preset_changes(settings))
+    rows_each = preset.rows_per_token(r.drafter)
+    logits = int((1 + 3 * rows_each) * vocabulary)  # per row log-softmax, the target's, a gradient
+    each = int(rows_each * c.num_layers * (activations_per_token(c) + 2 * c.hidden_size)) + logits
     rows = vocabulary * c.hidden_size if r.engine_dtype != torch.float32 else 0  # the head, in float32
     tokens = min(settings.tokens_per_micro_step, r.num_responses * r.longest)
     features = Cache(r.model, r.model.num_layers, r.engine_dtype, META, 1).slot_bytes(r.longest)  # recomputed
-    how = "tokens of a micro-step × (unrolled steps' activations and logits), and a response's features"
+    how = "tokens of a micro-step × (activations and logits of their rows), and a response's features"
     training = 4 * (tokens * each + r.drafter_parameters + rows)
     yield Term("drafter's training", ("idle",), training + features, how)
 

@@ -10,7 +10,8 @@ import torch
 
 from tlt.assembly.policy import base_dtype, master_dtype
 from tlt.config.schema import Config
-from tlt.drafter.model import DrafterShape, DraftModel
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import DrafterShape
 from tlt.hf.weights import count_parameters
 from tlt.models.decoder import ModelConfig
 from tlt.models.lora import count_adapters
@@ -117,7 +118,7 @@ class PlannedRun:
 def count_drafter(drafter: DrafterShape) -> int:
     """Returns the number of the drafter's trained parameters."""
     with META:
-        return sum(p.numel() for p in DraftModel(drafter).parameters() if p.requires_grad)
+        return sum(p.numel() for p in new_model(drafter).parameters() if p.requires_grad)
 
 
 def short_count(number: int) -> str:

@@ -23,7 +23,7 @@ from tlt.clock import Moment
 from tlt.config.drafter import check_served
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import choose_preset, load_drafter
-from tlt.drafter.model import DrafterShape
+from tlt.drafter.shape import DrafterShape
 from tlt.drafter.vocabulary import check_wanted
 from tlt.engine.memory import machine_bytes
 from tlt.hf.config import load_model_config

@@ -68,13 +68,15 @@ class CostPrior:
     """Sizes of a drafter relative to the target's weights, its head included."""
 
     level: float = 0.15
-    """Weights of the drafter with its head."""
+    """Weights of the drafter that are read per drafted token, with its head."""
     read: float = 0.04
     """Weights of the drafter without a head."""
     head: float = 0.15
     """Weights of the target's head."""
     cached: float = 1e-5
     """Keys and values of one token."""
+    draft: float | None = None
+    """Weights of the drafter that are read once per draft; None: a small part of a level."""
 
 
 UNKNOWN = CostPrior()
@@ -253,7 +255,8 @@ def _prior(prior: CostPrior) -> tuple[Array, Array]:
             forward_K = forward_K - forward_K[0]
             row = forward_K[-1] - math.log(rows_K[-1])
             level, read = math.log(prior.level), math.log(prior.read)
-            drafter = [level - 1.5, level, level + row - 0.7, level]
+            draft = level - 1.5 if prior.draft is None else math.log(prior.draft)
+            drafter = [draft, level, level + row - 0.7, level]
             parts = [math.log(prior.cached), *drafter, 0.0, read + row, math.log(0.5)]
             machines.append([*forward_K, *parts])
     mean_P, covariance_PP = np.mean(machines, 0), np.cov(np.array(machines).T)

@@ -37,13 +37,17 @@ _TREES = ((3, 2, 6), (5, 2, 10), (7, 2, 14), (6, 3, 24), (10, 4, 48))
 
 
 def default_arms(
-    kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, trees: bool = True
+    kinds: Sequence[str],
+    max_depth: int = Strategy.MAX_DEPTH,
+    trees: bool = True,
+    learned_depth: int = Strategy.MAX_DEPTH,
 ) -> tuple[Strategy, ...]:
     """Returns the strategies worth trying with drafters of these kinds: off, chains, long chains from
     references, and trees of the learned drafter.
 
     max_depth: most drafting steps that the engine allows.
     trees: whether the engine verifies trees.
+    learned_depth: most tokens that the learned drafter drafts one after the other.
     """
     arms = [Strategy.OFF]
     for kind in kinds:
@@ -55,6 +59,10 @@ def default_arms(
         arms += [Strategy(kind, depth, 1, depth) for depth in depths]
     if "learned" in kinds and trees:
         arms += [Strategy("learned", *shape) for shape in _TREES]
+    if "learned" in kinds and learned_depth < Strategy.MAX_DEPTH:
+        whole = Strategy("learned", learned_depth, 1, learned_depth)
+        arms = [arm for arm in arms if arm.drafter != "learned" or arm.depth < learned_depth]
+        arms += [whole]
     return tuple(arm for arm in arms if arm.uses_references or arm.depth <= max_depth)
 
 
@@ -82,6 +90,7 @@ def make_tuner(
     abilities: Abilities = OURS,
     prior: CostPrior = UNKNOWN,
     acceptance: float | None = None,
+    learned_depth: int = Strategy.MAX_DEPTH,
 ) -> StrategyTuner | None:
     """Returns the tuner that the user asked for; None for `off`.
 
@@ -91,6 +100,7 @@ def make_tuner(
     max_depth: see `default_arms`.
     prior: the drafter's size relative to the target's.
     acceptance: the rate that the learned drafter's folder records; None: no record.
+    learned_depth: see `default_arms`.
 
     Raises UserError for a strategy whose drafter does not exist.
     """
@@ -103,8 +113,13 @@ def make_tuner(
                 f"speculation: {speculation!r} needs a drafter of kind {strategy.drafter}; there is "
                 f"{', '.join(kinds)}"
             )
+        if strategy.drafter == "learned" and strategy.depth > learned_depth:
+            raise UserError(
+                f"speculation: {speculation!r} drafts {strategy.depth} tokens, and the drafter's block has "
+                f"{learned_depth}; give at most that many"
+            )
         return Fixed(strategy)
-    arms = default_arms(kinds, max_depth, abilities.trees)
+    arms = default_arms(kinds, max_depth, abilities.trees, learned_depth)
     if name == "beg-mab":
         return BegMab(groups_of(arms))
     assert name == "cost-model", name

@@ -15,7 +15,8 @@ import torch
 
 from tests.unit.training.test_live import make_model
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.module import module_config
 
 ROOT = Path(__file__).parents[3]
@@ -114,7 +115,7 @@ def test_two_ranks_get_the_responses_that_one_gets_each_of_its_own_prompts(name:
         pytest.importorskip("trl")
     save_drafter(
         tmp_path / "drafter",
-        DraftModel(drafter_shape(module_config(make_model()))).initialize(1),
+        new_model(drafter_shape(module_config(make_model()))).initialize(1),
         torch.float32,
     )
     (tmp_path / "program.py").write_text(PREPARED + (JOIN + LIVE + LEAVE if name == "live" else TRL))

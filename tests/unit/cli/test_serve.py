@@ -17,7 +17,8 @@ from tests.unit.vllm.test_server import COUNTDOWN, elsewhere, have, value
 from tlt.cli import main as cli
 from tlt.clock import Moment
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.training.loop import describe_run, main
 from tlt.vllm import server
@@ -77,7 +78,7 @@ def test_a_run_that_has_ended_is_served_as_it_lies_there(
 ) -> None:
     save_drafter(
         run / "drafter",
-        DraftModel(drafter_shape(load_model_config(run / "policy"), "eagle")),
+        new_model(drafter_shape(load_model_config(run / "policy"), "eagle")),
         torch.float32,
         {},
     )

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_policy, pack
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal, LearnedSettings
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
+from tlt.drafter.forms import new_model, pack_drafter
+from tlt.drafter.model import DraftModel
+from tlt.drafter.shape import Method, drafter_shape
 from tlt.drafter.training.buffer import PackedBatch, TrajectoryBuffer
-from tlt.drafter.training.losses import PRESETS, Preset
+from tlt.drafter.training.eagle_loss import EaglePreset
+from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
@@ -35,7 +38,7 @@ def make_model(
     seed: int = 2, scale: float = 8.0, method: Method = "eagle", draft_vocab: int | None = None
 ) -> DraftModel:
     """A random drafter, its attention and mlp strong enough to matter."""
-    model = DraftModel(drafter_shape(CONFIG, method, draft_vocab)).double().initialize(seed)
+    model = new_model(drafter_shape(CONFIG, method, draft_vocab)).double().initialize(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and name != "fc.weight":
@@ -45,7 +48,7 @@ def make_model(
 
 MODEL = make_model()
 HASS = PRESETS["hass"]
-ONE_STEP = Preset("uneven", "eagle", 1, 1.0, 0.7, 1.3)
+ONE_STEP = EaglePreset("uneven", "eagle", 1, 1.0, 0.7, 1.3)
 
 
 def make_drafter(
@@ -55,7 +58,7 @@ def make_drafter(
     window: int = 4096,
     threshold: float = 0.0,
 ) -> LearnedDrafter:
-    packed = PackedDrafter.from_tensors(MODEL.config, MODEL.state_dict(), torch.float64)
+    packed = pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64)
     settings = LearnedSettings(tau=tau, window=window, confidence_threshold=threshold, calibrate=False)
     return LearnedDrafter(packed, target, max_slots, settings)
 

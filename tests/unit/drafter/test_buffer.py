@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.drafter.parts import SIZE, make_rollout, randn, random_tokens
-from tlt.drafter.model import align
+from tlt.drafter.pairs import align
 from tlt.drafter.training.buffer import TOKEN_ID_BYTES, TrajectoryBuffer
 
 

@@ -20,7 +20,8 @@ from tests.unit.drafter.parts import (
     make_model,
     make_rollout,
 )
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import FeatureRecompute
@@ -58,13 +59,22 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("preset", "draft_vocab"), [("eagle", None), ("hass", None), ("eagle3", VOCAB - 9)])
+@pytest.mark.parametrize(
+    ("preset", "draft_vocab"),
+    [
+        ("eagle", None),
+        ("hass", None),
+        ("eagle3", VOCAB - 9),
+        ("dflash-pace", None),
+        ("dspark", VOCAB - 9),
+    ],
+)
 def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int | None) -> None:
     config = replace(CONFIG, num_layers=4)
     with OneDevice():
         target = PackedTransformer(config, torch.float32, "meta")
         with torch.device("meta"):
-            model = DraftModel(drafter_shape(config, PRESETS[preset].method, draft_vocab))
+            model = new_model(drafter_shape(config, PRESETS[preset].method, draft_vocab))
         trainer = DrafterTrainer(model, target, PRESETS[preset])
         buffer = TrajectoryBuffer(10**9)
         for length in (20, 30):

@@ -26,7 +26,8 @@ from tests.lossless.helpers import CONFIG as TINY
 from tlt.assembly.engine import EngineSettings, _make_tuner
 from tlt.drafter.formats.export import FORMATS, Target, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
+from tlt.drafter.forms import new_model, pack_drafter
+from tlt.drafter.shape import Method, drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
@@ -43,7 +44,7 @@ ABOUT = {"policy_hash": "abc123", "policy_step": 30, "preset": "eagle3"}
 
 
 def make_drafter(target: ModelConfig, method: Method, vocab: int | None = None) -> StoredDrafter:
-    model = DraftModel(drafter_shape(target, method, vocab)).bfloat16().initialize(1)
+    model = new_model(drafter_shape(target, method, vocab)).bfloat16().initialize(1)
     if model.config.is_reduced:
         model.set_vocabulary(torch.arange(1, 2 * model.config.draft_vocab_size, 2) % target.vocab_size)
     return StoredDrafter(
@@ -187,7 +188,7 @@ Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 def edited(path: Path, method: Method, edit: Edit) -> Path:
     """A drafter of ours as it would be with the edit."""
     drafter = make_drafter(DEEP, method)
-    model = DraftModel(drafter.config).bfloat16()
+    model = new_model(drafter.config).bfloat16()
     model.load_state_dict(drafter.tensors)
     save_drafter(path, model, torch.bfloat16)
     config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
@@ -267,9 +268,9 @@ def test_a_bias_of_fc_is_computed_alike_in_training_and_in_the_engine(tmp_path: 
     path = edited(tmp_path / "foreign", method, lambda d, t: t.update({"fc.bias": bias_E.bfloat16()}))
     found = load_drafter(path, DEEP)
     assert found.config.has_bias
-    model = DraftModel(found.config).double()
+    model = new_model(found.config).double()
     model.load_state_dict(found.tensors)
-    packed = PackedDrafter.from_tensors(found.config, found.tensors, torch.float64)
+    packed = pack_drafter(found.config, found.tensors, torch.float64)
     generator = torch.Generator().manual_seed(3)
     embeddings_ME = torch.randn(5, DEEP.hidden_size, dtype=torch.float64, generator=generator)
     features_MF = torch.randn(5, found.config.feature_size, dtype=torch.float64, generator=generator)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.offline import (
     WEAK_ACCEPTANCE,
@@ -18,6 +19,7 @@ from tlt.drafter.training.offline import (
     measure_acceptance,
     train_offline,
 )
+from tlt.drafter.vocabulary import mask_token
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
@@ -47,7 +49,7 @@ def train(
     rollouts: list[Rollout],
     on_progress: Callable[[float, float | None], None] = lambda share, loss: None,
 ) -> OfflineSummary:
-    model = DraftModel(drafter_shape(CONFIG)).initialize(0)
+    model = new_model(drafter_shape(CONFIG)).initialize(0)
     return train_offline(model, target, PRESETS["hass"], rollouts, SETTINGS, on_progress)
 
 
@@ -80,9 +82,19 @@ def test_responses_to_prompts_of_one_token_train_a_drafter_that_is_not_measured(
     assert summary.tokens > 0
 
 
+def test_masks_look_like_a_sound_token_that_responses_do_not_use() -> None:
+    embedding_VE = torch.ones(6, 4)
+    counts_V = torch.tensor([5.0, 0.0, 3.0, 0.0, 0.0, 0.0])
+    assert mask_token(counts_V, embedding_VE) == 5
+    embedding_VE[5] = 0.0
+    embedding_VE[4, 1] = float("nan")
+    assert mask_token(counts_V, embedding_VE) == 3
+    assert mask_token(torch.tensor([5.0, 2.0, 3.0, 2.0, 0.0, 0.0]), embedding_VE) == 3
+
+
 def test_a_drafter_whose_outputs_are_not_finite_is_an_error() -> None:
     rollouts = make_rollouts(2, 12)
-    model = DraftModel(drafter_shape(CONFIG)).initialize(0)
+    model = new_model(drafter_shape(CONFIG)).initialize(0)
     with torch.no_grad():
         model.fc.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):

@@ -14,17 +14,13 @@ from tests.unit.drafter.parts import randn
 from tlt.config.schema import Config
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
-from tlt.drafter.model import (
-    DraftModel,
-    Method,
-    PackedDrafter,
-    align,
-    capture_layers,
-    drafter_shape,
-    training_capture,
-)
+from tlt.drafter.forms import new_model, pack_drafter
+from tlt.drafter.model import DraftModel
+from tlt.drafter.pairs import align
+from tlt.drafter.shape import Method, capture_layers, drafter_shape, training_capture
 from tlt.drafter.training.buffer import PackedBatch
-from tlt.drafter.training.losses import PRESETS, Preset
+from tlt.drafter.training.lesson import Preset
+from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
@@ -47,7 +43,7 @@ forms = pytest.mark.parametrize(("method", "draft_vocab"), METHODS)
 def make_model(method: Method, draft_vocab: int | None, seed: int = 2) -> DraftModel:
     """A random drafter, its attention and mlp strong enough to matter, and every norm with weights of its
     own."""
-    model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(seed)
+    model = new_model(drafter_shape(DEEP, method, draft_vocab)).double().initialize(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -182,7 +178,7 @@ def test_the_packed_drafter_computes_what_the_trainable_one_does(
     method: Method, draft_vocab: int | None
 ) -> None:
     model = make_model(method, draft_vocab)
-    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
+    packed = pack_drafter(model.config, model.state_dict(), torch.float64)
     batch = make_batch(model, (8,))
     embeddings, attend = randn(8, SIZE, seed=1), PackedCausal(model.config.layer, [8])
     with torch.no_grad():
@@ -211,7 +207,7 @@ def test_tokens_are_those_of_off(
     engine = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3, tuner=Fixed(strategy))
     engine.load_policy(POLICY.state_dict())
     model = make_model(method, draft_vocab)
-    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
+    packed = pack_drafter(model.config, model.state_dict(), torch.float64)
     drafter = LearnedDrafter(packed, engine.model, 3, LearnedSettings(keep_targets=True))
     engine.load_drafter(drafter)
     engine.add(requests)

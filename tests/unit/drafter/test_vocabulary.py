@@ -32,9 +32,10 @@ from tlt.assembly.cost_prior import cost_prior
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.export import Target, export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import COUNTS, StoredDrafter, load_drafter, save_drafter
+from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.growth import grow_drafter
 from tlt.drafter.measure import Measurement, check_arrival
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
+from tlt.drafter.shape import Method, drafter_shape
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import (
@@ -86,7 +87,7 @@ def test_a_tuner_takes_a_drafted_token_to_cost_what_the_first_draft_vocabulary_d
 def test_the_costs_are_those_of_the_matrices_that_are_read() -> None:
     for method in ("eagle", "eagle3"):
         shape = drafter_shape(LARGE, method)
-        target, drafter = Transformer(LARGE), DraftModel(shape)
+        target, drafter = Transformer(LARGE), new_model(shape)
         matrices = [
             p.numel() for name, p in target.named_parameters() if p.dim() == 2 and "embed" not in name
         ]
@@ -263,7 +264,7 @@ def drafting_engine(
     """An engine, its drafter, and what that proposes from the second choice on."""
     engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=4, tuner=Fixed(strategy))
     engine.load_policy(dict(POLICY.named_parameters()))
-    packed = PackedDrafter.from_tensors(MODEL.config, MODEL.state_dict(), torch.float64)
+    packed = pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64)
     vocabulary = DraftVocabulary(costs_of(CONFIG), wanted)
     learned = LearnedDrafter(
         packed, engine.model, 4, LearnedSettings(confidence_threshold=0.0), vocabulary=vocabulary
@@ -304,8 +305,8 @@ def test_tokens_are_those_of_off_while_the_vocabulary_is_renewed(
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_the_engines_copy_ranks_with_the_chosen_rows_of_the_current_head(method: Method) -> None:
-    model = DraftModel(drafter_shape(LARGE, method)).double().initialize(1)
-    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
+    model = new_model(drafter_shape(LARGE, method)).double().initialize(1)
+    packed = pack_drafter(model.config, model.state_dict(), torch.float64)
     target = PackedTransformer(LARGE, torch.float64)
     hidden = torch.randn(
         3, LARGE.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -339,7 +340,7 @@ def test_the_loss_over_a_vocabulary_is_that_of_a_drafter_which_has_it_alone() ->
     losses = []
     for reduced in (False, True):
         model = (
-            DraftModel(drafter_shape(target, "eagle3", len(chosen) if reduced else None))
+            new_model(drafter_shape(target, "eagle3", len(chosen) if reduced else None))
             .double()
             .initialize(2)
         )
@@ -472,7 +473,7 @@ def test_damaged_counts_are_refused_in_one_line(tmp_path: Path, text: str) -> No
 
 
 def stored(method: Method, counts_V: Tensor | None) -> StoredDrafter:
-    model = DraftModel(drafter_shape(LARGE, method)).initialize(1)
+    model = new_model(drafter_shape(LARGE, method)).initialize(1)
     return StoredDrafter(
         model.config, {name: t.detach() for name, t in model.state_dict().items()}, {}, counts_V
     )

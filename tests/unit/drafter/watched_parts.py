@@ -14,8 +14,9 @@ from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.drafting.ngram import NgramDrafter
+from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.measure import DrafterCopies, Measurement, Tally
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.shape import drafter_shape
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
@@ -46,12 +47,13 @@ class Parts:
         check_every: int = 1,
         max_passes: float | None = None,
         vocabulary: DraftVocabulary | None = None,
+        preset: str = "hass",
     ) -> None:
-        self.model = DraftModel(drafter_shape(CONFIG)).initialize(2)
-        packed = PackedDrafter.from_tensors(self.model.config, self.model.state_dict(), torch.float64)
+        self.model = new_model(drafter_shape(CONFIG, PRESETS[preset].method)).initialize(2)
+        packed = pack_drafter(self.model.config, self.model.state_dict(), torch.float64)
         self.learned = LearnedDrafter(packed, TARGET, 4, vocabulary=vocabulary)
         self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))
-        self.trainer = DrafterTrainer(self.model, TARGET, PRESETS["hass"], 1e-3)
+        self.trainer = DrafterTrainer(self.model, TARGET, PRESETS[preset], 1e-3)
         self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
         copies = DrafterCopies(self.model, packed, TARGET, lambda group, counts: 0)
         ranks = Ranks(0, lambda value: [value], lambda tensors, weight: weight)

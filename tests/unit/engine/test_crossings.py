@@ -15,7 +15,8 @@ from tests.unit.engine.pretend_device import DEVICE, Crossings, PretendTensor, p
 from tlt.drafter.drafting.calibration import Calibration
 from tlt.drafter.drafting.hybrid import make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.forms import new_model, pack_drafter
+from tlt.drafter.shape import drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
@@ -58,8 +59,8 @@ def make_engine(strategy: Strategy, batch_size: int) -> RolloutEngine:
         PackedTransformer(CONFIG, torch.float32, DEVICE), max_batch_size=batch_size, tuner=Fixed(strategy)
     )
     engine.load_policy(dict(POLICY.float().named_parameters()))
-    model = DraftModel(drafter_shape(CONFIG)).initialize(2)
-    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float32, DEVICE)
+    model = new_model(drafter_shape(CONFIG)).initialize(2)
+    packed = pack_drafter(model.config, model.state_dict(), torch.float32, DEVICE)
     engine.load_drafter(make_drafter(LearnedDrafter(packed, engine.model, batch_size), batch_size))
     rng = random.Random(0)
     params = SamplingParams(max_tokens=100)

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 
 from tests.lossless.helpers import CONFIG
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.weights import expected_shapes, save_model
 from tlt.types import UserError
 
@@ -23,7 +24,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_drafter(folder: Path) -> None:
-    save_drafter(folder, DraftModel(drafter_shape(CONFIG)).initialize(1), torch.float32)
+    save_drafter(folder, new_model(drafter_shape(CONFIG)).initialize(1), torch.float32)
 
 
 @pytest.mark.parametrize("write", [write_model, write_drafter])

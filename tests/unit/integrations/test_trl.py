@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from tests.unit.training.test_live import make_model
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.module import module_config
 from tlt.types import UserError
 
@@ -42,7 +43,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trl") / "drafter"
     config = module_config(make_model(vocab_size=24))
-    save_drafter(folder, DraftModel(drafter_shape(config)).initialize(1), torch.float32)
+    save_drafter(folder, new_model(drafter_shape(config)).initialize(1), torch.float32)
     return folder
 
 

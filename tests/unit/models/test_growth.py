@@ -21,8 +21,9 @@ from tests.unit.drafter.parts import make_model, make_requests
 from tlt.assembly.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_stored
+from tlt.drafter.forms import new_model
 from tlt.drafter.growth import grow_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import OtherComputation, config_to_hf
 from tlt.hf.files import write_hf_json
 from tlt.hf.geometry import GEOMETRIES, Geometry, find_geometry, grow_config
@@ -227,7 +228,7 @@ def stored(draft_vocab: int | None = None) -> StoredDrafter:
 @torch.no_grad()
 def draft_logits(drafter: StoredDrafter, target: GrownTensors | dict[str, Tensor], steps: int = 3) -> Tensor:
     """Returns the logits of drafts that go on from each other, without any engine."""
-    model = DraftModel(drafter.config).double()
+    model = new_model(drafter.config).double()
     model.load_state_dict(drafter.tensors)
     size, small = drafter.config.layer.hidden_size, CONFIG.hidden_size
     features = torch.zeros(30, size, dtype=torch.float64)
@@ -294,13 +295,13 @@ def test_the_engine_drafts_and_accepts_the_same_with_everything_grown(tmp_path: 
 
 def test_a_drafter_that_does_not_grow_is_refused_in_one_line() -> None:
     config = grow_config(CONFIG, Geometry("larger", LARGER)).config
-    third = DraftModel(drafter_shape(like(CONFIG, num_layers=4), "eagle3"))
+    third = new_model(drafter_shape(like(CONFIG, num_layers=4), "eagle3"))
     with pytest.raises(
         UserError,
         match=r"^--geometry: a drafter of form eagle3 does not grow; give one of form eagle .*none$",
     ):
         grow_drafter(StoredDrafter(third.config, third.state_dict(), {}), config, torch.float32)
-    foreign = DraftModel(dataclasses.replace(drafter_shape(CONFIG), has_bias=True))
+    foreign = new_model(dataclasses.replace(drafter_shape(CONFIG), has_bias=True))
     with pytest.raises(
         UserError, match=r"^--geometry: an eagle drafter with a head or bias of its own does not grow"
     ):

@@ -19,7 +19,8 @@ from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
@@ -112,7 +113,7 @@ def test_autograd_keeps_what_the_plan_says(architecture: Any) -> None:
 def test_caches_are_those_of_the_engines_own_budget(kind: Any, trains: bool) -> None:
     policy = make_policy(config=ModelConfig("llama", 61, 32, 64, 8, 4, 2, 8, max_positions=512))
     shape = drafter_shape(policy.config, kind)
-    stored = StoredDrafter(shape, DraftModel(shape).initialize(0).state_dict(), {})
+    stored = StoredDrafter(shape, new_model(shape).initialize(0).state_dict(), {})
     run = make_run(
         policy.config, **{"run.dtype": "float64", "rollout.speculation": "adaptive", "drafter.train": trains}
     )

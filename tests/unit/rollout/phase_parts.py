@@ -17,8 +17,10 @@ from torch.distributed import HashStore
 from tests.lossless.helpers import CONFIG, make_policy
 from tlt.accounts import DrafterReport
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.forms import new_model, new_packed
 from tlt.drafter.measure import DrafterCopies
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.model import DraftModel
+from tlt.drafter.shape import drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
@@ -186,14 +188,14 @@ def wait_for(event: threading.Event) -> None:
 
 
 def make_model(seed: int) -> DraftModel:
-    return DraftModel(drafter_shape(CONFIG)).double().initialize(seed)
+    return new_model(drafter_shape(CONFIG)).double().initialize(seed)
 
 
 def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngine, LearnedDrafter]:
     engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=4, tuner=Fixed(strategy))
     engine.load_policy(dict(POLICY.named_parameters()))
     model = make_model(seed)
-    packed = PackedDrafter(model.config, torch.float64)
+    packed = new_packed(model.config, torch.float64)
     packed.load(model.state_dict(), 7)
     learned = LearnedDrafter(packed, engine.model, 4, LearnedSettings(tau=0.7, calibrate=False))
     engine.load_drafter(learned)

@@ -64,21 +64,21 @@ def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> No
     assert engine.stats.num_tokens > 0
     caches = (
         engine.cache.groups,
-        learned.pairs.cache.groups,
+        learned.memory.cache.groups,
         engine.cache.layers,
-        learned.pairs.cache.layers,
+        learned.memory.cache.layers,
     )
     assert caches == ([], [], [], [])
-    assert learned.pairs.history.ring_SCF.nbytes == 0
+    assert learned.memory.history.ring_SCF.nbytes == 0
 
 
 def test_features_are_read_out_only_where_they_are_trained_on() -> None:
     reads = []
     for keeps_captured in (True, False):
         engine, learned = make_engine()
-        read = learned.pairs.history.read
+        read = learned.memory.history.read
         num_reads: list[int] = []
-        learned.pairs.history.read = lambda s, f, t, read=read, n=num_reads: (
+        learned.memory.history.read = lambda s, f, t, read=read, n=num_reads: (
             (f == [0] and n.append(1)) or read(s, f, t)
         )
         trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])

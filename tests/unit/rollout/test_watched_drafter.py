@@ -20,8 +20,9 @@ from tlt.assembly.drafter import watch_drafter
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.formats.folder import load_drafter, save_drafter
+from tlt.drafter.forms import new_model
 from tlt.drafter.measure import Tally
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.weights import content_hash
 from tlt.ranks.world import World
 from tlt.report.timeline import Timeline
@@ -238,14 +239,14 @@ def test_a_drafter_whose_outputs_are_not_finite_changes_no_token(speculation: st
         engine = make_engine(POLICY, Fixed(Strategy.parse(speculation)))
         assert isinstance(engine.drafter, HybridDrafter)
         if is_broken:
-            tensors = DraftModel(drafter_shape(CONFIG)).state_dict()
+            tensors = new_model(drafter_shape(CONFIG)).state_dict()
             engine.drafter.learned.load({name: tensor * math.nan for name, tensor in tensors.items()}, 1)
         texts.append({(r.sample_index, r.token_ids) for r in engine.generate(requests)})
     assert texts[0] == texts[1]
 
 
 def test_max_passes_and_check_every_are_those_of_the_configuration(tmp_path: Path) -> None:
-    save_drafter(tmp_path, DraftModel(drafter_shape(CONFIG)).initialize(1), torch.float32)
+    save_drafter(tmp_path, new_model(drafter_shape(CONFIG)).initialize(1), torch.float32)
     settings = DrafterSection(path=tmp_path, train=True, max_passes=2.5, check_every=7)
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
     engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
 from tlt.hf.module import module_config, module_tensors
 from tlt.hf.weights import expected_shapes
 from tlt.models.attention import PackedCausal
@@ -39,7 +40,7 @@ def make_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("live") / "drafter"
-    save_drafter(folder, DraftModel(drafter_shape(module_config(make_model()))).initialize(1), torch.float32)
+    save_drafter(folder, new_model(drafter_shape(module_config(make_model()))).initialize(1), torch.float32)
     return folder
 
 

@@ -18,7 +18,10 @@ from tlt.bench.acceptance import ChainAcceptance, Chains, observe, speedup
 from tlt.cli import main as cli
 from tlt.cli.drafter_eval import summarize
 from tlt.drafter.formats.folder import StoredDrafter, save_drafter
-from tlt.drafter.model import DraftModel, Method, align, drafter_shape
+from tlt.drafter.forms import new_model
+from tlt.drafter.model import DraftModel
+from tlt.drafter.pairs import align
+from tlt.drafter.shape import Method, drafter_shape
 from tlt.hf.weights import content_hash, save_model
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
@@ -28,7 +31,7 @@ DEEP = replace(CONFIG, num_layers=4)
 
 
 def make_drafter(config: ModelConfig, method: Method = "eagle", vocab: int | None = None) -> StoredDrafter:
-    model = DraftModel(drafter_shape(config, method, vocab)).initialize(2)
+    model = new_model(drafter_shape(config, method, vocab)).initialize(2)
     return StoredDrafter(model.config, {name: t.detach() for name, t in model.state_dict().items()}, {})
 
 
@@ -79,7 +82,7 @@ def test_the_confidence_is_the_draft_distributions_own() -> None:
     drafter = make_drafter(CONFIG)
     (request,) = requests(num=1, max_tokens=1)
     (bucket,) = observe(Chains(model_of(policy), drafter, 1, 1), [request]).by_confidence
-    model = DraftModel(drafter.config)
+    model = new_model(drafter.config)
     model.load_state_dict(drafter.tensors)
     tokens_T = torch.tensor(request.prompt_ids)
     pairs = align([len(tokens_T)])
@@ -128,7 +131,7 @@ def test_prompts_of_one_token_are_refused_in_one_line(
     """A drafter's first guess needs the target's features of two tokens."""
     model, drafter, prompts = tmp_path / "model", tmp_path / "drafter", tmp_path / "prompts.jsonl"
     save_model(model, CONFIG, tensors(make_policy().float()), dtype=torch.float32, source=None)
-    save_drafter(drafter, DraftModel(drafter_shape(CONFIG)).initialize(2), torch.float32)
+    save_drafter(drafter, new_model(drafter_shape(CONFIG)).initialize(2), torch.float32)
     prompts.write_text('{"prompt_ids": [1]}\n')
     arguments = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "1", "--rounds", "1"]
     assert cli.main(["drafter", "eval", str(drafter), *arguments]) == 2
@@ -177,7 +180,7 @@ def test_the_commands_export_and_evaluate_a_folder(
 ) -> None:
     model, drafter, out = tmp_path / "model", tmp_path / "drafter", tmp_path / "out.json"
     save_model(model, DEEP, tensors(Transformer(DEEP).initialize(1, 0.3)), dtype=torch.float32, source=None)
-    draft_model = DraftModel(drafter_shape(DEEP, "eagle3")).initialize(2)
+    draft_model = new_model(drafter_shape(DEEP, "eagle3")).initialize(2)
     save_drafter(drafter, draft_model, torch.float32)
     _export_says_whose_drafter_it_is(tmp_path, model, draft_model, capsys)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [1, 2, 3]}) + "\n")

@@ -88,6 +88,11 @@ class FeatureHistory:
         self._reserve(max(slots) + 1, max(starts) + num_positions)
         return self.ring_SCF[self._index(slots, starts, num_positions)]
 
+    def gather(self, slots_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Returns the features [N, F] of single positions that were written."""
+        self.flush()
+        return self.ring_SCF[slots_N, positions_N % self.num_columns]
+
     def first_known(self, num_known: int) -> int:
         """Returns the earliest position still held after the first `num_known` positions were written."""
         return max(num_known - self.window, 0)

@@ -1,18 +1,12 @@
 """The learned drafter: ranks candidates for the next tokens and makes chains and trees of them (EAGLE, arXiv
-2401.15077).
+2401.15077; EAGLE-2, arXiv 2406.16858).
 
-    feature t   the target's last hidden state at position t, of which lm_head makes the logits of token t+1;
-                eagle3 has in its place fc(residual sums of three of the target's layers at t)
-    pair t      (token t+1, feature t): the drafter's input. Feature t leaves open which token was drawn.
-    output t    imitates feature t+1. So lm_head of it proposes token t+2 (eagle3: of it behind its own norm).
+    committed tokens, read ─▶ logits of a level ─▶ scores of the candidates ─▶ the best
+    (draft_cache.py)              ▲                                              │
+                                  └──────────── drafted tokens ◀─────────────────┘
 
-Feature t+1 exists once the target has read token t+1, and drafted tokens it has not read. So while drafting,
-the drafter's output t stands in for feature t+1. (eagle3's loss asks for good proposals alone: its outputs
-need not resemble features, because training already reads them in this way.)
-
-    committed tokens, read (pair_cache.py) ─▶ last output ─▶ scores of the candidates ─▶ the best
-                                                  ▲                                         │
-                                                  └── (drafted token, last output) is read ◀┘
+The logits of the next level come from a pass over the drafted tokens (EAGLE: pair_cache.py) or from the next
+slot of a block that one pass has drafted (block_cache.py). What is made of them is the same.
 """
 
 from __future__ import annotations
@@ -25,17 +19,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tlt.drafter.drafting.caches import make_cache
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
-from tlt.drafter.drafting.pair_cache import CaughtUp, PairCache
+from tlt.drafter.drafting.draft_cache import Levels
 from tlt.drafter.drafting.tree_selection import best_nodes, select
 from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
-from tlt.drafter.model import PackedDrafter, training_capture
+from tlt.drafter.model import PackedDrafter
+from tlt.drafter.shape import training_capture
 from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.strategy import Strategy
-from tlt.speculative.tree import chain, chain_mask, tree_mask
+from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Verdict
 from tlt.uploads import upload
 
@@ -63,7 +59,7 @@ class LearnedSettings:
     calibrate: bool = True
     """Whether confidences are corrected by the acceptance so far."""
     keep_targets: bool = False
-    """Whether the features that training needs are kept, too (`training_capture` in model.py)."""
+    """Whether the features that training needs are kept, too (`training_capture` in shape.py)."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
 
 @dataclass(frozen=True)
 class _Front:
-    """The arguments of one proposal, and what the drafter has read so far."""
+    """The arguments of one proposal, and where the logits of its levels come from."""
 
     params: BatchParams
     strategy: Strategy
@@ -92,11 +88,11 @@ class _Front:
     unwanted: Sequence[int]
     roots_B1: Tensor
     """The last committed tokens."""
-    read: CaughtUp
+    levels: Levels
 
 
 class LearnedDrafter(Drafter[LearnedProposal]):
-    """Drafts with a one-layer model that shares the target's embedding and head.
+    """Drafts with a small model that shares the target's embedding and head.
 
     on_verdicts: watches it; None: not watched.
     vocabulary: the tokens to propose; None: all, or those that the drafter's folder fixes.
@@ -121,7 +117,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         trained = training_capture(model.config, target.config.num_layers)
         self._capture = trained if settings.keep_targets else model.config.capture
         size = len(self._capture) * target.config.hidden_size
-        self.pairs = PairCache(model, target, size, settings.window, max_slots)
+        self.memory = make_cache(model, target, size, settings.window, max_slots)
 
     @property
     def version(self) -> int:
@@ -146,23 +142,23 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         """Replaces the weights, for running sequences, too: the cache is computed again from the remembered
         features. What was learned about the old weights' confidence counts for less."""
         self.model.load(tensors, version)
-        self.pairs.forget()
+        self.memory.forget()
         if self.calibration is not None:
             self.calibration.age()
 
     def admit(self, slot: int, request: Request) -> None:
-        self.pairs.admit(slot)
+        self.memory.admit(slot)
         if self.choice is not None:
             self.choice.admit()
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        self.pairs.history.write(slots, starts, features_BTF)
+        self.memory.history.write(slots, starts, features_BTF)
 
     def move(self, source: int, target: int) -> None:
-        self.pairs.move(source, target)
+        self.memory.move(source, target)
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
-        history = self.pairs.history
+        history = self.memory.history
         if history.first_known(num_positions) > 0:
             return None
         return history.read([slot], [0], num_positions)[0]
@@ -172,13 +168,13 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             self.choice.finish(rollout)
 
     def slot_bytes(self, length: int) -> int:
-        return self.pairs.slot_bytes(length)
+        return self.memory.slot_bytes(length)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        self.pairs.reserve(num_slots, length)
+        self.memory.reserve(num_slots, length)
 
     def release(self) -> None:
-        self.pairs.release()
+        self.memory.release()
 
     def observe(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
         if proposal.guesses_KB is not None:
@@ -204,14 +200,17 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     ) -> LearnedProposal:
         if self.choice is not None:
             self.choice.look(context)
-        room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
-        read = self.pairs.catch_up(context, room)
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
-        front = _Front(context.params, strategy, noise, unwanted, roots_B1, read)
+        levels = self.memory.begin(context, strategy, roots_B1)
+        front = _Front(context.params, strategy, noise, unwanted, roots_B1, levels)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
-    def _rank(self, front: _Front, hidden_BTE: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ranks the candidates of one level, over the draft vocabulary.
+    def _depth(self, strategy: Strategy) -> int:
+        """Returns the levels to draft. The hybrid's strategies may be deeper than the drafter's block."""
+        return min(strategy.depth, self.model.config.max_depth)
+
+    def _rank(self, front: _Front, logits_BTV: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ranks the candidates of one level by their logits, over the draft vocabulary.
 
         Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise, or log q
         if ranking is not coupled, up to a constant per node), and at level 0 `TauSearch.guess`.
@@ -219,7 +218,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         The log-softmax of the scores is a candidate's raw confidence. Where the scores contain the noise it
         is no log-probability: `Calibration.estimate` makes log P(accepted) of it.
         """
-        scaled_BTV = front.params.scale(self.model.logits(hidden_BTE, self.target))
+        scaled_BTV = front.params.scale(logits_BTV)
         if not self.is_coupled:
             return scaled_BTV, scaled_BTV, None
         noise_BV = front.noise.of_level(level, self.model.token_ids)
@@ -243,23 +242,15 @@ class LearnedDrafter(Drafter[LearnedProposal]):
 
     def _chain(self, front: _Front) -> LearnedProposal:
         """Drafts the best candidate level by level, until every row's chain has stopped."""
-        read = front.read
-        hidden_B1E, tokens, cells = read.hidden_BE[:, None], [front.roots_B1], []
+        tokens, cells = [front.roots_B1], []
         guesses_KB: Tensor | None = None
-        is_even = min(read.num_pairs) == max(read.num_pairs)
-        survival_B = torch.zeros(len(read.num_pairs), device=self.model.device)  # in logarithms
+        survival_B = torch.zeros(len(front.roots_B1), device=self.model.device)  # in logarithms
         if front.unwanted:
             survival_B[upload(front.unwanted, survival_B.device)] = -torch.inf
         likely, logprobs = [], []
-        for level in range(front.strategy.depth):
-            if level:
-                columns_B1 = read.ends_B[:, None] + level - 1
-                length = max(read.num_pairs) + level
-                mask = None if is_even else chain_mask(columns_B1, length, self.model.dtype)
-                hidden_B1E = self.pairs.forward(
-                    tokens[-1], hidden_B1E, columns_B1, columns_B1, read.offsets_B1, length, mask
-                )
-            scaled_B1V, scores_B1V, guessed_KB = self._rank(front, hidden_B1E, level)
+        for level in range(self._depth(front.strategy)):
+            logits_B1V = front.levels.next(tokens[-1], None) if level else front.levels.first()
+            scaled_B1V, scores_B1V, guessed_KB = self._rank(front, logits_B1V, level)
             guesses_KB = guesses_KB if level else guessed_KB
             best_B1, token_B1 = scores_B1V.max(dim=-1)
             tokens.append(self._token_ids(token_B1))
@@ -288,19 +279,16 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         """Drafts a tree (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are expanded
         by `width` candidates each, and the `budget` most confident nodes of all become the tree. A node's
         confidence is the product of the chances, from the root on, that each candidate is accepted."""
-        strategy, read, device = front.strategy, front.read, self.model.device
-        B = len(read.num_pairs)
-        width = min(strategy.width, self.model.num_proposed)
-        rows_B1 = torch.arange(B, device=device)[:, None]
+        strategy, device, B = front.strategy, self.model.device, len(front.roots_B1)
+        width, depth = min(strategy.width, self.model.num_proposed), self._depth(strategy)
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
         pool_index_BF = torch.zeros(B, 1, dtype=torch.int64, device=device)  # 0 is the root
-        hidden_BFE = read.hidden_BE[:, None]
-        seen_BFC = torch.zeros(B, 1, 0, dtype=torch.bool, device=device)  # draft columns that a node may see
+        logits_BFV = front.levels.first()
         pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
         pool_confidence, pool_cells = [], []
         guesses_KB: Tensor | None = None
-        for level in range(strategy.depth):
-            _, scores_BFV, guessed_KB = self._rank(front, hidden_BFE, level)
+        for level in range(depth):
+            _, scores_BFV, guessed_KB = self._rank(front, logits_BFV, level)
             guesses_KB = guesses_KB if level else guessed_KB
             raw_confidence_BFW, token_BFW = scores_BFV.float().log_softmax(dim=-1).topk(width, dim=-1)
             log_chance_BFW = raw_confidence_BFW
@@ -314,23 +302,11 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             pool_tokens.append(token_BC)
             pool_parents.append(pool_index_BF.repeat_interleave(width, dim=1))
             pool_confidence.append(confidence_BC)
-            if level + 1 < strategy.depth:
+            if level + 1 < depth:
                 num_next = min(strategy.width, confidence_BC.shape[1])
                 confidence_BF, chosen_BF = confidence_BC.topk(num_next, dim=-1)
                 pool_index_BF = chosen_BF + pool_size
-                parent_BF = chosen_BF // width
-                tokens_BF = token_BC.gather(1, chosen_BF)
-                start = seen_BFC.shape[2]
-                own = torch.eye(num_next, dtype=torch.bool, device=device).expand(B, -1, -1)
-                seen_BFC = torch.cat([seen_BFC[rows_B1, parent_BF], own], dim=2)
-                columns_BF = read.ends_B[:, None] + start + torch.arange(num_next, device=device)
-                pairs_BF = (read.ends_B + level)[:, None].expand(-1, num_next)
-                length = max(read.num_pairs) + start + num_next
-                mask = tree_mask(seen_BFC, read.ends_B, length, self.model.dtype)
-                inputs = hidden_BFE[rows_B1, parent_BF]
-                hidden_BFE = self.pairs.forward(
-                    tokens_BF, inputs, pairs_BF, columns_BF, read.offsets_B1, length, mask
-                )
+                logits_BFV = front.levels.next(token_BC.gather(1, chosen_BF), chosen_BF // width)
             pool_size += frontier * width
         chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
         tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)

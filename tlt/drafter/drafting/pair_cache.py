@@ -1,12 +1,21 @@
-"""The learned drafter's cache: keys and values of the pairs that it has read, features of those to read next.
+"""EAGLE's cache: keys and values of the pairs that it has read, and its levels.
+
+    feature t   the target's last hidden state at position t, of which lm_head makes the logits of token t+1;
+                eagle3 has in its place fc(residual sums of three of the target's layers at t)
+    pair t      (token t+1, feature t): the drafter's input. Feature t leaves open which token was drawn.
+    output t    imitates feature t+1. So lm_head of it proposes token t+2 (eagle3: of it behind its own norm).
 
     committed tokens   0 1 2 ... n-2 | n-1 (root)
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
                        └ caught up ┘
 
-Pair t is (token t+1, the target's feature t), the drafter's input (learned.py says why). Every proposal first
-reads the pairs committed since the last one: a few while speculating, up to the window of kept features when
-speculation is switched on late. The target never runs for this.
+Feature t+1 exists once the target has read token t+1, and drafted tokens it has not read. So while drafting,
+the drafter's output t stands in for feature t+1. (eagle3's loss asks for good proposals alone: its outputs
+need not resemble features, because training already reads them in this way.)
+
+    last output ─▶ logits, ranked (learned.py) ─▶ the drafted token
+        ▲                                             │
+        └──── (drafted token, last output) is read ◀──┘
 """
 
 from __future__ import annotations
@@ -16,13 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.drafter.drafting.feature_history import FeatureHistory
-from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter
+from tlt.drafter.drafting.draft_cache import DraftCache, Levels
+from tlt.drafter.eagle import PackedEagle
+from tlt.drafter.pairs import TOKEN_AHEAD
 from tlt.models.attention import StoringPrefill, cached
-from tlt.models.kv_cache import Cache, prefill_groups
+from tlt.models.kv_cache import prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext
-from tlt.speculative.tree import chain_mask
+from tlt.speculative.strategy import Strategy
+from tlt.speculative.tree import chain_mask, tree_mask
 from tlt.uploads import upload
 
 _CATCH_UP_TOKENS = 256
@@ -46,66 +57,26 @@ class CaughtUp:
     """The drafter's output at each row's last pair."""
 
 
-class PairCache:
-    """Reads the running sequences for the drafter, each in the slot that the engine gave it.
+class PairCache(DraftCache):
+    """Reads pairs for a drafter of EAGLE's family."""
 
-    captured_size: width of the features at a position, those included that only training needs.
-    window: positions per sequence whose features are kept; pairs further back are never read.
-    """
+    model: PackedEagle
 
     def __init__(
-        self, model: PackedDrafter, target: PackedTransformer, captured_size: int, window: int, max_slots: int
+        self, model: PackedEagle, target: PackedTransformer, captured_size: int, window: int, max_slots: int
     ) -> None:
-        self.model, self.target = model, target
-        self.cache = Cache(model.config.layer, 1, model.dtype, model.device, max_slots)
-        self.history = FeatureHistory(captured_size, window, max_slots, model.dtype, model.device)
-        self.room: tuple[int, int] | None = None  # slots and tokens of the engine's cache; None: unknown
-        self.firsts = [0] * max_slots  # position of the pair in column 0
-        self.counts = [0] * max_slots  # pairs in the cache
+        super().__init__(model, target, captured_size, window, max_slots, SPARE_COLUMNS, least=2)
 
-    def admit(self, slot: int) -> None:
-        self.firsts[slot] = self.counts[slot] = 0
-
-    def forget(self) -> None:
-        """Drops the cache; it is computed again from the kept features."""
-        self.counts = [0] * len(self.counts)
-
-    def move(self, source: int, target: int) -> None:
-        self.firsts[target], self.counts[target] = self.firsts[source], self.counts[source]
-        self.history.move(source, target)
-        if self.counts[source]:
-            self.cache.move(source, target, self.counts[source])
-
-    def slot_bytes(self, length: int) -> int:
-        return self.cache.slot_bytes(length + SPARE_COLUMNS) + self.history.slot_bytes(length)
-
-    def reserve(self, num_slots: int, length: int) -> None:
-        """Bounds the caches to `num_slots` sequences of `length` tokens. They grow when needed."""
-        self.room = num_slots, length
-        self.history.reserve(num_slots, length)
-        slots = min(self.cache.num_slots, num_slots)
-        columns = min(self.cache.capacity, length + SPARE_COLUMNS)
-        if slots and (slots, columns) != (self.cache.num_slots, self.cache.capacity):
-            self.cache.resize(slots, columns)
-
-    def _hold(self, num_slots: int, num_columns: int) -> None:
-        if self.room is None:
-            self.cache.reserve(num_slots, num_columns)
-        elif not self.cache.holds(num_slots, num_columns):
-            slots, length = self.room
-            self.cache.resize(max(slots, num_slots), max(length + SPARE_COLUMNS, num_columns))
-
-    def release(self) -> None:
-        self.room = None
-        self.cache.release()
-        self.history.release()
+    def begin(self, context: DraftContext, strategy: Strategy, roots_B1: Tensor) -> Levels:
+        room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
+        return PairLevels(self, self.catch_up(context, room))
 
     def catch_up(self, context: DraftContext, room: int) -> CaughtUp:
         """Reads all committed pairs. room: columns that drafting needs behind them."""
         num_rows = len(context.tokens)
         starts, firsts = self._enter(context), self.firsts[:num_rows]
         num_pairs = [len(t) - TOKEN_AHEAD - first for t, first in zip(context.tokens, firsts, strict=True)]
-        self._hold(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
+        self.hold(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
         offsets_B1 = upload(firsts, self.model.device)[:, None] if any(firsts) else None
         hidden_BE, ends_B = self._read_missing(context, starts, num_pairs, offsets_B1)
         self.counts[:num_rows] = num_pairs
@@ -115,25 +86,10 @@ class PairCache:
         """Reads all pairs but the last of sequences that are not in the cache, or whose next pair has left
         the window, by packed forwards; samples of one prompt share the work. Returns the pairs in the cache
         by row."""
-        entering: list[int] = []
-        copies: list[tuple[int, int]] = []
-        leader_of: dict[tuple[int, ...], int] = {}
-        for slot, (tokens, request) in enumerate(zip(context.tokens, context.requests, strict=True)):
-            known = len(tokens) - 1
-            if self.firsts[slot] + self.counts[slot] < self.history.first_known(known):
-                self.firsts[slot], self.counts[slot] = self.history.first_known(known), 0
-            if self.counts[slot] or known - self.firsts[slot] < 2:
-                continue
-            is_prompt = len(tokens) == len(request.prompt_ids)
-            if is_prompt and (leader := leader_of.setdefault(request.prompt_ids, slot)) != slot:
-                copies.append((leader, slot))
-            else:
-                entering.append(slot)
+        entering, copies = self.restart(context)
         for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
             self._prefill(context, group)
-        for leader, slot in copies:
-            self.cache.move(leader, slot, self.counts[leader])
-            self.firsts[slot], self.counts[slot] = self.firsts[leader], self.counts[leader]
+        self.share(copies)
         return self.counts[: len(context.tokens)]
 
     def _prefill(self, context: DraftContext, slots: list[int]) -> None:
@@ -141,7 +97,7 @@ class PairCache:
         firsts = [self.firsts[slot] for slot in slots]
         ends = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD for slot in slots]
         lengths = [end - first for end, first in zip(ends, firsts, strict=True)]
-        self._hold(len(context.tokens), max(lengths))
+        self.hold(len(context.tokens), max(lengths))
         alone = [(length, (0,)) for length in lengths]
         attend = StoringPrefill(self.model.config.layer, alone, self.cache.layers, slots)
         pairs = list(zip(slots, firsts, lengths, strict=True))
@@ -203,7 +159,45 @@ class PairCache:
         """
         attend = cached(self.model.config.layer, self.cache.layers, columns_BT, length, mask)
         embeddings = self.target.embed(tokens_BT.flatten())
-        positions_BT = pairs_BT if offsets_B1 is None else pairs_BT + offsets_B1
-        positions = positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)
+        positions = self.positions(pairs_BT, offsets_B1)
         output_NE = self.model.forward(embeddings, hidden_BTE.flatten(0, 1), positions, attend)
         return output_NE.view(*tokens_BT.shape, -1)
+
+
+class PairLevels(Levels):
+    """A pass per level: each drafted token is read with the output that proposed it."""
+
+    def __init__(self, pairs: PairCache, read: CaughtUp) -> None:
+        self.pairs, self.read = pairs, read
+        device, num_rows = read.ends_B.device, len(read.num_pairs)
+        self.hidden_BFE = read.hidden_BE[:, None]
+        self.seen_BFC = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)  # columns a node may see
+        self.rows_B1 = torch.arange(num_rows, device=device)[:, None]
+        self.is_even = min(read.num_pairs) == max(read.num_pairs)
+        self.level = self.num_columns = 0  # levels and draft columns so far
+
+    def first(self) -> Tensor:
+        return self._logits()
+
+    def next(self, tokens_BF: Tensor, parents_BF: Tensor | None) -> Tensor:
+        read, (num_rows, num_next) = self.read, tokens_BF.shape
+        start, device = self.num_columns, tokens_BF.device
+        length = max(read.num_pairs) + start + num_next
+        columns_BF = read.ends_B[:, None] + start + torch.arange(num_next, device=device)
+        hidden_BFE, mask, dtype = self.hidden_BFE, None, self.pairs.model.dtype
+        if parents_BF is not None:
+            own = torch.eye(num_next, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
+            self.seen_BFC = torch.cat([self.seen_BFC[self.rows_B1, parents_BF], own], dim=2)
+            hidden_BFE = hidden_BFE[self.rows_B1, parents_BF]
+            mask = tree_mask(self.seen_BFC, read.ends_B, length, dtype)
+        elif not self.is_even:
+            mask = chain_mask(columns_BF, length, dtype)
+        pairs_BF = (read.ends_B + self.level)[:, None].expand(-1, num_next)
+        self.hidden_BFE = self.pairs.forward(
+            tokens_BF, hidden_BFE, pairs_BF, columns_BF, read.offsets_B1, length, mask
+        )
+        self.level, self.num_columns = self.level + 1, start + num_next
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        return self.pairs.model.logits(self.hidden_BFE, self.pairs.target)

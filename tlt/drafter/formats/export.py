@@ -21,7 +21,9 @@ from torch import Tensor
 
 from tlt import __version__
 from tlt.drafter.formats.folder import StoredDrafter, drafter_to_hf, write_files
-from tlt.drafter.model import DraftModel, Method, draft_token_ids
+from tlt.drafter.forms import new_model
+from tlt.drafter.model import draft_token_ids
+from tlt.drafter.shape import Method
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
 from tlt.io.files import replace_folder
 from tlt.kinds import DraftVocab
@@ -126,7 +128,7 @@ def with_vocabulary(drafter: StoredDrafter, wanted: DraftVocab, target: ModelCon
     chosen = DraftVocabulary(DraftCosts.of(target, drafter.config), wanted, drafter.counts_V).token_ids
     if chosen is None:
         return drafter
-    model = DraftModel(replace(drafter.config, draft_vocab_size=len(chosen)))
+    model = new_model(replace(drafter.config, draft_vocab_size=len(chosen)))
     model.set_vocabulary(chosen)
     return replace(
         drafter, config=model.config, tensors={**drafter.tensors, "d2t": model.d2t, "t2d": model.t2d}
@@ -164,9 +166,9 @@ def check_format(drafter: StoredDrafter, name: str) -> None:
     form = FORMATS[name]
     if form.method != drafter.config.method:
         fitting = ", ".join(key for key, value in FORMATS.items() if value.method == drafter.config.method)
+        remedy = f"give {fitting}" if fitting else "no other engine's form of it is written yet"
         raise UserError(
-            f"--format: {name} is for {form.method} drafters, this one is {drafter.config.method}; give "
-            f"{fitting}"
+            f"--format: {name} is for {form.method} drafters, this one is {drafter.config.method}; {remedy}"
         )
     if drafter.config.has_bias:
         raise UserError(

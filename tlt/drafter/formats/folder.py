@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.drafter.formats.block_folder import BLOCK_ARCHITECTURE, block_from_hf, block_to_hf
 from tlt.drafter.formats.foreign import drop_repeated, read_folder
-from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, find_mismatch
-from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS, Preset
+from tlt.drafter.forms import find_misfit
+from tlt.drafter.model import DraftModel
+from tlt.drafter.shape import BlockShape, DrafterShape, Method, drafter_shape
+from tlt.drafter.training.lesson import Preset
+from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.vocabulary import from_pairs, to_pairs
 from tlt.hf.config import config_to_hf, parse_config
 from tlt.hf.files import read_json
@@ -24,7 +28,11 @@ from tlt.io.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
-ARCHITECTURE: Mapping[Method, str] = {"eagle": "EagleLlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
+ARCHITECTURE: Mapping[Method, str] = {
+    "eagle": "EagleLlamaForCausalLM",
+    "eagle3": "LlamaForCausalLMEagle3",
+    **BLOCK_ARCHITECTURE,
+}
 """The architecture in config.json by the drafter's form."""
 
 COUNTS = "token_counts.json"
@@ -92,6 +100,8 @@ def write_files(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[
 
 def drafter_to_hf(config: DrafterShape, dtype: torch.dtype, about: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json of a drafter."""
+    if isinstance(config, BlockShape):
+        return block_to_hf(config, dtype, about)
     described = config_to_hf(config.layer, dtype, {"tlt": dict(about)})
     described["architectures"] = [ARCHITECTURE[config.method]]
     described |= {"model_type": "llama", "tie_word_embeddings": False}
@@ -119,7 +129,7 @@ def load_drafter(
     described, tensors = read_folder(path)
     tensors = drop_repeated(path, tensors, described["method"], target.vocab_size, target_tensors)
     config = read_config(path, described, target, tensors)
-    if (mismatch := find_mismatch(config, tensors)) is not None:
+    if (mismatch := find_misfit(config, tensors)) is not None:
         raise UserError(f"drafter {path}: {mismatch}; train a drafter for this model with tlt drafter train")
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -139,6 +149,8 @@ def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
     if not methods:
         known = ", ".join(ARCHITECTURE.values())
         raise UserError(f"{path / 'config.json'}: architectures is {found}; known are {known}")
+    if methods[0] in BLOCK_ARCHITECTURE:
+        return block_from_hf(path, {**described, "method": methods[0]}, target)
     shape = drafter_shape(target, methods[0], described.get("draft_vocab_size"))
     return dataclasses.replace(
         shape, capture=tuple(described.get("eagle_aux_hidden_state_layer_ids") or shape.capture)
@@ -155,13 +167,7 @@ def choose_preset(
     if preset.method != method:
         fitting = " or ".join(key for key, value in PRESETS.items() if value.method == method)
         raise UserError(f"drafter.preset: {name} does not train a drafter of form {method}; give {fitting}")
-    set_by_user = {key: value for key, value in (changes or {}).items() if value is not None}
-    preset = dataclasses.replace(preset, **set_by_user)
-    if preset.feature_weight and method == "eagle3":
-        raise UserError(
-            f"drafter.feature_weight: {preset.feature_weight} has no meaning for eagle3; leave it out"
-        )
-    return preset
+    return preset.changed(changes or {})
 
 
 def read_config(
@@ -169,7 +175,9 @@ def read_config(
 ) -> DrafterShape:
     """Returns the drafter's shape from its config.json and tensors. UserError if it does not fit the
     target."""
-    layer = parse_config(described, f"drafter {path}")
+    is_block = described["method"] in BLOCK_ARCHITECTURE
+    block = block_from_hf(path, described, target) if is_block else None
+    layer = parse_config(described, f"drafter {path}") if block is None else block.layer
     theirs = {"hidden_size": layer.hidden_size, "vocab_size": layer.vocab_size}
     if described.get("target_hidden_size") is not None:
         theirs["target_hidden_size"] = described["target_hidden_size"]
@@ -179,6 +187,8 @@ def read_config(
             raise UserError(
                 f"drafter {path}: {key} is {value}, the target's is {ours}; train a drafter for this model"
             )
+    if block is not None:
+        return dataclasses.replace(block, owns_head="lm_head.weight" in tensors)
     config = drafter_shape(target, described["method"], described.get("draft_vocab_size"))
     capture = tuple(described.get("eagle_aux_hidden_state_layer_ids") or config.capture)
     if list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= target.num_layers:

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tlt.drafter.model import Method, draft_token_ids
+from tlt.drafter.model import draft_token_ids
+from tlt.drafter.shape import Method
 from tlt.hf.files import read_json
 from tlt.hf.weights import INDEX, WEIGHTS, read_safetensors
 from tlt.types import UserError
@@ -30,6 +31,8 @@ METHOD_BY_ARCHITECTURE: Mapping[str, Method | None] = {
     "Eagle3LlamaForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
     "LlamaForCausalLM": None,
 }
 """The form of a drafter by the architecture in its config.json; None: the names of its tensors determine
@@ -83,6 +86,8 @@ def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[s
     """Returns config.json with the layer's geometry at the top level, and the captured layers by vLLM's
     ids, which count layer inputs; SGLang's, under eagle_config, count outputs. UserError for a drafter
     that we would compute differently."""
+    if method in ("dflash", "dspark"):
+        return {**described, "method": method}
     nested = described.get("eagle_config") or {}
     flat: dict[str, Any] = {**(described.get("transformer_layer_config") or {}), **described}
     flat |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "method": method}
@@ -114,7 +119,7 @@ def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[st
     for given, tensor in stored.items():
         name = given.removeprefix("model.")
         for prefix in ("layers.0.", "midlayer."):
-            if name.startswith(prefix):
+            if method in ("eagle", "eagle3") and name.startswith(prefix):
                 name = layer + name.removeprefix(prefix)
         if name in tensors:
             raise UserError(f"drafter {path}: tensor {given} is there under two names; remove one of them")

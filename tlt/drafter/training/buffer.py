@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.drafter.model import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
+from tlt.drafter.pairs import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
 from tlt.types import Rollout
 
 TOKEN_ID_BYTES = 8

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.drafter.forms import pack_drafter
 from tlt.drafter.measure import draw_counts, engine_logits, read_sample
-from tlt.drafter.model import DraftModel, PackedDrafter
+from tlt.drafter.model import DraftModel
 from tlt.drafter.training.buffer import TrajectoryBuffer
-from tlt.drafter.training.losses import Preset
+from tlt.drafter.training.lesson import Preset
 from tlt.drafter.training.spot import FeatureRecompute
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftVocabulary
@@ -139,7 +140,7 @@ def measure_acceptance(
     counts = draw_counts(rollouts, _MEASURED_TOKENS, rng)
     if not counts:
         return None
-    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), target.dtype, target.device)
+    packed = pack_drafter(model.config, model.state_dict(), target.dtype, target.device)
     if token_ids is not None:
         packed.choose(token_ids)
     sample = read_sample(rollouts, counts, target, model.config.capture, temperature)

@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.drafter.model import DraftModel, align, training_capture
+from tlt.drafter.model import DraftModel
+from tlt.drafter.shape import training_capture
 from tlt.drafter.training.buffer import PackedBatch
-from tlt.drafter.training.losses import Preset, draft_loss
+from tlt.drafter.training.lesson import Lesson, Preset
 from tlt.models.adam import adam_state, trained_tensors
-from tlt.models.attention import Unrolled
 from tlt.models.packed import PackedTransformer
 
 
@@ -67,38 +66,24 @@ class DrafterTrainer:
         return value
 
     def loss(self, batch: PackedBatch) -> Tensor:
-        """Returns the preset's loss, summed over its unrolled steps. In training as in drafting, every
-        pair reads the true next tokens and, after the first step, its own hidden states. The batch may lie
-        on another device."""
-        model, preset, first = self.model, self.preset, self.parameters[0]
+        """Returns the preset's loss. The batch may lie on another device. What the loss draws depends on the
+        tokens trained on so far alone, so that a resumed training goes on as it would have."""
+        model, first, head_VE = self.model, self.parameters[0], self.target.head_VE
         dtype, device = first.dtype, first.device
-        pairs = align(batch.lengths, device)
-        token_ids_N, captured_NF = batch.token_ids_N.to(device), batch.captured_NF.to(device, dtype)
-        feature_NE = captured_NF[:, -model.config.layer.hidden_size :]
-        first_weight_M = batch.weight_M.to(device, dtype)
-        head_VE = self.target.head_VE
-        target_rows_VE = model.restrict(head_VE) if self.token_ids is None else head_VE[self.token_ids]
-        target_rows_VE = target_rows_VE.to(dtype)
-        rows_VE = model.lm_head.weight if model.config.owns_head else target_rows_VE
-        with torch.no_grad():
-            target_NV = F.linear(feature_NE, target_rows_VE).softmax(dim=-1)
-        attend = Unrolled(model.config.layer, pairs.lengths)
-        hidden_ME = model.fuse(captured_NF[pairs.feature_index_M])
-        total = torch.zeros((), dtype=dtype, device=device)
-        for step in range(preset.unrolled_steps):
-            index_M, exists_M = pairs.ahead(step)
-            # pair t predicts what pair t + step did at first
-            weight_M = first_weight_M.roll(-step) * exists_M
-            if not weight_M.any():
-                break
-            embeddings_ME = self.target.embed(token_ids_N[index_M]).to(dtype)
-            hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M + step * exists_M, attend)
-            logits_MV = model.logits(hidden_ME, rows_VE)
-            step_loss = draft_loss(
-                hidden_ME, feature_NE[index_M], logits_MV, target_NV[index_M], weight_M, preset
-            )
-            total = total + preset.step_decay**step * step_loss
-        return total
+        target_VE = model.restrict(head_VE) if self.token_ids is None else head_VE[self.token_ids]
+        target_VE = target_VE.to(dtype)
+        lesson = Lesson(
+            token_ids_N=batch.token_ids_N.to(device),
+            captured_NF=batch.captured_NF.to(device, dtype),
+            lengths=batch.lengths,
+            weight_M=batch.weight_M,
+            embed=lambda token_ids: self.target.embed(token_ids).to(dtype),
+            head_VE=model.lm_head.weight if model.config.owns_head else target_VE,
+            target_VE=target_VE,
+            token_ids=self.token_ids,
+            seed=self.num_tokens,
+        )
+        return self.preset.loss(model, lesson)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that training changes, by name: weights and Adam's moments, not copies."""

@@ -1,0 +1,106 @@
+"""The drafters of EAGLE's family: one layer, in a trainable and in a packed copy.
+
+    pair t:  embedding(token t+1), hidden t ─▶ one decoder layer ─▶ hidden t+1 ─ head ─▶ token t+2
+
+    eagle    hidden t = feature t, the output of the target's final norm
+             fc joins it with the embedding
+    eagle3   hidden t = fc(residual sums of three of the target's layers at t)
+             attention reads norm(embedding) ‖ norm(hidden)
+
+drafting/pair_cache.py says what a feature is and why a pair joins it with the next token. Pair t has the
+rotary position t. While drafting, the drafter's own hidden state stands in for one made from the target's
+features. `eagle` (arXiv 2401.15077) applies the target's head to the hidden state; `eagle3` (arXiv
+2503.01840) applies a norm of its own first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tlt.drafter.model import Anchors, DraftModel, Embed, PackedDrafter, PackedText, flatten_anchors
+from tlt.drafter.pairs import align
+from tlt.drafter.shape import EagleShape
+from tlt.models.attention import PackedCausal
+from tlt.models.decoder import Attend, DecoderLayer, run_layer
+from tlt.models.packed import PackedLayer
+from tlt.uploads import upload
+
+
+class EagleModel(DraftModel):
+    """The trainable drafter of EAGLE's family."""
+
+    config: EagleShape
+
+    def __init__(self, config: EagleShape) -> None:
+        super().__init__(config)
+        layer = DecoderLayer(config.layer, norms=config.layer_norms)
+        if config.method == "eagle":
+            self.layers = nn.ModuleList([layer])
+        else:
+            self.midlayer = layer
+
+    def fuse(self, features_MF: Tensor) -> Tensor:
+        """Returns the hidden states [M, E] made from the captured columns; those beyond `feature_size` are
+        not read."""
+        features_MF = features_MF[..., : self.config.feature_size]
+        return features_MF if self.config.method == "eagle" else self.fc(features_MF)
+
+    def forward(
+        self, embeddings_ME: Tensor, hidden_ME: Tensor, positions_M: Tensor, attend: Attend
+    ) -> Tensor:
+        """Returns the next hidden_ME: the predicted features of the embedded tokens."""
+        rope, pair = self.rope_at(hidden_ME, positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
+        if self.config.method == "eagle":
+            hidden: Tensor = self.layers[0](0, self.fc(pair), rope, attend)
+        else:
+            hidden = self.midlayer(0, hidden_ME, rope, attend, pair)
+        return hidden
+
+    def predict(self, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
+        return _predict(self, text, anchors, embed)
+
+
+class PackedEagle(PackedDrafter):
+    """The engine's copy of a drafter of EAGLE's family."""
+
+    model_class = EagleModel
+    config: EagleShape
+
+    def __init__(self, config: EagleShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        super().__init__(config, dtype, device)
+        self.layer = PackedLayer(config.layer, dtype, self.device, norms=config.layer_norms)
+
+    def load_layers(self, tensors: Mapping[str, Tensor]) -> None:
+        self.layer.load(tensors, self.config.layer_name + ".")
+
+    def fuse(self, features_NF: Tensor) -> Tensor:
+        """Computes `EagleModel.fuse`; the methods below correspond likewise."""
+        features_NF = features_NF[..., : self.config.feature_size]
+        return features_NF if self.config.method == "eagle" else self.fc(features_NF)
+
+    def forward(
+        self, embeddings_NE: Tensor, hidden_NE: Tensor, positions_N: Tensor, attend: Attend
+    ) -> Tensor:
+        rope, pair_NI = self.rope.at(positions_N), torch.cat([embeddings_NE, hidden_NE], dim=-1)
+        if self.config.method == "eagle":
+            return run_layer(self.layer, 0, self.fc(pair_NI), rope, attend)
+        return run_layer(self.layer, 0, hidden_NE, rope, attend, pair_NI)
+
+    def predict(self, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
+        return _predict(self, text, anchors, embed)
+
+
+def _predict(drafter: EagleModel | PackedEagle, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
+    """Returns the outputs [R, E] at the pairs whose token is an anchor; every pair reads the target's
+    features."""
+    pairs = align(text.lengths, text.token_ids_N.device)
+    embeddings_ME = embed(text.token_ids_N[pairs.token_index_M])
+    hidden_ME = drafter.fuse(text.captured_NF[pairs.feature_index_M].to(embeddings_ME.dtype))
+    attend = PackedCausal(drafter.config.layer, pairs.lengths)
+    output_ME = drafter.forward(embeddings_ME, hidden_ME, pairs.positions_M, attend)
+    is_asked_N = torch.zeros_like(text.token_ids_N, dtype=torch.bool)
+    is_asked_N[upload(flatten_anchors(text.lengths, anchors), text.token_ids_N.device)] = True
+    return output_ME[is_asked_N[pairs.token_index_M]]

@@ -1,0 +1,48 @@
+"""Builds drafters by their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tlt.drafter.block import BlockModel, PackedBlock
+from tlt.drafter.eagle import EagleModel, PackedEagle
+from tlt.drafter.model import DraftModel, PackedDrafter, find_mismatch
+from tlt.drafter.shape import BlockShape, DrafterShape, EagleShape
+
+
+def new_model(shape: DrafterShape) -> DraftModel:
+    """Returns an uninitialized trainable drafter."""
+    if isinstance(shape, BlockShape):
+        return BlockModel(shape)
+    assert isinstance(shape, EagleShape), shape
+    return EagleModel(shape)
+
+
+def new_packed(shape: DrafterShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> PackedDrafter:
+    """Returns an engine's copy of a drafter, without weights yet."""
+    if isinstance(shape, BlockShape):
+        return PackedBlock(shape, dtype, device)
+    assert isinstance(shape, EagleShape), shape
+    return PackedEagle(shape, dtype, device)
+
+
+def pack_drafter(
+    shape: DrafterShape,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> PackedDrafter:
+    """Returns an engine's copy of the drafter with these tensors."""
+    packed = new_packed(shape, dtype, device)
+    packed.load(tensors, version=0)
+    return packed
+
+
+def find_misfit(shape: DrafterShape, tensors: Mapping[str, Tensor]) -> str | None:
+    """Returns a description of the first tensor that does not fit the shape; None: all do."""
+    with torch.device("meta"):
+        model = new_model(shape)
+    return find_mismatch(model, tensors)

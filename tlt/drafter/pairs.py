@@ -1,0 +1,65 @@
+"""The alignment of tokens with the target's features, in packed sequences.
+
+    pair t     (token t+1, feature t): EAGLE's drafter reads it, and predicts token t+2
+    anchor     token t+1 of a pair: a block begins with it, and predicts token t+2 and those behind it
+
+The two correspond: whatever is said of a pair holds of the block at its token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOKEN_AHEAD = 1
+"""Pair t joins feature t with token t + TOKEN_AHEAD, and predicts the feature of that token."""
+
+FIRST_PREDICTED = TOKEN_AHEAD + 1
+"""Pair t predicts token t + FIRST_PREDICTED: the feature of a token gives the distribution of the next
+one. No pair predicts the tokens at positions below FIRST_PREDICTED."""
+
+
+def predicts_response(num_prompt: int, start: int, num_tokens: int) -> Tensor:
+    """Returns bool[num_tokens - 1]: whether each pair of a window predicts a response token. The window holds
+    `num_tokens` tokens from position `start` on, of a sequence whose response begins at `num_prompt`."""
+    return torch.arange(num_tokens - TOKEN_AHEAD) + start + FIRST_PREDICTED >= num_prompt
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The M pairs of several packed sequences.
+
+    lengths: pairs of each sequence.
+    feature_index_M: index of each pair's feature among the packed features.
+    token_index_M: index of the token that each pair reads among the packed tokens.
+    positions_M: rotary position of each pair, from 0 in every sequence.
+    """
+
+    lengths: tuple[int, ...]
+    feature_index_M: Tensor
+    token_index_M: Tensor
+    positions_M: Tensor
+
+    def ahead(self, num_steps: int) -> tuple[Tensor, Tensor]:
+        """Returns (index, whether it exists) of the token that each pair reads after it has drafted
+        `num_steps`
+        times: the token as many places further on. Beyond its end, a sequence's last token stands in."""
+        lengths_S = torch.tensor(self.lengths, device=self.token_index_M.device)
+        last_S = lengths_S.cumsum(0) + torch.arange(len(lengths_S), device=lengths_S.device)
+        last_M = torch.repeat_interleave(last_S, lengths_S, output_size=len(self.token_index_M))
+        index_M = self.token_index_M + num_steps
+        return torch.minimum(index_M, last_M), index_M <= last_M
+
+
+def align(lengths: Sequence[int], device: torch.device | str = "cpu") -> Alignment:
+    """Returns the pairs of packed sequences of these lengths, as indices on the device. A sequence of n
+    tokens has n - 1 pairs."""
+    num_pairs = tuple(length - TOKEN_AHEAD for length in lengths)
+    positions = [torch.arange(num, device=device) for num in num_pairs]
+    starts = itertools.accumulate(lengths, initial=0)
+    feature_index_M = torch.cat([pairs + start for pairs, start in zip(positions, starts, strict=False)])
+    return Alignment(num_pairs, feature_index_M, feature_index_M + TOKEN_AHEAD, torch.cat(positions))

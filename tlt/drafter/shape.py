@@ -1,0 +1,254 @@
+"""The shapes of drafters: which of the target's layers each reads, and the sizes and names of its tensors.
+
+DrafterShape ─┬─ EagleShape   eagle, eagle3      a layer drafts token after token      eagle.py
+              └─ BlockShape   dflash, dspark     a pass drafts a block of tokens       block.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from tlt.models.decoder import ModelConfig
+from tlt.speculative.strategy import Strategy
+from tlt.types import UserError
+
+Method = Literal["eagle", "eagle3", "dflash", "dspark"]
+
+NUM_DRAFTED = 7
+"""Tokens that a block drafts unless the user says otherwise. Of an eighth few are accepted, and a pass over
+eight rows costs little more than one over one row."""
+
+NUM_LAYERS = 2
+"""Layers of a block drafter unless the user says otherwise."""
+
+_MOST_RANK, _LEAST_RANK, _RANK_SHARE = 256, 16, 8
+"""Bounds of the Markov head's rank, and the hidden size over it. DSpark's published drafters have 256."""
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """The shape of a drafter, which determines the names and sizes of its tensors.
+
+    layer: geometry of its decoder layers; the vocabulary is the target's.
+    capture: the target's layers whose inputs it reads at a position. The target's number of layers stands for
+        the features, the output of the final norm.
+    draft_vocab_size: tokens it can propose. If they are fewer than the target's, the tensor d2t lists them.
+    owns_head: whether it has its own head, as foreign drafters may; otherwise it uses rows of the target's
+        head.
+    has_bias: whether fc has a bias, as in foreign EAGLE drafters. Ours have none, because vLLM's has none.
+    """
+
+    method: Method
+    layer: ModelConfig
+    capture: tuple[int, ...]
+    draft_vocab_size: int
+    owns_head: bool = False
+    has_bias: bool = False
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers that it reads of the target at a position."""
+        return len(self.capture) * self.layer.hidden_size
+
+    @property
+    def is_reduced(self) -> bool:
+        return self.draft_vocab_size < self.layer.vocab_size
+
+    @property
+    def can_choose(self) -> bool:
+        """Whether the tokens it proposes can be chosen: its own head or vocabulary fixes them."""
+        return not (self.owns_head or self.is_reduced)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether it has a norm of its own before the head."""
+        return self.method != "eagle"
+
+    @property
+    def fc_size(self) -> int:
+        """Input width of fc, which reads all captured layers."""
+        return self.feature_size
+
+    @property
+    def max_depth(self) -> int:
+        """Most tokens that it drafts one after the other."""
+        return Strategy.MAX_DEPTH
+
+    @property
+    def numbers_per_read(self) -> int:
+        """Numbers in the matrices that a committed token passes once, without the head, as below."""
+        raise NotImplementedError
+
+    @property
+    def numbers_per_draft(self) -> int:
+        """Numbers in the matrices that are read once per draft, however long."""
+        raise NotImplementedError
+
+    @property
+    def numbers_per_level(self) -> int:
+        """Numbers in the matrices that are read for each drafted token."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class EagleShape(DrafterShape):
+    """The shape of a drafter of EAGLE's family: one layer of Llama's form."""
+
+    @property
+    def layer_name(self) -> str:
+        """Prefix of the layer's tensor names."""
+        return "layers.0" if self.method == "eagle" else "midlayer"
+
+    @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """Names of the norms before attention. EAGLE has none: its attention reads the output of fc."""
+        return () if self.method == "eagle" else ("input_layernorm", "hidden_norm")
+
+    @property
+    def fc_size(self) -> int:
+        """Input width of fc: embedding and feature, or all captured layers."""
+        return 2 * self.layer.hidden_size if self.method == "eagle" else self.feature_size
+
+    @property
+    def numbers_per_read(self) -> int:
+        return (
+            layer_numbers(self.layer, max(len(self.layer_norms), 1)) + self.fc_size * self.layer.hidden_size
+        )
+
+    @property
+    def numbers_per_draft(self) -> int:
+        return 0
+
+    @property
+    def numbers_per_level(self) -> int:
+        """As the base says; eagle3's fc reads committed tokens alone."""
+        fc = self.fc_size * self.layer.hidden_size
+        return self.numbers_per_read if self.method == "eagle" else self.numbers_per_read - fc
+
+
+@dataclass(frozen=True)
+class BlockShape(DrafterShape):
+    """The shape of a block drafter: `layer.num_layers` layers of Qwen3's form.
+
+    block_size: slots of a block, the anchor included.
+    mask_token_id: a token whose embedding, the target's, fills the slots behind the anchor.
+    num_target_layers: layers of the target.
+    markov_rank: rank of the Markov head; 0: there is none.
+    has_confidence: whether it has a confidence head.
+    """
+
+    block_size: int = dataclasses.field(kw_only=True)
+    mask_token_id: int = dataclasses.field(kw_only=True)
+    num_target_layers: int = dataclasses.field(kw_only=True)
+    markov_rank: int = dataclasses.field(default=0, kw_only=True)
+    has_confidence: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the first drafted token. DFlash's anchor predicts nothing."""
+        return 1 if self.method == "dflash" else 0
+
+    @property
+    def max_depth(self) -> int:
+        return self.block_size - self.first_slot
+
+    @property
+    def numbers_per_read(self) -> int:
+        c = self.layer
+        return (self.fc_size + c.num_layers * 2 * c.num_kv_heads * c.head_dim) * c.hidden_size
+
+    @property
+    def numbers_per_draft(self) -> int:
+        return self.layer.num_layers * layer_numbers(self.layer)
+
+    @property
+    def numbers_per_level(self) -> int:
+        return self.markov_rank * self.draft_vocab_size
+
+
+def layer_numbers(c: ModelConfig, num_inputs: int = 1) -> int:
+    """Returns the numbers in the matrices of a decoder layer whose attention reads `num_inputs` hidden
+    states."""
+    attention = (num_inputs * c.num_qkv + c.num_heads) * c.head_dim * c.hidden_size
+    return attention + 3 * c.hidden_size * c.intermediate_size
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """The choices for a new block drafter; None: the default, which follows from method and target.
+
+    num_layers: its layers.
+    num_drafted: tokens that a block drafts.
+    mask_token_id: see `BlockShape`.
+    """
+
+    num_layers: int | None = None
+    num_drafted: int | None = None
+    mask_token_id: int | None = None
+
+
+def drafter_shape(
+    target: ModelConfig,
+    method: Method = "eagle",
+    draft_vocab_size: int | None = None,
+    block: BlockOptions = BlockOptions(),
+) -> DrafterShape:
+    """Returns the shape of a drafter for the target, with the target's sizes. Its layers have the one form
+    that other engines serve: Llama's for EAGLE's family, Qwen3's for blocks."""
+    vocab_size = draft_vocab_size or target.vocab_size
+    if method == "eagle" or method == "eagle3":
+        layer = dataclasses.replace(target, architecture="llama", num_layers=1, tie_embeddings=True)
+        capture = (target.num_layers,) if method == "eagle" else capture_layers(target.num_layers)
+        return EagleShape(method, layer, capture, vocab_size)
+    num_layers = block.num_layers or max(min(NUM_LAYERS, target.num_layers - 1), 1)
+    layer = dataclasses.replace(target, architecture="qwen3", num_layers=num_layers, tie_embeddings=True)
+    rank = max(min(target.hidden_size // _RANK_SHARE, _MOST_RANK), _LEAST_RANK)
+    is_dspark, num_drafted = method == "dspark", block.num_drafted or NUM_DRAFTED
+    return BlockShape(
+        method,
+        layer,
+        spread_layers(target.num_layers, num_layers),
+        vocab_size,
+        block_size=num_drafted if is_dspark else num_drafted + 1,
+        mask_token_id=target.vocab_size - 1 if block.mask_token_id is None else block.mask_token_id,
+        num_target_layers=target.num_layers,
+        markov_rank=rank if is_dspark else 0,
+        has_confidence=is_dspark,
+    )
+
+
+def training_capture(config: DrafterShape, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers to capture for training: those that the drafter reads, then `num_layers`, the
+    target's features, which give the distribution to match. EAGLE reads the features themselves, captured
+    once.
+
+        columns    │ inputs of the layers that the drafter reads │ the target's features │
+    """
+    return config.capture if config.capture[-1] == num_layers else (*config.capture, num_layers)
+
+
+def capture_layers(num_layers: int) -> tuple[int, int, int]:
+    """Returns an early, a middle and a late layer: the defaults of vLLM and SGLang, or nearer the ends of
+    a model with few layers."""
+    if num_layers < 4:
+        raise UserError(
+            f"an eagle3 drafter reads three layers; this model has only {num_layers}, so use eagle"
+        )
+    return (2, num_layers // 2, num_layers - 3) if num_layers > 6 else (1, num_layers // 2, num_layers - 1)
+
+
+def spread_layers(num_layers: int, num_read: int) -> tuple[int, ...]:
+    """Returns `num_read` of the target's layers, evenly spread, by their inputs: those that follow the
+    outputs of layers 1 to num_layers - 3 (DFlash), or nearer the ends of a model with few layers. A single
+    one is the last of these."""
+    first, last = (2, num_layers - 2) if num_layers - 4 >= max(num_read - 1, 1) else (1, num_layers - 1)
+    if num_read > max(last - first + 1, 1):
+        raise UserError(
+            f"a block drafter of {num_read} layers reads as many of the model's, which has only "
+            f"{num_layers}; give fewer"
+        )
+    if num_read == 1:
+        return (max(last, 1),)
+    return tuple(first + round(i * (last - first) / (num_read - 1)) for i in range(num_read))

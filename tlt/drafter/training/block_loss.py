@@ -1,0 +1,122 @@
+"""The loss of block drafters, over the slots of blocks at sampled anchors.
+
+window    t0 t1 t2 t3 t4 t5 t6        an anchor at t3: its block sees t0 t1 t2 and itself, and learns
+block              t3  m  m  m        what the target says behind t3, t4, t5, …
+
+slot loss  = CE · cross-entropy(p, q) + L1 · sum_v |p(v) - q(v)|        p: the target's, q: the drafter's
+weight     = e^(-d / decay), or D-PACE's, of the d-th drafted token
+confidence + binary cross-entropy of the confidence head against 1 - L1 / 2, the chance of acceptance
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.drafter.block import BlockModel, run_blocks
+from tlt.drafter.model import Anchors
+from tlt.drafter.pairs import TOKEN_AHEAD
+from tlt.drafter.shape import BlockShape, DrafterShape
+from tlt.drafter.training.lesson import Lesson, Preset
+from tlt.uploads import upload
+
+_PACE = 0.5
+"""D-PACE's α: the chance of a slot is at least this (arXiv 2605.18810)."""
+
+
+@dataclass(frozen=True)
+class BlockPreset(Preset):
+    """A way to train a block drafter.
+
+    distribution_weight: weight of the cross-entropy between the two distributions.
+    variation_weight: weight of the L1 distance between them, twice the total variation.
+    slots: how slots are weighted: by an exponential decay, or by the chance that a draft gets there.
+    decay: slots after which the weight has fallen to 1 / e.
+    max_anchors: most blocks of a batch.
+    anchor_share: blocks of a batch per loss position; at least one.
+    """
+
+    distribution_weight: float
+    variation_weight: float = 0.0
+    slots: Literal["decay", "d-pace"] = "decay"
+    decay: float = 4.0
+    max_anchors: int = 512
+    anchor_share: float = 0.25
+
+    def rows_per_token(self, shape: DrafterShape) -> float:
+        assert isinstance(shape, BlockShape), shape
+        return self.anchor_share * shape.block_size
+
+    def loss(self, model: BlockModel, lesson: Lesson) -> Tensor:
+        """Returns the mean loss over the slots whose token the target has a distribution for."""
+        shape, device = model.config, lesson.token_ids_N.device
+        anchors = self.sample_anchors(lesson)
+        slots = find_slots(lesson.lengths, anchors, shape.max_depth, device)
+        hidden_ADE = run_blocks(model, lesson, anchors, lesson.embed)[:, shape.first_slot :]
+        hidden_ME, tokens_M = hidden_ADE[slots.block_M, slots.depth_M], lesson.token_ids_N[slots.index_M]
+        logits_MV, bias_MV = model.logits(hidden_ME, lesson.head_VE), model.bias(tokens_M, lesson.token_ids)
+        logits_MV = logits_MV if bias_MV is None else logits_MV + bias_MV
+        target_MV = lesson.target_probs(lesson.feature_NE[slots.index_M])
+        entropy_M = -(target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)
+        distance_M = (target_MV - logits_MV.softmax(dim=-1)).abs().sum(dim=-1)
+        loss_M = self.distribution_weight * entropy_M + self.variation_weight * distance_M
+        if shape.has_confidence:
+            markov_MR = model.markov(tokens_M) if shape.markov_rank else None
+            logit_M = model.confidence_head(hidden_ME, markov_MR)
+            chance_M = (1 - distance_M.detach() / 2).clamp(0, 1)
+            loss_M = loss_M + F.binary_cross_entropy_with_logits(logit_M, chance_M, reduction="none")
+        weight_M = self.slot_weights(entropy_M.detach(), slots, hidden_ADE.shape[1])
+        return (loss_M * weight_M).sum() / weight_M.sum()
+
+    def sample_anchors(self, lesson: Lesson) -> list[list[int]]:
+        """Returns the anchors of each window, drawn among the tokens behind which a response token comes."""
+        rows = lesson.weight_M.split([length - TOKEN_AHEAD for length in lesson.lengths])
+        predicting = [row.nonzero()[:, 0].tolist() for row in rows]
+        found = [(window, t + TOKEN_AHEAD) for window, row in enumerate(predicting) for t in row]
+        wanted = min(max(round(self.anchor_share * len(found)), 1), self.max_anchors, len(found))
+        chosen = sorted(random.Random(lesson.seed).sample(found, wanted))
+        return [[place for w, place in chosen if w == window] for window in range(len(lesson.lengths))]
+
+    def slot_weights(self, entropy_M: Tensor, slots: Slots, max_depth: int) -> Tensor:
+        """Returns the weight of each slot. D-PACE's is the sum, over the slots from here on, of the chance
+        that a draft gets there. entropy_M: the slots' cross-entropies."""
+        if self.slots == "decay":
+            return torch.exp(-slots.depth_M.to(entropy_M.dtype) / self.decay)
+        chance_AD = entropy_M.new_zeros(slots.num_blocks, max_depth)
+        chance_AD[slots.block_M, slots.depth_M] = (1 - _PACE) * torch.exp(-entropy_M) + _PACE
+        survival_AD = chance_AD.cumprod(dim=1)
+        return survival_AD.flip(1).cumsum(dim=1).flip(1)[slots.block_M, slots.depth_M]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The M slots of blocks that have something to learn.
+
+    block_M: the block of each.
+    depth_M: tokens drafted before it.
+    index_M: index of the token before the one it proposes, among all packed tokens. The target's feature
+        there gives the distribution to match.
+    """
+
+    num_blocks: int
+    block_M: Tensor
+    depth_M: Tensor
+    index_M: Tensor
+
+
+def find_slots(lengths: Sequence[int], anchors: Anchors, max_depth: int, device: torch.device) -> Slots:
+    """Returns the slots whose feature lies in the same sequence as their anchor."""
+    found: list[tuple[int, int, int]] = []
+    start = block = 0
+    for length, places in zip(lengths, anchors, strict=True):
+        for place in places:
+            found += [(block, d, start + place + d) for d in range(min(max_depth, length - place))]
+            block += 1
+        start += length
+    return Slots(block, *upload(found, device).unbind(1))

@@ -1,0 +1,89 @@
+"""The loss of EAGLE's family, summed over the drafter's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.drafter.eagle import EagleModel
+from tlt.drafter.pairs import align
+from tlt.drafter.shape import DrafterShape
+from tlt.drafter.training.lesson import Lesson, Preset
+from tlt.models.attention import Unrolled
+
+
+@dataclass(frozen=True)
+class EaglePreset(Preset):
+    """A way to train a drafter of EAGLE's family.
+
+    unrolled_steps: steps that every pair drafts in training; from the second on it reads its own hidden
+        state.
+    step_decay: weight of a step's loss relative to the step before.
+    feature_weight: weight of Smooth L1 between the drafter's hidden state and the target's feature.
+    distribution_weight: weight of the cross-entropy between the two distributions.
+    """
+
+    unrolled_steps: int
+    step_decay: float
+    feature_weight: float
+    distribution_weight: float
+
+    def rows_per_token(self, shape: DrafterShape) -> float:
+        return self.unrolled_steps
+
+    def changed(self, changes: Mapping[str, Any]) -> Preset:
+        """As the base says; eagle3's hidden states are no features."""
+        if self.method == "eagle3" and changes.get("feature_weight"):
+            raise self.refusal("feature_weight", changes["feature_weight"])
+        return super().changed(changes)
+
+    def loss(self, model: EagleModel, lesson: Lesson) -> Tensor:
+        """Returns the loss, summed over the unrolled steps. In training as in drafting, every pair reads the
+        true next tokens and, after the first step, its own hidden states."""
+        device, dtype = lesson.token_ids_N.device, lesson.captured_NF.dtype
+        first_weight_M = lesson.weight_M.to(device, dtype)
+        pairs = align(lesson.lengths, device)
+        feature_NE = lesson.feature_NE
+        target_NV = lesson.target_probs(feature_NE)
+        attend = Unrolled(model.config.layer, pairs.lengths)
+        hidden_ME = model.fuse(lesson.captured_NF[pairs.feature_index_M])
+        total = torch.zeros((), dtype=dtype, device=device)
+        for step in range(self.unrolled_steps):
+            index_M, exists_M = pairs.ahead(step)
+            # pair t predicts what pair t + step did at first
+            weight_M = first_weight_M.roll(-step) * exists_M
+            if not weight_M.any():
+                break
+            embeddings_ME = lesson.embed(lesson.token_ids_N[index_M])
+            hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M + step * exists_M, attend)
+            logits_MV = model.logits(hidden_ME, lesson.head_VE)
+            step_loss = self.step_loss(
+                hidden_ME, feature_NE[index_M], logits_MV, target_NV[index_M], weight_M
+            )
+            total = total + self.step_decay**step * step_loss
+        return total
+
+    def step_loss(
+        self,
+        hidden_ME: Tensor,
+        feature_ME: Tensor,
+        logits_MV: Tensor,
+        target_MV: Tensor,
+        weight_M: Tensor,
+    ) -> Tensor:
+        """Returns the mean loss of one step over the pairs of weight 1.
+
+        hidden_ME, logits_MV: the drafter's output.
+        feature_ME, target_MV: the target's features and probabilities.
+        weight_M: 1 where the pair predicts a response token, else 0; at least one must be 1.
+        """
+        loss_M = -self.distribution_weight * (target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)
+        if self.feature_weight:
+            feature_M = F.smooth_l1_loss(hidden_ME, feature_ME, reduction="none").mean(dim=-1)
+            loss_M = loss_M + self.feature_weight * feature_M
+        return (loss_M * weight_M).sum() / weight_M.sum()
