@@ -51,6 +51,9 @@ Port = Annotated[int, Ge(0), Le(65535)]
 BatchSize = Processes
 Rank = Annotated[int, Ge(0), Le(2**16)]
 """The rank of a LoRA adapter."""
+BlockLayers = Annotated[int, Ge(1), Le(16)]
+BlockLength = Annotated[int, Ge(1), Le(32)]
+"""The tokens of a drafted block: as many as any strategy drafts."""
 LearningRate = Annotated[float, Gt(0), Le(1e3)]
 WeightDecay = Annotated[float, Ge(0), Le(1e3)]
 Epsilon = Annotated[float, Ge(1e-20), Le(1)]

@@ -8,6 +8,8 @@ that of the row's generator, or random.
 from __future__ import annotations
 
 import secrets
+from inspect import signature
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +20,10 @@ from vllm import distributed
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler as VllmRejectionSampler
 from vllm.v1.sample.sampler import Sampler as VllmSampler
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from tlt.types import UserError
 from tlt.vllm.inside.law import DEFAULT_TAU, LawTable
@@ -119,13 +119,10 @@ class RejectionStandIn(VllmRejectionSampler):
             raise UserError("rejection_sample_method 'synthetic' accepts drafts by chance; leave it out")
         super().__init__(given, spec_config, device)
 
-    def forward(
-        self,
-        metadata: SpecDecodeMetadata,
-        draft_probs: Tensor | None,
-        logits: Tensor,
-        sampling_metadata: SamplingMetadata,
-    ) -> SamplerOutput:
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Takes what LawRejectionSampler.forward takes; like it, this has no use for the drafts' probabilities."""
+        given = signature(LawRejectionSampler.forward).bind(self, *args, **named).arguments
+        metadata, logits, sampling_metadata = itemgetter("metadata", "logits", "sampling_metadata")(given)
         counts = metadata.num_draft_tokens
         bonus_B = self.sampler().sampled_token_ids.flatten()
         batch = batch_of(sampling_metadata, logits, len(counts))
@@ -137,4 +134,4 @@ class RejectionStandIn(VllmRejectionSampler):
         rows_RV[ends_B, bonus_B.long()] = CERTAIN
         metadata.target_logits_indices, metadata.bonus_logits_indices = (~is_bonus_R).nonzero()[:, 0], ends_B
         law = LawRejectionSampler(batch, _NothingProcessed(batch, VllmSampler()), self)
-        return law(metadata, draft_probs, rows_RV, sampling_metadata)
+        return law(metadata, None, rows_RV, sampling_metadata)

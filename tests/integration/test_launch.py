@@ -287,7 +287,7 @@ SCENARIOS = {
         "loop", (("started", 0.0, kill_while_it_imports(1)),), is_spawned=True
     ),
     "a rank exits": Scenario("exit"),
-    "killed once, and started again": Scenario("killed once", num_restarts=3, is_spawned=True),
+    "killed once, and started again": Scenario("killed once", num_restarts=3),
     "sigterm, and then a death": Scenario(
         "deaf",
         (("ready", 0.0, to_parent(signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))),
@@ -306,7 +306,7 @@ SCENARIOS = {
     "sigterm, and then a rank is awaited": Scenario("awaited", (("ready", 0.0, to_parent(signal.SIGTERM)),)),
     "a stranger says hello": Scenario("stranger"),
     "a rank leaves a silent store": Scenario("silent store"),
-    "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),), is_spawned=True),
+    "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),)),
     "parent killed while the ranks import": Scenario(
         "loop", (("started", 0.0, kill_launcher_while_its_ranks_import),), is_spawned=True
     ),

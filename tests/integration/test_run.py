@@ -57,10 +57,11 @@ def what_the_law_fixes(out_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def speculating_run(workspace: Path) -> Path:
+def speculating_run(workspace: Path, programs: Programs) -> Path:
     """A fixed strategy: whether an adaptive run speculates in a given step is decided by its clock.
     Responses may change ranks. Every step is evaluated."""
-    return train(workspace, "speculating", "--rollout.speculation", "4x1x4", "--evaluation.every", "1")
+    words = ("--rollout.speculation", "4x1x4", "--evaluation.every", "1")
+    return train(workspace, "speculating", *words, programs=programs)
 
 
 def same_weights(a: Path, b: Path) -> bool:

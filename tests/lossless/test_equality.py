@@ -4,7 +4,7 @@ engine."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,9 @@ from tlt.types import DraftTree, Request, Rollout, Verdict, id_of
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
 OFF = tokens_of(make_engine(POLICY), REQUESTS)
+FEW = REQUESTS[::4]
+"""One response to each prompt, and of each sampling setting: for engines that take one at a time."""
+
 STRATEGIES = [
     Strategy("learned", *shape)
     for shape in [(1, 1, 1), (4, 1, 4), (7, 1, 7), (1, 4, 4), (3, 2, 6), (4, 4, 16), (5, 3, 40)]
@@ -49,6 +52,10 @@ RETRIEVING = [
     for shape in [(1, 1, 1), (6, 1, 6), (3, 2, 6), (5, 3, 12)]
 ]
 ARMS = default_arms(HybridDrafter.kinds)
+
+
+def assert_same_as_off(engine: RolloutEngine, requests: Sequence[Request]) -> None:
+    assert tokens_of(engine, requests) == {id_of(request): OFF[id_of(request)] for request in requests}
 
 
 def test_without_speculation_the_engine_says_what_transformers_and_the_law_say() -> None:
@@ -64,7 +71,7 @@ CASES = [*((arm, size) for arm in STRATEGIES + RETRIEVING for size in (1, 3, 28)
 @pytest.mark.parametrize(("strategy", "max_batch_size"), CASES, ids=str)
 def test_chains_and_trees_of_every_drafter_change_no_token(strategy: Strategy, max_batch_size: int) -> None:
     engine = make_engine(POLICY, Fixed(strategy), max_batch_size=max_batch_size)
-    assert tokens_of(engine, REQUESTS) == OFF
+    assert_same_as_off(engine, FEW if max_batch_size == 1 else REQUESTS)
     assert engine.stats.num_verifications > 0
 
 
@@ -100,7 +107,7 @@ def test_chains_that_stop_when_they_become_unlikely_change_no_token(
         return verify(tree, *args)
 
     engine.verify = watched
-    assert tokens_of(engine, REQUESTS) == OFF
+    assert_same_as_off(engine, REQUESTS[::2] if max_batch_size == 1 else REQUESTS)
     assert len(widths) > 1
     assert is_ragged == (max_batch_size > 1)
 
@@ -157,7 +164,7 @@ def test_any_batch_composition_order_and_strategy_gives_the_same_tokens(data: st
     assert found == {id_of(request): OFF[id_of(request)] for request in chosen}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("slots", [3, 28])
 def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_features(
     seed: int, slots: int

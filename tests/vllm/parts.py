@@ -41,13 +41,21 @@ from tlt.types import FinishReason, Request, Rollout, SamplingParams
 
 DRAFTER = Path("recipes/countdown/drafter")
 
-in_vllm = [
+with_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"
+)
+in_vllm = [with_vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings
+"""What every test carries that runs vLLM here."""
+
+served = [
+    with_vllm,
     pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"
+        importlib.util.find_spec("openai") is None, reason="the openai client is not installed here"
     ),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM's own warnings
+    pytest.mark.slow,
 ]
-"""What every test here carries."""
+"""What every test carries that asks a server of vLLM's."""
 
 PARAMS = (
     SamplingParams(0.0),

@@ -7,7 +7,6 @@ TLT_ENDPOINT=RUN asks the same of a run's endpoint, with the run's own problems.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import socket
 import subprocess
@@ -31,19 +30,11 @@ from benchmarks.vllm_serve import (
     serving_environment,
     wait_until_healthy,
 )
+from tests.vllm.parts import served
 from tlt.config.schema import Config
 from tlt.training.problems import load_problems
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"
-    ),
-    pytest.mark.skipif(
-        importlib.util.find_spec("openai") is None, reason="the openai client is not installed here"
-    ),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
-    pytest.mark.slow,
-]
+pytestmark = served
 
 NUM_CLIENTS, MAX_TOKENS = 64, 48
 RUN = os.environ.get("TLT_ENDPOINT")

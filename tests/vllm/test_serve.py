@@ -7,7 +7,6 @@ is too small for all.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +17,12 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm_serve import BASE, DRAFTER, LAW, ROOT, asks, client_of, export_eagle, serving
+from tests.vllm.parts import served
 from tlt.assembly.engine import EngineSettings, load_engine
 from tlt.assembly.model import load_model
 from tlt.types import Request, Rollout, SamplingParams, UserError
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; make vllm-test"
-    ),
-    pytest.mark.skipif(
-        importlib.util.find_spec("openai") is None, reason="the openai client is not installed here"
-    ),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
-    pytest.mark.slow,
-]
+pytestmark = served
 
 PROMPT = "".join(f"[2,3,{i}:21]" for i in range(10, 40))
 """Longer than two blocks of the cache, of which the first can then be shared where EAGLE drafts, and than

@@ -22,6 +22,8 @@ from tlt.config.mistakes import mistake
 from tlt.io.files import Record, check_new_folder
 from tlt.io.hub import resolve_model
 from tlt.kinds import (
+    BlockLayers,
+    BlockLength,
     LearningRate,
     MaxTokens,
     PositiveFloat,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from tlt.models.decoder import ModelConfig
 
 _ANSWERS_AT_A_TIME = 64
+_BLOCK_PRESETS = ("dflash", "dflash-pace", "dspark")
 
 
 class AnswerOptions(PromptOptions):
@@ -84,7 +87,11 @@ class DrafterTrain(AnswerOptions):
     """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
     preset: Literal["eagle", "hass", "eagle3", "dflash", "dflash-pace", "dspark"] | None = None
     """Form of the drafter and method of its training (docs/drafter.md); by default that of --init, else
-    hass."""
+    hass. eagle, hass and eagle3 draft token by token, dflash, dflash-pace and dspark whole blocks."""
+    layers: BlockLayers | None = None
+    """Layers of a new block drafter; by default 2."""
+    block: BlockLength | None = None
+    """Tokens that a new block drafter drafts in one pass; by default 7."""
     draft_vocab: DraftVocabOption = "auto"
     """Tokens that the drafter is trained to propose. A number N: the N most frequent tokens of the responses.
     full: all tokens. auto: all, or fewer where the drafter's head takes a tenth of a forward or more.
@@ -103,6 +110,12 @@ class DrafterTrain(AnswerOptions):
         if (self.responses is None) == (self.prompts is None):
             given = "neither" if self.responses is None else "both"
             raise mistake(f"--responses, --prompts: {given} given; give one of them")
+        for name in ("layers", "block"):
+            if getattr(self, name) is not None and (
+                self.init is not None or self.preset not in _BLOCK_PRESETS
+            ):
+                made = "that of --init is kept" if self.init is not None else "it is for block drafters alone"
+                raise mistake(f"--{name}: {made}; leave it out")
         return self
 
 
@@ -134,11 +147,10 @@ def train(options: DrafterTrain) -> Record:
     with show_busy():
         import torch
 
-        from tlt.assembly.drafter import build_draft_model
+        from tlt.assembly.drafter import build_draft_model, new_draft_model
         from tlt.assembly.model import load_model
         from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
-        from tlt.drafter.forms import new_model
-        from tlt.drafter.shape import drafter_shape
+        from tlt.drafter.shape import BlockOptions, drafter_shape
         from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, train_offline
@@ -150,11 +162,9 @@ def train(options: DrafterTrain) -> Record:
     config, tensors = source.config, source.tensors
     stored = None if options.init is None else load_drafter(resolve_model(options.init), config, tensors)
     preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
-    if stored is None:
-        model = new_model(drafter_shape(config, preset.method)).initialize(options.seed)
-    else:
-        model = build_draft_model(stored, torch.device("cpu"))
-    check_wanted(options.draft_vocab, model.config)
+    block = BlockOptions(options.layers, options.block)
+    shape = drafter_shape(config, preset.method, block=block) if stored is None else stored.config
+    check_wanted(options.draft_vocab, shape)
     torch.set_num_threads(options.threads)
     if options.responses is None:
         rollouts, where = _answer(options, source), "--prompts: they have"
@@ -164,9 +174,13 @@ def train(options: DrafterTrain) -> Record:
     target.load(tensors, version=0)
     if not any(map(is_trainable, rollouts)):
         raise UserError(f"{where} no response of three tokens or more; give longer ones")
+    if stored is None:
+        model = new_draft_model(shape, target, rollouts, options.seed)
+    else:
+        model = build_draft_model(stored, torch.device("cpu"))
     vocabulary = counts_V = None
-    if model.config.can_choose:
-        vocabulary = DraftVocabulary(DraftCosts.of(config, model.config), options.draft_vocab)
+    if shape.can_choose:
+        vocabulary = DraftVocabulary(DraftCosts.of(config, shape), options.draft_vocab)
         choose_by(rollouts, vocabulary)
     settings = OfflineSettings(
         options.epochs,

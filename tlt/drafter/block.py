@@ -176,7 +176,8 @@ class PackedBlock(PackedDrafter):
         if self._w2 is None:
             is_chosen = self.config.can_choose and self.token_ids is not None
             rows_VR = self.w2_VR[self.token_ids] if is_chosen else self.w2_VR
-            self._w2 = PackedLinear(rows_VR.shape[1], len(rows_VR), self.dtype, self.device)
+            num_rows, rank = rows_VR.shape
+            self._w2 = PackedLinear(rank, num_rows, self.dtype, self.device, storage=rows_VR)
             self._w2.load(rows_VR)
         states = F.embedding(tokens, self.w1_VR)
         return self._w2(states.flatten(0, -2)).view(*tokens.shape, -1)

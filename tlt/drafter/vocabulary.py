@@ -14,6 +14,7 @@ sampled, but never drafted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,9 @@ _FORGOTTEN = 0.05
 """Count below which a token counts as not seen."""
 _LATEST = 0.5
 """Weight of the latest step in the running mean of each size's coverage."""
+
+_SOUND_LENGTH = 0.1
+"""Length of a sound embedding, as a share of the median one."""
 
 RESIZE_ABOVE = 0.03
 """Share of the seconds per token that a change of size must save, because it needs new kernels."""
@@ -98,6 +102,16 @@ def ranked(counts_V: Tensor) -> Tensor:
     """Returns all token ids by descending count. Of equal counts the lower id comes first: tokenizers
     mostly give it to the more frequent token."""
     return counts_V.sort(descending=True, stable=True).indices
+
+
+def mask_token(counts_V: Tensor, embedding_VE: Tensor) -> int:
+    """Returns a token whose embedding can stand for the masks of a block drafter: one of those that responses
+    use least. Of equal ones it is the highest id, which tokenizers mostly leave unused. Padding whose
+    embedding is zero or not finite is passed over."""
+    length_V = embedding_VE.float().norm(dim=1)
+    is_sound_V = length_V.isfinite() & (length_V > _SOUND_LENGTH * length_V.nanmedian())
+    counts_V = counts_V.to(length_V.device).masked_fill(~is_sound_V, math.inf)
+    return int((counts_V == counts_V.min()).nonzero()[-1])
 
 
 def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:

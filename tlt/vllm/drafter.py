@@ -17,6 +17,7 @@ from tlt.drafter.model import PackedDrafter, draft_token_ids
 from tlt.drafter.shape import DrafterShape
 from tlt.models.packed import HEAD
 from tlt.speculative.protocol import Drafting
+from tlt.types import UserError
 
 Push = Callable[[Mapping[str, Tensor]], None]
 
@@ -74,6 +75,8 @@ class VllmDrafter(Drafting):
 def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> dict[str, str]:
     """Writes the drafter as vLLM loads it; returns its part of vLLM's speculative_config."""
     method = stored.config.method
-    name = next(name for name, form in FORMATS.items() if form.method == method and form.engine == "vLLM")
-    export_drafter(stored, name, target, folder)
+    names = [name for name, form in FORMATS.items() if form.method == method and form.engine == "vLLM"]
+    if not names:
+        raise UserError(f"drafter: engine vllm has no drafter of form {method} yet; give engine tlt")
+    export_drafter(stored, names[0], target, folder)
     return {"method": method, "model": str(folder)}

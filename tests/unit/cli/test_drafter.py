@@ -94,3 +94,46 @@ def test_a_drafter_to_start_from_brings_its_preset(
         options = ("--out", str(index), "--init", "first", *given)
         succeed(capsys, "drafter", "train", str(model), *common, *options)
         assert json.loads((here / str(index) / "config.json").read_text())["tlt"]["preset"] == expected
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("preset", ["dflash", "dspark"])
+def test_a_trained_block_drafter_drafts_is_measured_and_changes_no_token(
+    preset: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
+    generate(capsys, model, "--samples", "4", "--dtype", "float64")
+    plain = read_lines("out.jsonl")
+    words = f"--responses out.jsonl --out drafter --tokens-per-micro-step 32 --preset {preset} --layers 1 --block 3"
+    succeed(capsys, "drafter", "train", str(model), *words.split())
+    config = json.loads(Path("drafter/config.json").read_text())
+    assert config["num_hidden_layers"] == 1
+    assert config["block_size"] == (4 if preset == "dflash" else 3)
+    said = {token for line in plain for token in (*line["prompt_ids"], *line["token_ids"])}
+    assert config["dflash_config"]["mask_token_id"] not in said
+    for speculation in ("3x1x3", "3x2x5", "adaptive"):
+        options = f"--speculation {speculation} --drafter drafter --samples 4 --dtype float64"
+        generate(capsys, model, *options.split())
+        assert [r["token_ids"] for r in read_lines("out.jsonl")] == [r["token_ids"] for r in plain]
+    words = "--prompts prompts.jsonl --depth 3 --max-tokens 20"
+    measured = succeed(capsys, "drafter", "eval", "drafter", "--model", str(model), *words.split())
+    assert measured["form"] == preset
+    assert len(measured["by_position"]) == 3
+    words = "--responses out.jsonl --out again --init drafter --tokens-per-micro-step 32"
+    succeed(capsys, "drafter", "train", str(model), *words.split())
+    again = json.loads(Path("again/config.json").read_text())
+    assert again["dflash_config"] == config["dflash_config"]
+    options = "--prompts prompts.jsonl --out x.jsonl --speculation 4x1x4 --drafter drafter"
+    assert fail(capsys, "generate", str(model), *options.split()) == (
+        "speculation: '4x1x4' drafts 4 tokens, and the drafter's block has 3; give at most that many"
+    )
+
+
+@pytest.mark.usefixtures("here")
+def test_what_only_a_new_block_drafter_has_is_refused_for_others(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("drafter", "train", str(model), "--responses", "r.jsonl", "--out", "d")
+    assert fail(capsys, *words, "--layers", "2").startswith("--layers: it is for block drafters alone")
+    kept = fail(capsys, *words, "--preset", "dflash", "--init", "drafter", "--block", "3")
+    assert kept == "--block: that of --init is kept; leave it out"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lossless.helpers import VOCAB, Given, make_policy, pack
+from tests.lossless.helpers import CONFIG, VOCAB, Given, make_policy, pack
 from tests.unit.drafter.block_parts import (
     DEEP,
     FORMS,
@@ -27,6 +27,7 @@ from tests.unit.drafter.block_parts import (
     plain_slots,
 )
 from tests.unit.drafter.parts import context_of, make_request, make_rollout, random_tokens
+from tests.unit.drafter.watched_parts import Parts
 from tlt.drafter.block import BlockModel, run_blocks
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.forms import new_model, pack_drafter
@@ -37,6 +38,7 @@ from tlt.drafter.training.buffer import PackedBatch
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.offline import OfflineSettings, train_offline
 from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary
 from tlt.hf.weights import content_hash
 from tlt.models.decoder import Transformer
 from tlt.speculative.strategy import Strategy
@@ -249,6 +251,37 @@ def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
     for batch in batches[3:]:
         assert trainers[0].step(batch) == trainers[1].step(batch)
     assert content_hash(trainers[0].model.state_dict()) == content_hash(trainers[1].model.state_dict())
+
+
+@pytest.mark.parametrize("preset", ["dflash", "dspark"])
+def test_idle_time_trains_publishes_and_measures_it_as_any_drafter(preset: str) -> None:
+    parts, twin = Parts(preset=preset), Parts(preset=preset)
+    first = parts.step()
+    assert (first.training, first.version) == ("trained", 1)
+    assert first.acceptance != first.before
+    before = content_hash(parts.model.state_dict())
+    assert parts.step(1, micro_steps=0).version == 1
+    assert content_hash(parts.model.state_dict()) == before
+    for copy in (parts.model, parts.learned.model):  # resumed: the same tokens, hence the same anchors
+        assert copy.config == twin.model.config
+    twin.step()
+    assert content_hash(twin.model.state_dict()) == before
+    parts.training.served.load = lambda tensors, version: None  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="did not arrive in rank 0's engine"):
+        parts.step(2)
+
+
+def test_a_chosen_vocabulary_is_trained_and_measured_over_its_tokens() -> None:
+    costs = DraftCosts.of(CONFIG, drafter_shape(CONFIG, "dspark"))
+    parts = Parts(vocabulary=DraftVocabulary(costs, 30), preset="dspark")
+    parts.training.foresee([[3, 4, 5]])
+    assert parts.trainer.token_ids is not None
+    assert len(parts.trainer.token_ids) == 30
+    before = parts.model.state_dict()["markov_head.markov_w2.weight"].clone()
+    check = parts.step()
+    assert check.training == "trained"
+    moved_V = (parts.model.state_dict()["markov_head.markov_w2.weight"] != before).any(1)
+    assert not moved_V[[t for t in range(VOCAB) if t not in parts.trainer.token_ids.tolist()]].any()
 
 
 def test_constants_that_a_block_has_not_are_refused() -> None:

@@ -47,12 +47,13 @@ class Parts:
         check_every: int = 1,
         max_passes: float | None = None,
         vocabulary: DraftVocabulary | None = None,
+        preset: str = "hass",
     ) -> None:
-        self.model = new_model(drafter_shape(CONFIG)).initialize(2)
+        self.model = new_model(drafter_shape(CONFIG, PRESETS[preset].method)).initialize(2)
         packed = pack_drafter(self.model.config, self.model.state_dict(), torch.float64)
         self.learned = LearnedDrafter(packed, TARGET, 4, vocabulary=vocabulary)
         self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))
-        self.trainer = DrafterTrainer(self.model, TARGET, PRESETS["hass"], 1e-3)
+        self.trainer = DrafterTrainer(self.model, TARGET, PRESETS[preset], 1e-3)
         self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
         copies = DrafterCopies(self.model, packed, TARGET, lambda group, counts: 0)
         ranks = Ranks(0, lambda value: [value], lambda tensors, weight: weight)

@@ -8,7 +8,7 @@ import decimal
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,22 +165,32 @@ import json, sys
 from pathlib import Path
 from tlt.io.data import DataSource, read_data
 from tlt.types import UserError
-try:
-    found = read_data(DataSource(Path(sys.argv[1]), "task.data", *(word or None for word in sys.argv[2:])))
-    print(json.dumps([len(found), found[0], "datasets" in sys.modules]))
-except UserError as error:
-    sys.exit(f"tlt: error: {error}")
+for name, *words in json.loads(sys.argv[1]):
+    try:
+        found = read_data(DataSource(Path(name), "task.data", *(word or None for word in words)))
+        print(json.dumps([len(found), found[0], "datasets" in sys.modules]))
+    except UserError as error:
+        print("null")
+        print(f"tlt: error: {error}", file=sys.stderr)
 """
 
 
-def read_in_process(hub: Hub, cache: Path, *words: str, **environment: str) -> tuple[Any, str]:
-    """(what was found, stderr), as a new process with HF_ENDPOINT has it."""
+def read_all_in_process(
+    hub: Hub, cache: Path, sources: Sequence[Sequence[str]], **environment: str
+) -> tuple[list[Any], str]:
+    """Returns what was found of each, None where it was refused, and stderr, as a new process with
+    HF_ENDPOINT has it."""
     paths = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
     known = {**paths, "HF_HOME": str(cache), "HF_ENDPOINT": hub.url}
-    command = [sys.executable, "-c", READ, *words]
+    command = [sys.executable, "-c", READ, json.dumps(sources)]
     done = subprocess.run(command, capture_output=True, text=True, env=known | environment, check=False)
     assert "Traceback" not in done.stderr
-    return json.loads(done.stdout) if done.returncode == 0 else None, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def read_in_process(hub: Hub, cache: Path, *words: str, **environment: str) -> tuple[Any, str]:
+    (found,), said = read_all_in_process(hub, cache, [words], **environment)
+    return found, said
 
 
 def test_a_dataset_of_the_hub_is_downloaded_once_and_read_offline_without_the_package(
@@ -203,17 +213,17 @@ def test_a_dataset_of_the_hub_is_downloaded_once_and_read_offline_without_the_pa
         hub.requests.clear()
         found, said = read_in_process(hub, cache, "openai/gsm8k", "main", HF_HUB_OFFLINE="1")
         assert (found[0], said, hub.requests) == (6, "", [])
-        assert read_in_process(hub, cache, "openai/gsm8k", "main", "test[:1]")[0][0] == 1
-        for words, part in (
-            (("openai/gsm8k", "mine"), "BuilderConfig 'mine' not found. Available: ['main', 'socratic']"),
-            (("openai/gsm8k", ""), "Config name is missing."),
-            (("openai/gsm8k", "main", "dev"), 'Unknown split "dev"'),
-            (("openai/none",), f"openai/none: is no folder or file here, and {hub.url} has no such dataset"),
-        ):
-            found, said = read_in_process(hub, cache, *words)
-            assert found is None
-            assert part in said
-            assert said.count("\n") == 1
+        wrong = {
+            ("openai/gsm8k", "mine"): "BuilderConfig 'mine' not found. Available: ['main', 'socratic']",
+            ("openai/gsm8k", ""): "Config name is missing.",
+            ("openai/gsm8k", "main", "dev"): 'Unknown split "dev"',
+            ("openai/none",): f"openai/none: is no folder or file here, and {hub.url} has no such dataset",
+        }
+        found, said = read_all_in_process(hub, cache, [("openai/gsm8k", "main", "test[:1]"), *wrong])
+    assert found[0][0] == 1
+    assert found[1:] == [None] * len(wrong)
+    for part, line in zip(wrong.values(), said.splitlines(), strict=True):
+        assert part in line
 
 
 def test_rows_of_another_commit_are_refused_where_the_hub_does_not_answer(

@@ -3,9 +3,6 @@ float64 bit for bit."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.forked import fork_ranks, run_ranks
 from tests.unit.ranks.test_sharding import LLAMA, UNTIED, apart, assert_same_metrics
 from tests.unit.rl.test_policy import make_batch, shuffled
 from tlt.assembly.model import open_model
@@ -171,7 +169,6 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     results["bf16"] = [in_bfloat16(world, folder / "0", dtype) for dtype in (None, "bfloat16")]
     torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
-    os._exit(0)
 
 
 def save(folder: Path, shape: ModelConfig, rank: int) -> None:
@@ -181,24 +178,16 @@ def save(folder: Path, shape: ModelConfig, rank: int) -> None:
     dist.barrier()
 
 
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(__file__, folder, 1, 2)
+    return folder
+
+
 @pytest.fixture(scope="module", params=[1, 2])
-def ranks_results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    num_ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, __file__]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), str(folder)], env=environment)
-        for rank in range(num_ranks)
-    ]
-    try:
-        assert [process.wait(timeout=280) for process in ranks] == [0] * num_ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
+def ranks_results(request: pytest.FixtureRequest, played: Path) -> list[dict[str, Any]]:
+    return [torch.load(played / str(request.param) / f"rank{rank}.pt") for rank in range(request.param)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -228,4 +217,4 @@ def test_a_base_in_bfloat16_is_kept_in_it_and_adapters_and_moments_in_float32(
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    fork_ranks(rank_main)

@@ -53,9 +53,9 @@ def children() -> set[int]:
 def wait_until(is_so: Callable[[], bool]) -> None:
     """Waits for other processes, a minute at most."""
     deadline = time.monotonic() + 60
-    while not is_so() and time.monotonic() < deadline:
+    while not is_so():
+        assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert is_so()
 
 
 def wait_for_files(folder: Path, pattern: str, num: int) -> list[Path]:

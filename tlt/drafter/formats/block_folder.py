@@ -87,8 +87,6 @@ def block_from_hf(path: Path, described: Mapping[str, Any], target: ModelConfig)
     rank = number("markov_rank", described.get("markov_rank", 0), 0, 2**20)
     has_confidence = bool(described.get("enable_confidence_head"))
     if has_confidence and bool(described.get("confidence_head_with_markov")) != (rank > 0):
-        remedy = "a confidence head is computed here on the Markov head's states where there is one"
-        raise UserError(
-            f"drafter {path}: confidence_head_with_markov does not fit markov_rank {rank}; {remedy}"
-        )
+        remedy = "the confidence head must read the Markov head's states, where there is one"
+        raise UserError(f"drafter {path}: confidence_head_with_markov is not {rank > 0}; {remedy}")
     return dataclasses.replace(shape, markov_rank=rank, has_confidence=has_confidence)

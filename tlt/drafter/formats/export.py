@@ -166,9 +166,9 @@ def check_format(drafter: StoredDrafter, name: str) -> None:
     form = FORMATS[name]
     if form.method != drafter.config.method:
         fitting = ", ".join(key for key, value in FORMATS.items() if value.method == drafter.config.method)
+        remedy = f"give {fitting}" if fitting else "no other engine's form of it is written yet"
         raise UserError(
-            f"--format: {name} is for {form.method} drafters, this one is {drafter.config.method}; give "
-            f"{fitting}"
+            f"--format: {name} is for {form.method} drafters, this one is {drafter.config.method}; {remedy}"
         )
     if drafter.config.has_bias:
         raise UserError(

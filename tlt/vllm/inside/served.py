@@ -55,7 +55,7 @@ class TunerFacts:
 
     def to_json(self) -> dict[str, float]:
         facts = asdict(self.prior) | ({} if self.acceptance is None else {"acceptance": self.acceptance})
-        return {name: float(f"{value:.4g}") for name, value in facts.items()}
+        return {name: float(f"{value:.4g}") for name, value in facts.items() if value is not None}
 
 
 def law_config(config: Any) -> dict[str, Any] | None:
