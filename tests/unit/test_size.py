@@ -25,8 +25,9 @@ PHASE = ("tlt.rollout.phase",)
 MAX_PHASE_LINES = 7_400
 """Lines of all files that the rollout phase stands on."""
 CORE = ("tlt.engine.", "tlt.drafter.drafting.", "tlt.speculative.", "tlt.tuning.tuner")
-MAX_CORE_LINES = 9_250
-"""Lines of all files that the law, the engine, drafting and the tuner stand on."""
+MAX_CORE_LINES = 10_100
+"""Lines of all files that the law, the engine, drafting and the tuner stand on; 800 of them are the block
+drafters' and the split of what they share with EAGLE."""
 NOT_IN_CORE = (
     "tlt.config",
     "tlt.hf",
@@ -36,7 +37,7 @@ NOT_IN_CORE = (
     "tlt.io.data",
     "tlt.assembly",
 )
-MAX_TOKENS = 294_800
+MAX_TOKENS = 303_500
 """Tokens of code in the package: no comments, no docstrings."""
 
 

@@ -3,7 +3,8 @@ copies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,11 @@ from tlt.drafter.formats.folder import StoredDrafter, choose_preset
 from tlt.drafter.forms import new_model
 from tlt.drafter.measure import DrafterCopies
 from tlt.drafter.model import DraftModel
+from tlt.drafter.shape import BlockShape, DrafterShape
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.drafter.vocabulary import count_tokens, mask_token
 from tlt.engine.backend import RolloutBackend
 from tlt.models.packed import PackedTransformer
 from tlt.ranks.world import World, average_weighted, gather_objects
@@ -25,6 +28,7 @@ from tlt.report.timeline import Timeline
 from tlt.rollout.protocol import DrafterTraining
 from tlt.rollout.watched_drafter import Ranks, WatchedDrafter
 from tlt.spans import Span
+from tlt.types import Rollout
 
 
 def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:
@@ -32,6 +36,18 @@ def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftMode
     model = new_model(drafter.config).to(device)
     model.load_state_dict(drafter.tensors)
     return model
+
+
+def new_draft_model(
+    shape: DrafterShape, target: PackedTransformer, rollouts: Sequence[Rollout], seed: int
+) -> DraftModel:
+    """Returns a drafter of random weights, to be trained on these responses. A block's masks look like a
+    token that they do not use."""
+    if isinstance(shape, BlockShape):
+        said = (token for one in rollouts for token in (*one.prompt_ids, *one.token_ids))
+        counts_V = count_tokens(said, target.config.vocab_size)
+        shape = replace(shape, mask_token_id=mask_token(counts_V, target.embedding_VE))
+    return new_model(shape).initialize(seed)
 
 
 def build_spot_trainer(

@@ -147,22 +147,14 @@ def train(options: DrafterTrain) -> Record:
     with show_busy():
         import torch
 
-        from tlt.assembly.drafter import build_draft_model
+        from tlt.assembly.drafter import build_draft_model, new_draft_model
         from tlt.assembly.model import load_model
         from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
-        from tlt.drafter.forms import new_model
-        from tlt.drafter.shape import BlockOptions, BlockShape, drafter_shape
+        from tlt.drafter.shape import BlockOptions, drafter_shape
         from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, train_offline
-        from tlt.drafter.vocabulary import (
-            DraftCosts,
-            DraftVocabulary,
-            check_wanted,
-            choose_by,
-            count_tokens,
-            mask_token,
-        )
+        from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, choose_by
         from tlt.hf.weights import content_hash
         from tlt.models.packed import PackedTransformer
 
@@ -182,14 +174,10 @@ def train(options: DrafterTrain) -> Record:
     target.load(tensors, version=0)
     if not any(map(is_trainable, rollouts)):
         raise UserError(f"{where} no response of three tokens or more; give longer ones")
-    if stored is not None:
-        model = build_draft_model(stored, torch.device("cpu"))
+    if stored is None:
+        model = new_draft_model(shape, target, rollouts, options.seed)
     else:
-        if isinstance(shape, BlockShape):
-            said = (token for one in rollouts for token in (*one.prompt_ids, *one.token_ids))
-            masked = mask_token(count_tokens(said, config.vocab_size), target.embedding_VE)
-            shape = replace(shape, mask_token_id=masked)
-        model = new_model(shape).initialize(options.seed)
+        model = build_draft_model(stored, torch.device("cpu"))
     vocabulary = counts_V = None
     if shape.can_choose:
         vocabulary = DraftVocabulary(DraftCosts.of(config, shape), options.draft_vocab)

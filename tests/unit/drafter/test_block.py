@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, Given, to_transformers
 from tests.unit.drafter.block_parts import (
+    DEEP,
     FORMS,
     NUM_DRAFTED,
     POLICY,
@@ -25,6 +26,7 @@ from tests.unit.drafter.block_parts import (
     plain_slots,
 )
 from tests.unit.drafter.parts import context_of, make_request, randn, random_tokens
+from tlt.assembly.cost_prior import cost_prior
 from tlt.drafter.block import BlockModel, run_blocks
 from tlt.drafter.drafting import block_cache
 from tlt.drafter.drafting.learned import LearnedDrafter
@@ -87,6 +89,20 @@ def test_a_block_drafts_as_many_tokens_as_asked_whatever_its_form(method: Method
     shape = drafter_shape(CONFIG, method)
     assert (shape.max_depth, shape.block_size) == (7, block_size)
     assert drafter_shape(CONFIG, method, block=BlockOptions(num_drafted=3)).max_depth == 3
+
+
+def test_its_costs_are_those_of_the_matrices_that_are_read() -> None:
+    model = make_block("dspark", VOCAB - 3)
+    sizes = {name: t.numel() for name, t in model.state_dict().items() if t.dim() == 2}
+    layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    kv = sum(size for name, size in sizes.items() if "k_proj" in name or "v_proj" in name)
+    shape = model.config
+    assert shape.numbers_per_draft == layers
+    assert shape.numbers_per_read == sizes["fc.weight"] + kv
+    assert shape.numbers_per_level == sizes["markov_head.markov_w2.weight"]
+    prior = cost_prior(DEEP, shape)
+    assert prior.draft is not None
+    assert prior.draft / prior.read == pytest.approx(layers / shape.numbers_per_read)
 
 
 # ── the forward ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,7 +212,7 @@ def remember(drafter: LearnedDrafter, slot: int, captured: Tensor, start: int, e
 def test_chains_of_a_growing_ragged_batch_are_those_of_the_forward_written_out(
     method: Method, draft_vocab: int | None, group: int
 ) -> None:
-    """Rows join late, grow by one token or many, at several temperatures; a move and new weights between."""
+    """Rows join late, grow by one token or many, at several temperatures; new weights between."""
     model = make_block(method, draft_vocab)
     drafter = make_drafter(model)
     rows = [random_tokens(30, seed) for seed in range(3)]
@@ -212,6 +228,7 @@ def test_chains_of_a_growing_ragged_batch_are_those_of_the_forward_written_out(
                 remember(drafter, slot, captured[slot], known[slot], length - 1)
                 known[slot] = length - 1
             if stage == 2:
+                model = make_block(method, draft_vocab, seed=9)
                 drafter.load(model.state_dict(), 1)
             noise = randn(3, NUM_DRAFTED, VOCAB, seed=stage).float()
             context = context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params)

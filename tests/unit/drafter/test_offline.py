@@ -19,6 +19,7 @@ from tlt.drafter.training.offline import (
     measure_acceptance,
     train_offline,
 )
+from tlt.drafter.vocabulary import mask_token
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
@@ -79,6 +80,16 @@ def test_responses_to_prompts_of_one_token_train_a_drafter_that_is_not_measured(
     summary = train(TARGET, make_rollouts(2, 12, num_prompt=1))
     assert (summary.acceptance, summary.warning) == (None, None)
     assert summary.tokens > 0
+
+
+def test_masks_look_like_a_sound_token_that_responses_do_not_use() -> None:
+    embedding_VE = torch.ones(6, 4)
+    counts_V = torch.tensor([5.0, 0.0, 3.0, 0.0, 0.0, 0.0])
+    assert mask_token(counts_V, embedding_VE) == 5
+    embedding_VE[5] = 0.0
+    embedding_VE[4, 1] = float("nan")
+    assert mask_token(counts_V, embedding_VE) == 3
+    assert mask_token(torch.tensor([5.0, 2.0, 3.0, 2.0, 0.0, 0.0]), embedding_VE) == 3
 
 
 def test_a_drafter_whose_outputs_are_not_finite_is_an_error() -> None:

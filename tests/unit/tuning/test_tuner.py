@@ -535,6 +535,28 @@ def test_the_size_of_the_drafter_is_the_prior_of_what_it_costs() -> None:
     assert relative[0] < 1.8 < relative[1]
 
 
+def test_a_block_drafter_pays_for_its_pass_and_hardly_for_its_levels() -> None:
+    block = StepCosts(CostPrior(level=0.01, draft=0.2))
+    works = [work(Strategy("learned", depth, 1, depth), 1) for depth in (1, 7)]
+    short, long = block.forecast(works).seconds_A - block.forecast([work(Strategy.OFF, 1)]).seconds_A
+    assert short > 0
+    assert long < 3 * short, "seven times as many levels"
+
+
+def test_a_drafter_is_not_asked_for_more_than_its_block_holds() -> None:
+    arms = default_arms(ALL, learned_depth=7)
+    learned = [arm for arm in arms if arm.drafter == "learned"]
+    assert max(arm.depth for arm in learned) == 7
+    assert Strategy("learned", 7, 1, 7) in learned
+    assert [arm for arm in arms if arm.drafter != "learned"] == [
+        arm for arm in ARMS if arm.drafter != "learned"
+    ], "retrieval and the hybrid draft as deep as before"
+    assert any(arm.width > 1 for arm in learned)
+    with pytest.raises(UserError, match="drafts 8 tokens, and the drafter's block has 7"):
+        make_tuner("8x1x8", ALL, learned_depth=7)
+    assert isinstance(make_tuner("hybrid:8x1x8", ALL, learned_depth=7), Fixed)
+
+
 def test_the_users_word_becomes_a_tuner_or_one_line() -> None:
     assert make_tuner("off", ALL) is None
     assert isinstance(make_tuner("adaptive", ALL), CostModel)
