@@ -66,13 +66,14 @@ class DrafterSection(Section):
     preset: Literal["eagle", "hass", "eagle3", "dflash", "dflash-pace", "dspark"] | None = None
     """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
     unrolled_steps: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Steps for which the drafter's training feeds it its own outputs; None: the preset's number."""
+    """Steps for which the drafter's training feeds it its own outputs; None: the preset's number. Block
+    drafters have no such steps."""
     step_decay: PositiveShare | None = None
     """Weight of an unrolled step's loss in the drafter's training, as a share of the step before; None: the
     preset's."""
     feature_weight: NonNegativeFloat | None = None
     """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the
-    preset's. eagle3 has no such loss."""
+    preset's. eagle3 and block drafters have no such loss."""
     distribution_weight: PositiveFloat | None = None
     """Weight of the cross-entropy between the target's distribution and the drafter's; None: the preset's."""
     learning_rate: LearningRate = 3e-4
