@@ -83,17 +83,28 @@ class DraftClock:
 
 
 class Competitor:
-    """An engine with one drafter and one way to speculate. speculation: see `EngineSettings`."""
+    """An engine with one drafter and one way to speculate.
+
+    weights: tensors, or those of another engine, which are shared.
+    speculation: see `EngineSettings`.
+    threshold: see `DrafterSection.confidence_threshold`.
+    """
 
     def __init__(
-        self, subject: Subject, weights: Any, batch_size: int, drafter: StoredDrafter | None, speculation: str
+        self,
+        subject: Subject,
+        weights: Any,
+        batch_size: int,
+        drafter: StoredDrafter | None,
+        speculation: str,
+        threshold: float | None = None,
     ) -> None:
         settings = EngineSettings(
             dtype=subject.dtype,
             window=subject.window,
             max_batch_size=batch_size,
             speculation=speculation,
-            drafting=DrafterSection(train=False),
+            drafting=DrafterSection(train=False, confidence_threshold=threshold),
         )
         self.engine = build_engine(subject.model.config, weights, settings, drafter)
         self.clock = DraftClock(self.engine)
