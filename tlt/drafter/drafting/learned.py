@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tlt.drafter.drafting.caches import make_cache
 from tlt.drafter.drafting.calibration import Calibration, TauSearch, least_chance
+from tlt.drafter.drafting.chain_survival import ChainSurvival
 from tlt.drafter.drafting.draft_cache import Levels
 from tlt.drafter.drafting.tree_selection import best_nodes, select
 from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
@@ -38,8 +39,9 @@ from tlt.uploads import upload
 _MAX_LOG_CHANCE = -1e-4
 """Upper bound of a candidate's log P(accepted | parent accepted): a child never outranks its parent."""
 
-_LOOKS = (4, 8, 16)
-"""Levels before which a CPU looks whether any chain goes on: a third of a level of a small model."""
+_LOOKS, _MOST_LOOKED_AT = (4, 8, 16), 4
+"""Levels before which a CPU looks whether any chain goes on: a third of a level of a small model. Of more
+sequences one always does."""
 _LEAST_SAVED = 0.125
 """The share of a batch's drafted tokens that must be unlikely for chains of different lengths."""
 
@@ -256,11 +258,10 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         """Drafts the best candidate level by level. Each row's chain ends where the chance that all of it is
         accepted falls below `stops_below`."""
         tokens = [front.roots_B1]
-        raw_confidences: list[Tensor] = []
-        logprobs: list[Tensor] = []
+        survival, logprobs = ChainSurvival(self.calibration, front.unwanted), list[Tensor]()
         guesses_KB: Tensor | None = None
         for level in range(self._depth(front.strategy)):
-            if level in _LOOKS and self._is_over(front, raw_confidences):
+            if level in _LOOKS and front.stops_below and self._is_over(front, survival):
                 break
             logits_B1V = front.levels.next(tokens[-1], None) if level else front.levels.first()
             scaled_B1V, scores_B1V, guessed_KB = self._rank(front, logits_B1V, level)
@@ -270,12 +271,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             if self.on_verdicts is not None:
                 logprobs.append(scaled_B1V[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
             if front.stops_below:
-                raw_confidences.append(best_B1 - scores_B1V.logsumexp(dim=-1))
+                survival.add(scores_B1V, best_B1)
         whole = chain(torch.cat(tokens, dim=1))
         logprobs_BD = torch.cat(logprobs, dim=1) if logprobs else None
-        if not raw_confidences:
+        if not front.stops_below:
             return LearnedProposal(whole, guesses_KB, None, logprobs_BD)
-        cells_BD, survival_BD = self._survival(front, raw_confidences)
+        cells_BD, survival_BD = survival.estimate()
         noted_3BN = self._note(whole, cells_BD, front.unwanted)
         num_likely = (survival_BD >= math.log(front.stops_below)).sum(1).clamp_min_(1).tolist()
         if sum(num_likely) > (1 - _LEAST_SAVED) * len(num_likely) * max(num_likely):
@@ -283,23 +284,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         tree = chain(whole.tokens_BN, [1 + num for num in num_likely])
         return LearnedProposal(tree, guesses_KB, noted_3BN, logprobs_BD)
 
-    def _survival(self, front: _Front, raw_confidences: Sequence[Tensor]) -> tuple[Tensor | None, Tensor]:
-        """Returns the cells of a chain's tokens, and the logarithm of the chance that each and all before it
-        are accepted, [B, D]."""
-        log_chance_BD, cells_BD = torch.cat(list(raw_confidences), dim=1).float(), None
-        if self.calibration is not None:
-            cells_BD, log_chance_BD = self.calibration.estimate_chain(log_chance_BD)
-        survival_BD = log_chance_BD.cumsum(1)
-        if front.unwanted:
-            survival_BD[upload(front.unwanted, survival_BD.device)] = -torch.inf
-        return cells_BD, survival_BD
-
-    def _is_over(self, front: _Front, raw_confidences: Sequence[Tensor]) -> bool:
+    def _is_over(self, front: _Front, survival: ChainSurvival) -> bool:
         """Returns whether no chain of the batch goes on, or those that do bring less than a level costs. A
         chain's next token is accepted at most as often as all before it."""
-        if not raw_confidences or self.model.device.type != "cpu":
+        if len(front.roots_B1) > _MOST_LOOKED_AT or self.model.device.type != "cpu":
             return False
-        chance_B = self._survival(front, raw_confidences)[1][:, -1].exp()
+        chance_B = survival.estimate()[1][:, -1].exp()
         return float((chance_B - front.stops_below).clamp_min(0.0).sum()) <= front.level_price
 
     def _branch(self, front: _Front) -> LearnedProposal:
