@@ -32,13 +32,14 @@ from benchmarks.real_size.serving import Took, Work
 from benchmarks.real_size.with_law import run
 from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, model_folder, open_model
-from tlt.bench.geometry import grown_config, plan_growth
+from tlt.bench.geometry import Growth, grown_config, plan_growth
 from tlt.bench.measure import in_turns
 from tlt.bench.report import header, markdown, number, ratio_text, speed_text, table, write_report
 from tlt.config.drafter import DrafterSection
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.growth import grow_drafter
 from tlt.engine.engine import RolloutEngine
 from tlt.io.files import check_output_file
 from tlt.report.ratio import Ratio
@@ -138,14 +139,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     return options, load_config(options.config, overrides)
 
 
-def load(options: argparse.Namespace, config: Config) -> Subject:
+def load(options: argparse.Namespace, config: Config, growth: Growth | None = None) -> Subject:
+    """Loads model and drafters. growth: of the model, along with which the drafters grow; None: it has not."""
     dtype = resolve_dtype(config.run.dtype)
     model = open_model(model_folder(config), dtype)
     found = {}
     for name, folder in options.folders.items():
-        stored = load_stored_drafter(Path(folder), model)
+        stored = load_stored_drafter(Path(folder), model if growth is None else growth.small)
         assert stored is not None, folder
-        found[name] = stored
+        found[name] = stored if growth is None else grow_drafter(stored, model.config, dtype)
     problems = load_problems(config, "train")
     shuffled = problems_of_step(problems, 0, len(problems), seed=1)
     window = max(len(problem.prompt_ids) for problem in shuffled) + options.tokens + 16
@@ -247,7 +249,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     growth = None if options.geometry is None else plan_growth(config, options.geometry)
     with ExitStack() as stack:
         config, grown = stack.enter_context(grown_config(config, growth, options.out.parent))
-        subject = load(options, config)
+        subject = load(options, config, growth)
         command = " ".join(
             [
                 "python -m benchmarks.drafter_forms",
