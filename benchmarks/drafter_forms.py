@@ -147,7 +147,10 @@ def load(options: argparse.Namespace, config: Config, growth: Growth | None = No
     for name, folder in options.folders.items():
         stored = load_stored_drafter(Path(folder), model if growth is None else growth.small)
         assert stored is not None, folder
-        found[name] = stored if growth is None else grow_drafter(stored, model.config, dtype)
+        if growth is not None:
+            small = growth.small
+            stored = grow_drafter(stored, small.config, small.tensors, model.config, dtype)
+        found[name] = stored
     problems = load_problems(config, "train")
     shuffled = problems_of_step(problems, 0, len(problems), seed=1)
     window = max(len(problem.prompt_ids) for problem in shuffled) + options.tokens + 16
