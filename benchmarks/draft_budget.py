@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import carry_out, make_parser, words
-from benchmarks.drafter_forms import Competitor, Subject, load
+from benchmarks.drafter_forms import Competitor, Subject, load, said
 from benchmarks.real_size.with_law import hash_tokens
 from tlt.bench.measure import in_turns, seconds_of
 from tlt.bench.report import header, markdown, number, ratio_text, speed_text, table, write_report
@@ -146,9 +146,8 @@ def benchmark(arguments: Sequence[str]) -> None:
     torch.set_num_threads(options.threads)
     config = pin(config)
     subject = load(options, config)
-    said = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
     setup = {name: getattr(options, name) for name in ("easy", "hard", "tokens", "threads", "rounds")}
-    described = {**header(config, " ".join(["python -m benchmarks.draft_budget", *said])), "setup": setup}
+    described = {**header(config, said("draft_budget", arguments)), "setup": setup}
     cells: list[dict[str, Any]] = []
     for name in subject.drafters:
         for batch_size in map(int, options.batches):

@@ -14,6 +14,7 @@ exactly --tokens tokens.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -253,12 +254,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         config, grown = stack.enter_context(grown_config(config, growth, options.out.parent))
         subject = load(options, config, growth)
-        command = " ".join(
-            [
-                "python -m benchmarks.drafter_forms",
-                *(Path(w).name if Path(w).is_absolute() else w for w in arguments),
-            ]
-        )
+        command = said("drafter_forms", arguments)
         setup = {name: getattr(options, name) for name in ("tokens", "threads", "rounds", "depth")}
         described = {
             **header(config, command),
@@ -277,6 +273,12 @@ def benchmark(arguments: Sequence[str]) -> None:
                 report = {**described, "cells": cells}
                 write_report(options.out, report, to_markdown(report))
     print(to_markdown(report))
+
+
+def said(name: str, arguments: Sequence[str]) -> str:
+    """Returns the line that repeats the measurement, without folders of this machine."""
+    words = [re.sub(r"(?<![\w.])/([^/,]+/)*", "", word) for word in arguments]
+    return " ".join([f"python -m benchmarks.{name}", *words])
 
 
 def about(drafter: StoredDrafter) -> dict[str, Any]:
