@@ -71,10 +71,11 @@ class GrownSubject:
 def grown_subject(config: Config, geometry: str, device: torch.device) -> GrownSubject:
     """Grows the recipe's model and drafter on the device."""
     growth, dtype = plan_growth(config, geometry), resolve_dtype(config.run.dtype, device.type)
+    small = growth.small
     model = grown_model(growth, dtype, device)
-    agreement = compare(growth.small, model, config)
+    agreement = compare(small, model, config)
     assert growth.drafter is not None
-    drafter = grow_drafter(growth.drafter, growth.grown.config, dtype)
+    drafter = grow_drafter(growth.drafter, small.config, small.tensors, growth.grown.config, dtype)
     return GrownSubject(
         Subject(config, model, drafter), tuple(describe_growth(growth, agreement, config)["lines"])
     )

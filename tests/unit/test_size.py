@@ -25,7 +25,7 @@ PHASE = ("tlt.rollout.phase",)
 MAX_PHASE_LINES = 7_400
 """Lines of all files that the rollout phase stands on."""
 CORE = ("tlt.engine.", "tlt.drafter.drafting.", "tlt.speculative.", "tlt.tuning.tuner")
-MAX_CORE_LINES = 10_200
+MAX_CORE_LINES = 10_320
 """Lines of all files that the law, the engine, drafting and the tuner stand on; 800 of them are the block
 drafters' and the split of what they share with EAGLE."""
 NOT_IN_CORE = (
@@ -37,7 +37,7 @@ NOT_IN_CORE = (
     "tlt.io.data",
     "tlt.assembly",
 )
-MAX_TOKENS = 304_100
+MAX_TOKENS = 305_000
 """Tokens of code in the package: no comments, no docstrings."""
 
 

@@ -100,7 +100,7 @@ def plan_growth(config: Config, given: str) -> Growth:
     geometry = find_geometry(given)
     small = load_model(model_folder(config), master_dtype(config), adapter_folder(config))
     grown, drafter = grow_config(small.config, geometry), load_stored_drafter(drafter_folder(config), small)
-    shape = None if drafter is None else grow_shape(drafter.config, grown.config)
+    shape = None if drafter is None else grow_shape(drafter.config, small.config, grown.config)
     return Growth(geometry, small, drafter, grown, shape)
 
 
@@ -151,7 +151,8 @@ def write_grown(folder: Path, growth: Growth, dtype: torch.dtype, device: torch.
     """Writes the grown drafter and model into `folder`, the model tensor by tensor. device: of the noise."""
     small, grown = growth.small, growth.grown.config
     if growth.drafter is not None:
-        save_stored(folder / "drafter", grow_drafter(growth.drafter, grown, dtype), dtype)
+        drafter = grow_drafter(growth.drafter, small.config, small.tensors, grown, dtype)
+        save_stored(folder / "drafter", drafter, dtype)
     tensors = GrownTensors(small.config, small.tensors, grown, dtype, device=device)
     save_model(folder / "model", grown, tensors, dtype=dtype, source=small.path, max_shard_bytes=SHARD_BYTES)
 

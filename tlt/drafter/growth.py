@@ -1,79 +1,166 @@
 """Grows a drafter along with its target (hf/growth.py). It proposes the same tokens, at the cost of the
-larger geometry.
+larger geometry. The number of its layers stays.
 
-    fc       (embedding ‖ hidden), e + e → E + E: each half grows in place; the constant is passed on, so that
-             the head never proposes an unused id
-    layer    as the target's
-    d2t      unchanged; t2d marks the added ids as not proposed
+    fc             its input is several vectors side by side, e + e → E + E: each grows in place
+    layers         as the target's
+    norms          as the target's; that before the head scales the constant, so that it never proposes an
+                   unused id. EAGLE has none: there fc passes the constant on
+    Markov head    rank r → R, and the vocabulary; further dimensions hold noise
+    confidence     reads the hidden state and the Markov state side by side, as fc does
+    d2t            unchanged; t2d marks the added ids as not proposed
+
+A captured layer keeps its number, because the target's further layers come after its own. The features are
+those behind the last layer, so their number changes.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.drafter.block import BlockModel, run_blocks
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.drafter.shape import DrafterShape, EagleShape, drafter_shape
+from tlt.drafter.shape import BlockShape, DrafterShape, markov_rank
 from tlt.hf.geometry import OPTION, Geometry, check_geometry
-from tlt.hf.growth import NOISE, Axis, FillNoise, Form, Widening, rms
+from tlt.hf.growth import NOISE, Axis, FillNoise, Form, Widening, probe_tokens
+from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
+from tlt.models.packed import PackedTransformer
 from tlt.types import UserError
 
 
-def grow_shape(shape: DrafterShape, target: ModelConfig) -> EagleShape:
-    """Returns the shape of the drafter for a grown target. UserError where a drafter of this shape cannot
+def grow_shape(shape: DrafterShape, small: ModelConfig, grown: ModelConfig) -> DrafterShape:
+    """Returns the shape of the drafter for the grown target. UserError where a drafter of this shape cannot
     grow."""
-    is_eagle = shape.method == "eagle"
-    if not isinstance(shape, EagleShape) or not is_eagle or shape.owns_head or shape.has_bias:
-        kind = (
-            "an eagle drafter with a head or bias of its own"
-            if is_eagle
-            else f"a drafter of form {shape.method}"
-        )
-        raise UserError(
-            f"{OPTION}: {kind} does not grow; give one of form eagle that TLT trained, or --drafter.path none"
-        )
-    grown = drafter_shape(target, "eagle", shape.draft_vocab_size if shape.is_reduced else None)
-    assert isinstance(grown, EagleShape)
-    check_geometry(shape.layer, Geometry("the geometry", grown.layer))
-    eps = shape.layer.rms_norm_eps * shape.layer.hidden_size / target.hidden_size
-    rope_theta, rope_scaling = shape.layer.rope_theta, shape.layer.rope_scaling
-    layer = replace(grown.layer, rms_norm_eps=eps, rope_theta=rope_theta, rope_scaling=rope_scaling)
-    return replace(grown, layer=layer)
+    if shape.method == "eagle3" or shape.owns_head or shape.has_bias:
+        kind = "of form eagle3" if shape.method == "eagle3" else "with a head or bias of its own"
+        remedy = "give one of form eagle, dflash or dspark that TLT trained, or --drafter.path none"
+        raise UserError(f"{OPTION}: a drafter {kind} does not grow; {remedy}")
+    layer = replace(
+        grown,
+        architecture=shape.layer.architecture,
+        num_layers=shape.layer.num_layers,
+        rms_norm_eps=shape.layer.rms_norm_eps * shape.layer.hidden_size / grown.hidden_size,
+        rope_theta=shape.layer.rope_theta,
+        rope_scaling=shape.layer.rope_scaling,
+        tie_embeddings=True,
+    )
+    check_geometry(shape.layer, Geometry("the geometry", layer), "the drafter")
+    wider = replace(
+        shape,
+        layer=layer,
+        capture=tuple(grown.num_layers if i == small.num_layers else i for i in shape.capture),
+        draft_vocab_size=shape.draft_vocab_size if shape.is_reduced else grown.vocab_size,
+    )
+    if not isinstance(wider, BlockShape):
+        return wider
+    rank = max(wider.markov_rank, markov_rank(grown.hidden_size)) if wider.markov_rank else 0
+    return replace(wider, num_target_layers=grown.num_layers, markov_rank=rank)
 
 
 def grow_drafter(
-    small: StoredDrafter, target: ModelConfig, dtype: torch.dtype, noise: float = NOISE
+    drafter: StoredDrafter,
+    small: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    grown: ModelConfig,
+    dtype: torch.dtype,
+    noise: float = NOISE,
 ) -> StoredDrafter:
-    """Returns the drafter for a grown target. Of the facts about its origin only the acceptance is kept,
-    because it stays the same."""
-    shape, grown = small.config, grow_shape(small.config, target)
-    widening, amount, prefix = (
-        Widening(shape.layer, grown.layer),
-        FillNoise(noise, dtype),
-        grown.layer_name + ".",
-    )
-    layer = {
-        name.removeprefix(prefix): tensor for name, tensor in small.tensors.items() if name.startswith(prefix)
-    }
-    tensors = {prefix + name: widening.grow(name, layer, amount, f"drafter.{name}") for name in layer}
-    tensors["fc.weight"] = _grow_fc(small.tensors["fc.weight"], widening, amount)
-    added = (0, target.vocab_size - shape.layer.vocab_size)
+    """Returns the drafter for the grown target. Of the facts about its origin only the acceptance is kept,
+    because it stays the same.
+
+    small, tensors: the target before it grows.
+    """
+    shape, wider = drafter.config, grow_shape(drafter.config, small, grown)
+    widening, amount = Widening(shape.layer, wider.layer), FillNoise(noise, dtype)
+    found = _grow_layers(drafter.tensors, widening, amount)
+    for name, form in _forms(shape, wider, widening).items():
+        found[name] = amount.grow(form, drafter.tensors[name], f"drafter.{name}")
+    constant, added = widening.constant, (0, grown.vocab_size - small.vocab_size)
+    if isinstance(shape, BlockShape):
+        residual = block_residual_size(shape, drafter.tensors, small, tensors)
+        found["norm.weight"][constant] = widening.constant_gain(tensors, residual)
+    else:
+        found["fc.weight"][constant] = 0
+        found["fc.weight"][constant, wider.layer.hidden_size + constant] = 1
     if shape.is_reduced:
-        tensors |= {"d2t": small.tensors["d2t"], "t2d": F.pad(small.tensors["t2d"], added)}
-    counts_V = None if small.counts_V is None else F.pad(small.counts_V, added)
-    about = {} if small.acceptance is None else {"acceptance": small.acceptance}
-    return StoredDrafter(grown, tensors, about, counts_V)
+        found |= {"d2t": drafter.tensors["d2t"], "t2d": F.pad(drafter.tensors["t2d"], added)}
+    counts_V = None if drafter.counts_V is None else F.pad(drafter.counts_V, added)
+    about = {} if drafter.acceptance is None else {"acceptance": drafter.acceptance}
+    return StoredDrafter(wider, found, about, counts_V)
 
 
-def _grow_fc(values: Tensor, widening: Widening, noise: FillNoise) -> Tensor:
-    small, size = widening.small.hidden_size, widening.grown.hidden_size
-    halves = torch.cat([torch.arange(small), size + torch.arange(small)])
-    form = Form((widening.hidden, Axis(2 * size, halves)))
-    grown = form.grow(values, noise.draw(form.shape, rms(values), "drafter.fc"))
-    grown[widening.constant] = 0
-    grown[widening.constant, size + widening.constant] = 1
-    return grown
+def _grow_layers(tensors: Mapping[str, Tensor], widening: Widening, noise: FillNoise) -> dict[str, Tensor]:
+    found = {}
+    for index in range(widening.small.num_layers):
+        prefix = f"layers.{index}."
+        layer = {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
+        for name in layer:
+            found[prefix + name] = widening.grow(name, layer, noise, f"drafter.{prefix}{name}")
+    return found
+
+
+def _forms(shape: DrafterShape, wider: DrafterShape, widening: Widening) -> dict[str, Form]:
+    """Returns the form of every tensor outside the layers that grows, by its name."""
+    hidden = widening.hidden
+    num_read = shape.fc_size // shape.layer.hidden_size
+    forms = {"fc.weight": Form((hidden, _side_by_side(*[hidden] * num_read)))}
+    if not (isinstance(shape, BlockShape) and isinstance(wider, BlockShape)):
+        return forms
+    forms |= {"hidden_norm.weight": widening.norm, "norm.weight": widening.norm}
+    rank = Axis.first(shape.markov_rank, wider.markov_rank)
+    if shape.markov_rank:
+        read = Axis.first(shape.layer.vocab_size, wider.layer.vocab_size)
+        proposed = Axis.first(shape.draft_vocab_size, wider.draft_vocab_size)
+        forms |= {
+            "markov_head.markov_w1.weight": Form((read, rank)),
+            "markov_head.markov_w2.weight": Form((proposed, rank)),
+        }
+    if shape.has_confidence:
+        one = Axis.first(1, 1)
+        forms["confidence_head.proj.weight"] = Form((one, _side_by_side(hidden, rank)))
+        forms["confidence_head.proj.bias"] = Form((one,))
+    return forms
+
+
+def _side_by_side(*parts: Axis) -> Axis:
+    """Returns the axis of vectors that are concatenated. None of them has `sources`."""
+    size, places = 0, []
+    for part in parts:
+        places.append(size + part.places)
+        size += part.size
+    return Axis(size, torch.cat(places))
+
+
+@dataclass(frozen=True)
+class _Probes:
+    """A text of one sequence, as `PackedText` describes it."""
+
+    token_ids_N: Tensor
+    captured_NF: Tensor
+    lengths: tuple[int, ...]
+
+
+@torch.no_grad()
+def block_residual_size(
+    shape: BlockShape,
+    tensors: Mapping[str, Tensor],
+    target: ModelConfig,
+    target_tensors: Mapping[str, Tensor],
+) -> float:
+    """Returns the largest root mean square of a block drafter's residual stream before its norm, over blocks
+    at every probe (`probe_tokens`)."""
+    packed = PackedTransformer(target, torch.float32)
+    packed.load(target_tensors, version=0)
+    token_ids_N = probe_tokens(target)
+    attend = PackedCausal(target, [len(token_ids_N)])
+    captured_NF = packed.forward_capturing(token_ids_N, attend.positions(), attend, shape.capture)[1]
+    model = BlockModel(shape)
+    model.load_state_dict(dict(tensors))
+    text = _Probes(token_ids_N, captured_NF, (len(token_ids_N),))
+    hidden_AUE = run_blocks(model, text, [range(len(token_ids_N))], packed.embed)
+    return float(hidden_AUE.square().mean(-1).sqrt().max())

@@ -204,7 +204,6 @@ def drafter_shape(
         return EagleShape(method, layer, capture, vocab_size)
     num_layers = block.num_layers or max(min(NUM_LAYERS, target.num_layers - 1), 1)
     layer = dataclasses.replace(target, architecture="qwen3", num_layers=num_layers, tie_embeddings=True)
-    rank = max(min(target.hidden_size // _RANK_SHARE, _MOST_RANK), _LEAST_RANK)
     is_dspark, num_drafted = method == "dspark", block.num_drafted or NUM_DRAFTED
     return BlockShape(
         method,
@@ -214,9 +213,14 @@ def drafter_shape(
         block_size=num_drafted if is_dspark else num_drafted + 1,
         mask_token_id=target.vocab_size - 1 if block.mask_token_id is None else block.mask_token_id,
         num_target_layers=target.num_layers,
-        markov_rank=rank if is_dspark else 0,
+        markov_rank=markov_rank(target.hidden_size) if is_dspark else 0,
         has_confidence=is_dspark,
     )
+
+
+def markov_rank(hidden_size: int) -> int:
+    """Returns the rank of a new drafter's Markov head."""
+    return max(min(hidden_size // _RANK_SHARE, _MOST_RANK), _LEAST_RANK)
 
 
 def training_capture(config: DrafterShape, num_layers: int) -> tuple[int, ...]:

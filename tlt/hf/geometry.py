@@ -109,8 +109,9 @@ def grow_config(small: ModelConfig, geometry: Geometry) -> Grown:
     return Grown(config, tuple(notes))
 
 
-def check_geometry(small: ModelConfig, geometry: Geometry) -> None:
-    """Raises UserError unless every size of the small model fits into the geometry."""
+def check_geometry(small: ModelConfig, geometry: Geometry, whose: str = "the small model") -> None:
+    """Raises UserError unless every size of the small model fits into the geometry. whose: the small sizes,
+    for messages."""
     wanted = geometry.sizes
     sizes = {
         "hidden_size": (wanted.hidden_size, small.hidden_size + 1),  # one more for the constant (growth.py)
@@ -120,12 +121,12 @@ def check_geometry(small: ModelConfig, geometry: Geometry) -> None:
     }
     for name, (given, least) in sizes.items():
         if given < least:
-            has = f"{geometry.name} has {name} {given}, but the small model takes {least}"
+            has = f"{geometry.name} has {name} {given}, but {whose} takes {least}"
             raise UserError(f"{OPTION}: {has}; give a larger one")
     if wanted.head_dim % small.head_dim:
         raise UserError(
             f"{OPTION}: {geometry.name}: heads of {wanted.head_dim} do not repeat the rotary frequencies of "
-            f"the small model's {small.head_dim}; give one whose head_dim is a multiple of it"
+            f"{whose}'s {small.head_dim}; give one whose head_dim is a multiple of it"
         )
 
 

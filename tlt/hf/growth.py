@@ -114,6 +114,15 @@ class Widening:
     def norm(self) -> Form:
         return Form((self.hidden,), self.norm_factor, is_norm=True)
 
+    def constant_gain(self, small: Mapping[str, Tensor], residual: float) -> float:
+        """Returns the constant's weight in the norm before the head. It scales the constant to a feature, so
+        that the logits of unused ids are UNUSED_LOGIT where the residual stream is as large as `residual`.
+
+        small: the small model's tensors.
+        """
+        feature, embedding = rms(small["model.norm.weight"]), rms(small["model.embed_tokens.weight"])
+        return feature * residual / embedding * self.norm_factor
+
     @cached_property
     def forms(self) -> dict[str, Form]:
         """The form of every tensor of a layer, by its name there."""
@@ -164,10 +173,7 @@ class Widening:
             like, size = torch.zeros(len(weight), dtype=weight.dtype), rms(weight)
         else:
             size = rms(like) * form.factor
-        if form.is_norm:
-            grown = torch.full(form.shape, size, dtype=noise.dtype, device=noise.device)
-        else:
-            grown = noise.draw(form.shape, size, seed)
+        grown = noise.fill(form, size, seed)
         if name == "self_attn.o_proj.weight":  # further heads may read real values: no other noise damps them
             grown[: self.small.hidden_size] *= noise.scale
         if not is_idle:
@@ -189,13 +195,19 @@ class FillNoise:
     dtype: torch.dtype
     device: torch.device | str = "cpu"
 
-    def draw(self, shape: tuple[int, ...], size: float, seed: str) -> Tensor:
-        """Returns noise whose root mean square is size · scale, the same for the same seed and kind of
-        device."""
+    def fill(self, form: Form, size: float, seed: str) -> Tensor:
+        """Returns a tensor of the form's shape. For a norm it is `size` throughout; else noise whose root
+        mean square is size · scale, the same for the same seed and kind of device."""
+        filled = torch.empty(form.shape, dtype=self.dtype, device=self.device)
+        if form.is_norm:
+            return filled.fill_(size)
         bound = math.sqrt(3) * self.scale * size
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(seed.encode()))
-        drawn = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return drawn.uniform_(-bound, bound, generator=generator)
+        return filled.uniform_(-bound, bound, generator=generator)
+
+    def grow(self, form: Form, values: Tensor, seed: str) -> Tensor:
+        """Returns the grown tensor: its values among filled entries of their size."""
+        return form.grow(values, self.fill(form, rms(values) * form.factor, seed))
 
 
 class GrownTensors(Mapping[str, Tensor]):
@@ -241,20 +253,17 @@ class GrownTensors(Mapping[str, Tensor]):
         source = name if name in self._tensors else "model.embed_tokens.weight"
         values, constant = self._tensors[source], self._widening.constant
         form = Form((Axis.first(self._small.vocab_size, self._grown.vocab_size), self._widening.hidden))
-        grown = form.grow(values, self._noise.draw(form.shape, rms(values), name))
+        grown = self._noise.grow(form, values, name)
         grown[:, constant] = 0 if is_head else CONSTANT * self._embedding_size
         if is_head or self._grown.tie_embeddings:
             grown[self._small.vocab_size :, constant] = UNUSED_LOGIT / (CONSTANT * self._feature_size)
         return grown
 
     def _final_norm(self) -> Tensor:
-        """Returns the weight of the final norm. It scales the constant to a feature, so that the logits of
-        unused ids are UNUSED_LOGIT where the residual stream is as large as on the probes."""
-        values, form = self._tensors["model.norm.weight"], self._widening.norm
-        size, noise = rms(values) * form.factor, self._noise
-        grown = form.grow(values, torch.full(form.shape, size, dtype=noise.dtype, device=noise.device))
-        growth = residual_size(self._small, self._tensors) / self._embedding_size
-        grown[self._widening.constant] = self._feature_size * growth * form.factor
+        name, widening = "model.norm.weight", self._widening
+        grown = self._noise.grow(widening.norm, self._tensors[name], name)
+        residual = residual_size(self._small, self._tensors)
+        grown[widening.constant] = widening.constant_gain(self._tensors, residual)
         return grown
 
 
@@ -265,11 +274,16 @@ def residual_size(config: ModelConfig, tensors: Mapping[str, Tensor]) -> float:
     model = Transformer(config)
     model.load_state_dict(dict(tensors))
     model.model.add_module("norm", nn.Identity())
-    num = min(NUM_PROBES, config.vocab_size, config.max_positions)
-    probes = torch.linspace(0, config.vocab_size - 1, num).long()
+    probes = probe_tokens(config)
     attend = PackedCausal(config, [len(probes)])
     residual_NE: Tensor = model(probes, attend.positions(), attend)
     return float(residual_NE.square().mean(-1).sqrt().max())
+
+
+def probe_tokens(config: ModelConfig) -> Tensor:
+    """Returns token ids from all of the vocabulary, evenly spread."""
+    num = min(NUM_PROBES, config.vocab_size, config.max_positions)
+    return torch.linspace(0, config.vocab_size - 1, num).long()
 
 
 def rms(tensor: Tensor) -> float:

@@ -177,6 +177,15 @@ class StepOutcome:
     limits: tuple[int, ...] = ()
 
 
+class Prices(NamedTuple):
+    """Costs of drafting more, in tokens that the running batch would make in that time."""
+
+    row: float = 0.0
+    """Of another row of the target's forward: a drafted token with a lesser chance is not worth verifying."""
+    level: float = 0.0
+    """Of drafting one token more for each sequence."""
+
+
 class ExpectedSpeeds(NamedTuple):
     """The speeds that a tuner expects of the running batch; None: it predicts nothing."""
 
@@ -199,6 +208,8 @@ class StrategyTuner:
     """Of the latest choice's batch."""
     limits: Mapping[Hashable, int] = MappingProxyType({})
     """Tokens that are worth verifying of a sequence's chain, by name; those of the others: all."""
+    prices: Prices | None = None
+    """At the latest choice; None: unknown."""
 
     def choose(self, batch: BatchState) -> Strategy:
         raise NotImplementedError

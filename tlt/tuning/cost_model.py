@@ -28,6 +28,7 @@ from tlt.speculative.strategy import (
     ExpectedSpeeds,
     Hindsight,
     PrefillTime,
+    Prices,
     StepOutcome,
     Strategy,
     StrategyTuner,
@@ -81,8 +82,6 @@ class CostModel(StrategyTuner):
         """By curve, without its octave: what survives each depth, as the last decision estimated it."""
         self._limits: dict[Strategy, Ints] = {}
         """By arm: tokens of each sequence's chain that are worth verifying, [B]; no entry: all."""
-        self._price = 0.0
-        """Tokens that the batch would make in the time of another row, as of the last decision."""
         self._choice = Strategy.OFF
         self._chosen_for: tuple[int, bool] | None = None
         """The batch size of the last decision, and whether it had references; None: decide anew."""
@@ -164,7 +163,9 @@ class CostModel(StrategyTuner):
             trial = find_trial(predictions, predictions[best], num_left)
             choice = trial or predictions[best]
         self._is_trial = trial is not None
-        self._set_limits(choice, works[arms.index(choice.strategy)], batch)
+        self.prices = self._prices(choice, works[arms.index(choice.strategy)])
+        limits_B, names = self._limits.get(choice.strategy), (one.name for one in batch.sequences)
+        self.limits = {} if limits_B is None else dict(zip(names, limits_B.tolist(), strict=True))
         return predictions, choice
 
     def _look_at_sequences(self, arms: Sequence[Strategy], batch: BatchState) -> None:
@@ -176,25 +177,22 @@ class CostModel(StrategyTuner):
         names = [one.name for one in batch.sequences]
         self.frailties.keep(names)
         worthwhile: dict[Curve, Ints] = {}
+        price = 0.0 if self.prices is None else self.prices.row
         for arm in arms:
             if (curve := Curve.of(arm, None)) not in self._survivals:
                 survivals_D = self._survivals[curve] = self.acceptance.survivals(arm, batch.num_running)
                 if self.limits_chains and arm.width == 1 and len(names) > 1:
-                    worthwhile[curve] = self.frailties.worthwhile(names, survivals_D, self._price)
+                    worthwhile[curve] = self.frailties.worthwhile(names, survivals_D, price)
             if curve in worthwhile:
                 self._limits[arm] = np.minimum(worthwhile[curve], arm.depth)
 
-    def _set_limits(self, choice: Prediction, work: StepWork, batch: BatchState) -> None:
-        """Sets `limits` for the arm that was chosen, and the price of a row for the next decision."""
-        self.limits = {}
-        if not self._limits:
-            return
-        size = batch.num_running
-        more = float(self.costs.forecast([work._replace(rows=work.rows + size)]).seconds_A[0])
-        self._price = max(more - choice.seconds, 0.0) / size * choice.now
-        if (limits_B := self._limits.get(choice.strategy)) is not None:
-            names = (one.name for one in batch.sequences)
-            self.limits = dict(zip(names, limits_B.tolist(), strict=True))
+    def _prices(self, choice: Prediction, work: StepWork) -> Prices:
+        """Returns what drafting more costs beside the arm that was chosen."""
+        size = work.batch_size
+        more = [work._replace(rows=work.rows + size), work._replace(levels=work.levels + 1)]
+        seconds = self.costs.forecast(more).seconds_A.tolist()
+        row, level = ((one - choice.seconds) * choice.now for one in seconds)
+        return Prices(max(row, 0.0) / size, max(level, 0.0))
 
     def _tokens_of_each(self, arms: Sequence[Strategy], batch: BatchState) -> Array:
         """Returns draws of each sequence's tokens per verification, [A, M, B]; M = 0: nothing is known of

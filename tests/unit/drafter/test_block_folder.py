@@ -13,7 +13,6 @@ from tests.lossless.helpers import VOCAB
 from tests.unit.drafter.block_parts import DEEP, FORMS, NUM_DRAFTED, POLICY, make_block
 from tlt.drafter.formats.export import Target, check_format
 from tlt.drafter.formats.folder import StoredDrafter, choose_preset, load_drafter, load_shape, save_drafter
-from tlt.drafter.growth import grow_shape
 from tlt.drafter.shape import Method
 from tlt.types import UserError
 from tlt.vllm.drafter import export_for_vllm
@@ -92,5 +91,3 @@ def test_what_does_not_take_block_drafters_yet_says_so_in_a_line(tmp_path: Path)
         export_for_vllm(stored, Target("m", "LlamaForCausalLM", head_VE), tmp_path)
     with pytest.raises(UserError, match="vllm-eagle3 is for eagle3 drafters, this one is dspark; no other"):
         check_format(stored, "vllm-eagle3")
-    with pytest.raises(UserError, match="a drafter of form dspark does not grow"):
-        grow_shape(model.config, DEEP)

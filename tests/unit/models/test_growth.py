@@ -1,5 +1,4 @@
-"""A small model grown into a large geometry computes the same function, and so does its drafter. Referee:
-transformers.
+"""A small model grown into a large geometry computes the same function. Referee: transformers.
 
 All weights are random, norms and biases included, and the eps of the norms is large enough to matter.
 """
@@ -16,14 +15,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.lossless.helpers import CONFIG, make_policy
-from tests.unit.drafter.parts import make_model, make_requests
-from tlt.assembly.engine import EngineSettings, build_engine
-from tlt.config.drafter import DrafterSection
-from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_stored
-from tlt.drafter.forms import new_model
-from tlt.drafter.growth import grow_drafter
-from tlt.drafter.shape import drafter_shape
 from tlt.hf.config import OtherComputation, config_to_hf
 from tlt.hf.files import write_hf_json
 from tlt.hf.geometry import GEOMETRIES, Geometry, find_geometry, grow_config
@@ -31,10 +22,7 @@ from tlt.hf.growth import NOISE, GrownTensors
 from tlt.hf.weights import expected_shapes, save_model
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, RopeScaling, Transformer
-from tlt.speculative.strategy import Strategy
-from tlt.speculative.verify import verify
-from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, UserError
+from tlt.types import UserError
 
 VOCAB = 29
 SMALL = ModelConfig(
@@ -212,97 +200,3 @@ def test_a_geometry_is_a_name_or_a_config_file(tmp_path: Path) -> None:
     )
     with pytest.raises(OtherComputation, match=r"architectures is .*Gemma"):
         find_geometry(str(folder))
-
-
-# ── the drafter ─────────────────────────────────────────────────────────────────────────────────────────────
-
-LARGER = like(LARGE, vocab_size=131)
-TREE = Strategy("learned", 3, 2, 6)
-
-
-def stored(draft_vocab: int | None = None) -> StoredDrafter:
-    model = make_model(draft_vocab=draft_vocab)
-    return StoredDrafter(model.config, model.state_dict(), {})
-
-
-@torch.no_grad()
-def draft_logits(drafter: StoredDrafter, target: GrownTensors | dict[str, Tensor], steps: int = 3) -> Tensor:
-    """Returns the logits of drafts that go on from each other, without any engine."""
-    model = new_model(drafter.config).double()
-    model.load_state_dict(drafter.tensors)
-    size, small = drafter.config.layer.hidden_size, CONFIG.hidden_size
-    features = torch.zeros(30, size, dtype=torch.float64)
-    features[:, :small] = torch.randn(
-        30, small, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
-    )
-    attend = PackedCausal(drafter.config.layer, [30])
-    embeddings = target["model.embed_tokens.weight"][SEQUENCE[:30]]
-    for _ in range(steps):
-        features = model(embeddings, features, attend.positions(), attend)
-    return model.logits(features, model.restrict(target["model.embed_tokens.weight"]))
-
-
-@pytest.mark.parametrize("draft_vocab", [None, 20])
-def test_the_grown_drafter_computes_what_the_small_one_does(draft_vocab: int | None) -> None:
-    small = dataclasses.replace(stored(draft_vocab), about={"acceptance": 0.75, "target": "of the small one"})
-    tensors = dict(make_policy().named_parameters())
-    config = grow_config(CONFIG, Geometry("larger", LARGER)).config
-    grown = grow_drafter(small, config, torch.float64, noise=0.0)
-    assert (grown.acceptance, grown.policy_hash) == (0.75, None)
-    expected, found = (
-        draft_logits(small, tensors),
-        draft_logits(grown, GrownTensors(CONFIG, tensors, config, torch.float64, 0.0)),
-    )
-    num = draft_vocab or CONFIG.vocab_size
-    assert found.shape[1] == (draft_vocab or LARGER.vocab_size)
-    torch.testing.assert_close(found[:, :num], expected, atol=1e-9, rtol=0)
-
-
-def run(
-    config: ModelConfig, tensors: Mapping[str, Tensor], drafter: StoredDrafter
-) -> tuple[list[Any], list[Any]]:
-    """Returns the responses, and every verified tree with its verdict."""
-    trees = []
-
-    def noted(tree: DraftTree, *given: Any) -> Any:
-        verdicts = verify(tree, *given)
-        trees.append((tree.tokens_BN.tolist(), tree.parents_BN.tolist(), [v.tokens for v in verdicts]))
-        return verdicts
-
-    section = DrafterSection(confidence_threshold=0.0)
-    settings = EngineSettings(dtype=torch.float64, max_batch_size=4, drafting=section)
-    engine = build_engine(config, tensors, settings, drafter, tuner=Fixed(TREE), verify=noted)
-    rollouts = list(engine.generate(make_requests()))
-    return [(r.problem_id, r.sample_index, r.token_ids) for r in rollouts], trees
-
-
-def test_the_engine_drafts_and_accepts_the_same_with_everything_grown(tmp_path: Path) -> None:
-    """Target and drafter, noise included, at temperature 0.7: every proposed tree, every verdict, every
-    response; and the drafter through its folder."""
-    small, tensors = stored(), dict(make_policy().named_parameters())
-    config = grow_config(CONFIG, Geometry("larger", LARGER)).config
-    grown = GrownTensors(CONFIG, tensors, config, torch.float64)
-    save_stored(tmp_path / "drafter", grow_drafter(small, config, torch.float64), torch.float64)
-    expected, found = (
-        run(CONFIG, tensors, small),
-        run(config, grown, load_drafter(tmp_path / "drafter", config)),
-    )
-    assert (
-        sum(len(verdict) > 1 for _, _, verdicts in expected[1] for verdict in verdicts) > 20
-    )  # drafts are accepted
-    assert found == expected
-
-
-def test_a_drafter_that_does_not_grow_is_refused_in_one_line() -> None:
-    config = grow_config(CONFIG, Geometry("larger", LARGER)).config
-    third = new_model(drafter_shape(like(CONFIG, num_layers=4), "eagle3"))
-    with pytest.raises(
-        UserError,
-        match=r"^--geometry: a drafter of form eagle3 does not grow; give one of form eagle .*none$",
-    ):
-        grow_drafter(StoredDrafter(third.config, third.state_dict(), {}), config, torch.float32)
-    foreign = new_model(dataclasses.replace(drafter_shape(CONFIG), has_bias=True))
-    with pytest.raises(
-        UserError, match=r"^--geometry: an eagle drafter with a head or bias of its own does not grow"
-    ):
-        grow_drafter(StoredDrafter(foreign.config, foreign.state_dict(), {}), config, torch.float32)

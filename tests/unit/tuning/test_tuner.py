@@ -401,6 +401,22 @@ def test_one_sequence_that_is_judged_in_hindsight_does_not_outweigh_what_64_have
     assert expected(acceptance, Hindsight.STRATEGY, 64)[0] == pytest.approx(before, rel=0.05)
 
 
+@pytest.mark.parametrize("size", [2, 16])
+def test_the_prices_are_the_tokens_that_the_batch_makes_in_the_time_of_a_row_and_of_a_level(
+    size: int,
+) -> None:
+    machine = Machine({"learned": 0.8, "ngram": 0.1}, 25.0, noise=0.02)
+    tuner = CostModel([Strategy.OFF, *(Strategy("learned", n, 1, n) for n in (2, 4, 6))])
+    assert tuner.prices is None, "nothing has been decided"
+    sizes = [2**k for k in range(6) for _ in range(60)]  # one size alone would not tell rows from levels
+    arm = play(tuner, machine, [*sizes, *[size] * 60])[-1]
+    assert not arm.is_off
+    assert tuner.prices is not None
+    speed = machine.speed(arm, size)
+    assert tuner.prices.row == pytest.approx(0.01 / 26 * speed, rel=0.3)
+    assert 1 / 3 < tuner.prices.level / (0.0005 * speed) < 3, "a small part of a step, and so less sure"
+
+
 def test_a_new_version_of_policy_or_drafter_makes_acceptance_less_certain() -> None:
     for changed in ((1, 0), (0, 1)):
         tuner = CostModel(ARMS)

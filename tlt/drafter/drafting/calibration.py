@@ -14,12 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.speculative.strategy import Prices, Strategy
 from tlt.types import DraftTree, Verdict
 from tlt.uploads import upload
 
 DEFAULT_CONFIDENCE_THRESHOLD = 0.4
-"""A chain stops where the chance that all of it is accepted falls below this (measured:
-benchmarks/log.md)."""
+"""A chain stops where the chance that all of it is accepted falls below this, where it is not known what its
+tokens cost (measured: benchmarks/log.md)."""
+
+
+def least_chance(wanted: float | None, prices: Prices | None) -> float:
+    """Returns the chance of all of a chain below which it stops: the wanted one, or what a row costs. By that
+    the rows of a verification go to the likeliest tokens of the whole batch, until the next brings less than
+    it costs."""
+    if wanted is not None:
+        return wanted
+    return DEFAULT_CONFIDENCE_THRESHOLD if prices is None else prices.row
+
 
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
 """Borders of the bins of a candidate's raw confidence, the log-softmax of its score among all candidates."""
@@ -35,6 +46,10 @@ _REFRESH_EVERY = 256
 """Counted candidates between two refreshes of the table on the device."""
 _OBSERVED_ROWS = 8
 """Most sequences of a batch whose verdicts are counted; bounds the work on the host."""
+
+
+def _group_of(level: int) -> int:
+    return _LEVEL_GROUPS[level] if level < len(_LEVEL_GROUPS) else _NUM_LEVEL_GROUPS - 1
 
 
 def sent_to_host(values: Tensor) -> Tensor:
@@ -64,18 +79,26 @@ class Calibration:
         self.prior = prior.flatten().tolist()
         self.device = device
         self.edges = torch.tensor(_EDGES, device=device)
+        first_cells = [_group_of(level) * _NUM_RANKS * num_bins for level in range(Strategy.MAX_DEPTH)]
+        self._first_cells_D = torch.tensor(first_cells, device=device)
         self._num_new = 0
         self._refresh()
 
     def estimate(self, level: int, raw_confidence_BFW: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (cells, log P(accepted | parent accepted)) of the candidates, both [B, F, W]. B: sequences,
         F: expanded nodes, W: candidates of each, best first."""
-        group = _LEVEL_GROUPS[level] if level < len(_LEVEL_GROUPS) else _NUM_LEVEL_GROUPS - 1
         num_bins, device = len(_EDGES) + 1, raw_confidence_BFW.device
         ranks_W = torch.arange(raw_confidence_BFW.shape[-1], device=device).clamp_max_(_NUM_RANKS - 1)
         cells_BFW = torch.bucketize(raw_confidence_BFW, self.edges)
-        cells_BFW = cells_BFW + (group * _NUM_RANKS + ranks_W) * num_bins
+        cells_BFW = cells_BFW + (_group_of(level) * _NUM_RANKS + ranks_W) * num_bins
         return cells_BFW, self.table[cells_BFW]
+
+    def estimate_chain(self, raw_confidence_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (cells, log P(accepted | parent accepted)) of the only candidates of levels 0, 1, …, both
+        [B, D]."""
+        depth = raw_confidence_BD.shape[1]
+        cells_BD = torch.bucketize(raw_confidence_BD, self.edges).add_(self._first_cells_D[:depth])
+        return cells_BD, self.table[cells_BD]
 
     def note(self, tree: DraftTree, cells_BN: Tensor) -> Tensor:
         """Returns what `observe` needs of a drafted tree, [3, rows, nodes], on its way to the host.

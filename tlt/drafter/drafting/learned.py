@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.caches import make_cache
-from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
+from tlt.drafter.drafting.calibration import Calibration, TauSearch, least_chance
+from tlt.drafter.drafting.chain_survival import ChainSurvival
 from tlt.drafter.drafting.draft_cache import Levels
 from tlt.drafter.drafting.tree_selection import best_nodes, select
 from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
@@ -30,13 +31,19 @@ from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
-from tlt.speculative.strategy import Strategy
+from tlt.speculative.strategy import Prices, Strategy
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Verdict
 from tlt.uploads import upload
 
 _MAX_LOG_CHANCE = -1e-4
 """Upper bound of a candidate's log P(accepted | parent accepted): a child never outranks its parent."""
+
+_LOOKS, _MOST_LOOKED_AT = (4, 8, 16), 4
+"""Levels before which a CPU looks whether any chain goes on: a third of a level of a small model. Of more
+sequences one always does."""
+_LEAST_SAVED = 0.125
+"""The share of a batch's drafted tokens that must be unlikely for chains of different lengths."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,13 @@ class LearnedSettings:
     q alone (top-k; EAGLE-2, arXiv 2406.16858). q: the draft distribution at the sequence's temperature."""
     tau: float | None = None
     """The coupling temperature; None: tuned while running."""
-    confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD
+    confidence_threshold: float | None = None
     """A chain stops before the token with which the chance that all of it is accepted falls below this (as in
-    SpecDec++, arXiv 2405.19715). The first token is always drafted. 0: chains never stop.
+    SpecDec++, arXiv 2405.19715). None: below what its row of the verification costs (`least_chance`). The
+    first token is always drafted. 0: chains never stop.
 
-    Trees never stop, and on a GPU no chain does: the host would have to wait at every level, while a rejected
-    draft costs little, for the forward reads its weights anyway."""
+    Trees never stop, and on a GPU no chain that takes a pass per level does: the host would have to wait at
+    every level."""
     window: int = 4096
     """Positions per sequence whose features are kept. The drafter does not see what lies further back."""
     calibrate: bool = True
@@ -89,6 +97,10 @@ class _Front:
     roots_B1: Tensor
     """The last committed tokens."""
     levels: Levels
+    stops_below: float
+    """The chance below which a chain stops; 0: never."""
+    level_price: float
+    """See `Prices`."""
 
 
 class LearnedDrafter(Drafter[LearnedProposal]):
@@ -131,10 +143,11 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     def tau(self) -> float:
         return self.tau_search.tau
 
-    @property
-    def stops_below(self) -> float:
+    def stops_below(self, prices: Prices | None) -> float:
         """Returns the chance below which a chain stops (`LearnedSettings.confidence_threshold`); 0: never."""
-        return self.settings.confidence_threshold if self.model.device.type == "cpu" else 0.0
+        if self.model.device.type != "cpu" and not self.model.config.numbers_per_draft:
+            return 0.0
+        return least_chance(self.settings.confidence_threshold, prices)
 
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,7 +215,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             self.choice.look(context)
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
         levels = self.memory.begin(context, strategy, roots_B1)
-        front = _Front(context.params, strategy, noise, unwanted, roots_B1, levels)
+        stops_below = self.stops_below(context.prices)
+        level_price = 0.0 if context.prices is None else context.prices.level
+        front = _Front(context.params, strategy, noise, unwanted, roots_B1, levels, stops_below, level_price)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _depth(self, strategy: Strategy) -> int:
@@ -227,11 +242,10 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             guesses_KB = self.tau_search.guess(scaled_BTV[:, 0], noise_BV, self.model.token_ids)
         return scaled_BTV, torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau), guesses_KB
 
-    def _note(self, tree: DraftTree, cells: Sequence[Tensor], unwanted: Sequence[int]) -> Tensor | None:
-        """Returns `Calibration.note` of a tree, its cells given by level; unwanted rows do not count."""
-        if self.calibration is None or not cells:
+    def _note(self, tree: DraftTree, cells_BN: Tensor | None, unwanted: Sequence[int]) -> Tensor | None:
+        """Returns `Calibration.note` of a tree with these cells; unwanted rows do not count."""
+        if self.calibration is None or cells_BN is None:
             return None
-        cells_BN = torch.cat(list(cells), dim=1)
         if unwanted:
             cells_BN[upload(unwanted, cells_BN.device)] = Calibration.UNUSED
         return self.calibration.note(tree, cells_BN)
@@ -241,14 +255,14 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
 
     def _chain(self, front: _Front) -> LearnedProposal:
-        """Drafts the best candidate level by level, until every row's chain has stopped."""
-        tokens, cells = [front.roots_B1], []
+        """Drafts the best candidate level by level. Each row's chain ends where the chance that all of it is
+        accepted falls below `stops_below`."""
+        tokens = [front.roots_B1]
+        survival, logprobs = ChainSurvival(self.calibration, front.unwanted), list[Tensor]()
         guesses_KB: Tensor | None = None
-        survival_B = torch.zeros(len(front.roots_B1), device=self.model.device)  # in logarithms
-        if front.unwanted:
-            survival_B[upload(front.unwanted, survival_B.device)] = -torch.inf
-        likely, logprobs = [], []
         for level in range(self._depth(front.strategy)):
+            if level in _LOOKS and front.stops_below and self._is_over(front, survival):
+                break
             logits_B1V = front.levels.next(tokens[-1], None) if level else front.levels.first()
             scaled_B1V, scores_B1V, guessed_KB = self._rank(front, logits_B1V, level)
             guesses_KB = guesses_KB if level else guessed_KB
@@ -256,24 +270,27 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             tokens.append(self._token_ids(token_B1))
             if self.on_verdicts is not None:
                 logprobs.append(scaled_B1V[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
-            if self.stops_below:
-                raw_confidence_B1 = (best_B1 - scores_B1V.logsumexp(dim=-1)).float()
-                log_chance_B1 = raw_confidence_B1
-                if self.calibration is not None:
-                    cells_B1, log_chance_B1 = self.calibration.estimate(level, raw_confidence_B1)
-                    cells.append(cells_B1)
-                survival_B = survival_B + log_chance_B1[:, 0]
-                likely.append(survival_B >= math.log(self.stops_below))
-                if not likely[-1].any():
-                    break
+            if front.stops_below:
+                survival.add(scores_B1V, best_B1)
         whole = chain(torch.cat(tokens, dim=1))
-        noted_3BN = self._note(whole, cells, front.unwanted)
         logprobs_BD = torch.cat(logprobs, dim=1) if logprobs else None
-        if not likely:
-            return LearnedProposal(whole, guesses_KB, noted_3BN, logprobs_BD)
-        num_likely = torch.stack(likely).sum(0).tolist()
-        tree = chain(whole.tokens_BN, [1 + max(num, 1) for num in num_likely])
+        if not front.stops_below:
+            return LearnedProposal(whole, guesses_KB, None, logprobs_BD)
+        cells_BD, survival_BD = survival.estimate()
+        noted_3BN = self._note(whole, cells_BD, front.unwanted)
+        num_likely = (survival_BD >= math.log(front.stops_below)).sum(1).clamp_min_(1).tolist()
+        if sum(num_likely) > (1 - _LEAST_SAVED) * len(num_likely) * max(num_likely):
+            num_likely = [max(num_likely)] * len(num_likely)
+        tree = chain(whole.tokens_BN, [1 + num for num in num_likely])
         return LearnedProposal(tree, guesses_KB, noted_3BN, logprobs_BD)
+
+    def _is_over(self, front: _Front, survival: ChainSurvival) -> bool:
+        """Returns whether no chain of the batch goes on, or those that do bring less than a level costs. A
+        chain's next token is accepted at most as often as all before it."""
+        if len(front.roots_B1) > _MOST_LOOKED_AT or self.model.device.type != "cpu":
+            return False
+        chance_B = survival.estimate()[1][:, -1].exp()
+        return float((chance_B - front.stops_below).clamp_min(0.0).sum()) <= front.level_price
 
     def _branch(self, front: _Front) -> LearnedProposal:
         """Drafts a tree (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are expanded
@@ -310,5 +327,5 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             pool_size += frontier * width
         chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
         tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
-        cells = [torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)] if pool_cells else []
-        return LearnedProposal(tree, guesses_KB, self._note(tree, cells, front.unwanted))
+        cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1) if pool_cells else None
+        return LearnedProposal(tree, guesses_KB, self._note(tree, cells_BN, front.unwanted))

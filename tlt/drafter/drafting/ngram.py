@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.drafting.calibration import least_chance
 from tlt.drafter.drafting.continuations import Branch, Retrieved, branch_out, grow, match_bucket, walk
 from tlt.drafter.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
@@ -66,7 +66,7 @@ class NgramDrafter(Drafter[NgramProposal]):
         self,
         max_slots: int,
         max_tokens: int = DEFAULT_MAX_TOKENS,
-        confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
+        confidence_threshold: float | None = None,
     ) -> None:
         self.max_tokens, self.confidence_threshold = max_tokens, confidence_threshold
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
@@ -107,7 +107,8 @@ class NgramDrafter(Drafter[NgramProposal]):
         """Returns the chain that would be drafted after this text of the first slot."""
         trie, length = self._continuations(0, text, Hindsight.STRATEGY)
         retrieved = Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY))
-        num_drafted = self._num_drafted(self.survival(retrieved, Hindsight.STRATEGY.depth))
+        survival = self.survival(retrieved, Hindsight.STRATEGY.depth)
+        num_drafted = _num_drafted(survival, least_chance(self.confidence_threshold, None))
         return _Watched(len(text), retrieved, num_drafted)
 
     def admit(self, slot: int, request: Request) -> None:
@@ -189,17 +190,17 @@ class NgramDrafter(Drafter[NgramProposal]):
     ) -> NgramProposal:
         """Retrieves for unwanted rows, too: it learns from every row."""
         found = self.retrieve(context, strategy, noise)
-        return self.stop(found, [self.survival(row, strategy.depth) for row in found.retrieved])
+        stops_below = least_chance(self.confidence_threshold, context.prices)
+        return self.stop(found, [self.survival(row, strategy.depth) for row in found.retrieved], stops_below)
 
-    def stop(self, found: NgramProposal, survival: Sequence[Sequence[float]]) -> NgramProposal:
-        """Ends each chain where its survival falls below the threshold, at the root without a match."""
+    def stop(
+        self, found: NgramProposal, survival: Sequence[Sequence[float]], stops_below: float
+    ) -> NgramProposal:
+        """Ends each chain where its survival falls below a chance, at the root without a match."""
         if not found.tree.is_chain:
             return found
-        lengths = [1 + self._num_drafted(row) for row in survival]
+        lengths = [1 + _num_drafted(row, stops_below) for row in survival]
         return replace(found, tree=chain(found.tree.tokens_BN, lengths))
-
-    def _num_drafted(self, survival: Sequence[float]) -> int:
-        return sum(p >= self.confidence_threshold and p > 0 for p in survival) or int(survival[0] > 0)
 
     def retrieve(self, context: DraftContext, strategy: Strategy, noise: DraftNoise) -> NgramProposal:
         """Returns whole drafts, however unlikely to be accepted."""
@@ -248,3 +249,8 @@ class NgramDrafter(Drafter[NgramProposal]):
             values = noise.of_tokens([(row, node.depth - 1, node.token) for row, node in contested])
             for (_, node), value in zip(contested, values, strict=True):
                 node.noise = value
+
+
+def _num_drafted(survival: Sequence[float], stops_below: float) -> int:
+    """Returns the tokens of a chain that are drafted; the first always is, if there is one."""
+    return sum(p >= stops_below and p > 0 for p in survival) or int(survival[0] > 0)
