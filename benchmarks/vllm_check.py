@@ -31,8 +31,9 @@ from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterExport, export
 from tlt.cli.drafter_eval import DrafterEval, evaluate
 from tlt.cli.task import WriteProblems, write_problems
-from tlt.drafter.formats.export import FORMATS, NUM_DRAFT_TOKENS
+from tlt.drafter.formats.export import FORMATS
 from tlt.drafter.formats.folder import load_drafter, save_drafter
+from tlt.drafter.formats.layouts import NUM_DRAFT_TOKENS
 from tlt.drafter.forms import new_model
 from tlt.hf.config import load_model_config
 
