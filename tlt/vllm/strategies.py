@@ -51,19 +51,25 @@ def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
     return (asked,)
 
 
-def draft_depths(speculation: str, kinds: Sequence[str], max_draft_tokens: int) -> tuple[int, ...]:
-    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees."""
+def draft_depths(
+    speculation: str, kinds: Sequence[str], max_draft_tokens: int, block: int = Strategy.MAX_DEPTH
+) -> tuple[int, ...]:
+    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees.
+
+    block: most tokens that the drafter drafts.
+    """
     if not kinds:
         return (0,)
     if speculation == "adaptive":
-        return tuple(sorted({arm.depth for arm in default_arms(kinds, max_draft_tokens, trees=False)}))
+        most = min(max_draft_tokens, block)
+        return tuple(sorted({arm.depth for arm in default_arms(kinds, most, trees=False)}))
     strategy = Strategy.parse(speculation)
     if strategy.uses_references:
-        return 0, strategy.without_reference.depth
+        return 0, min(strategy.without_reference.depth, block)
     if strategy.width > 1 or strategy.budget > strategy.depth:
         chain = f"{strategy.depth}x1x{strategy.depth}"
         raise UserError(
             f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain} (engine tlt drafts"
             " trees)"
         )
-    return 0, strategy.depth
+    return 0, min(strategy.depth, block)
