@@ -129,7 +129,12 @@ def make_random(base: Path, head_dim: int, folder: Path) -> tuple[Path, Path]:
 
     model_path, drafter_path = folder / f"target-{head_dim}", folder / f"drafter-{head_dim}"
     generator = torch.Generator().manual_seed(head_dim)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "head_dim": head_dim}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_attention_heads": 2,
+        "head_dim": head_dim,
+    }
     made = transformers.Qwen3Config(
         vocab_size=load_model_config(base).vocab_size, num_hidden_layers=6, num_key_value_heads=1,
         max_position_embeddings=512, tie_word_embeddings=False, **sizes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -21,14 +22,16 @@ from tests.vllm.parts import BASE, assert_equal, in_vllm, make_checkpoint, own_e
 from tests.vllm.test_live import WINDOW, countdown
 from tests.vllm.test_unread import pattern
 from tlt.assembly.model import load_model
+from tlt.assembly.vllm import for_server
 from tlt.drafter.block import PackedBlock
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import BlockOptions, BlockShape, drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.models.packed import PackedTransformer
-from tlt.types import Request
+from tlt.types import Request, SamplingParams
 from tlt.vllm.inside.law import LawTable, RowLaw
+from tlt.vllm.server import Installed, Served, options
 
 pytestmark = in_vllm
 
@@ -219,3 +222,35 @@ def test_the_model_runner_of_gpus_drafts_our_blocks(own: Any, tmp_path: Path) ->
     assert_ours(live, [row for row in rows if len(row[1]) < len(tokens[row[0].problem_id])])
     expected = answers(own, [*requests.values()])
     assert tokens == {r.problem_id: (*r.prompt_ids, *r.token_ids) for r in expected.values()}
+
+
+@pytest.mark.slow
+def test_a_server_that_drafts_blocks_gives_our_own_engine_s_tokens(own: Any, tmp_path: Path) -> None:
+    """Prompts do not fit into a step, the cache is too small for all, and the tuner chooses."""
+    pytest.importorskip("openai")
+    from benchmarks.vllm_serve import asks, serving
+
+    start(BASE, tmp_path / "drafter", None)
+    drafting, facts = for_server(BASE, tmp_path / "drafter", tmp_path / "out")
+    served = Served(BASE, "m", "float32", "adaptive", ("learned",), drafting, BLOCK, facts)
+    told = [
+        word if value is None else f"{word}={value}"
+        for word, value in options(Installed((), True), served).items()
+        if word in ("--additional-config", "--speculative-config", "--scheduler-cls", "--no-async-scheduling")
+    ]
+    limits = {"max-num-seqs": 16, "max-num-batched-tokens": 64, "max-model-len": 512}
+    cramped = [f"--{key}={value}" for key, value in {**limits, "num-gpu-blocks-override": 16}.items()]
+    with serving(tmp_path, "blocks", *told, *cramped) as url, ThreadPoolExecutor(8) as pool:
+        asked = {"prompt": "[2,3,7:21]" * 8, "temperature": 1.0, "max_tokens": 80}
+        extra = {"extra_body": {"return_token_ids": True}}
+        found = [pool.submit(asks(url), seed=seed, **asked, **extra) for seed in range(16)]
+        choices = [one.result().choices[0] for one in found]
+    params = SamplingParams(1.0, max_tokens=80, stop_ids=(2,))
+    requests = [
+        Request(
+            "served", 0, tuple(choice.prompt_token_ids), dataclasses.replace(params, seed=seed), "generate"
+        )
+        for seed, choice in enumerate(choices)
+    ]
+    expected = [next(iter(own.generate([one]))).token_ids for one in requests]
+    assert [tuple(choice.token_ids) for choice in choices] == expected

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.drafter.formats.export import FORMATS, export_drafter
+from tlt.drafter.formats.export import export_drafter
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.model import PackedDrafter, draft_token_ids
 from tlt.drafter.shape import DrafterShape
 from tlt.models.packed import HEAD
 from tlt.speculative.protocol import Drafting
-from tlt.types import UserError
+from tlt.vllm.strategies import check_form
 
 Push = Callable[[Mapping[str, Tensor]], None]
 
@@ -79,12 +79,7 @@ def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> dict
     """Writes the drafter as vLLM loads it; returns its part of vLLM's speculative_config, with the length of
     a block drafter's block."""
     method = stored.config.method
-    names = [name for name, form in FORMATS.items() if form.method == method and form.engine == "vLLM"]
-    if not names:
-        raise UserError(
-            f"drafter: engine vllm does not draft with a {method} drafter under our law; give engine tlt, or "
-            "a dflash drafter"
-        )
-    export_drafter(stored, names[0], target, folder)
+    check_form(method)
+    export_drafter(stored, f"vllm-{method}", target, folder)
     length = {"num_speculative_tokens": stored.config.max_depth} if method == "dflash" else {}
     return {"method": method, "model": str(folder), **length}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tlt.drafter.shape import Method
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import default_arms
 from tlt.types import UserError
@@ -29,6 +30,15 @@ NO_REFERENCES = (
 def check_speculation(speculation: str, has_learned: bool) -> None:
     """Raises UserError for a speculation that vLLM cannot carry out."""
     draft_depths(speculation, vllm_kinds(speculation, has_learned), 1)
+
+
+def check_form(method: Method) -> None:
+    """Raises UserError for a drafter that vLLM does not draft with under our law."""
+    if method == "dspark":
+        raise UserError(
+            "drafter: engine vllm drafts with no dspark drafter under our law (vLLM has them on GPUs alone); "
+            "give a dflash drafter, or engine tlt"
+        )
 
 
 def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
