@@ -26,8 +26,9 @@ from tlt.assembly.vllm import for_server
 from tlt.drafter.block import PackedBlock
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model, pack_drafter
-from tlt.drafter.shape import BlockOptions, BlockShape, drafter_shape
+from tlt.drafter.shape import BlockOptions, BlockShape, drafter_shape, training_capture
 from tlt.hf.config import load_model_config
+from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 from tlt.types import Request, SamplingParams
 from tlt.vllm.inside.law import LawTable, RowLaw
@@ -254,3 +255,21 @@ def test_a_server_that_drafts_blocks_gives_our_own_engine_s_tokens(own: Any, tmp
     ]
     expected = [next(iter(own.generate([one]))).token_ids for one in requests]
     assert [tuple(choice.token_ids) for choice in choices] == expected
+
+
+def test_what_was_captured_is_what_the_drafter_trains_on(block: Live) -> None:
+    """The layers that it reads, and the target's features; rows of rejected drafts have been written over."""
+    if not block.engine.link.captures:
+        pytest.skip("vLLM's worker has a process of its own; run this file alone")
+    block.engine.add(countdown(4, 30))
+    ended = []
+    while not block.engine.is_idle:
+        ended += block.engine.step(captures=True)
+    capture = training_capture(block.shape, block.target.config.num_layers)
+    for finished in ended:
+        tokens = (*finished.rollout.prompt_ids, *finished.rollout.token_ids)[:-1]
+        attend = PackedCausal(block.target.config, [len(tokens)])
+        _, expected_TF = block.target.forward_capturing(
+            torch.tensor(tokens), attend.positions(), attend, capture
+        )
+        torch.testing.assert_close(finished.captured_TF, expected_TF, rtol=1e-3, atol=2e-3)
