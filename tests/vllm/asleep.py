@@ -260,7 +260,7 @@ def of_a_schedule(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], e
     return found
 
 
-def in_child(folder: Path, function: str, *arguments: Any) -> list[Found]:
+def in_child(folder: Path, function: str, *arguments: Any) -> Any:
     """Calls a function of this file in a process of its own."""
     job, out = folder / "job", folder / "found"
     job.write_bytes(pickle.dumps((function, arguments)))
@@ -268,8 +268,7 @@ def in_child(folder: Path, function: str, *arguments: Any) -> list[Found]:
     command = [sys.executable, "-c", "from tests.vllm.asleep import main; main()", str(job), str(out)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: list[Found] = pickle.loads(out.read_bytes())
-    return found
+    return pickle.loads(out.read_bytes())
 
 
 def main() -> None:
@@ -278,3 +277,31 @@ def main() -> None:
     torch.set_num_threads(1)
     function, arguments = pickle.loads(job.read_bytes())
     out.write_bytes(pickle.dumps(globals()[function](*arguments)))
+
+
+def of_blocks(requests: Sequence[Request], drafter: Path, block: int) -> tuple[Drafts, dict[str, Any]]:
+    """Returns what our engine drafts with a DFlash drafter by vLLM's scheduler, another length at every step,
+    and the tokens of each problem."""
+    settings = EngineSettings(
+        f"{block}x1x{block}",
+        engine="vllm",
+        max_batch_size=2,
+        window=max(len(r.prompt_ids) + r.params.max_tokens for r in requests),
+        kv_gib=0.05,
+        vllm=VllmSection(compile=False),
+    )
+    engine: Any = load_engine(load_model(BASE, torch.float32), settings, drafter)
+    assert engine.link.is_v2
+    runner = engine.link._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    recorder, lengths, names, tokens = Recorder(runner), random_lengths(block, 3), dict[str, str](), {}
+    engine.tuner = None
+    with recorder.recording():
+        engine.add(requests)
+        while not engine.is_idle:
+            names |= {engine.link._internal_ids[n]: s.request.problem_id for n, s in engine._running.items()}
+            engine.link.draft(next(lengths))
+            for finished in engine.step():
+                rollout = finished.rollout
+                tokens[rollout.problem_id] = (*rollout.prompt_ids, *rollout.token_ids)
+    engine.link.close()
+    return recorder.found({}, names.__getitem__).drafts, tokens

@@ -62,6 +62,18 @@ REPLACED = {
             "sampling_metadata",
         ],
     },
+    "model_executor/models/qwen3_dflash.py": {
+        "DFlashQwen3Model._normalize_context_k": ["self", "all_k"],
+        "DFlashQwen3Model._build_fused_kv_buffers": ["self"],
+        "DFlashQwen3ForCausalLM._read_mask_embedding": ["self"],
+        "DFlashQwen3ForCausalLM.precompute_and_store_context_kv": [
+            "self",
+            "context_states",
+            "context_positions",
+            "context_slot_mapping",
+        ],
+        "DFlashQwen3ForCausalLM.combine_hidden_states": ["self", "hidden_states"],
+    },
     "v1/worker/gpu/sample/logits_processor/interface.py": {
         "LogitsProcessor.add_request": ["self", "req_idx", "sampling_params"],
         "LogitsProcessor.apply_staged_writes": ["self"],
@@ -146,6 +158,13 @@ READ = {
         "self.supports_mm_inputs",
         "self.max_num_tokens",
         "self.block_size",
+    ],
+    "model_executor/models/qwen3_dflash.py": [
+        "self._k_norm_weights",
+        "self._rms_norm_eps",
+        "self._fused_kv_weight",
+        "self._hidden_norm_weight",
+        "[a.qkv_proj.weight[a.q_size :] for a in layers_attn]",
     ],
     "v1/worker/gpu_model_runner.py": [
         "self.rejection_sampler",

@@ -16,14 +16,15 @@ from tlt.assembly.model import open_model
 from tlt.config.rollout import may_use_references
 from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.drafter.drafting.references import References
-from tlt.drafter.formats.export import Target
 from tlt.drafter.formats.folder import ARCHITECTURE, StoredDrafter, load_drafter
+from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import pack_drafter
 from tlt.engine.sequence import Decode
 from tlt.hf.files import read_json
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
 from tlt.spans import Span
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.step_costs import UNKNOWN, CostPrior
 from tlt.tuning.tuner import Abilities, make_tuner
 from tlt.types import UserError
@@ -95,8 +96,12 @@ def build_vllm(
     """
     kinds, references = vllm_kinds(plan.speculation, learned is not None), plan.used_references
     settings, dtype = plan.settings, plan.settings.dtype
-    depths = draft_depths(plan.speculation, kinds, settings.section.max_draft_tokens)
     drafts_by = learned if kinds == ("learned",) else None
+    block = Strategy.MAX_DEPTH if drafts_by is None else drafts_by.stored.config.max_depth
+    depths = draft_depths(plan.speculation, kinds, settings.section.max_draft_tokens, block)
+    is_dflash = drafts_by is not None and drafts_by.stored.config.method == "dflash"
+    if is_dflash and plan.trains and settings.way == "ipc":
+        raise UserError("vllm.transfer: ipc does not bring weights to a dflash drafter; give host")
     with tempfile.TemporaryDirectory(prefix="tlt-drafter-") as folder:
         drafting: Mapping[str, Any] | None = None
         if drafts_by is not None:

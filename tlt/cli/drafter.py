@@ -125,15 +125,27 @@ class DrafterExport(Options):
     drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
     """Drafter of TLT or of another trainer: a folder, or OWNER/NAME on the hub."""
     target: Annotated[Path, Written("MODEL")]
-    """The model that it drafts for: a folder, or OWNER/NAME on the hub. EAGLE-3 drafters take rows of its
-    head along."""
+    """The model that it drafts for: a folder, or OWNER/NAME on the hub. Some formats take rows of its head
+    along."""
     to: Annotated[Path, Written("DIR")]
     """Folder to write; must not exist yet."""
-    format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
-    """Format to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
+    format: Literal[
+        "vllm-eagle",
+        "vllm-eagle3",
+        "sglang-eagle3",
+        "speculators",
+        "vllm-dflash",
+        "sglang-dflash",
+        "speculators-dflash",
+        "speculators-dspark",
+        "deepspec-dspark",
+    ]
+    """Format to write: vllm-eagle for eagle and hass drafters; vllm-eagle3, sglang-eagle3 or speculators for
+    eagle3 drafters; for dflash and dspark drafters one that ends in their name."""
     draft_vocab: DraftVocabOption = "auto"
-    """Tokens that an eagle3 drafter may propose. A number N: the N most frequent tokens. full: all tokens.
-    auto: all, or fewer where the drafter's head takes a tenth of a forward or more."""
+    """Tokens that the drafter may propose, where the format has a head of the drafter's own. A number N: the
+    N most frequent tokens. full: all tokens. auto: all, or fewer where the drafter's head takes a tenth of a
+    forward or more."""
     responses: File = None
     """JSONL of responses whose tokens are counted to find the most frequent ones; by default the counts in
     the drafter's folder."""
@@ -233,14 +245,15 @@ def export(options: DrafterExport) -> Record:
     with show_busy():
         from tlt.drafter.formats.export import (
             FORMATS,
-            Target,
             check_format,
             export_drafter,
             lacks_counts,
             mismatch,
+            unequal_key_norms,
             with_vocabulary,
         )
         from tlt.drafter.formats.folder import load_drafter
+        from tlt.drafter.formats.layouts import Target
         from tlt.drafter.vocabulary import count_tokens
         from tlt.hf.config import config_to_hf, load_model_config
         from tlt.hf.weights import content_hash, load_tensors
@@ -252,16 +265,18 @@ def export(options: DrafterExport) -> Record:
         token_ids = (token for rollout in _read(options.responses, config) for token in rollout.token_ids)
         drafter = replace(drafter, counts_V=count_tokens(token_ids, config.vocab_size))
     check_format(drafter, options.format)
-    lack = lacks_counts(drafter, options.draft_vocab, config) if options.draft_vocab == "auto" else None
-    drafter = with_vocabulary(drafter, options.draft_vocab, config)
+    name, wanted = options.format, options.draft_vocab
+    lack = lacks_counts(drafter, name, wanted, config) if wanted == "auto" else None
+    drafter = with_vocabulary(drafter, name, wanted, config)
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
-    head_VE = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    target = Target(str(options.target), architecture, head_VE, content_hash(tensors))
-    for warning in filter(None, (lack, mismatch(drafter, target))):
+    embedding_VE = tensors["model.embed_tokens.weight"]
+    head_VE = tensors.get("lm_head.weight", embedding_VE)
+    target = Target(str(options.target), architecture, head_VE, content_hash(tensors), embedding_VE)
+    for warning in filter(None, (lack, mismatch(drafter, target), unequal_key_norms(drafter, name))):
         print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
-    export_drafter(drafter, options.format, target, options.to)
-    engine, size = FORMATS[options.format].engine, drafter.config.draft_vocab_size
-    return {"format": options.format, "engine": engine, "draft_vocab": size, "out": str(options.to)}
+    export_drafter(drafter, name, target, options.to)
+    engine, size = FORMATS[name].engine, drafter.config.draft_vocab_size
+    return {"format": name, "engine": engine, "draft_vocab": size, "out": str(options.to)}
 
 
 # ── summaries for people ────────────────────────────────────────────────────────────────────────────────────

@@ -11,13 +11,24 @@ from typing import Any
 
 from tlt import __version__
 from tlt.config.schema import Config
-from tlt.drafter.formats.export import FORMATS, NUM_DRAFT_TOKENS
+from tlt.drafter.formats.export import FORMATS
+from tlt.drafter.formats.folder import ARCHITECTURE
+from tlt.drafter.formats.layouts import NUM_DRAFT_TOKENS
+from tlt.drafter.shape import Method
 from tlt.io.hub import Repository
 from tlt.io.hub_upload import CARD, read_card
 from tlt.report.outcome import Gain, written_p_value
 from tlt.report.record import read_metrics
 from tlt.training.evaluations import Evaluations, is_judged_by_reward
 from tlt.types import UserError
+
+_VLLM_FORMAT: Mapping[Method, str] = {
+    "eagle": "vllm-eagle",
+    "eagle3": "vllm-eagle3",
+    "dflash": "vllm-dflash",
+    "dspark": "deepspec-dspark",
+}
+"""The format that vLLM loads, by the drafter's form. Those of EAGLE and DFlash are ours."""
 
 _TLT = "[TLT](https://arxiv.org/abs/2511.16665)"
 
@@ -109,12 +120,13 @@ def policy_card(run: FinishedRun, name: str, drafter: str | None, licence: str |
 def drafter_card(run: FinishedRun, name: str, drafter: str, licence: str | None) -> str:
     """Returns the drafter's card. For the arguments see `policy_card`."""
     about = run.about_drafter
-    head = _front_matter(base_model=name, license=licence, tags=["tlt", "speculative-decoding", "eagle"])
+    family = "eagle" if "Eagle" in about["architectures"][0] else _method(about)
+    head = _front_matter(base_model=name, license=licence, tags=["tlt", "speculative-decoding", family])
     trained: Mapping[str, Any] = about.get("tlt") or {}
     acceptance = trained.get("acceptance")
     rows = {
         "drafts for": f"[{name}](https://huggingface.co/{name})",
-        "form": f"{about['architectures'][0]}, one decoder layer",
+        "form": f"{about['architectures'][0]}, {about['num_hidden_layers']} decoder layer(s)",
         "trained in the run": "yes, in idle time" if run.config.drafter.train else "no",
         "acceptance measured last": None if acceptance is None else f"{acceptance:.1%}",
     }
@@ -127,13 +139,20 @@ def _how_to_draft(run: FinishedRun, name: str, drafter: str) -> str:
     """Returns the commands that use the drafter in TLT and in vLLM."""
     options = f"--drafter {drafter} --speculation adaptive"
     here = f"tlt generate {name} --prompts prompts.jsonl --out responses.jsonl {options}"
-    is_eagle = run.about_drafter["architectures"][0].startswith("Eagle")
-    method, folder = ("eagle", drafter) if is_eagle else ("eagle3", "exported")
-    serve = FORMATS[f"vllm-{method}"].launch.format(
-        target=name, method=method, folder=folder, k=NUM_DRAFT_TOKENS, nodes=NUM_DRAFT_TOKENS + 1
-    )
-    export = f"tlt drafter export {drafter} --target {name} --format vllm-eagle3 --to {folder}"
-    return _code("bash", here, *([] if is_eagle else [export]), serve)
+    method = _method(run.about_drafter)
+    form = _VLLM_FORMAT[method]
+    is_exported = method in ("eagle3", "dspark")
+    num = int(run.about_drafter.get("block_size", NUM_DRAFT_TOKENS)) - (method == "dflash")
+    folder = "exported" if is_exported else drafter
+    serve = FORMATS[form].launch.format(target=name, method=method, folder=folder, k=num, nodes=num + 1)
+    export = f"tlt drafter export {drafter} --target {name} --format {form} --to {folder}"
+    return _code("bash", here, *([export] if is_exported else []), serve)
+
+
+def _method(about: Mapping[str, Any]) -> Method:
+    """Returns the form of the drafter that a config.json describes."""
+    (method,) = (one for one, name in ARCHITECTURE.items() if name == about["architectures"][0])
+    return method
 
 
 def _origin(run: FinishedRun, data: str | None) -> dict[str, str | None]:

@@ -56,6 +56,7 @@ from tlt.training.loop import describe_run, main
 from tlt.training.problems import chat_format, describe_overlap, load_problems
 from tlt.types import UserError
 from tlt.vllm.preflight import check_vllm
+from tlt.vllm.strategies import check_form, vllm_kinds
 
 WAIT_SECONDS = 0.1
 """Between two questions of a rank whether the leader has read the configuration."""
@@ -237,6 +238,8 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
         check_wanted(config.drafter.vocabulary, stored.config)
+        if config.rollout.engine == "vllm" and vllm_kinds(config.rollout.speculation, True) == ("learned",):
+            check_form(stored.config.method)
     problems = load_problems(config, "train")
     held_out = load_problems(config, "test") if config.evaluation.num_problems else []
     check_max_tokens(

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from tlt.drafter.formats.export import FORMATS, Target, export_drafter
+from tlt.drafter.formats.export import export_drafter
 from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.formats.layouts import Target
 from tlt.drafter.model import PackedDrafter, draft_token_ids
 from tlt.drafter.shape import DrafterShape
 from tlt.models.packed import HEAD
 from tlt.speculative.protocol import Drafting
-from tlt.types import UserError
+from tlt.vllm.strategies import check_form
 
 Push = Callable[[Mapping[str, Tensor]], None]
 
@@ -37,7 +39,8 @@ class VllmDrafter(Drafting):
         """
         self.model, self.push = model, push
         shape = stored.config
-        self._head = head if shape.method == "eagle3" and not shape.owns_head else None
+        has_rows = shape.method == "eagle3" or shape.is_reduced
+        self._head = head if has_rows and not shape.owns_head else None
         self._token_ids = draft_token_ids(stored.tensors["d2t"]) if self._head and shape.is_reduced else None
         self._rows: Tensor | None = None
 
@@ -72,11 +75,11 @@ class VllmDrafter(Drafting):
             self._rows = None
 
 
-def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> dict[str, str]:
-    """Writes the drafter as vLLM loads it; returns its part of vLLM's speculative_config."""
+def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> dict[str, Any]:
+    """Writes the drafter as vLLM loads it; returns its part of vLLM's speculative_config, with the length of
+    a block drafter's block."""
     method = stored.config.method
-    names = [name for name, form in FORMATS.items() if form.method == method and form.engine == "vLLM"]
-    if not names:
-        raise UserError(f"drafter: engine vllm has no drafter of form {method} yet; give engine tlt")
-    export_drafter(stored, names[0], target, folder)
-    return {"method": method, "model": str(folder)}
+    check_form(method)
+    export_drafter(stored, f"vllm-{method}", target, folder)
+    length = {"num_speculative_tokens": stored.config.max_depth} if method == "dflash" else {}
+    return {"method": method, "model": str(folder), **length}

@@ -53,7 +53,7 @@ class Served:
     kinds: tuple[str, ...] = ()
     """The kind of drafter (`vllm_kinds`); (): vLLM drafts nothing."""
     drafter: Mapping[str, Any] | None = None
-    """The drafter's part of vLLM's speculative_config, without a length; None: no speculation."""
+    """As in VllmSettings."""
     max_draft_tokens: int = 8
     """Most tokens of a draft that the tuner may choose."""
     facts: TunerFacts = field(default_factory=TunerFacts)
@@ -149,9 +149,11 @@ def options(installed: Installed, served: Served) -> dict[str, str | None]:
     if served.template_variables:
         found["--default-chat-template-kwargs"] = json.dumps(dict(served.template_variables))
     if served.drafter is not None:
-        depths = draft_depths(served.speculation, served.kinds, served.max_draft_tokens)
-        fixed = {**served.drafter, "num_speculative_tokens": depths[-1]}
-        drafting = speculative_config(served.drafter, depths) if is_adaptive else fixed
+        block = served.drafter.get("num_speculative_tokens", Strategy.MAX_DEPTH)
+        depths = draft_depths(served.speculation, served.kinds, served.max_draft_tokens, block)
+        drafting: Mapping[str, Any] | None = {**served.drafter, "num_speculative_tokens": depths[-1]}
+        if is_adaptive or served.drafter.get("num_speculative_tokens", 0) > depths[-1]:
+            drafting = speculative_config(served.drafter, depths if is_adaptive else depths[-1:])
         found["--speculative-config"] = json.dumps(drafting)
     if is_adaptive:
         found |= {"--scheduler-cls": TUNED, "--no-async-scheduling": None}

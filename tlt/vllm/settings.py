@@ -34,7 +34,8 @@ class VllmSettings:
     section: VllmSection = field(default_factory=VllmSection)
     """The user's settings of vLLM."""
     drafter: Mapping[str, Any] | None = None
-    """The drafter's part of vLLM's speculative_config, without a length; None: no speculation."""
+    """The drafter's part of vLLM's speculative_config, with a length where it drafts blocks; None: no
+    speculation."""
     depths: tuple[int, ...] = (0,)
     """Draft lengths that may be chosen, rising from 0."""
     tau: float = DEFAULT_TAU
@@ -66,12 +67,12 @@ def speculative_config(drafter: Mapping[str, Any] | None, depths: Sequence[int])
 
     It names every draft length that may be chosen, so that vLLM captures graphs for it. vLLM takes lengths by
     batch size; scheduler.py overwrites these. The smallest length that vLLM allows is 1, also where nothing
-    drafts; given drafts (given.py) may be longer than all.
+    drafts; given drafts (given.py) may be longer than all. A block is always drafted whole (runner_v1.py).
     """
     if drafter is None:
         return None
     return {
         **drafter,
-        "num_speculative_tokens": max(depths[-1], 1),
+        "num_speculative_tokens": max(depths[-1], 1, drafter.get("num_speculative_tokens", 0)),
         "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(depths, start=1)],
     }

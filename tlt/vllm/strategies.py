@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tlt.drafter.shape import Method
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import default_arms
 from tlt.types import UserError
@@ -31,6 +32,15 @@ def check_speculation(speculation: str, has_learned: bool) -> None:
     draft_depths(speculation, vllm_kinds(speculation, has_learned), 1)
 
 
+def check_form(method: Method) -> None:
+    """Raises UserError for a drafter that vLLM does not draft with under our law."""
+    if method == "dspark":
+        raise UserError(
+            "drafter: engine vllm drafts with no dspark drafter under our law (vLLM has them on GPUs alone); "
+            "give a dflash drafter, or engine tlt"
+        )
+
+
 def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
     """Returns the kind of drafter that vLLM is started with, one at most; (): vLLM itself drafts nothing."""
     if speculation == "off":
@@ -51,19 +61,25 @@ def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
     return (asked,)
 
 
-def draft_depths(speculation: str, kinds: Sequence[str], max_draft_tokens: int) -> tuple[int, ...]:
-    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees."""
+def draft_depths(
+    speculation: str, kinds: Sequence[str], max_draft_tokens: int, block: int = Strategy.MAX_DEPTH
+) -> tuple[int, ...]:
+    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees.
+
+    block: most tokens that the drafter drafts.
+    """
     if not kinds:
         return (0,)
     if speculation == "adaptive":
-        return tuple(sorted({arm.depth for arm in default_arms(kinds, max_draft_tokens, trees=False)}))
+        most = min(max_draft_tokens, block)
+        return tuple(sorted({arm.depth for arm in default_arms(kinds, most, trees=False)}))
     strategy = Strategy.parse(speculation)
     if strategy.uses_references:
-        return 0, strategy.without_reference.depth
+        return 0, min(strategy.without_reference.depth, block)
     if strategy.width > 1 or strategy.budget > strategy.depth:
         chain = f"{strategy.depth}x1x{strategy.depth}"
         raise UserError(
             f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain} (engine tlt drafts"
             " trees)"
         )
-    return 0, strategy.depth
+    return 0, min(strategy.depth, block)

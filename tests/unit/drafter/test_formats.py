@@ -24,8 +24,9 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
 from tlt.assembly.engine import EngineSettings, _make_tuner
-from tlt.drafter.formats.export import FORMATS, Target, export_drafter
+from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
+from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import Method, drafter_shape
 from tlt.hf.config import load_model_config
@@ -44,11 +45,12 @@ ABOUT = {"policy_hash": "abc123", "policy_step": 30, "preset": "eagle3"}
 
 
 def make_drafter(target: ModelConfig, method: Method, vocab: int | None = None) -> StoredDrafter:
+    about = ABOUT if method == "eagle3" else ABOUT | {"preset": method}
     model = new_model(drafter_shape(target, method, vocab)).bfloat16().initialize(1)
     if model.config.is_reduced:
         model.set_vocabulary(torch.arange(1, 2 * model.config.draft_vocab_size, 2) % target.vocab_size)
     return StoredDrafter(
-        model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}, ABOUT
+        model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}, about
     )
 
 
@@ -61,12 +63,13 @@ def target_tensors(target: ModelConfig) -> dict[str, Tensor]:
 def export(path: Path, name: str, target: ModelConfig = DEEP, vocab: int | None = None) -> StoredDrafter:
     drafter = make_drafter(target, FORMATS[name].method, vocab)
     head_VE = target_tensors(target)["model.embed_tokens.weight"]
-    export_drafter(drafter, name, Target("org/model", "LlamaForCausalLM", head_VE), path)
+    described = Target("org/model", "LlamaForCausalLM", head_VE, embedding_VE=head_VE)
+    export_drafter(drafter, name, described, path)
     return drafter
 
 
 def small_vocabulary(name: str, target: ModelConfig) -> int | None:
-    return None if FORMATS[name].method == "eagle" else target.vocab_size // 3
+    return target.vocab_size // 3 if FORMATS[name].has_head else None
 
 
 # ── what engines expect ─────────────────────────────────────────────────────────────────────────────────────
@@ -111,7 +114,7 @@ def test_an_export_fills_every_parameter_of_the_engine_and_says_what_it_reads(
         assert found == value, place
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.method == "eagle3"])
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.has_head])
 def test_a_vocabulary_map_is_written_only_for_a_smaller_vocabulary(tmp_path: Path, name: str) -> None:
     export(tmp_path / "whole", name)
     export(tmp_path / "part", name, vocab=20)
@@ -131,6 +134,11 @@ def test_the_readme_says_how_to_serve_it_and_whose_drafter_it_is(tmp_path: Path,
         "vllm-eagle3": '"method": "eagle3"',
         "sglang-eagle3": "--speculative-algorithm EAGLE3",
         "speculators": "vllm serve out",
+        "vllm-dflash": '"method": "dflash", "model": "out", "num_speculative_tokens": 7',
+        "sglang-dflash": "--speculative-algorithm DFLASH",
+        "speculators-dflash": "vllm serve out",
+        "speculators-dspark": "vllm serve out",
+        "deepspec-dspark": '"method": "dspark"',
     }
     assert all(part in text for part in (launch[name], "abc123", "org/model"))
 
@@ -167,7 +175,7 @@ def test_an_export_is_read_back_as_the_drafter_it_was(tmp_path: Path, name: str,
     drafter = export(tmp_path / "out", name, vocab=small_vocabulary(name, DEEP) if reduced else None)
     found = load_drafter(tmp_path / "out", DEEP, target_tensors(DEEP))
     assert found.config == drafter.config
-    assert found.about == ABOUT
+    assert found.about == drafter.about
     assert found.tensors.keys() == drafter.tensors.keys()
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in drafter.tensors.items())
 

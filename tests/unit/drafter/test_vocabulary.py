@@ -30,8 +30,9 @@ from tests.unit.drafter.parts import (
 from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.assembly.cost_prior import cost_prior
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
-from tlt.drafter.formats.export import Target, export_drafter, lacks_counts, with_vocabulary
+from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import COUNTS, StoredDrafter, load_drafter, save_drafter
+from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.growth import grow_drafter
 from tlt.drafter.measure import Measurement, check_arrival
@@ -490,7 +491,7 @@ def frequent() -> Tensor:
 def test_an_export_carries_the_rows_of_the_tokens_that_pay(
     tmp_path: Path, name: str, wanted: DraftVocab, size: int
 ) -> None:
-    drafter = with_vocabulary(stored("eagle3", frequent()), wanted, LARGE)
+    drafter = with_vocabulary(stored("eagle3", frequent()), name, wanted, LARGE)
     head_VE = torch.randn(LARGE.vocab_size, LARGE.hidden_size, generator=torch.Generator().manual_seed(1))
     export_drafter(drafter, name, Target("org/model", "LlamaForCausalLM", head_VE), tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -507,16 +508,16 @@ def test_an_export_carries_the_rows_of_the_tokens_that_pay(
 
 
 def test_an_export_without_counts_stays_whole_and_a_size_it_cannot_have_is_refused() -> None:
-    assert not with_vocabulary(stored("eagle3", None), "auto", LARGE).config.is_reduced
-    assert "give --responses" in str(lacks_counts(stored("eagle3", None), "auto", LARGE))
-    for drafter, wanted in (
-        (stored("eagle3", frequent()), "auto"),
-        (stored("eagle3", None), "full"),
-        (stored("eagle", None), "auto"),
+    assert not with_vocabulary(stored("eagle3", None), "vllm-eagle3", "auto", LARGE).config.is_reduced
+    assert "give --responses" in str(lacks_counts(stored("eagle3", None), "speculators", "auto", LARGE))
+    for drafter, name, wanted in (
+        (stored("eagle3", frequent()), "vllm-eagle3", "auto"),
+        (stored("eagle3", None), "vllm-eagle3", "full"),
+        (stored("eagle", None), "vllm-eagle", "auto"),
     ):
-        assert lacks_counts(drafter, wanted, LARGE) is None
-    assert not with_vocabulary(stored("eagle", frequent()), "auto", LARGE).config.is_reduced
+        assert lacks_counts(drafter, name, wanted, LARGE) is None
+    assert not with_vocabulary(stored("eagle", frequent()), "vllm-eagle", "auto", LARGE).config.is_reduced
     with pytest.raises(UserError, match=r"--draft-vocab: 300 needs counts of tokens.*give --responses"):
-        with_vocabulary(stored("eagle3", None), 300, LARGE)
+        with_vocabulary(stored("eagle3", None), "vllm-eagle3", 300, LARGE)
     with pytest.raises(UserError, match=r"--draft-vocab: 300 has no place in vllm-eagle"):
-        with_vocabulary(stored("eagle", frequent()), 300, LARGE)
+        with_vocabulary(stored("eagle", frequent()), "vllm-eagle", 300, LARGE)

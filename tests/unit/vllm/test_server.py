@@ -161,3 +161,25 @@ def test_an_environment_tells_what_it_has() -> None:
     facts = server._ask(sys.executable)
     assert facts == environment.read_facts()
     assert facts.keys() == HERE.keys()
+
+
+def test_a_block_is_drafted_whole_whatever_is_verified_of_it() -> None:
+    """vLLM would ask a DFlash drafter for as many slots as are verified; it was trained with all of them."""
+    dflash = {"method": "dflash", "model": "d", "num_speculative_tokens": 7}
+
+    def drafting(speculation: str, most: int = 8) -> Any:
+        served = Served(Path("m"), "n", "auto", speculation, ("learned",), dflash, most)
+        return json.loads(value(command(GPU, served), "--speculative-config"))
+
+    whole = drafting("9x1x9")  # deeper than the block
+    assert whole == dflash
+    short = drafting("3x1x3")
+    assert (short["num_speculative_tokens"], short["num_speculative_tokens_per_batch_size"]) == (
+        7,
+        [[1, 1, 3]],
+    )
+    adaptive = drafting("adaptive")
+    assert adaptive["num_speculative_tokens"] == 7
+    depths = [depth for _, _, depth in adaptive["num_speculative_tokens_per_batch_size"]]
+    assert depths[0] == 0 < depths[-1] <= 7
+    assert max(depth for *_, depth in drafting("adaptive", 2)["num_speculative_tokens_per_batch_size"]) == 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.formats.block_folder import BLOCK_ARCHITECTURE, block_from_hf, block_to_hf
-from tlt.drafter.formats.foreign import drop_repeated, read_folder
+from tlt.drafter.formats.foreign import BLOCK_ARCHITECTURES, drop_repeated, read_folder
 from tlt.drafter.forms import find_misfit
 from tlt.drafter.model import DraftModel
 from tlt.drafter.shape import BlockShape, DrafterShape, Method, drafter_shape
@@ -145,12 +145,12 @@ def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
     """Returns a drafter's shape from config.json alone, without a head or bias that the tensors might add."""
     described = read_json(path / "config.json")
     found = described.get("architectures")
+    if found and found[0] in BLOCK_ARCHITECTURES:
+        return block_from_hf(path, described, target)
     methods = [method for method, name in ARCHITECTURE.items() if found and found[0] == name]
     if not methods:
         known = ", ".join(ARCHITECTURE.values())
         raise UserError(f"{path / 'config.json'}: architectures is {found}; known are {known}")
-    if methods[0] in BLOCK_ARCHITECTURE:
-        return block_from_hf(path, {**described, "method": methods[0]}, target)
     shape = drafter_shape(target, methods[0], described.get("draft_vocab_size"))
     return dataclasses.replace(
         shape, capture=tuple(described.get("eagle_aux_hidden_state_layer_ids") or shape.capture)

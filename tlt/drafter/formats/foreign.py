@@ -6,6 +6,8 @@ names. A drafter that we would compute differently is refused, and no tensor is 
     SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer.,
                         layer ids under eagle_config, one less than vLLM's
     speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config
+
+Block drafters have the same tensors everywhere; block_folder.py reads their three forms of config.json.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from tlt.drafter.formats.block_folder import block_method
 from tlt.drafter.model import draft_token_ids
 from tlt.drafter.shape import Method
 from tlt.hf.files import read_json
@@ -31,12 +34,22 @@ METHOD_BY_ARCHITECTURE: Mapping[str, Method | None] = {
     "Eagle3LlamaForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
-    "DFlashDraftModel": "dflash",
-    "Qwen3DSparkModel": "dspark",
     "LlamaForCausalLM": None,
 }
-"""The form of a drafter by the architecture in its config.json; None: the names of its tensors determine
-it."""
+"""The form of an EAGLE drafter by the architecture in its config.json; None: the names of its tensors
+determine it."""
+
+BLOCK_ARCHITECTURES = (
+    "DFlashDraftModel",
+    "Qwen3DSparkModel",
+    "DFlashSpeculator",
+    "DSparkSpeculator",
+    "DSparkDraftModel",
+)
+"""The architectures of block drafters. Their form is the anchor's (`block_method`)."""
+
+TRAINERS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors of the target that speculators' trainer may leave in a folder, and no engine reads."""
 
 OTHER_COMPUTATIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
 """Keys of config.json that, if true, change what a drafter computes."""
@@ -75,8 +88,10 @@ def _method(path: Path, described: Mapping[str, Any], stored: Mapping[str, Tenso
     """Returns the form of the drafter. UserError if its architecture is unknown."""
     found = described.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else None
+    if name in BLOCK_ARCHITECTURES:
+        return block_method(described)
     if not isinstance(name, str) or name not in METHOD_BY_ARCHITECTURE:
-        known = ", ".join(METHOD_BY_ARCHITECTURE)
+        known = ", ".join((*METHOD_BY_ARCHITECTURE, *BLOCK_ARCHITECTURES))
         raise UserError(f"drafter {path}: architectures is {found}; only {known} can be loaded")
     is_eagle3 = any(key.endswith("hidden_norm.weight") for key in stored)
     return METHOD_BY_ARCHITECTURE[name] or ("eagle3" if is_eagle3 else "eagle")
@@ -87,6 +102,11 @@ def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[s
     ids, which count layer inputs; SGLang's, under eagle_config, count outputs. UserError for a drafter
     that we would compute differently."""
     if method in ("dflash", "dspark"):
+        if (path / "mask_embedding.pt").is_file():
+            raise UserError(
+                f"drafter {path}: mask_embedding.pt gives the masks an embedding of their own, which is not "
+                "computed here; use a drafter that takes the target's"
+            )
         return {**described, "method": method}
     nested = described.get("eagle_config") or {}
     flat: dict[str, Any] = {**(described.get("transformer_layer_config") or {}), **described}
@@ -123,7 +143,7 @@ def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[st
                 name = layer + name.removeprefix(prefix)
         if name in tensors:
             raise UserError(f"drafter {path}: tensor {given} is there under two names; remove one of them")
-        if not name.endswith("rotary_emb.inv_freq"):
+        if not name.endswith("rotary_emb.inv_freq") and name not in TRAINERS_OWN:
             tensors[name] = tensor
     return tensors
 

@@ -16,8 +16,10 @@ from tlt.vllm.inside.unread import Rows, Unread, UnreadPositions, features, why_
 
 def why_awake_v1(runner: Any) -> str | None:
     """Returns why the drafter may miss no step; None: it may."""
+    # a block's positions are its own input, beside the target's
+    is_longer = runner.drafter.needs_extra_input_slots and runner.speculative_config.method != "dflash"
     own = {
-        "it reads more positions than the target": runner.drafter.needs_extra_input_slots,
+        "it reads more positions than the target": is_longer,
         "it reads images, too": runner.drafter.supports_mm_inputs,
     }
     return why_awake(runner.vllm_config, own)

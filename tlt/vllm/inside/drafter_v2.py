@@ -28,6 +28,7 @@ def why_awake_v2(runner: Any) -> str | None:
     """Returns why the drafter may miss no step; None: it may."""
     config, speculator = runner.vllm_config.parallel_config, runner.speculator
     own = {
+        "it drafts blocks": speculator.method == "dflash",
         "it reads images, too": speculator.supports_mm_inputs,
         "adaptive verification chooses drafts on the device": speculator.enable_adaptive_verification,
         "other ranks wait for its passes": config.pipeline_parallel_size > 1 or config.enable_eplb,

@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from tlt.types import UserError
-from tlt.vllm.inside import drafter_v1, runner_v1
+from tlt.vllm.inside import block_v1, drafter_v1, runner_v1
+from tlt.vllm.inside.block_weights import mend_key_norms
 from tlt.vllm.inside.capture import FeatureCapture
 from tlt.vllm.inside.law import DEFAULT_TAU, LawTable
 from tlt.vllm.inside.served import check_params, check_server, law_config, seed_of
@@ -112,14 +113,19 @@ def _load_model(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 def _install(runner: Any, given: dict[str, Any]) -> Installed:
     """Installs the law in a runner that has loaded its model."""
     tau, drafts = float(given.get("tau", DEFAULT_TAU)), runner.vllm_config.speculative_config
-    reads_hidden = drafts is not None and drafts.method in ("eagle", "eagle3")
-    if runner.vllm_config.use_v2_model_runner:
+    reads_hidden = drafts is not None and drafts.method in ("eagle", "eagle3", "dflash")
+    is_dflash, is_v2 = drafts is not None and drafts.use_dflash(), runner.vllm_config.use_v2_model_runner
+    if is_dflash and runner.device.type == "cpu":
+        mend_key_norms((runner.speculator if is_v2 else runner.drafter).model.model)
+    if is_v2:
         from tlt.vllm.inside import drafter_v2, runner_v2
 
         table = runner_v2.install_v2(runner, tau)
         may_sleep = reads_hidden and _may_sleep(drafter_v2.why_awake_v2(runner))
         return Installed(table, None, drafter_v2.DrafterV2(runner, table).unread if may_sleep else None)
     batch = runner_v1.install_v1(runner, tau)
+    if is_dflash:
+        block_v1.BlockDrafter(runner, batch)
     may_sleep = reads_hidden and _may_sleep(drafter_v1.why_awake_v1(runner))
     unread = drafter_v1.DrafterV1(runner, batch).unread if may_sleep else None
     capture = FeatureCapture(runner, batch) if given.get("captures") else None

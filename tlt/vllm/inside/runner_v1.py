@@ -163,7 +163,7 @@ def install_v1(runner: Any, tau: float) -> Batch:
     runner.sampler = LawSampler(batch, runner.sampler)
     if runner.speculative_config is not None:
         runner.rejection_sampler = LawRejectionSampler(batch, runner.sampler, runner.rejection_sampler)
-        if runner.speculative_config.use_eagle():
+        if runner.speculative_config.use_eagle() and not runner.speculative_config.use_dflash():
             _couple(runner.drafter, batch)
         runner._input_fits_in_drafter = partial(_fits, runner, runner._input_fits_in_drafter)
     return batch
@@ -177,7 +177,13 @@ def _fits(runner: Any, fits: Callable[[Any], bool], attention: Any) -> bool:
     what they draft there.
     """
     is_as_long = runner.effective_drafter_max_model_len == runner.max_model_len
-    keeps_within = runner.speculative_config.method in ("eagle", "eagle3", "ngram", "custom_class")
+    keeps_within = runner.speculative_config.method in (
+        "eagle",
+        "eagle3",
+        "dflash",
+        "ngram",
+        "custom_class",
+    )
     return attention is not None and ((is_as_long and keeps_within) or fits(attention))
 
 

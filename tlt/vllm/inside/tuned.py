@@ -36,10 +36,11 @@ class TunedScheduler(LengthScheduler):
         config = self.vllm_config
         kind = "ngram" if "ngram" in config.speculative_config.method else "learned"
         facts = TunerFacts.of(law_config(config) or {})
+        lengths = config.speculative_config.num_speculative_tokens_per_batch_size
         tuner = make_tuner(
             "adaptive",
             (kind,),
-            max_depth=self.num_spec_tokens,
+            max_depth=max(length for *_, length in lengths),
             abilities=Abilities(trees=False, hindsight=False, limits=not config.use_v2_model_runner),
             prior=facts.prior,
             acceptance=facts.acceptance,

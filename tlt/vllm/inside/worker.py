@@ -20,6 +20,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from tlt.vllm.inside.block_weights import BlockWeights
 from tlt.vllm.inside.digest import digest_tensors
 from tlt.vllm.inside.law import Recorded
 from tlt.vllm.inside.packed import forget_experts, head_error, pack_heads
@@ -39,6 +40,8 @@ class TltWorker:
     weight_transfer_engine: Any
     _tlt_awaited: frozenset[str] = frozenset()
     """Parameters that this update has not loaded yet, by vLLM's names."""
+    _tlt_block: BlockWeights | None = None
+    """This update of a DFlash drafter; None: it is another model's."""
 
     def tlt_hear_termination(self) -> None:
         """Unblocks SIGTERM, which this process may have inherited blocked: a rank that ends terminates its
@@ -53,12 +56,16 @@ class TltWorker:
             initialize_layerwise_reload(model)
         if self.device.type == "cpu":
             forget_experts(model)
+        is_block = is_drafter and self.vllm_config.speculative_config.use_dflash()
+        self._tlt_block = BlockWeights(model) if is_block else None
 
     def tlt_part(self, is_drafter: bool, part: WeightPart) -> str:
         """Loads a part; returns the digest of the tensors that came in a file."""
         tensors = load_file(part) if isinstance(part, str) else part
         with set_current_vllm_config(self.vllm_config):
             loaded = self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
+        if self._tlt_block is not None:
+            self._tlt_block.take(tensors)
         # None: this model does not tell what it has loaded
         self._tlt_awaited -= self._tlt_awaited if loaded is None else set(loaded)
         return digest_tensors(tensors) if isinstance(part, str) else ""
@@ -67,6 +74,8 @@ class TltWorker:
         """Ends the update."""
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self._tlt_model(is_drafter), self.vllm_config.model_config)
+            if self._tlt_block is not None:
+                self._tlt_block.end()
 
     def tlt_try_shared(self, part: dict[str, Any]) -> str:
         """Returns the digest of tensors in this GPU's memory as vLLM's weight transfer reads them. Changes no
