@@ -15,7 +15,7 @@ from benchmarks.side_by_side import RandomLengths, Responses, answers, random_le
 from tests.vllm.parts import BASE, DEPTH, DRAFTER, assert_equal, in_vllm, requests_for
 from tlt.assembly.model import load_model
 from tlt.drafter.formats.folder import load_drafter
-from tlt.drafter.model import DraftModel
+from tlt.drafter.forms import new_model
 from tlt.types import Finished, Request, SamplingParams, UserError
 
 pytestmark = in_vllm
@@ -213,7 +213,7 @@ def test_a_policy_that_is_broken_is_refused_in_one_line(live: Any) -> None:
 def test_a_drafter_that_is_pushed_in_mid_rollout_changes_acceptance_and_no_token(live: Any, own: Any) -> None:
     requests, trained = countdown(8, 80), load_drafter(DRAFTER, MODEL.config).tensors
     expected = answers(own, requests)
-    spoiled = DraftModel(live.drafter.shape).initialize(9).state_dict()
+    spoiled = new_model(live.drafter.shape).initialize(9).state_dict()
     found = {}
     live.add(requests)
     lengths = []

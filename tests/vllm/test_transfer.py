@@ -16,7 +16,7 @@ from tests.vllm import pretend_gpu
 from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm, vllm_engine
 from tests.vllm.test_live import MODEL, changed_policy, countdown
 from tlt.drafter.formats.folder import load_drafter
-from tlt.drafter.model import DraftModel
+from tlt.drafter.forms import new_model
 from tlt.ranks.sharding import layer_by_layer
 from tlt.types import Request, UserError
 from tlt.vllm import link, transfer
@@ -97,7 +97,7 @@ def test_a_drafter_in_the_gpu_s_memory_is_the_one_that_drafts(
     requests: list[Request] = countdown(6, 60)
     trained, spoiled = (
         load_drafter(DRAFTER, MODEL.config).tensors,
-        DraftModel(shared.drafter.shape).initialize(9).state_dict(),
+        new_model(shared.drafter.shape).initialize(9).state_dict(),
     )
     lengths = []
     for version, tensors in enumerate((spoiled, trained), start=1):
