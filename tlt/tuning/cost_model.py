@@ -136,7 +136,7 @@ class CostModel(StrategyTuner):
         """Returns the predictions of all arms that may run, and that of the arm to run."""
         arms, size = self._candidates(batch), batch.num_running
         self._look_at_sequences(arms, batch)
-        last = replace(batch, num_running=1, num_admitted=0)
+        last = replace(batch, num_running=1, num_admitted=0, reference_drafts=())
         works = [self._work(arm, one) for one in (batch, last) for arm in arms]
         cost, last_A = self.costs.forecast(works).split(len(arms))
         expected = self.acceptance.expected(arms, size, batch.reference_drafts)

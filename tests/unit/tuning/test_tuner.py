@@ -21,6 +21,7 @@ from tlt.speculative.strategy import (
     Hindsight,
     PrefillTime,
     ReferenceDraft,
+    RunningSequence,
     StepOutcome,
     Strategy,
     StrategyTuner,
@@ -29,7 +30,7 @@ from tlt.tuning import step_costs
 from tlt.tuning.acceptance import AcceptanceModel, Curve
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.step_costs import CostPrior, StepCosts, StepWork
-from tlt.tuning.tuner import Fixed, default_arms, make_tuner
+from tlt.tuning.tuner import Abilities, Fixed, default_arms, make_tuner
 from tlt.types import UserError
 
 ALL = ("learned", "ngram", "hybrid")
@@ -399,6 +400,26 @@ def test_one_sequence_that_is_judged_in_hindsight_does_not_outweigh_what_64_have
     for _ in range(300):
         acceptance.observe_in_hindsight([Hindsight(0, 0)], 64)
     assert expected(acceptance, Hindsight.STRATEGY, 64)[0] == pytest.approx(before, rel=0.05)
+
+
+def test_a_batch_of_which_all_have_references_is_decided_for() -> None:
+    """A forecast is also made for its last sequence alone, which none of the references may be counted for."""
+    kinds = ("learned", "ahead+learned")
+    tuner = make_tuner("adaptive", kinds, abilities=Abilities(trees=False, hindsight=False))
+    assert tuner is not None
+    for size, num_references in ((6, 6), (6, 3), (2, 2), (1, 1)):
+        references = (ReferenceDraft(0.9, 5),) * num_references
+        sequences = tuple(RunningSequence(name, 50.0) for name in range(size))
+        batch = BatchState(size, 200.0, 0, 0, 0, references, num_left=50.0, sequences=sequences)
+        for _ in range(12):
+            arm = tuner.choose(batch)
+            accepted = (min(arm.depth, 3),) * size if arm.depth else ()
+            followed = tuple(i < num_references for i in range(size)) if arm.uses_references else ()
+            outcome = StepOutcome(
+                size + sum(accepted), accepted, accepted, 0.01 + 0.001 * arm.depth, followed
+            )
+            tuner.observe(arm, batch, outcome)
+        assert tuner.prices is not None
 
 
 @pytest.mark.parametrize("size", [2, 16])
