@@ -286,7 +286,8 @@ def of_blocks(requests: Sequence[Request], drafter: Path, block: int) -> tuple[D
         f"{block}x1x{block}",
         engine="vllm",
         max_batch_size=2,
-        window=max(len(r.prompt_ids) + r.params.max_tokens for r in requests),
+        # at the window's end vLLM shortens blocks
+        window=max(len(r.prompt_ids) + r.params.max_tokens for r in requests) + 2 * block,
         kv_gib=0.05,
         vllm=VllmSection(compile=False),
     )

@@ -126,7 +126,7 @@ def drafter_card(run: FinishedRun, name: str, drafter: str, licence: str | None)
     acceptance = trained.get("acceptance")
     rows = {
         "drafts for": f"[{name}](https://huggingface.co/{name})",
-        "form": f"{about['architectures'][0]}, {about['num_hidden_layers']} decoder layer(s)",
+        "form": f"{about['architectures'][0]}, {about.get('num_hidden_layers', 1)} decoder layer(s)",
         "trained in the run": "yes, in idle time" if run.config.drafter.train else "no",
         "acceptance measured last": None if acceptance is None else f"{acceptance:.1%}",
     }
