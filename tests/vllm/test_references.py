@@ -186,7 +186,7 @@ def test_the_command_takes_references_as_it_wrote_them(
         "--own-process",
         "true",
     )
-    plain = succeed(capsys, "generate", str(model), *asked, "--out", "old.jsonl")
+    plain = succeed(capsys, "generate", str(model), *asked, "--speculation", "off", "--out", "old.jsonl")
     assert plain["accept_length"] is None
     also = ("--references", "old.jsonl", "--out", "new.jsonl")
     for speculation in (("ahead:64x1x64",), ("adaptive", "--drafter", str(drafter))):
