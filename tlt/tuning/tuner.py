@@ -82,6 +82,15 @@ OURS = Abilities()
 """What our own engine offers."""
 
 
+def check_depth(strategy: Strategy, learned_depth: int) -> None:
+    """Raises UserError for a strategy that is deeper than the learned drafter's block."""
+    if strategy.depth > learned_depth:
+        raise UserError(
+            f"speculation: {strategy} drafts {strategy.depth} tokens, and the drafter's block has "
+            f"{learned_depth}; give at most that many"
+        )
+
+
 def make_tuner(
     speculation: str,
     kinds: Sequence[str],
@@ -113,11 +122,8 @@ def make_tuner(
                 f"speculation: {speculation!r} needs a drafter of kind {strategy.drafter}; there is "
                 f"{', '.join(kinds)}"
             )
-        if strategy.drafter == "learned" and strategy.depth > learned_depth:
-            raise UserError(
-                f"speculation: {speculation!r} drafts {strategy.depth} tokens, and the drafter's block has "
-                f"{learned_depth}; give at most that many"
-            )
+        if strategy.drafter == "learned":
+            check_depth(strategy, learned_depth)
         return Fixed(strategy)
     arms = default_arms(kinds, max_depth, abilities.trees, learned_depth)
     if name == "beg-mab":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tlt.drafter.shape import Method
 from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import default_arms
+from tlt.tuning.tuner import check_depth, default_arms
 from tlt.types import UserError
 
 
@@ -64,7 +64,8 @@ def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
 def draft_depths(
     speculation: str, kinds: Sequence[str], max_draft_tokens: int, block: int = Strategy.MAX_DEPTH
 ) -> tuple[int, ...]:
-    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees.
+    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees, and for drafts
+    that are longer than a block.
 
     block: most tokens that the drafter drafts.
     """
@@ -82,4 +83,5 @@ def draft_depths(
             f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain} (engine tlt drafts"
             " trees)"
         )
-    return 0, min(strategy.depth, block)
+    check_depth(strategy, block)
+    return 0, strategy.depth

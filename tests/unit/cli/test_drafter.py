@@ -129,7 +129,7 @@ def test_a_trained_block_drafter_drafts_is_measured_and_changes_no_token(
     ]
     options = "--prompts prompts.jsonl --out x.jsonl --speculation 4x1x4 --drafter drafter"
     assert fail(capsys, "generate", str(model), *options.split()) == (
-        "speculation: '4x1x4' drafts 4 tokens, and the drafter's block has 3; give at most that many"
+        "speculation: learned:4x1x4 drafts 4 tokens, and the drafter's block has 3; give at most that many"
     )
 
 

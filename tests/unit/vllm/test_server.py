@@ -171,8 +171,9 @@ def test_a_block_is_drafted_whole_whatever_is_verified_of_it() -> None:
         served = Served(Path("m"), "n", "auto", speculation, ("learned",), dflash, most)
         return json.loads(value(command(GPU, served), "--speculative-config"))
 
-    whole = drafting("9x1x9")  # deeper than the block
-    assert whole == dflash
+    with pytest.raises(UserError, match="drafts 9 tokens, and the drafter's block has 7"):
+        drafting("9x1x9")
+    assert drafting("7x1x7") == dflash
     short = drafting("3x1x3")
     assert (short["num_speculative_tokens"], short["num_speculative_tokens_per_batch_size"]) == (
         7,
