@@ -114,7 +114,6 @@ class CostModel(StrategyTuner):
             self.costs.observe_prefill(*batch.prefill_time)
         place = batch.num_running, bool(batch.reference_drafts)
         if place != self._chosen_for or self._seconds_since >= self._rest:
-            self.learn()
             predictions, choice = self.decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
             self._rest = min(DECIDE_EVERY, 0.02 * self._seconds)
@@ -133,7 +132,8 @@ class CostModel(StrategyTuner):
         return self._choice
 
     def decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
-        """Returns the predictions of all arms that may run, and that of the arm to run."""
+        """Returns the predictions of all arms that may run, and that of the arm to run. Learns first."""
+        self.learn()
         arms, size = self._candidates(batch), batch.num_running
         self._look_at_sequences(arms, batch)
         last = replace(batch, num_running=1, num_admitted=0, reference_drafts=())

@@ -453,7 +453,7 @@ def test_a_folder_keeps_the_counts_and_a_grown_drafter_has_them_too(tmp_path: Pa
     save_drafter(tmp_path / "b", MODEL, torch.float32)
     assert load_drafter(tmp_path / "b", CONFIG).counts_V is None
     larger = ModelConfig("llama", 2 * VOCAB, 64, 96, 2, 4, 2, 16, max_positions=CONFIG.max_positions)
-    grown = grow_drafter(found, larger, torch.float32)
+    grown = grow_drafter(found, CONFIG, dict(POLICY.state_dict()), larger, torch.float32)
     assert grown.counts_V is not None
     assert (len(grown.counts_V), float(grown.counts_V.sum())) == (2 * VOCAB, 7.25)
 
