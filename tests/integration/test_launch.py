@@ -487,7 +487,7 @@ def test_the_rank_that_was_killed_is_named_and_no_other(
 
 @pytest.mark.parametrize("name", ["killed beside two that compute", "killed beside one that polls"])
 def test_the_others_leave_at_once_when_a_rank_is_killed(outcomes: dict[str, Outcome], name: str) -> None:
-    assert outcomes[name].seconds < 15, "the agent's own patience is 30 s"
+    assert outcomes[name].seconds < 25, "the agent's own patience is 30 s"
 
 
 def test_a_rank_that_exits_by_itself_is_named_with_its_exit_code(outcomes: dict[str, Outcome]) -> None:
@@ -575,7 +575,7 @@ def test_ranks_that_do_not_finish_are_killed(outcomes: dict[str, Outcome], name:
     outcome = outcomes[name]
     assert outcome.code == 130
     assert said in outcome.stderr
-    assert outcome.seconds < 15
+    assert outcome.seconds < 25, "the agent's own patience is 30 s"
     assert not outcome.survivors
 
 
