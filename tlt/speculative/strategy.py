@@ -181,9 +181,10 @@ class Prices(NamedTuple):
     """Costs of drafting more, in tokens that the running batch would make in that time."""
 
     row: float = 0.0
-    """Of another row of the target's forward: a drafted token with a lesser chance is not worth verifying."""
+    """The cost of one more row of the target's forward. A drafted token that is accepted with a lesser chance
+    is not worth verifying."""
     level: float = 0.0
-    """Of drafting one token more for each sequence."""
+    """The cost of drafting one more token for each sequence."""
 
 
 class ExpectedSpeeds(NamedTuple):

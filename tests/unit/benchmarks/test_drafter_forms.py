@@ -16,6 +16,7 @@ from tests.lossless.helpers import VOCAB
 from tests.unit.drafter.block_parts import DEEP, POLICY, make_block
 from tlt.assembly.model import Model
 from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.shape import Method
 from tlt.types import Problem
 
 OPTIONS = Namespace(tokens=6, rounds=2, depth=3, threads=1, easy=0.6, hard=1.4)
@@ -25,8 +26,9 @@ OPTIONS = Namespace(tokens=6, rounds=2, depth=3, threads=1, easy=0.6, hard=1.4)
 def subject() -> Subject:
     tensors = {name: tensor.float() for name, tensor in POLICY.state_dict().items()}
     drafters = {}
-    for method in ("dflash", "dspark"):
-        block = make_block(method)  # type: ignore[arg-type]
+    methods: tuple[Method, ...] = ("dflash", "dspark")
+    for method in methods:
+        block = make_block(method)
         weights = {name: tensor.float() for name, tensor in block.state_dict().items()}
         drafters[method] = StoredDrafter(block.config, weights, {}, None)
     model = Model(Path("tiny"), DEEP, None, (), tensors)

@@ -27,7 +27,7 @@ from tests.unit.drafter.block_parts import (
 )
 from tests.unit.drafter.parts import context_of, make_request, randn, random_tokens
 from tlt.assembly.cost_prior import cost_prior
-from tlt.drafter.block import BlockModel, run_blocks
+from tlt.drafter.block import BlockModel, PackedBlock, run_blocks
 from tlt.drafter.drafting import block_cache
 from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.forms import pack_drafter
@@ -293,7 +293,8 @@ def test_no_more_is_drafted_than_the_block_has_slots() -> None:
 def test_one_pass_drafts_a_block_and_the_context_is_made_once_per_token() -> None:
     model, row = make_block("dspark"), random_tokens(20, 1)
     captured, drafter, read, passes = captured_of(model.config, row), make_drafter(model), [], []
-    context, forward = drafter.model.context, drafter.model.forward  # type: ignore[attr-defined]
+    assert isinstance(drafter.model, PackedBlock)
+    context, forward = drafter.model.context, drafter.model.forward
     with (
         patch.object(drafter.model, "context", lambda c, p: (read.append(len(c)), context(c, p))[1]),
         patch.object(drafter.model, "forward", lambda e, *r: (passes.append(len(e)), forward(e, *r))[1]),

@@ -35,6 +35,7 @@ from tlt.drafter.measure import draw_counts, engine_logits, read_sample, trainer
 from tlt.drafter.shape import BlockOptions, Method, drafter_shape
 from tlt.drafter.training.block_loss import BlockPreset
 from tlt.drafter.training.buffer import PackedBatch
+from tlt.drafter.training.lesson import Lesson
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.offline import OfflineSettings, train_offline
 from tlt.drafter.training.trainer import DrafterTrainer
@@ -57,9 +58,10 @@ def anchors_of(preset: BlockPreset, trainer: DrafterTrainer, batch: PackedBatch)
     drawn: list[Sequence[Sequence[int]]] = []
 
     class Watched(BlockPreset):
-        def sample_anchors(self, lesson: object) -> list[list[int]]:
-            drawn.append(super().sample_anchors(lesson))  # type: ignore[arg-type]
-            return drawn[-1]  # type: ignore[return-value]
+        def sample_anchors(self, lesson: Lesson) -> list[list[int]]:
+            anchors = super().sample_anchors(lesson)
+            drawn.append(anchors)
+            return anchors
 
     trainer.preset = Watched(**vars(preset))
     trainer.loss(batch)
@@ -240,8 +242,9 @@ def accepted(model: BlockModel) -> float:
 
 
 def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
-    trainers = [DrafterTrainer(make_block("dspark", seed=s), TARGET, PRESETS["dspark"]) for s in (2, 77)]
-    batches = [make_batch(trainers[0].model.config, (20, 30), seed) for seed in range(6)]  # type: ignore[arg-type]
+    models = [make_block("dspark", seed=seed) for seed in (2, 77)]
+    trainers = [DrafterTrainer(model, TARGET, PRESETS["dspark"]) for model in models]
+    batches = [make_batch(models[0].config, (20, 30), seed) for seed in range(6)]
     for batch in batches[:3]:
         trainers[0].step(batch)
     with torch.no_grad():
@@ -266,7 +269,7 @@ def test_idle_time_trains_publishes_and_measures_it_as_any_drafter(preset: str) 
         assert copy.config == twin.model.config
     twin.step()
     assert content_hash(twin.model.state_dict()) == before
-    parts.training.served.load = lambda tensors, version: None  # type: ignore[method-assign]
+    parts.training.served.load = lambda tensors, version: None  # type: ignore[method-assign]  # loses it
     with pytest.raises(RuntimeError, match="did not arrive in rank 0's engine"):
         parts.step(2)
 

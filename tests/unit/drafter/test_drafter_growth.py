@@ -24,7 +24,7 @@ from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_stored
 from tlt.drafter.forms import new_model
 from tlt.drafter.growth import grow_drafter, grow_shape
 from tlt.drafter.model import DraftModel
-from tlt.drafter.shape import BlockOptions, BlockShape, DrafterShape, drafter_shape
+from tlt.drafter.shape import BlockOptions, BlockShape, DrafterShape, Method, drafter_shape
 from tlt.drafter.training.buffer import PackedBatch
 from tlt.hf.geometry import Geometry, grow_config
 from tlt.hf.growth import NOISE, GrownTensors
@@ -92,9 +92,9 @@ SMALL = dataclasses.replace(CONFIG, num_layers=6, rms_norm_eps=3e-3)
 OPTIONS = BlockOptions(num_layers=2, num_drafted=4, mask_token_id=13)
 
 
-def shape_of(method: str, draft_vocab: int | None = None, **changes: Any) -> BlockShape:
+def shape_of(method: Method, draft_vocab: int | None = None, **changes: Any) -> BlockShape:
     """A block drafter's shape. changes: other sizes of its layers; `capture`: other layers to read."""
-    shape = drafter_shape(SMALL, method, draft_vocab, OPTIONS)  # type: ignore[arg-type]
+    shape = drafter_shape(SMALL, method, draft_vocab, OPTIONS)
     assert isinstance(shape, BlockShape)
     capture = changes.pop("capture", shape.capture)
     return dataclasses.replace(shape, capture=capture, layer=dataclasses.replace(shape.layer, **changes))

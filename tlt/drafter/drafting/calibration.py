@@ -24,9 +24,11 @@ tokens cost (measured: benchmarks/log.md)."""
 
 
 def least_chance(wanted: float | None, prices: Prices | None) -> float:
-    """Returns the chance of all of a chain below which it stops: the wanted one, or what a row costs. By that
-    the rows of a verification go to the likeliest tokens of the whole batch, until the next brings less than
-    it costs."""
+    """Returns the chance of acceptance below which a chain stops: the wanted one; None: the price of a row.
+
+    At that price the rows of a verification go to the likeliest tokens of the whole batch, until the next one
+    would bring less than it costs.
+    """
     if wanted is not None:
         return wanted
     return DEFAULT_CONFIDENCE_THRESHOLD if prices is None else prices.row

@@ -40,10 +40,10 @@ _MAX_LOG_CHANCE = -1e-4
 """Upper bound of a candidate's log P(accepted | parent accepted): a child never outranks its parent."""
 
 _LOOKS, _MOST_LOOKED_AT = (4, 8, 16), 4
-"""Levels before which a CPU looks whether any chain goes on: a third of a level of a small model. Of more
-sequences one always does."""
+"""Before these levels, and for at most so many sequences, a CPU checks whether any chain goes on. The check
+takes a third of a small model's level, and of many sequences one nearly always goes on."""
 _LEAST_SAVED = 0.125
-"""The share of a batch's drafted tokens that must be unlikely for chains of different lengths."""
+"""The share of its drafted tokens that a batch must save before its chains get different lengths."""
 
 
 @dataclass(frozen=True)
