@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import carry_out, make_parser, words
-from benchmarks.drafter_forms import Competitor, Subject, load, said
+from benchmarks.drafter_forms import Competitor, Subject, loaded, said
 from benchmarks.real_size.with_law import hash_tokens
 from tlt.bench.measure import in_turns, seconds_of
 from tlt.bench.report import header, markdown, number, ratio_text, speed_text, table, write_report
@@ -48,6 +48,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         "config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it"
     )
     parser.add_argument("--drafters", type=words, required=True, help="NAME=FOLDER, separated by commas")
+    parser.add_argument("--geometry", help="grow model and drafters, as for tlt bench rollout")
     parser.add_argument("--batches", type=words, default=("8", "16", "64"))
     parser.add_argument("--easy", type=float, default=0.6, help="temperature of every other request")
     parser.add_argument("--hard", type=float, default=1.4)
@@ -138,23 +139,25 @@ def to_markdown(report: dict[str, Any]) -> str:
         f"{setup['threads']} threads, {setup['rounds']} rounds in turns. Tokens: the same in all."
     )
     heads = ["drafter", "batch", *THRESHOLDS]
-    return markdown("One budget of verified tokens for a batch", report, about, table(heads, rows))
+    return markdown(
+        f"{report['subject']}: one budget of verified tokens for a batch", report, about, table(heads, rows)
+    )
 
 
 def benchmark(arguments: Sequence[str]) -> None:
     options, config = parse(arguments)
     torch.set_num_threads(options.threads)
     config = pin(config)
-    subject = load(options, config)
     setup = {name: getattr(options, name) for name in ("easy", "hard", "tokens", "threads", "rounds")}
-    described = {**header(config, said("draft_budget", arguments)), "setup": setup}
-    cells: list[dict[str, Any]] = []
-    for name in subject.drafters:
-        for batch_size in map(int, options.batches):
-            print(f"{name}, batch {batch_size}", flush=True)
-            cells.append(measure_cell(subject, options, name, batch_size))
-            report = {**described, "cells": cells}
-            write_report(options.out, report, to_markdown(report))
+    with loaded(options, config) as (subject, grown):
+        described = {**header(config, said("draft_budget", arguments)), **grown, "setup": setup}
+        cells: list[dict[str, Any]] = []
+        for name in subject.drafters:
+            for batch_size in map(int, options.batches):
+                print(f"{name}, batch {batch_size}", flush=True)
+                cells.append(measure_cell(subject, options, name, batch_size))
+                report = {**described, "cells": cells}
+                write_report(options.out, report, to_markdown(report))
     print(to_markdown(report))
 
 

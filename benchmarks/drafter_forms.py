@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -140,7 +140,17 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     return options, load_config(options.config, overrides)
 
 
-def load(options: argparse.Namespace, config: Config, growth: Growth | None = None) -> Subject:
+@contextmanager
+def loaded(options: argparse.Namespace, config: Config) -> Iterator[tuple[Subject, dict[str, Any]]]:
+    """Loads model and drafters, grown to options.geometry if it is given. Yields them, and what a report says
+    of the growth."""
+    growth = None if options.geometry is None else plan_growth(config, options.geometry)
+    with grown_config(config, growth, options.out.parent) as (config, grown):
+        subject = load(options, config, growth)
+        yield subject, {**grown, "subject": options.geometry or subject.model.path.name}
+
+
+def load(options: argparse.Namespace, config: Config, growth: Growth | None) -> Subject:
     """Loads model and drafters. growth: of the model, along with which the drafters grow; None: it has not."""
     dtype = resolve_dtype(config.run.dtype)
     model = open_model(model_folder(config), dtype)
@@ -250,21 +260,11 @@ def benchmark(arguments: Sequence[str]) -> None:
     options, config = parse(arguments)
     torch.set_num_threads(options.threads)
     config = pin(config)
-    growth = None if options.geometry is None else plan_growth(config, options.geometry)
-    with ExitStack() as stack:
-        config, grown = stack.enter_context(grown_config(config, growth, options.out.parent))
-        subject = load(options, config, growth)
+    with loaded(options, config) as (subject, grown):
         command = said("drafter_forms", arguments)
         setup = {name: getattr(options, name) for name in ("tokens", "threads", "rounds", "depth")}
-        described = {
-            **header(config, command),
-            **grown,
-            "subject": options.geometry or subject.model.path.name,
-        }
-        described |= {
-            "setup": setup,
-            "drafters": {name: about(one) for name, one in subject.drafters.items()},
-        }
+        drafters = {name: about(one) for name, one in subject.drafters.items()}
+        described = {**header(config, command), **grown, "setup": setup, "drafters": drafters}
         cells: list[dict[str, Any]] = []
         for temperature in options.temperatures:
             for batch_size in options.batches:

@@ -57,7 +57,7 @@ def test_the_benchmark_of_the_budget_compares_its_ways_with_one_length(subject: 
     cell = draft_budget.measure_cell(subject, OPTIONS, "dspark", 4)
     assert list(cell["ways"]) == ["one length", "budget", "fixed 0.4"]
     assert cell["ways"]["one length"]["over_one_length"]["mean"] == 1.0
-    report = {"setup": vars(OPTIONS), "cells": [cell], "command": "", "environment": {}}
+    report = {"subject": "tiny", "setup": vars(OPTIONS), "cells": [cell], "command": "", "environment": {}}
     assert "| dspark | 4 |" in draft_budget.to_markdown(report)
 
 
