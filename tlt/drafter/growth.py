@@ -1,10 +1,11 @@
 """Grows a drafter along with its target (hf/growth.py). It proposes the same tokens, at the cost of the
 larger geometry. The number of its layers stays.
 
-    fc             its input is several vectors side by side, e + e → E + E: each grows in place
-    layers         as the target's
-    norms          as the target's; that before the head scales the constant, so that it never proposes an
-                   unused id. EAGLE has none: there fc passes the constant on
+    fc             its input is several vectors side by side, e + e → E + E: each grows in place. In EAGLE's
+                   family, where its output is the residual stream, it passes the constant of one of them on
+    layers         as the target's; what attention reads side by side (eagle3) grows in place, too
+    norms          as the target's; that before the head, which eagle lacks, scales the constant, so that it
+                   never proposes an unused id
     Markov head    rank r → R, and the vocabulary; further dimensions hold noise
     confidence     reads the hidden state and the Markov state side by side, as fc does
     d2t            unchanged; t2d marks the added ids as not proposed
@@ -23,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.drafter.block import BlockModel, run_blocks
+from tlt.drafter.eagle import EagleModel
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.drafter.shape import BlockShape, DrafterShape, markov_rank
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import BlockShape, DrafterShape, EagleShape, markov_rank
 from tlt.hf.geometry import OPTION, Geometry, check_geometry
 from tlt.hf.growth import NOISE, Axis, FillNoise, Form, Widening, probe_tokens
 from tlt.models.attention import PackedCausal
@@ -36,10 +39,9 @@ from tlt.types import UserError
 def grow_shape(shape: DrafterShape, small: ModelConfig, grown: ModelConfig) -> DrafterShape:
     """Returns the shape of the drafter for the grown target. UserError where a drafter of this shape cannot
     grow."""
-    if shape.method == "eagle3" or shape.owns_head or shape.has_bias:
-        kind = "of form eagle3" if shape.method == "eagle3" else "with a head or bias of its own"
-        remedy = "give one of form eagle, dflash or dspark that TLT trained, or --drafter.path none"
-        raise UserError(f"{OPTION}: a drafter {kind} does not grow; {remedy}")
+    if shape.owns_head or shape.has_bias:
+        remedy = "give one that TLT trained, or --drafter.path none"
+        raise UserError(f"{OPTION}: a drafter with a head or bias of its own does not grow; {remedy}")
     layer = replace(
         grown,
         architecture=shape.layer.architecture,
@@ -76,17 +78,19 @@ def grow_drafter(
     small, tensors: the target before it grows.
     """
     shape, wider = drafter.config, grow_shape(drafter.config, small, grown)
-    widening, amount = Widening(shape.layer, wider.layer), FillNoise(noise, dtype)
-    found = _grow_layers(drafter.tensors, widening, amount)
+    widening = Widening(shape.layer, wider.layer, num_read=2 if shape.method == "eagle3" else 1)
+    amount = FillNoise(noise, dtype)
+    found = _grow_layers(shape, drafter.tensors, widening, amount)
     for name, form in _forms(shape, wider, widening).items():
         found[name] = amount.grow(form, drafter.tensors[name], f"drafter.{name}")
     constant, added = widening.constant, (0, grown.vocab_size - small.vocab_size)
-    if isinstance(shape, BlockShape):
-        residual = block_residual_size(shape, drafter.tensors, small, tensors)
+    if shape.has_norm:
+        residual = draft_residual_size(shape, drafter.tensors, small, tensors)
         found["norm.weight"][constant] = widening.constant_gain(tensors, residual)
-    else:
+    if isinstance(shape, EagleShape):
+        begin = wider.layer.hidden_size if shape.method == "eagle" else 0  # the feature, or the first layer
         found["fc.weight"][constant] = 0
-        found["fc.weight"][constant, wider.layer.hidden_size + constant] = 1
+        found["fc.weight"][constant, begin + constant] = 1
     if shape.is_reduced:
         found |= {"d2t": drafter.tensors["d2t"], "t2d": F.pad(drafter.tensors["t2d"], added)}
     counts_V = None if drafter.counts_V is None else F.pad(drafter.counts_V, added)
@@ -94,10 +98,13 @@ def grow_drafter(
     return StoredDrafter(wider, found, about, counts_V)
 
 
-def _grow_layers(tensors: Mapping[str, Tensor], widening: Widening, noise: FillNoise) -> dict[str, Tensor]:
+def _grow_layers(
+    shape: DrafterShape, tensors: Mapping[str, Tensor], widening: Widening, noise: FillNoise
+) -> dict[str, Tensor]:
+    numbered = [f"layers.{index}" for index in range(shape.layer.num_layers)]
     found = {}
-    for index in range(widening.small.num_layers):
-        prefix = f"layers.{index}."
+    for called in [shape.layer_name] if isinstance(shape, EagleShape) else numbered:
+        prefix = f"{called}."
         layer = {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
         for name in layer:
             found[prefix + name] = widening.grow(name, layer, noise, f"drafter.{prefix}{name}")
@@ -108,10 +115,12 @@ def _forms(shape: DrafterShape, wider: DrafterShape, widening: Widening) -> dict
     """Returns the form of every tensor outside the layers that grows, by its name."""
     hidden = widening.hidden
     num_read = shape.fc_size // shape.layer.hidden_size
-    forms = {"fc.weight": Form((hidden, _side_by_side(*[hidden] * num_read)))}
+    forms = {"fc.weight": Form((hidden, Axis.side_by_side(*[hidden] * num_read)))}
+    if shape.has_norm:
+        forms["norm.weight"] = widening.norm
     if not (isinstance(shape, BlockShape) and isinstance(wider, BlockShape)):
         return forms
-    forms |= {"hidden_norm.weight": widening.norm, "norm.weight": widening.norm}
+    forms["hidden_norm.weight"] = widening.norm
     rank = Axis.first(shape.markov_rank, wider.markov_rank)
     if shape.markov_rank:
         read = Axis.first(shape.layer.vocab_size, wider.layer.vocab_size)
@@ -122,18 +131,9 @@ def _forms(shape: DrafterShape, wider: DrafterShape, widening: Widening) -> dict
         }
     if shape.has_confidence:
         one = Axis.first(1, 1)
-        forms["confidence_head.proj.weight"] = Form((one, _side_by_side(hidden, rank)))
+        forms["confidence_head.proj.weight"] = Form((one, Axis.side_by_side(hidden, rank)))
         forms["confidence_head.proj.bias"] = Form((one,))
     return forms
-
-
-def _side_by_side(*parts: Axis) -> Axis:
-    """Returns the axis of vectors that are concatenated. None of them has `sources`."""
-    size, places = 0, []
-    for part in parts:
-        places.append(size + part.places)
-        size += part.size
-    return Axis(size, torch.cat(places))
 
 
 @dataclass(frozen=True)
@@ -146,21 +146,29 @@ class _Probes:
 
 
 @torch.no_grad()
-def block_residual_size(
-    shape: BlockShape,
+def draft_residual_size(
+    shape: DrafterShape,
     tensors: Mapping[str, Tensor],
     target: ModelConfig,
     target_tensors: Mapping[str, Tensor],
 ) -> float:
-    """Returns the largest root mean square of a block drafter's residual stream before its norm, over blocks
-    at every probe (`probe_tokens`)."""
+    """Returns the largest root mean square of a drafter's residual stream before its norm, over drafts at
+    every probe (`probe_tokens`). In EAGLE's family every own step reads the probe again."""
     packed = PackedTransformer(target, torch.float32)
     packed.load(target_tensors, version=0)
     token_ids_N = probe_tokens(target)
     attend = PackedCausal(target, [len(token_ids_N)])
     captured_NF = packed.forward_capturing(token_ids_N, attend.positions(), attend, shape.capture)[1]
-    model = BlockModel(shape)
+    model = new_model(shape)
     model.load_state_dict(dict(tensors))
-    text = _Probes(token_ids_N, captured_NF, (len(token_ids_N),))
-    hidden_AUE = run_blocks(model, text, [range(len(token_ids_N))], packed.embed)
-    return float(hidden_AUE.square().mean(-1).sqrt().max())
+    if isinstance(model, BlockModel):
+        text = _Probes(token_ids_N, captured_NF, (len(token_ids_N),))
+        drafts = [run_blocks(model, text, [range(len(token_ids_N))], packed.embed)]
+    else:
+        assert isinstance(model, EagleModel)
+        hidden_NE, drafts = model.fuse(captured_NF), []
+        attend = PackedCausal(shape.layer, [len(token_ids_N)])
+        for _ in range(shape.max_depth):
+            hidden_NE = model(packed.embed(token_ids_N), hidden_NE, attend.positions(), attend)
+            drafts.append(hidden_NE)
+    return max(float(hidden.square().mean(-1).sqrt().max()) for hidden in drafts)

@@ -65,6 +65,15 @@ class Axis:
         """Returns the axis whose entries keep their indices."""
         return Axis(size, torch.arange(num))
 
+    @staticmethod
+    def side_by_side(*parts: Axis) -> Axis:
+        """Returns the axis of vectors that are concatenated. None of them has `sources`."""
+        size, places = 0, []
+        for part in parts:
+            places.append(size + part.places)
+            size += part.size
+        return Axis(size, torch.cat(places))
+
 
 @dataclass(frozen=True)
 class Form:
@@ -92,10 +101,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Widening:
-    """How the tensors of decoder layers grow from the small config to the grown one."""
+    """How the tensors of decoder layers grow from the small config to the grown one.
+
+    num_read: hidden states that attention reads side by side.
+    """
 
     small: ModelConfig
     grown: ModelConfig
+    num_read: int = 1
 
     @property
     def constant(self) -> int:
@@ -127,6 +140,7 @@ class Widening:
     def forms(self) -> dict[str, Form]:
         """The form of every tensor of a layer, by its name there."""
         small, grown, hidden = self.small, self.grown, self.hidden
+        read = Axis.side_by_side(*[hidden] * self.num_read)
         mlp = Axis.first(small.intermediate_size, grown.intermediate_size)
         head, size = Axis.first(small.head_dim, grown.head_dim), grown.head_dim / small.head_dim
         rotary = Axis(grown.head_dim, _rotary_places(small.head_dim, grown.head_dim))
@@ -136,9 +150,10 @@ class Widening:
         # and keys are divided by it.
         matched = math.sqrt(size) * self.norm_factor if grown.qk_norm else 1.0
         of_query = matched if grown.qk_norm else math.sqrt(size)
-        forms = {"input_layernorm.weight": self.norm, "post_attention_layernorm.weight": self.norm}
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        forms = {f"{name}.weight": self.norm for name in norms}
         for name, axis, factor in (("q", query, of_query), ("k", key, matched), ("v", value, 1.0)):
-            forms[f"self_attn.{name}_proj.weight"] = Form((axis, hidden), factor)
+            forms[f"self_attn.{name}_proj.weight"] = Form((axis, read), factor)
             forms[f"self_attn.{name}_proj.bias"] = Form((axis,), factor)
         forms["self_attn.q_norm.weight"] = Form((rotary,), 1.0, is_norm=True)
         forms["self_attn.k_norm.weight"] = Form((rotary,), 1 / math.sqrt(size), is_norm=True)

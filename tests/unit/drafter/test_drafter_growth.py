@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy
-from tests.unit.drafter.parts import make_model, make_requests, random_tokens
+from tests.unit.drafter.parts import make_requests, random_tokens
 from tlt.assembly.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.block import BlockModel, run_blocks
+from tlt.drafter.eagle import EagleModel
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_stored
 from tlt.drafter.forms import new_model
 from tlt.drafter.growth import grow_drafter, grow_shape
@@ -55,40 +56,93 @@ def stored(model: DraftModel, **about: Any) -> StoredDrafter:
 
 # ── EAGLE ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+SMALL = dataclasses.replace(CONFIG, num_layers=6, rms_norm_eps=3e-3)
+EAGLES: dict[str, DrafterShape] = {
+    "eagle": drafter_shape(SMALL),
+    "eagle, reduced": drafter_shape(SMALL, "eagle", VOCAB - 9),
+    "eagle3": drafter_shape(SMALL, "eagle3"),
+    "eagle3, reduced": drafter_shape(SMALL, "eagle3", VOCAB - 9),
+    "eagle3, reads the features": dataclasses.replace(drafter_shape(SMALL, "eagle3"), capture=(0, 3, 6)),
+}
+
+
+def random_drafter(shape: DrafterShape) -> DraftModel:
+    model, generator = new_model(shape).double(), torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            scale = (
+                0.1 if shape.method == "eagle" else 0.3
+            )  # its own states are not normed, and would explode
+            parameter.copy_(1 + 0.4 * drawn if "norm" in name else scale * drawn)
+    if shape.is_reduced:
+        model.set_vocabulary(torch.arange(4, 4 + shape.draft_vocab_size))
+    return model
+
 
 @torch.no_grad()
-def draft_logits(drafter: StoredDrafter, target: Mapping[str, Tensor], steps: int = 3) -> Tensor:
-    """Returns the logits of drafts that go on from each other, without any engine."""
+def chain_logits(drafter: StoredDrafter, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns the logits of drafts at all of TOKENS: of the target's layers, then of four own states that go
+    on from each other, without any engine."""
+    target = PackedTransformer(config, torch.float64)
+    target.load(tensors, version=0)
     model = new_model(drafter.config).double()
+    assert isinstance(model, EagleModel)
     model.load_state_dict(drafter.tensors)
-    size, small = drafter.config.layer.hidden_size, CONFIG.hidden_size
-    features = torch.zeros(30, size, dtype=torch.float64)
-    features[:, :small] = torch.randn(
-        30, small, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+    attend = PackedCausal(config, [len(TOKENS)])
+    hidden = model.fuse(
+        target.forward_capturing(TOKENS, attend.positions(), attend, drafter.config.capture)[1]
     )
-    attend = PackedCausal(drafter.config.layer, [30])
-    embeddings = target["model.embed_tokens.weight"][TOKENS]
-    for _ in range(steps):
-        features = model(embeddings, features, attend.positions(), attend)
-    return model.logits(features, model.restrict(target["model.embed_tokens.weight"]))
+    attend, found = PackedCausal(drafter.config.layer, [len(TOKENS)]), []
+    for _ in range(5):
+        hidden = model(target.embed(TOKENS), hidden, attend.positions(), attend)
+        found.append(model.logits(hidden, model.rows(target.head_VE, None)))
+    return torch.stack(found)
 
 
-@pytest.mark.parametrize("draft_vocab", [None, 20])
-def test_the_grown_eagle_computes_what_the_small_one_does(draft_vocab: int | None) -> None:
-    model = make_model(draft_vocab=draft_vocab)
-    small = stored(model, acceptance=0.75, target="of the small one")
-    tensors, config = policy_of(CONFIG), grow(CONFIG)
-    grown = grow_drafter(small, CONFIG, tensors, config, torch.float64, noise=0.0)
+@pytest.mark.parametrize("geometry", ["tied", "untied", "shallow"])
+@pytest.mark.parametrize("case", EAGLES)
+def test_the_grown_eagle_computes_what_the_small_one_does(case: str, geometry: str) -> None:
+    tensors, config = policy_of(SMALL), GEOMETRIES[geometry]
+    small = stored(random_drafter(EAGLES[case]), acceptance=0.75, target="of the small one")
+    grown = grow_drafter(small, SMALL, tensors, config, torch.float64, noise=0.0)
     assert (grown.acceptance, grown.policy_hash) == (0.75, None)
-    expected = draft_logits(small, tensors)
-    found = draft_logits(grown, GrownTensors(CONFIG, tensors, config, torch.float64, 0.0))
-    assert found.shape[1] == (draft_vocab or LARGE.vocab_size)
-    torch.testing.assert_close(found[:, : draft_vocab or VOCAB], expected, atol=1e-9, rtol=0)
+    expected = chain_logits(small, SMALL, tensors)
+    found = chain_logits(grown, config, GrownTensors(SMALL, tensors, config, torch.float64, 0.0))
+    num = expected.shape[-1]
+    assert found.shape[-1] == (num if grown.config.is_reduced else LARGE.vocab_size)
+    torch.testing.assert_close(found[..., :num], expected, atol=1e-9, rtol=0)
+    assert (found[..., num:] < -50).all()  # no unused id is ever proposed
+
+
+@pytest.mark.parametrize("case", EAGLES)
+def test_with_noise_the_eagle_ranks_the_same_and_no_matrix_holds_zeros(case: str) -> None:
+    tensors, config = policy_of(SMALL), GEOMETRIES["tied"]
+    small = stored(random_drafter(EAGLES[case]))
+    grown = grow_drafter(small, SMALL, tensors, config, torch.float64)
+    expected = chain_logits(small, SMALL, tensors)
+    found = chain_logits(grown, config, GrownTensors(SMALL, tensors, config, torch.float64))
+    check_noise(grown, found, expected)
+
+
+def check_noise(grown: StoredDrafter, found: Tensor, expected: Tensor) -> None:
+    """The noise changes the logits a little and no ranking, and fills every matrix."""
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert 0 < (found[..., : expected.shape[-1]] - expected).abs().max() < 1e-5
+    for name, tensor in grown.tensors.items():
+        if tensor.dim() == 2:  # the row that keeps the constant is the only one
+            assert (tensor == 0).sum() <= tensor.shape[1], name
+
+
+def test_the_grown_eagle3_reads_the_layers_that_the_small_one_reads() -> None:
+    """They keep their numbers; only the features follow the last layer."""
+    for case, capture in (("eagle3", (1, 3, 5)), ("eagle3, reads the features", (0, 3, 8))):
+        grown = grow_shape(EAGLES[case], SMALL, GEOMETRIES["tied"])
+        assert (grown.capture, grown.layer.num_layers, grown.fc_size) == (capture, 1, 3 * 96)
 
 
 # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-SMALL = dataclasses.replace(CONFIG, num_layers=6, rms_norm_eps=3e-3)
 OPTIONS = BlockOptions(num_layers=2, num_drafted=4, mask_token_id=13)
 
 
@@ -113,19 +167,6 @@ GEOMETRIES = {
     "untied": grow(SMALL, tie_embeddings=False),
     "shallow": grow(SMALL, num_layers=3),
 }
-
-
-def random_block(shape: DrafterShape) -> BlockModel:
-    model = new_model(shape).double()
-    assert isinstance(model, BlockModel)
-    generator = torch.Generator().manual_seed(6)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + 0.4 * drawn if "norm" in name else 0.3 * drawn)
-    if shape.is_reduced:
-        model.set_vocabulary(torch.arange(4, 4 + shape.draft_vocab_size))
-    return model
 
 
 @torch.no_grad()
@@ -155,7 +196,7 @@ def both(
     case: str, geometry: str, noise: float
 ) -> tuple[StoredDrafter, tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Returns the grown drafter, and the logits of the small one and of the grown one."""
-    small, tensors, config = stored(random_block(BLOCKS[case])), policy_of(SMALL), GEOMETRIES[geometry]
+    small, tensors, config = stored(random_drafter(BLOCKS[case])), policy_of(SMALL), GEOMETRIES[geometry]
     grown = grow_drafter(small, SMALL, tensors, config, torch.float64, noise)
     target = GrownTensors(SMALL, tensors, config, torch.float64, noise)
     return grown, slot_logits(small, SMALL, tensors), slot_logits(grown, config, target)
@@ -175,12 +216,7 @@ def test_the_grown_block_computes_what_the_small_one_does(case: str, geometry: s
 @pytest.mark.parametrize("case", BLOCKS)
 def test_with_noise_the_block_ranks_the_same_and_no_matrix_holds_zeros(case: str) -> None:
     grown, (expected, _), (found, _) = both(case, "tied", NOISE)
-    num = expected.shape[-1]
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
-    assert 0 < (found[..., :num] - expected).abs().max() < 1e-5
-    for name, tensor in grown.tensors.items():
-        if tensor.dim() == 2:  # the row that keeps the constant is the only one
-            assert (tensor == 0).sum() <= tensor.shape[1], name
+    check_noise(grown, found, expected)
 
 
 def test_the_grown_block_has_the_sizes_of_the_geometry_and_the_layers_and_slots_of_the_small_one() -> None:
@@ -204,7 +240,7 @@ def test_the_grown_block_has_the_sizes_of_the_geometry_and_the_layers_and_slots_
 
 def test_a_wider_markov_head_adds_the_same() -> None:
     small, tensors, config = (
-        stored(random_block(BLOCKS["dspark"])),
+        stored(random_drafter(BLOCKS["dspark"])),
         policy_of(SMALL),
         grow(SMALL, hidden_size=256),
     )
@@ -239,18 +275,17 @@ def run(
     return [(r.problem_id, r.sample_index, r.token_ids) for r in rollouts], trees
 
 
-@pytest.mark.parametrize("case", ["eagle", "dflash", "dspark", "dspark, reduced"])
+@pytest.mark.parametrize("case", ["eagle", "eagle3", "dflash", "dspark", "dspark, reduced"])
 def test_the_engine_drafts_and_accepts_the_same_with_everything_grown(case: str, tmp_path: Path) -> None:
     """Target and drafter, noise included, at temperature 0.7: every proposed tree, every verdict, every
     response; and the drafter through its folder."""
-    small = CONFIG if case == "eagle" else SMALL
-    drafter = stored(make_model() if case == "eagle" else random_block(BLOCKS[case]))
-    tensors, config = policy_of(small), grow(small)
-    grown = GrownTensors(small, tensors, config, torch.float64)
+    drafter = stored(random_drafter(EAGLES[case] if case in EAGLES else BLOCKS[case]))
+    tensors, config = policy_of(SMALL), grow(SMALL)
+    grown = GrownTensors(SMALL, tensors, config, torch.float64)
     save_stored(
-        tmp_path / "drafter", grow_drafter(drafter, small, tensors, config, torch.float64), torch.float64
+        tmp_path / "drafter", grow_drafter(drafter, SMALL, tensors, config, torch.float64), torch.float64
     )
-    expected = run(small, tensors, drafter)
+    expected = run(SMALL, tensors, drafter)
     found = run(config, grown, load_drafter(tmp_path / "drafter", config))
     accepted = sum(len(verdict) > 1 for _, _, verdicts in expected[1] for verdict in verdicts)
     assert accepted > 5
@@ -263,10 +298,9 @@ def test_the_engine_drafts_and_accepts_the_same_with_everything_grown(case: str,
 @pytest.mark.parametrize(
     ("shape", "part"),
     [
-        (drafter_shape(SMALL, "eagle3"), "a drafter of form eagle3 does not grow; give one of form eagle, "),
         (
             dataclasses.replace(drafter_shape(SMALL), has_bias=True),
-            "a drafter with a head or bias of its own does not grow",
+            "a drafter with a head or bias of its own does not grow; give one that TLT trained, ",
         ),
         (
             dataclasses.replace(BLOCKS["dflash"], owns_head=True),
