@@ -4,11 +4,11 @@ how fast the engine is with it.
     python -m benchmarks.drafter_forms countdown --drafters hass=DIR,dflash=DIR --out OUT
     python -m benchmarks.drafter_forms smollm2/reasoning --model.path DIR --model.adapter none --drafters … --out OUT
 
-    fixed      every draft is a chain of --depth tokens, or of the drafter's block    accept length, ms of a draft
-    adaptive   the tuner's choice, with the engine of the batches before              times off
+    fixed      every draft is a chain of --depth tokens, or of the drafter's block
+    adaptive   the tuner's choice, with the engine of the batches before
 
-All answer the same prompts in turns, and have the same tokens by the law, which is checked. Every response gets
-exactly --tokens tokens.
+How each was trained stands beside it, as its folder says. All answer the same prompts in turns, and have the same
+tokens by the law, which is checked. Every response gets exactly --tokens tokens.
 """
 
 from __future__ import annotations
@@ -227,9 +227,10 @@ def to_markdown(report: dict[str, Any]) -> str:
     """Returns a table of each temperature: drafters by batch size."""
     setup, cells = report["setup"], report["cells"]
     about = (
-        f"Accept length and milliseconds of drafts of {setup['depth']} tokens · times off of the tuner's choice, "
-        f"geometric mean with a 95 % interval. {setup['tokens']} tokens a response, {setup['threads']} threads, "
-        f"{setup['rounds']} rounds in turns. The tuner may choose drafts of retrieval, too."
+        f"Chains of {setup['depth']} tokens: accept length · milliseconds of a draft · times off. Then times off "
+        f"of the tuner's choice, which may be drafts of retrieval, too. Times off are geometric means with a "
+        f"95 % interval. {setup['tokens']} tokens a response, {setup['threads']} threads, {setup['rounds']} "
+        f"rounds in turns."
     )
     known = [one for cell in cells for one in cell["competitors"].values()]
     equal = sum(one["equal_rounds"] for one in known), sum(len(one["rounds"]) for one in known)
@@ -237,23 +238,29 @@ def to_markdown(report: dict[str, Any]) -> str:
     for temperature in dict.fromkeys(cell["temperature"] for cell in cells):
         blocks += [
             f"## Temperature {temperature:g}",
-            _table([c for c in cells if c["temperature"] == temperature]),
+            _table([c for c in cells if c["temperature"] == temperature], report["drafters"]),
         ]
     return markdown(f"{report['subject']}: drafters of several forms", report, *blocks)
 
 
-def _table(cells: Sequence[dict[str, Any]]) -> str:
-    names = [name.removesuffix(f" {FIXED}") for name in cells[0]["competitors"] if name.endswith(FIXED)]
+def _table(cells: Sequence[dict[str, Any]], drafters: dict[str, dict[str, Any]]) -> str:
     off = [f"{speed_text(cell['competitors'][OFF]['tokens_per_second'])} tokens/s" for cell in cells]
-    rows = [["off", *off]]
-    for name in names:
-        row = [name]
+    rows = [["off", "", "", "", *off]]
+    for name, known in drafters.items():
+        row = [
+            name,
+            known["preset"] or "–",
+            number(known["num_tokens"], ",d"),
+            number(known["cpu_seconds"], ",.0f"),
+        ]
         for cell in cells:
             fixed, tuned = (cell["competitors"][f"{name} {way}"] for way in (FIXED, ADAPTIVE))
             length, draft_ms = number(fixed["accept_length"]), number(fixed["draft_ms"])
-            row.append(f"{length} · {draft_ms} ms · {ratio_text(tuned['times_off'])}")
+            ratios = f"{ratio_text(fixed['times_off'])} · tuner {ratio_text(tuned['times_off'])}"
+            row.append(f"{length} · {draft_ms} ms · {ratios}")
         rows.append(row)
-    return table(["", *(f"batch {cell['batch_size']}" for cell in cells)], rows)
+    columns = ["", "preset", "tokens trained on", "processor seconds"]
+    return table([*columns, *(f"batch {cell['batch_size']}" for cell in cells)], rows)
 
 
 def benchmark(arguments: Sequence[str]) -> None:
@@ -282,11 +289,12 @@ def said(name: str, arguments: Sequence[str]) -> str:
 
 
 def about(drafter: StoredDrafter) -> dict[str, Any]:
-    """Returns what says how large a drafter is."""
+    """Returns what says how large a drafter is and how it was trained; None: its folder does not say."""
     config = drafter.config
     num_numbers = sum(tensor.numel() for tensor in drafter.tensors.values())
     return {"method": config.method, "layers": config.layer.num_layers, "numbers": num_numbers,
-            "draft_vocab_size": config.draft_vocab_size, "depth": config.max_depth}  # fmt: skip
+            "draft_vocab_size": config.draft_vocab_size, "depth": config.max_depth,
+            **{name: drafter.about.get(name) for name in ("preset", "num_tokens", "cpu_seconds")}}  # fmt: skip
 
 
 if __name__ == "__main__":

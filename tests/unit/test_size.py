@@ -37,8 +37,9 @@ NOT_IN_CORE = (
     "tlt.io.data",
     "tlt.assembly",
 )
-MAX_TOKENS = 308_200
-"""Tokens of code in the package: no comments, no docstrings."""
+MAX_TOKENS = 308_400
+"""Tokens of code in the package: no comments, no docstrings; 190 of them grow an eagle3 drafter and record
+the processor seconds of training."""
 
 
 def sources() -> Iterator[tuple[str, str]]:

@@ -214,6 +214,7 @@ def train(options: DrafterTrain) -> Record:
         "preset": preset.name,
         "target": content_hash(tensors),
         "num_tokens": summary.tokens,
+        "cpu_seconds": summary.cpu_seconds,
         "acceptance": summary.acceptance,
         "init": str(options.init or "random"),
     }

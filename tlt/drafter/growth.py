@@ -35,6 +35,9 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
 from tlt.types import UserError
 
+STAY_TRUE = ("preset", "num_tokens", "cpu_seconds", "acceptance")
+"""Facts about a drafter's origin that are the grown one's, too."""
+
 
 def grow_shape(shape: DrafterShape, small: ModelConfig, grown: ModelConfig) -> DrafterShape:
     """Returns the shape of the drafter for the grown target. UserError where a drafter of this shape cannot
@@ -72,8 +75,7 @@ def grow_drafter(
     dtype: torch.dtype,
     noise: float = NOISE,
 ) -> StoredDrafter:
-    """Returns the drafter for the grown target. Of the facts about its origin only the acceptance is kept,
-    because it stays the same.
+    """Returns the drafter for the grown target. Of the facts about its origin those are kept that stay true.
 
     small, tensors: the target before it grows.
     """
@@ -94,7 +96,7 @@ def grow_drafter(
     if shape.is_reduced:
         found |= {"d2t": drafter.tensors["d2t"], "t2d": F.pad(drafter.tensors["t2d"], added)}
     counts_V = None if drafter.counts_V is None else F.pad(drafter.counts_V, added)
-    about = {} if drafter.acceptance is None else {"acceptance": drafter.acceptance}
+    about = {name: drafter.about[name] for name in STAY_TRUE if name in drafter.about}
     return StoredDrafter(wider, found, about, counts_V)
 
 

@@ -15,6 +15,7 @@ from benchmarks.drafter_forms import Subject, said
 from tests.lossless.helpers import VOCAB
 from tests.unit.drafter.block_parts import DEEP, POLICY, make_block
 from tlt.assembly.model import Model
+from tlt.bench.report import number, ratio_text
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.shape import Method
 from tlt.types import Problem
@@ -30,7 +31,8 @@ def subject() -> Subject:
     for method in methods:
         block = make_block(method)
         weights = {name: tensor.float() for name, tensor in block.state_dict().items()}
-        drafters[method] = StoredDrafter(block.config, weights, {}, None)
+        facts = {"preset": method, "num_tokens": 12_345, "cpu_seconds": 67.8} if method == "dspark" else {}
+        drafters[method] = StoredDrafter(block.config, weights, facts, None)
     model = Model(Path("tiny"), DEEP, None, (), tensors)
     problems = [Problem(f"p{i}", tuple((7 * i + j) % VOCAB for j in range(5))) for i in range(9)]
     return Subject(model, drafters, torch.float32, 32, problems)
@@ -50,7 +52,14 @@ def test_the_benchmark_of_forms_has_accept_length_draft_time_and_equal_tokens(su
     assert off["draft_ms"] is None
     assert off["accept_length"] is None
     report = {"subject": "tiny", "setup": vars(OPTIONS), "cells": [cell], "command": "", "environment": {}}
-    assert "Batches whose tokens are those of off: 10 of 10." in drafter_forms.to_markdown(report)
+    report["drafters"] = {name: drafter_forms.about(one) for name, one in subject.drafters.items()}
+    shown = drafter_forms.to_markdown(report)
+    assert "Batches whose tokens are those of off: 10 of 10." in shown
+    fixed, tuned = (cell["competitors"][f"dspark {way}"] for way in ("fixed", "adaptive"))
+    length, ratio = number(fixed["accept_length"]), ratio_text(fixed["times_off"])
+    chains = f"{length} · {number(fixed['draft_ms'])} ms · {ratio}"
+    assert f"| dspark | dspark | 12,345 | 68 | {chains} · tuner {ratio_text(tuned['times_off'])} |" in shown
+    assert "| dflash | – | – | – |" in shown
 
 
 def test_the_benchmark_of_the_budget_compares_its_ways_with_one_length(subject: Subject) -> None:

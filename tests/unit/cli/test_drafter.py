@@ -52,6 +52,9 @@ def test_a_trained_drafter_drafts_and_changes_no_token(
     arguments = ("--responses", "out.jsonl", "--out", "drafter", "--tokens-per-micro-step", "32")
     summary = succeed(capsys, "drafter", "train", str(model), *arguments)
     assert summary["steps"] >= 1
+    about = json.loads(Path("drafter/config.json").read_text())["tlt"]
+    assert (about["preset"], about["num_tokens"]) == ("hass", summary["tokens"])
+    assert 0 < about["cpu_seconds"] == summary["cpu_seconds"]
     for speculation in ("2x1x2", "3x2x5", "adaptive"):
         options = f"--speculation {speculation} --drafter drafter --samples 4 --dtype float64"
         summary = generate(capsys, model, *options.split())

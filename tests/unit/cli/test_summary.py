@@ -106,7 +106,7 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "drafter train": (
         {"responses": 8, "out": "d"}
-        | asdict(OfflineSummary(1000, 2, 3.5, 0.25, 0.613, "it is weak", 24, 1.0)),
+        | asdict(OfflineSummary(1000, 2, 3.5, 3.4, 0.25, 0.613, "it is weak", 24, 1.0)),
         "drafter written to d, accepted with probability 61.3%",
     ),
     "plan memory": ({"verdict": "fits: 2.5 GiB"}, "fits: 2.5 GiB"),

@@ -104,9 +104,10 @@ def chain_logits(drafter: StoredDrafter, config: ModelConfig, tensors: Mapping[s
 @pytest.mark.parametrize("case", EAGLES)
 def test_the_grown_eagle_computes_what_the_small_one_does(case: str, geometry: str) -> None:
     tensors, config = policy_of(SMALL), GEOMETRIES[geometry]
-    small = stored(random_drafter(EAGLES[case]), acceptance=0.75, target="of the small one")
+    facts = {"preset": "hass", "num_tokens": 9, "cpu_seconds": 0.5, "acceptance": 0.75}
+    small = stored(random_drafter(EAGLES[case]), **facts, target="of the small one", init="elsewhere")
     grown = grow_drafter(small, SMALL, tensors, config, torch.float64, noise=0.0)
-    assert (grown.acceptance, grown.policy_hash) == (0.75, None)
+    assert grown.about == facts
     expected = chain_logits(small, SMALL, tensors)
     found = chain_logits(grown, config, GrownTensors(SMALL, tensors, config, torch.float64, 0.0))
     num = expected.shape[-1]

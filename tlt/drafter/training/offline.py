@@ -61,6 +61,7 @@ class OfflineSettings:
 class OfflineSummary:
     """The result of offline training.
 
+    cpu_seconds: of the processors, which other programs do not lengthen.
     loss: of the last step.
     acceptance: mean of sum_v min(p, q) over a sample of the response tokens (measure.py); None: not measured,
         because all prompts have one token only.
@@ -72,6 +73,7 @@ class OfflineSummary:
     tokens: int
     steps: int
     seconds: float
+    cpu_seconds: float
     loss: float
     acceptance: float | None
     warning: str | None
@@ -102,7 +104,7 @@ def train_offline(
     trainer = DrafterTrainer(model, target, preset, settings.learning_rate)
     trainer.token_ids = token_ids
     wanted = max(int(settings.epochs * buffer.num_tokens), 1)
-    begin, num_steps, loss = time.perf_counter(), 0, math.nan
+    begin, cpu_begin, num_steps, loss = time.perf_counter(), time.process_time(), 0, math.nan
     _compute_features(buffer, trainer, on_progress)
     while trainer.num_tokens < wanted:
         rate = settings.learning_rate * _warm_up_and_down(trainer.num_tokens / wanted)
@@ -111,13 +113,14 @@ def train_offline(
         assert batch is not None, "all trajectories have features"
         loss, num_steps = trainer.step(batch), num_steps + 1
         on_progress(trainer.num_tokens / wanted, loss)
-    seconds = time.perf_counter() - begin
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
     rng = random.Random(settings.seed)
     acceptance = measure_acceptance(model, target, rollouts, settings.temperature, rng, token_ids)
     return OfflineSummary(
         tokens=trainer.num_tokens,
         steps=num_steps,
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         loss=loss,
         acceptance=acceptance,
         warning=_warning(acceptance),
