@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from examples import one_file
@@ -49,6 +50,7 @@ from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.training.offline import OfflineSettings, train_offline
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
+from tlt.models.decoder import Transformer
 from tlt.speculative.params import BatchParams
 from tlt.speculative.strategy import BatchState, Prices, Strategy
 from tlt.speculative.verify import NoiseAt, Verify, verify
@@ -56,9 +58,25 @@ from tlt.types import DraftTree, Request, Rollout, SamplingParams, Verdict, id_o
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-CONFIG = replace(helpers.CONFIG, num_layers=4)
+CONFIG = replace(helpers.CONFIG, num_layers=4, tie_embeddings=False)
 """The layers that eagle3 needs: it reads three."""
-POLICY = make_policy(config=CONFIG)
+
+
+@torch.no_grad()
+def make_learnable_policy() -> Transformer:
+    """Returns a policy that mostly repeats four tokens in turn, but depends on the whole text: drafters soon learn it,
+    and retrieval finds what it has said before."""
+    policy = make_policy(config=CONFIG)
+    for name, parameter in policy.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.mul_(0.02)
+    before_V = [*torch.arange(VOCAB - 1).view(-1, 4).roll(1, 1).flatten().tolist(), VOCAB - 1]
+    assert policy.lm_head is not None
+    policy.lm_head.weight.copy_(1.5 * F.normalize(policy.model.embed_tokens.weight[before_V], dim=-1))
+    return policy
+
+
+POLICY = make_learnable_policy()
 REFEREE = in_float64(helpers.to_transformers(POLICY))
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -110,7 +128,7 @@ def trained(form: str) -> DraftModel:
     rollouts = list(make_engine(POLICY, max_batch_size=50).generate(requests))
     shape = drafter_shape(CONFIG, form, block=BlockOptions(2, 5))  # type: ignore[arg-type]  # a form's name
     model = new_model(shape).initialize(2)
-    settings = OfflineSettings(epochs=20.0, learning_rate=3e-3, tokens_per_step=512, seed=0)
+    settings = OfflineSettings(epochs=10.0, learning_rate=5e-3, tokens_per_step=512, seed=0)
     preset = PRESETS[DEFAULT_PRESET[shape.method]]
     train_offline(model, pack(POLICY, torch.float32), preset, rollouts, settings, lambda share, loss: None)
     return model
@@ -218,7 +236,7 @@ def test_every_token_end_and_logprob_is_the_laws(form: str) -> None:
     print(
         f"{form}: {len(runs) * NUM_SEQUENCES} sequences of {num_tokens} tokens, accept length {stats.accept_length:.2f}"
     )
-    assert stats.accept_length > 1.2, "hardly a draft is accepted: this shows nothing"
+    assert stats.accept_length > 1.3, "hardly a draft is accepted: this shows nothing"
 
 
 # ── the referee sees faults ─────────────────────────────────────────────────────────────────────────────────
