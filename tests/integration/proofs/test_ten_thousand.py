@@ -64,8 +64,8 @@ CONFIG = replace(helpers.CONFIG, num_layers=4, tie_embeddings=False)
 
 @torch.no_grad()
 def make_learnable_policy() -> Transformer:
-    """Returns a policy that mostly repeats four tokens in turn, but depends on the whole text: drafters soon learn it,
-    and retrieval finds what it has said before."""
+    """Returns a policy that mostly repeats four tokens in turn: drafters soon learn it, and retrieval finds what it has
+    said before. The rest of the text counts little, but its share shows in the log-probabilities."""
     policy = make_policy(config=CONFIG)
     for name, parameter in policy.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
