@@ -88,31 +88,36 @@ def fit(tokens: Tensor, expected: np.ndarray) -> float:
 def make_engine(
     policy: Transformer,
     tuner: StrategyTuner | None = None,
-    drafter: str = "learned",
+    drafter: str | DraftModel = "learned",
     dtype: torch.dtype = torch.float64,
     max_batch_size: int = 8,
     ranking: Literal["coupled", "top-k"] = "coupled",
     window: int = 4096,
-    confidence_threshold: float = 0.0,
+    confidence_threshold: float | None = 0.0,
 ) -> RolloutEngine:
     packed = PackedTransformer(policy.config, dtype)
     engine = RolloutEngine(packed, max_batch_size=max_batch_size, tuner=tuner)
     engine.load_policy(dict(policy.named_parameters()))
     if tuner is None:
         return engine
-    if drafter not in ("learned", "ngram", *BLOCKS):
+    if isinstance(drafter, str) and drafter not in ("learned", "ngram", *BLOCKS):
         engine.load_drafter(ArtificialDrafter(drafter))
         return engine
     learned = None
     if drafter != "ngram":
-        model = new_model(BLOCKS.get(drafter) or drafter_shape(policy.config)).initialize(2)
-        if drafter in BLOCKS:
-            stir(model)
+        model = random_drafter(policy.config, drafter) if isinstance(drafter, str) else drafter
         drafting = pack_drafter(model.config, model.state_dict(), dtype)
         settings = LearnedSettings(ranking=ranking, window=window, confidence_threshold=confidence_threshold)
         learned = LearnedDrafter(drafting, engine.model, max_batch_size, settings)
     engine.load_drafter(make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold))
     return engine
+
+
+def random_drafter(config: ModelConfig, name: str) -> DraftModel:
+    model = new_model(BLOCKS.get(name) or drafter_shape(config)).initialize(2)
+    if name in BLOCKS:
+        stir(model)
+    return model
 
 
 @dataclass(frozen=True)
@@ -194,16 +199,20 @@ PARAMS = (
 
 
 def make_requests(
-    num_problems: int, num_samples: int, seed: int, params: Sequence[SamplingParams] = PARAMS
+    num_problems: int,
+    num_samples: int,
+    seed: int,
+    params: Sequence[SamplingParams] = PARAMS,
+    longest: int = 60,
 ) -> list[Request]:
-    """Prompts of 1 to 12 tokens, every sampling setting in turn, responses of 1 to 60 tokens."""
+    """Prompts of 1 to 12 tokens, every sampling setting in turn, responses of 1 to `longest` tokens."""
     rng = random.Random(seed)
     requests = []
     for problem in range(num_problems):
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
         for index in range(num_samples):
             base = params[(problem * num_samples + index) % len(params)]
-            one = replace(base, max_tokens=rng.randint(1, 60), stop_ids=(STOP,), seed=seed)
+            one = replace(base, max_tokens=rng.randint(1, longest), stop_ids=(STOP,), seed=seed)
             requests.append(Request(f"p{problem}", index, prompt, one))
     return requests
 

@@ -88,14 +88,20 @@ def draw_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def referee(case: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Hugging Face's model with random weights. transformers passes through float32 in its norms and
-    rotary angles even when the model is float64; there those two are replaced by the plain formulas."""
+    """Hugging Face's model with random weights."""
     model = draw_weights(AutoModelForCausalLM.from_config(CASES[case]).eval(), seed=len(case))
-    if dtype != torch.float64:
-        return model.to(dtype)
+    return in_float64(model) if dtype == torch.float64 else model.to(dtype)
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model in float64. Even then transformers passes through float32 in its norms, its rotary angles and
+    its eager attention's softmax: the first two are replaced by the plain formulas, the last by PyTorch's."""
     frequencies = float64_frequencies(model.config)
-    torch.testing.assert_close(frequencies.float(), model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        frequencies.float(), model.model.rotary_emb.inv_freq.float(), rtol=1e-5, atol=0
+    )
     model.double()
+    model.set_attn_implementation("sdpa")
     for name, module in list(model.named_modules()):
         if name.endswith("norm"):
             exact = nn.RMSNorm(module.weight.shape[0], eps=module.variance_epsilon)
