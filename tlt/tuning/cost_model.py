@@ -135,12 +135,10 @@ class CostModel(StrategyTuner):
         return self._choice
 
     def _is_another(self, batch: BatchState) -> bool:
-        """Returns whether the batch differs from that of the last decision."""
-        if self._chosen_for is None:
-            return True
-        size, had_references = self._chosen_for
-        is_alike = abs(batch.num_running - size) <= MUCH_THE_SAME * size
-        return not is_alike or bool(batch.reference_drafts) != had_references
+        """Returns whether the batch is unlike that of the last decision."""
+        size, had_references = self._chosen_for or (0, False)
+        is_resized = abs(batch.num_running - size) > MUCH_THE_SAME * size
+        return is_resized or bool(batch.reference_drafts) != had_references
 
     def decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
         """Returns the predictions of all arms that may run, and that of the arm to run. Learns first."""
