@@ -49,9 +49,12 @@ MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
 HORIZON_SECONDS = 300.0
 """Seconds within which a trial must pay: later the batch and its texts are different."""
-DECIDE_EVERY = 0.1
-"""Seconds of engine time between two decisions for an unchanged batch size, unless an arm is on trial. Bounds
-what deciding costs: up to 2 ms, beside a forward that leaves nothing of it in the processor's caches."""
+DECIDE_EVERY, DECIDE_AFTER = 0.1, 0.2
+"""Seconds of engine time between two decisions for a batch of much the same size, unless an arm is on trial;
+at first this share of all seconds so far. Bounds what deciding costs: up to 2 ms, beside a forward that
+leaves nothing of it in the processor's caches."""
+MUCH_THE_SAME = 1 / 8
+"""The share by which a batch may grow or shrink before it is decided for anew."""
 
 
 class CostModel(StrategyTuner):
@@ -112,11 +115,11 @@ class CostModel(StrategyTuner):
         if batch.prefill_time is not None and batch.prefill_time is not self._prefill_time:
             self._prefill_time = batch.prefill_time
             self.costs.observe_prefill(*batch.prefill_time)
-        place = batch.num_running, bool(batch.reference_drafts)
-        if place != self._chosen_for or self._seconds_since >= self._rest:
+        if self._is_another(batch) or self._seconds_since >= self._rest:
             predictions, choice = self.decide(batch)
-            self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
-            self._rest = min(DECIDE_EVERY, 0.02 * self._seconds)
+            self._choice, self._seconds_since = choice.strategy, 0.0
+            self._chosen_for = batch.num_running, bool(batch.reference_drafts)
+            self._rest = min(DECIDE_EVERY, DECIDE_AFTER * self._seconds)
             if self._is_trial:
                 self._rest = min(self._rest, choice.once + TRIALS * choice.seconds)
             if self.costs.num_steps:
@@ -130,6 +133,12 @@ class CostModel(StrategyTuner):
         else:
             self.expected = self.expected._replace(off_step=self._off_step)
         return self._choice
+
+    def _is_another(self, batch: BatchState) -> bool:
+        """Returns whether the batch is unlike that of the last decision."""
+        size, had_references = self._chosen_for or (0, False)
+        is_resized = abs(batch.num_running - size) > MUCH_THE_SAME * size
+        return is_resized or bool(batch.reference_drafts) != had_references
 
     def decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
         """Returns the predictions of all arms that may run, and that of the arm to run. Learns first."""

@@ -499,11 +499,11 @@ def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it
     assert expectations[0] < 1.3
     assert expectations == sorted(expectations)
     for recorded, is_off in ((0.02, True), (0.85, False)):
-        machine, tuner = (
-            Machine({"learned": 0.85, "ngram": 0.0, "hybrid": 0.85}, 25.0),
-            CostModel(ARMS, acceptance=recorded),
-        )
-        assert (Strategy.OFF in play(tuner, machine, [4] * 8)[3:]) is is_off
+        chosen = list[Strategy]()
+        for seed in range(4):
+            machine = Machine({"learned": 0.85, "ngram": 0.0, "hybrid": 0.85}, 25.0, seed)
+            chosen += play(CostModel(ARMS, acceptance=recorded), machine, [4] * 8)[3:]
+        assert (Strategy.OFF in chosen) is is_off
     wrong = AcceptanceModel(0.9)
     for _ in range(60):
         wrong.observe(arm, [0, 0, 0, 0])
@@ -559,6 +559,36 @@ def test_where_speculation_can_only_just_win_a_cold_batch_is_hardly_slower_than_
             off / cold_machines.run_batch(cold_machines.Machine(profile, kind, seed), tuner, 16, 100)
         )
     assert np.mean(times) > 0.98
+
+
+class Deciding(CostModel):
+    """Notes the batch sizes that it decides for."""
+
+    def __init__(self) -> None:
+        super().__init__(ARMS)
+        self.sizes: list[int] = []
+
+    def decide(self, batch: BatchState) -> Any:
+        self.sizes.append(batch.num_running)
+        return super().decide(batch)
+
+
+def test_a_tuner_that_has_just_begun_decides_in_a_third_of_its_steps_at_most() -> None:
+    """A decision may take 2 ms, and a step of a small model not many more."""
+    for size in (4, 16, 64):
+        tuner = Deciding()
+        play(tuner, Machine({"learned": 0.02, "ngram": 0.02, "hybrid": 0.02}, 1000.0), [size] * 90)
+        assert 10 < len(tuner.sizes) <= 30, size
+
+
+def test_a_batch_that_shrinks_by_single_sequences_is_decided_for_at_every_eighth() -> None:
+    tuner = Deciding()
+    play(tuner, Machine({"learned": 0.02, "ngram": 0.02, "hybrid": 0.02}, 8.0), [64] * 20)
+    tuner.sizes.clear()
+    for size in range(63, 7, -1):  # no step is observed, so no time passes
+        tuner.choose(BatchState(size, 200.0, 0, 0))
+    assert tuner.sizes[-11:] == [48, 41, 35, 30, 26, 22, 19, 16, 13, 11, 9]
+    assert len(tuner.sizes) <= 13
 
 
 def test_the_prefill_of_prompts_tells_how_fast_the_machine_is() -> None:
