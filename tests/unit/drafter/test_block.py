@@ -211,6 +211,10 @@ def remember(drafter: LearnedDrafter, slot: int, captured: Tensor, start: int, e
         drafter.remember([slot], [start], captured[None, start:end])
 
 
+LENGTHS = [(1, 5, 2), (2, 6, 12), (9, 7, 13), (10, 30, 14), (30, 30, 30)]
+"""Tokens of three rows at every stage. Those of the last, where rows are equally long, are given no mask."""
+
+
 @forms
 @pytest.mark.parametrize("group", [8192, 9])
 def test_chains_of_a_growing_ragged_batch_are_those_of_the_forward_written_out(
@@ -223,11 +227,11 @@ def test_chains_of_a_growing_ragged_batch_are_those_of_the_forward_written_out(
     rows = [random_tokens(30, seed) for seed in range(3)]
     captured = [captured_of(model.config, row) for row in rows]
     params = [SamplingParams(temperature=t) for t in (1.0, 0.6, 0.0)]
-    known, depths = [0, 0, 0], (NUM_DRAFTED, 2, 1, 3)
+    known, depths = [0, 0, 0], (NUM_DRAFTED, 2, 1, 3, 2)
     for slot, row in enumerate(rows):
         drafter.admit(slot, make_request(row[:2]))
     with patch.object(kv_cache, "PREFILL_TOKENS", group), patch.object(block_cache, "_ROWS_AT_ONCE", group):
-        for stage, lengths in enumerate([(1, 5, 2), (2, 6, 12), (9, 7, 13), (10, 30, 14)]):
+        for stage, lengths in enumerate(LENGTHS):
             for slot, length in enumerate(lengths):
                 remember(drafter, slot, captured[slot], known[slot], length - 1)
                 known[slot] = length - 1
