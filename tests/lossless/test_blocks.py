@@ -32,12 +32,13 @@ REQUESTS = make_requests(num_problems=6, num_samples=4, seed=11)
 OFF = tokens_of(make_engine(POLICY), REQUESTS)
 LONG = [replace(r, params=replace(r.params, max_tokens=90, stop_ids=())) for r in REQUESTS[:10]]
 CHAIN, TREE = Strategy("learned", 4, 1, 4), Strategy("learned", 4, 3, 12)
+SHORT = Strategy("learned", 2, 1, 2)
 forms = pytest.mark.parametrize("form", BLOCKS)
 
 
 @forms
 @pytest.mark.parametrize(
-    "strategy", [CHAIN, Strategy("learned", 1, 4, 4), TREE, Strategy("hybrid", 6, 1, 6)], ids=str
+    "strategy", [CHAIN, SHORT, Strategy("learned", 1, 4, 4), TREE, Strategy("hybrid", 6, 1, 6)], ids=str
 )
 @pytest.mark.parametrize("max_batch_size", [1, 5])
 def test_chains_and_trees_change_no_token(form: str, strategy: Strategy, max_batch_size: int) -> None:
@@ -52,7 +53,7 @@ def test_chains_and_trees_change_no_token(form: str, strategy: Strategy, max_bat
 def test_drafts_that_come_late_from_a_short_memory_change_no_token(
     form: str, ranking: Any, window: int
 ) -> None:
-    tuner = Switching([Strategy.OFF, Strategy.OFF, CHAIN, TREE], seed=3)
+    tuner = Switching([Strategy.OFF, Strategy.OFF, CHAIN, SHORT, TREE], seed=3)
     engine = make_engine(POLICY, tuner, form, max_batch_size=5, ranking=ranking, window=window)
     assert tokens_of(engine, REQUESTS) == OFF
 
@@ -122,13 +123,14 @@ def test_new_weights_in_the_middle_of_a_rollout_change_no_token(form: str) -> No
 
 
 @forms
+@pytest.mark.parametrize("strategy", [CHAIN, SHORT], ids=str)
 def test_float32_drafts_with_the_compiled_loops_are_those_of_the_plain_attention(
-    form: str, monkeypatch: pytest.MonkeyPatch
+    form: str, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of different lengths: the loops are given how much each row sees, SDPA a mask."""
 
     def drafted(is_plain: bool) -> list[torch.Tensor]:
-        engine = make_engine(POLICY, Fixed(CHAIN), form, dtype=torch.float32, max_batch_size=5)
+        engine = make_engine(POLICY, Fixed(strategy), form, dtype=torch.float32, max_batch_size=5)
         logits: list[torch.Tensor] = []
         head = engine.drafter.learned.model.logits
         engine.drafter.learned.model.logits = lambda *args: (logits.append(head(*args)), logits[-1])[1]

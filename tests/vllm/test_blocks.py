@@ -3,6 +3,7 @@ copy of the drafter at the same places, ranked with the same noise."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,12 +102,14 @@ def drafts_of(live: Live, requests: Sequence[Request], lengths: Iterator[int]) -
     return found
 
 
-def assert_ours(live: Live, drafts: Sequence[tuple[Any, ...]]) -> None:
-    """Every draft is the first tokens of our own block behind the same tokens."""
+def assert_ours(live: Live, drafts: Sequence[tuple[Any, ...]], num_drafted: int | None = None) -> None:
+    """Every draft is that of our own block behind the same tokens. num_drafted: by every block, of which the
+    draft has the first; None: no more than the draft has."""
     assert len(drafts) > 20
-    num_near = 0
+    num_near, drafter = 0, copy.copy(live.drafter)
     for request, tokens, draft in drafts:
-        (logits_KV,) = blocks_at(live.drafter, live.target, tokens, [(len(tokens) - 1, 0, ())])
+        drafter.config = dataclasses.replace(live.shape, block_size=1 + (num_drafted or len(draft)))
+        (logits_KV,) = blocks_at(drafter, live.target, tokens, [(len(tokens) - 1, 0, ())])
         table = LawTable(1, live.shape.layer.vocab_size, torch.device("cpu"), 0.7)
         table.put(0, RowLaw(request.noise_key, request.params))
         table.flush()
@@ -219,12 +222,12 @@ def test_a_tuner_chooses_among_the_block_s_lengths(own: Any, tmp_path: Path) -> 
 
 
 def test_the_model_runner_of_gpus_drafts_our_blocks(own: Any, tmp_path: Path) -> None:
-    """Triton's interpreter runs it here. Its drafter runs in every step, drafts or not."""
+    """Triton's interpreter runs it here. Its drafter fills whole blocks in every step, drafts or not."""
     live = start(BASE, tmp_path / "drafter", None)
     requests = {one.problem_id: one for one in countdown(4, 20)}
     drafts, tokens = in_child(tmp_path, "of_blocks", [*requests.values()], tmp_path / "drafter", BLOCK)
     rows = [(requests[name], tokens[name][:length], draft) for (name, length), draft in drafts.items()]
-    assert_ours(live, [row for row in rows if len(row[1]) < len(tokens[row[0].problem_id])])
+    assert_ours(live, [row for row in rows if len(row[1]) < len(tokens[row[0].problem_id])], BLOCK)
     expected = answers(own, [*requests.values()])
     assert tokens == {r.problem_id: (*r.prompt_ids, *r.token_ids) for r in expected.values()}
 

@@ -26,7 +26,8 @@ def cost_prior(
     sizes = sizes_of(costs, vocabulary) if drafter.can_choose else []
     rows = (sizes[-1] if sizes else drafter.draft_vocab_size) * width
     draft = drafter.numbers_per_draft
-    # a block's head is read once for all of its slots
+    # of a block, layers and head are read once for all of its slots; each slot passes both
     level = drafter.numbers_per_level + (rows // drafter.max_depth if draft else rows)
-    read = drafter.numbers_per_read
-    return CostPrior(level / weights, read / weights, head / weights, cached, draft / weights or None)
+    level_row = (draft + drafter.numbers_per_level + rows) / weights if draft else None
+    read = drafter.numbers_per_read / weights
+    return CostPrior(level / weights, read, head / weights, cached, draft / weights or None, level_row)

@@ -183,9 +183,9 @@ class PackedBlock(PackedDrafter):
         return self._w2(states.flatten(0, -2)).view(*tokens.shape, -1)
 
 
-def fill_blocks(shape: BlockShape, anchors_A: Tensor) -> Tensor:
-    """Returns the tokens [A, block_size] of blocks with these anchors."""
-    tokens_AU = anchors_A.new_full((len(anchors_A), shape.block_size), shape.mask_token_id)
+def fill_blocks(shape: BlockShape, anchors_A: Tensor, num_slots: int) -> Tensor:
+    """Returns the tokens [A, num_slots] of blocks with these anchors."""
+    tokens_AU = anchors_A.new_full((len(anchors_A), num_slots), shape.mask_token_id)
     tokens_AU[:, 0] = anchors_A
     return tokens_AU
 
@@ -196,7 +196,7 @@ def run_blocks(drafter: BlockModel | PackedBlock, text: PackedText, anchors: Anc
     shape, device = drafter.config, text.token_ids_N.device
     positions_N = torch.cat([torch.arange(length, device=device) for length in text.lengths])
     index_A = upload(flatten_anchors(text.lengths, anchors), device)
-    tokens_AU = fill_blocks(shape, text.token_ids_N[index_A])
+    tokens_AU = fill_blocks(shape, text.token_ids_N[index_A], shape.block_size)
     positions_AU = positions_N[index_A, None] + torch.arange(shape.block_size, device=device)
     positions_M = positions_AU.flatten().clamp_max(shape.layer.max_positions - 1)
     embeddings_ME = embed(tokens_AU.flatten())

@@ -77,6 +77,8 @@ class CostPrior:
     """Keys and values of one token."""
     draft: float | None = None
     """Weights of the drafter that are read once per draft; None: a small part of a level."""
+    level_row: float | None = None
+    """Weights of the drafter that each drafted token passes; None: those of a level."""
 
 
 UNKNOWN = CostPrior()
@@ -256,7 +258,7 @@ def _prior(prior: CostPrior) -> tuple[Array, Array]:
             row = forward_K[-1] - math.log(rows_K[-1])
             level, read = math.log(prior.level), math.log(prior.read)
             draft = level - 1.5 if prior.draft is None else math.log(prior.draft)
-            drafter = [draft, level, level + row - 0.7, level]
+            drafter = [draft, level, math.log(prior.level_row or prior.level) + row - 0.7, level]
             parts = [math.log(prior.cached), *drafter, 0.0, read + row, math.log(0.5)]
             machines.append([*forward_K, *parts])
     mean_P, covariance_PP = np.mean(machines, 0), np.cov(np.array(machines).T)

@@ -94,12 +94,15 @@ def rotated(x_D: Tensor, position: int) -> Tensor:
 
 
 @torch.no_grad()
-def plain_slots(model: BlockModel, tokens: Sequence[int], captured_TF: Tensor, anchor: int) -> Tensor:
-    """The hidden states [slots, E] of the block at this place, from the captured columns before it."""
+def plain_slots(
+    model: BlockModel, tokens: Sequence[int], captured_TF: Tensor, anchor: int, num_drafted: int = NUM_DRAFTED
+) -> Tensor:
+    """The hidden states [slots, E] of a block of so many drafted tokens at this place, from the captured
+    columns before it."""
     shape, w, embedding_VE = model.config, model.state_dict(), POLICY.model.embed_tokens.weight
     head_dim, heads, kv_heads = DEEP.head_dim, DEEP.num_heads, DEEP.num_kv_heads
     context = rms(captured_TF[:anchor, : shape.feature_size] @ w["fc.weight"].T, w["hidden_norm.weight"])
-    block = [tokens[anchor], *[shape.mask_token_id] * (shape.block_size - 1)]
+    block = [tokens[anchor], *[shape.mask_token_id] * (shape.first_slot + num_drafted - 1)]
     x = embedding_VE[block].clone()
     for index in range(shape.layer.num_layers):
         p = f"layers.{index}."

@@ -102,7 +102,10 @@ def test_its_costs_are_those_of_the_matrices_that_are_read() -> None:
     assert shape.numbers_per_level == sizes["markov_head.markov_w2.weight"]
     prior = cost_prior(DEEP, shape)
     assert prior.draft is not None
+    assert prior.level_row is not None
     assert prior.draft / prior.read == pytest.approx(layers / shape.numbers_per_read)
+    passed = layers + sizes["markov_head.markov_w2.weight"] + shape.draft_vocab_size * SIZE
+    assert prior.level_row / prior.read == pytest.approx(passed / shape.numbers_per_read)
 
 
 # ── the forward ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,9 +173,10 @@ def test_a_chosen_vocabulary_ranks_with_its_rows_of_head_and_markov_head() -> No
 def plain_chain(
     model: BlockModel, tokens: Sequence[int], captured: Tensor, noise_LV: Tensor, tau: float, scale: float
 ) -> list[int]:
-    slots = drafting_slots(model, plain_slots(model, tokens, captured, len(tokens) - 1))
+    """A level of noise for each token."""
+    slots = drafting_slots(model, plain_slots(model, tokens, captured, len(tokens) - 1, len(noise_LV)))
     drafted, before = [], tokens[-1]
-    for hidden, noise_V in zip(slots, noise_LV, strict=False):
+    for hidden, noise_V in zip(slots, noise_LV, strict=True):
         before = int((plain_logits(model, hidden, before) * scale / tau + noise_V).argmax())
         drafted.append(before)
     return drafted
@@ -187,10 +191,10 @@ def plain_tree(
     tau: float,
 ) -> set[tuple[int, ...]]:
     """The tree's nodes as paths of tokens: every slot's best behind each of the best paths so far."""
-    slots = drafting_slots(model, plain_slots(model, tokens, captured, len(tokens) - 1))
+    slots = drafting_slots(model, plain_slots(model, tokens, captured, len(tokens) - 1, strategy.depth))
     frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     pool: list[tuple[float, tuple[int, ...]]] = []
-    for hidden, noise_V in zip(slots[: strategy.depth], noise_LV, strict=False):
+    for hidden, noise_V in zip(slots, noise_LV, strict=True):
         found = []
         for confidence, path in frontier:
             logits = plain_logits(model, hidden, path[-1] if path else tokens[-1])
@@ -207,32 +211,37 @@ def remember(drafter: LearnedDrafter, slot: int, captured: Tensor, start: int, e
         drafter.remember([slot], [start], captured[None, start:end])
 
 
+LENGTHS = [(1, 5, 2), (2, 6, 12), (9, 7, 13), (10, 30, 14), (30, 30, 30)]
+"""Tokens of three rows at every stage. Those of the last, where rows are equally long, are given no mask."""
+
+
 @forms
 @pytest.mark.parametrize("group", [8192, 9])
 def test_chains_of_a_growing_ragged_batch_are_those_of_the_forward_written_out(
     method: Method, draft_vocab: int | None, group: int
 ) -> None:
-    """Rows join late, grow by one token or many, at several temperatures; new weights between."""
+    """Rows join late, grow by one token or many, at several temperatures; new weights between. Of a shorter
+    chain the block is shorter, too."""
     model = make_block(method, draft_vocab)
     drafter = make_drafter(model)
     rows = [random_tokens(30, seed) for seed in range(3)]
     captured = [captured_of(model.config, row) for row in rows]
     params = [SamplingParams(temperature=t) for t in (1.0, 0.6, 0.0)]
-    strategy = Strategy("learned", NUM_DRAFTED, 1, NUM_DRAFTED)
-    known = [0, 0, 0]
+    known, depths = [0, 0, 0], (NUM_DRAFTED, 2, 1, 3, 2)
     for slot, row in enumerate(rows):
         drafter.admit(slot, make_request(row[:2]))
     with patch.object(kv_cache, "PREFILL_TOKENS", group), patch.object(block_cache, "_ROWS_AT_ONCE", group):
-        for stage, lengths in enumerate([(1, 5, 2), (2, 6, 12), (9, 7, 13), (10, 30, 14)]):
+        for stage, lengths in enumerate(LENGTHS):
             for slot, length in enumerate(lengths):
                 remember(drafter, slot, captured[slot], known[slot], length - 1)
                 known[slot] = length - 1
             if stage == 2:
                 model = make_block(method, draft_vocab, seed=9)
                 drafter.load(model.state_dict(), 1)
-            noise = randn(3, NUM_DRAFTED, VOCAB, seed=stage).float()
+            depth = depths[stage]
+            noise = randn(3, depth, VOCAB, seed=stage).float()
             context = context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params)
-            tree = drafter.propose(context, strategy, Given(noise)).tree
+            tree = drafter.propose(context, Strategy("learned", depth, 1, depth), Given(noise)).tree
             for slot, (row, length) in enumerate(zip(rows, lengths, strict=True)):
                 scale = 1 / (params[slot].temperature or 1.0)
                 expected = plain_chain(model, row[:length], captured[slot], noise[slot], drafter.tau, scale)
@@ -290,7 +299,7 @@ def test_no_more_is_drafted_than_the_block_has_slots() -> None:
         assert max(depths) == NUM_DRAFTED
 
 
-def test_one_pass_drafts_a_block_and_the_context_is_made_once_per_token() -> None:
+def test_one_pass_fills_as_many_slots_as_are_drafted_and_the_context_is_made_once_per_token() -> None:
     model, row = make_block("dspark"), random_tokens(20, 1)
     captured, drafter, read, passes = captured_of(model.config, row), make_drafter(model), [], []
     assert isinstance(drafter.model, PackedBlock)
@@ -300,12 +309,12 @@ def test_one_pass_drafts_a_block_and_the_context_is_made_once_per_token() -> Non
         patch.object(drafter.model, "forward", lambda e, *r: (passes.append(len(e)), forward(e, *r))[1]),
     ):
         drafter.admit(0, make_request(row[:9]))
-        for known, length in ((0, 9), (8, 10), (9, 14)):
+        for known, length, depth in ((0, 9, 4), (8, 10, 2), (9, 14, 11)):
             remember(drafter, 0, captured, known, length - 1)
-            noise = randn(1, 5, VOCAB).float()
-            drafter.propose(context_of([row[:length]]), Strategy("learned", 4, 2, 8), Given(noise))
+            noise, strategy = randn(1, 5, VOCAB).float(), Strategy("learned", depth, 2, 11)
+            drafter.propose(context_of([row[:length]]), strategy, Given(noise))
     assert read == [8, 1, 4]
-    assert passes == [4, 4, 4]
+    assert passes == [4, 2, 4]
 
 
 # ── what fails in silence elsewhere ─────────────────────────────────────────────────────────────────────────
@@ -316,7 +325,7 @@ def test_the_first_draft_follows_the_anchor_by_one(method: Method) -> None:
     """DFlash's slot of the anchor proposes nothing, DSpark's proposes the next token."""
     model, row = make_block(method), random_tokens(9, 1)
     captured = captured_of(model.config, row)
-    slots = plain_slots(model, row, captured, 8)
+    slots = plain_slots(model, row, captured, 8, num_drafted=1)
     first = slots[1 if method == "dflash" else 0]
     drafter = make_drafter(model)
     drafter.admit(0, make_request(row[:2]))

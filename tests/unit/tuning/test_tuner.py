@@ -615,6 +615,32 @@ def test_a_block_drafter_pays_for_its_pass_and_hardly_for_its_levels() -> None:
     assert long < 3 * short, "seven times as many levels"
 
 
+def test_in_a_large_batch_a_longer_draft_of_a_block_is_expected_to_cost_its_rows() -> None:
+    """Before anything is measured: every slot passes the layers and the head, which levels alone do not show."""
+    prior = CostPrior(level=0.01, draft=0.1)
+    works = [work(Strategy("learned", depth, 1, depth), 64) for depth in (1, 7)]
+    more = []
+    for one in (prior, replace(prior, level_row=0.2)):
+        once_A = np.array([StepCosts(one).forecast([w._replace(rows=64.0)]).seconds_A[0] for w in works])
+        more.append(once_A[1] - once_A[0])
+    assert more[1] > 5 * more[0]
+
+
+def test_steps_of_two_block_lengths_tell_the_seconds_of_a_third() -> None:
+    """A block fills as many slots as it drafts tokens, and a slot of a batch of 64 costs 5 ms here."""
+
+    def seconds(depth: int) -> float:
+        return 0.3 + 0.001 * 64 * (1 + depth) + 0.015 + 0.005 * depth
+
+    costs = StepCosts(CostPrior(level=0.01, draft=0.1, level_row=0.2))
+    works = {depth: work(Strategy("learned", depth, 1, depth), 64) for depth in (2, 4, 7)}
+    for _ in range(20):
+        for depth in (2, 7):
+            costs.observe([works[depth]], [seconds(depth)])
+    found = costs.forecast([works[4]]).seconds_A[0]
+    assert found == pytest.approx(seconds(4), rel=0.05)
+
+
 def test_a_drafter_is_not_asked_for_more_than_its_block_holds() -> None:
     arms = default_arms(ALL, learned_depth=7)
     learned = [arm for arm in arms if arm.drafter == "learned"]

@@ -4,8 +4,8 @@
     context            0 1 2 ... n-2   made of what the target captured there, and kept
     block                              n-1, n, n+1, …   written behind the context, overwritten by the next
 
-One pass over the block gives the logits of all its slots. A level reads its slot, to which a Markov head
-adds a bias by the parent's token.
+A draft fills as many slots of the block as it has levels. One pass over them gives the logits of all. A level
+reads its slot, to which a Markov head adds a bias by the parent's token.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class BlockCache(DraftCache):
 
     def begin(self, context: DraftContext, strategy: Strategy, roots_B1: Tensor) -> Levels:
         shape, num_rows = self.model.config, len(context.tokens)
+        num_slots = shape.first_slot + min(strategy.depth, shape.max_depth)
         self._read_missing(context)
         ends, firsts = self.counts[:num_rows], self.firsts[:num_rows]
         ends_B1, offsets_B1 = upload([ends, firsts], self.model.device)[..., None]
-        columns_BU = ends_B1 + torch.arange(shape.block_size, device=self.model.device)
-        length = max(ends) + shape.block_size
+        columns_BU = ends_B1 + torch.arange(num_slots, device=self.model.device)
+        length = max(ends) + num_slots
         mask = None
         if min(ends) < max(ends):  # every slot of a row sees up to the row's last
             last_BU = columns_BU[:, -1:].expand_as(columns_BU)
             mask = chain_mask(last_BU, length, self.model.dtype)
-        lengths = [end + shape.block_size for end in ends]
+        lengths = [end + num_slots for end in ends]
         attend = cached(shape.layer, self.cache.layers, columns_BU, length, mask, lengths)
-        tokens_BU = fill_blocks(shape, roots_B1[:, 0])
+        tokens_BU = fill_blocks(shape, roots_B1[:, 0], num_slots)
         embeddings_ME = self.target.embed(tokens_BU.flatten())
         positions_M = self.positions(columns_BU, offsets_B1)
         hidden_BUE = self.model.forward(embeddings_ME, positions_M, attend).view(*tokens_BU.shape, -1)
-        depth = min(strategy.depth, shape.max_depth)
-        return BlockLevels(self, hidden_BUE[:, shape.first_slot : shape.first_slot + depth], roots_B1)
+        return BlockLevels(self, hidden_BUE[:, shape.first_slot :], roots_B1)
 
     def _read_missing(self, context: DraftContext) -> None:
         """Makes the keys and values of all committed tokens that are not in the cache, in one pass where they

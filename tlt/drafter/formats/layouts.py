@@ -40,7 +40,7 @@ class Target:
 
 
 def num_to_draft(config: DrafterShape) -> int:
-    """Returns the tokens to ask the drafter for: of a block all, for its slots were trained together."""
+    """Returns the tokens to ask the drafter for: of a block all."""
     return config.max_depth if isinstance(config, BlockShape) else NUM_DRAFT_TOKENS
 
 

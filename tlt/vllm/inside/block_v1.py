@@ -1,10 +1,9 @@
-"""A DFlash drafter in vLLM's first model runner: drafts whole blocks, ranked with the target's noise.
+"""A DFlash drafter in vLLM's first model runner: drafts blocks, ranked with the target's noise.
 
     no drafts wanted    hidden states ─▶ the context's keys and values, and nothing else
-    K wanted            … ─▶ a pass over the whole block ─▶ ranked ─▶ its first K tokens
+    K wanted            … ─▶ a pass over a block of K + 1 slots, as in our own engine ─▶ ranked
 
-vLLM would draft a block of K + 1 slots. The slots were trained together, and see each other: fewer draft
-otherwise than in our own engine. Where the window has no room for the block, it is shorter.
+Where the window has no room for the block, it is shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class BlockDrafter:
 
     def __init__(self, runner: Any, batch: Batch) -> None:
         self.drafter, self.batch, self.window = runner.drafter, batch, runner.max_model_len
-        self.block: int = runner.speculative_config.num_speculative_tokens
         self._propose = self.drafter.propose
         self.drafter.propose, self.drafter._sample_draft_tokens = self.propose, self.choose
 
@@ -33,12 +31,12 @@ class BlockDrafter:
     ) -> Tensor:  # fmt: skip
         """Returns drafts [B, num_speculative_tokens]; behind a block that is shorter, zeros."""
         room = self.window - common_attn_metadata.max_seq_len - 1
-        length = min(self.block, room) if num_speculative_tokens else 0
+        length = min(num_speculative_tokens, room)
         drafts = next_token_ids.new_zeros(len(next_token_ids), num_speculative_tokens, dtype=torch.int64)
         if length <= 0:
             self._read(target_hidden_states, target_positions, common_attn_metadata.slot_mapping)
             return drafts
-        block = self._propose(
+        drafts[:, :length] = self._propose(
             length,
             target_token_ids,
             target_positions,
@@ -48,8 +46,7 @@ class BlockDrafter:
             common_attn_metadata,
             sampling_metadata,
             **options,
-        )[:, :num_speculative_tokens]
-        drafts[:, : block.shape[1]] = block
+        )
         return drafts
 
     @torch.inference_mode()
