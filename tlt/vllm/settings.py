@@ -67,7 +67,8 @@ def speculative_config(drafter: Mapping[str, Any] | None, depths: Sequence[int])
 
     It names every draft length that may be chosen, so that vLLM captures graphs for it. vLLM takes lengths by
     batch size; scheduler.py overwrites these. The smallest length that vLLM allows is 1, also where nothing
-    drafts; given drafts (given.py) may be longer than all. A block is always drafted whole (runner_v1.py).
+    drafts; given drafts (given.py) may be longer than all. A block drafter names its own length, which vLLM's
+    second runner always drafts.
     """
     if drafter is None:
         return None
