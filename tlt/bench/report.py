@@ -63,9 +63,11 @@ def environment() -> dict[str, Any]:
 
 
 def _git(*words: str) -> str:
-    """Returns git's output. Outside of a checkout the commit is "unknown", and there are no changes."""
+    """Returns git's output for the checkout that this code runs from, wherever it was started. An installed
+    package has none: the commit is "unknown", and there are no changes."""
+    here = ["git", "-C", str(Path(__file__).parents[2]), "--git-dir=.git"]
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, check=True)
+        done = subprocess.run([*here, *words], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown" if words[0] == "rev-parse" else ""
     return done.stdout.strip()

@@ -7,12 +7,14 @@ import json
 import math
 import random
 import statistics
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.lossless.helpers import CONFIG, make_engine, make_policy
+from tlt.bench.report import environment
 from tlt.bench.rollout import constant_batch
 from tlt.cli.main import main
 from tlt.report.ratio import Ratio
@@ -98,3 +100,12 @@ def test_the_command_measures_a_constant_batch_and_writes(
     ]
     assert "## Constant batch" in (tmp_path / "result.md").read_text()
     assert str(RECIPE.parents[1]) not in json.dumps(report["config"])
+
+
+def test_the_commit_is_that_of_the_code_wherever_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = environment()["commit"]
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    assert environment()["commit"] == here
