@@ -19,20 +19,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.command import carry_out, make_parser, words
-from benchmarks.drafter_forms import Competitor, Subject, loaded, said
+from benchmarks.command import carry_out, words
+from benchmarks.drafter_forms import Competitor, Subject, loaded, parser_of, read, said
 from benchmarks.real_size.with_law import hash_tokens
 from tlt.bench.measure import in_turns, seconds_of
 from tlt.bench.report import header, markdown, number, ratio_text, speed_text, table, write_report
-from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.engine.stats import EngineStats
-from tlt.io.files import check_output_file
 from tlt.report.ratio import Ratio
 from tlt.training.start import pin
 from tlt.types import Request, Rollout, SamplingParams
@@ -43,22 +40,12 @@ THRESHOLDS = {ONE_LENGTH: 0.0, "budget": None, "fixed 0.4": 0.4}
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Returns options and configuration."""
-    parser = make_parser("draft_budget", __doc__)
-    parser.add_argument(
-        "config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it"
-    )
-    parser.add_argument("--drafters", type=words, required=True, help="NAME=FOLDER, separated by commas")
-    parser.add_argument("--geometry", help="grow model and drafters, as for tlt bench rollout")
-    parser.add_argument("--batches", type=words, default=("8", "16", "64"))
+    parser = parser_of("draft_budget", __doc__)
+    parser.add_argument("--batches", type=words, default=("8", "16", "64"), help="sizes, separated by commas")
     parser.add_argument("--easy", type=float, default=0.6, help="temperature of every other request")
-    parser.add_argument("--hard", type=float, default=1.4)
-    parser.add_argument("--tokens", type=int, default=96, help="of every response")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1)
-    options, overrides = parser.parse_known_args(arguments)
-    options.folders = dict(word.partition("=")[::2] for word in options.drafters)
-    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
-    return options, load_config(options.config, overrides)
+    parser.add_argument("--hard", type=float, default=1.4, help="temperature of the others")
+    parser.add_argument("--rounds", type=int, default=8, help="in which all take turns")
+    return read(parser, arguments)
 
 
 def generate(competitor: Competitor, requests: Sequence[Request]) -> dict[str, Any]:

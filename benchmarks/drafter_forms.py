@@ -68,7 +68,7 @@ class DraftClock:
     def __init__(self, engine: RolloutEngine) -> None:
         self.seconds, self.num_drafts = 0.0, 0
         self._propose = engine.drafter.propose
-        setattr(engine.drafter, "propose", self._timed)  # noqa: B010
+        setattr(engine.drafter, "propose", self._timed)  # noqa: B010  # mypy assigns no method
 
     def _timed(self, *arguments: Any) -> Any:
         start = time.perf_counter()
@@ -116,28 +116,42 @@ class Competitor:
         return run(self.engine, work), self.clock.take()
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Returns options and configuration."""
-    parser = make_parser("drafter_forms", __doc__)
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of what every comparison of drafters asks for."""
+    parser = make_parser(name, about)
     parser.add_argument(
         "config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it"
     )
     parser.add_argument("--drafters", type=words, required=True, help="NAME=FOLDER, separated by commas")
     parser.add_argument("--geometry", help="grow model and drafters, as for tlt bench rollout")
-    parser.add_argument("--batches", type=words, default=("1", "4", "16", "64"))
-    parser.add_argument("--temperatures", type=words, default=("0", "1"))
     parser.add_argument("--tokens", type=int, default=96, help="of every response")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--depth", type=int, default=7, help="of the fixed chains")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    return parser
+
+
+def read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """Returns options, with the drafters' folders by name, and configuration."""
     options, overrides = parser.parse_known_args(arguments)
-    options.batches, options.temperatures = map(int, options.batches), map(float, options.temperatures)
-    options.batches, options.temperatures = tuple(options.batches), tuple(options.temperatures)
     options.folders = dict(word.partition("=")[::2] for word in options.drafters)
     if missing := [name for name, folder in options.folders.items() if not Path(folder).is_dir()]:
         raise UserError(f"--drafters: {missing[0]} names no folder; give NAME=FOLDER")
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     return options, load_config(options.config, overrides)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """Returns options and configuration."""
+    parser = parser_of("drafter_forms", __doc__)
+    parser.add_argument(
+        "--batches", type=words, default=("1", "4", "16", "64"), help="sizes, separated by commas"
+    )
+    parser.add_argument("--temperatures", type=words, default=("0", "1"), help="separated by commas")
+    parser.add_argument("--rounds", type=int, default=4, help="in which all take turns")
+    parser.add_argument("--depth", type=int, default=7, help="of the fixed chains")
+    options, config = read(parser, arguments)
+    options.batches = tuple(map(int, options.batches))
+    options.temperatures = tuple(map(float, options.temperatures))
+    return options, config
 
 
 @contextmanager

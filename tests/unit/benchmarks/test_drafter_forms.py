@@ -84,6 +84,7 @@ def test_tokens_that_differ_are_noticed(subject: Subject, monkeypatch: pytest.Mo
 
 
 def test_a_drafter_that_does_not_exist_is_refused_and_commands_name_no_folder_of_this_machine() -> None:
-    with pytest.raises(drafter_forms.UserError, match="names no folder"):
-        drafter_forms.parse(["countdown", "--drafters", "a=nowhere", "--out", "x"])
+    for benchmark in (drafter_forms, draft_budget):
+        with pytest.raises(drafter_forms.UserError, match="names no folder"):
+            benchmark.parse(["countdown", "--drafters", "a=nowhere", "--out", "x"])
     assert said("x", ["--drafters", "a=/b/c,d=/e/f", "--out", "/g/h"]).endswith("a=c,d=f --out h")

@@ -147,6 +147,7 @@ def test_a_batch_spends_the_rows_of_its_verification_on_the_likeliest_tokens_unt
     whole, scores_BDV = draft_watched(rows, strategy, noise, prices=Prices())
     assert whole.row_lengths == (depth + 1,) * 3, "what costs nothing is drafted whole"
     chance_BD = scores_BDV.log_softmax(-1).amax(-1).cumsum(1).exp()
+    num_cut = 0
     for price in (0.02, 0.1, 0.3):
         worth = {
             kept: sum(float(chance_BD[row, :num].sum()) - price * num for row, num in enumerate(kept))
@@ -156,6 +157,8 @@ def test_a_batch_spends_the_rows_of_its_verification_on_the_likeliest_tokens_unt
         if sum(best) <= 0.875 * 3 * max(best):
             cut = draft_watched(rows, strategy, noise, prices=Prices(row=price))[0]
             assert cut.row_lengths == tuple(1 + num for num in best)
+            num_cut += 1
+    assert num_cut, "no price was worth different lengths"
     scores = draft_watched(rows, strategy, noise, prices=Prices(row=0.02, level=2.9))[1]
     assert scores.shape[1] == 4, "what is left brings less than a level costs"
 
