@@ -2,6 +2,7 @@
 #
 #   make train    set up, then the main job: RL on Countdown, about ten minutes on two cores
 #   make test     set up, then the tests        make unit    the unit tests alone, two minutes
+#   make avx2-test   the unit tests that compute, as a processor without AVX-512 runs them (x86 alone)
 #   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), five minutes
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
@@ -18,7 +19,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test lock lint format clean
+.PHONY: help setup train test unit avx2-test proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test lock lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -79,6 +80,13 @@ train: $(STAMP)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests --ignore $(PROOFS) --ignore tests/referee --ignore tests/docs $(SIDE_BY_SIDE) $(ARGS)
+
+# What PyTorch, oneDNN and Numba choose on most laptops, and on servers before AVX-512.
+AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=haswell
+COMPUTING := $(addprefix tests/unit/,models engine drafter rl) tests/lossless
+
+avx2-test: $(DEV_STAMP)
+	$(AS_AVX2) $(BIN)/python -m pytest $(COMPUTING) -m 'not slow' $(SIDE_BY_SIDE) $(ARGS)
 
 proofs: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PROOFS) tests/referee $(SIDE_BY_SIDE) $(ARGS)

@@ -71,8 +71,10 @@ def has_matrices(dtype: torch.dtype) -> bool:
 
 @cache
 def has_bfloat16() -> bool:
-    """Returns whether this processor has bfloat16 products."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    """Returns whether this processor has bfloat16 products and oneDNN uses them: ONEDNN_MAX_CPU_ISA may
+    limit it to fewer instructions."""
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return has_instructions and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def onednn_matrix(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> OneDnnMatrix | None:
