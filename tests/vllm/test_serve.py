@@ -212,6 +212,7 @@ def test_words_that_are_forbidden_and_forms_that_are_asked_for_are_kept(ask: Cal
         ),
         ({"extra_body": {"min_p": 0.1}}, "not yet supported with speculative decoding"),
         ({"logit_bias": {"5": 1.0}}, "not yet supported with speculative decoding"),
+        ({"seed": 2**63 - 1, "n": 2}, "seed: 9223372036854775807 leaves no seeds for 2 responses"),
     ],
 )
 def test_what_cannot_be_right_is_refused_and_the_server_goes_on(
@@ -222,6 +223,12 @@ def test_what_cannot_be_right_is_refused_and_the_server_goes_on(
     with pytest.raises(openai.BadRequestError, match=sentence):
         ask(prompt=PROMPT, max_tokens=4, **asked)
     assert ask(prompt=PROMPT, max_tokens=4).choices
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**63, 2**64])
+def test_a_top_k_beyond_any_vocabulary_keeps_all_tokens(top_k: int, ask: Callable[..., Any]) -> None:
+    found = [tokens(ask, 3, extra_body={"top_k": given}) for given in (0, top_k)]
+    assert found[0] == found[1]
 
 
 def counter(url: str, name: str) -> float:

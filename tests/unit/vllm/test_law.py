@@ -36,6 +36,8 @@ class Asked:
     min_p: float = 0.0
     seed: int | None = None
     extra_args: dict[str, Any] | None = None
+    n: int = 1
+    logprob_token_ids: None = None
 
 
 def laws(num: int) -> list[RowLaw]:

@@ -11,18 +11,25 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor
 
 from tlt.speculative.draw import draw, noise_to_rank_with
 from tlt.speculative.params import MAX_INVERSE_TEMPERATURE, BatchParams
 from tlt.speculative.sampling import keys_tensor
-from tlt.types import Request, SamplingParams
+from tlt.types import Request, SamplingParams, UserError, checked
 
 EXTRA = "tlt"
 """The key of vLLM's `extra_args` under which our engine sends a request's law."""
+
+AnySeed = Annotated[int, Ge(-(2**63)), Lt(2**63)]
+"""vLLM's seeds."""
+
+_Word = Annotated[int, Ge(0), Lt(2**32)]
+Words = tuple[_Word, _Word, _Word, _Word]
 
 DEFAULT_TAU = 0.7
 """The drafter's default temperature (LawTable)."""
@@ -54,17 +61,25 @@ class RowLaw:
         """Returns the law of a vLLM request.
 
         Our engine sends the law whole. The key of any other request follows from its seed, and is random
-        without one, as in vLLM's warm-up.
+        without one, as in vLLM's warm-up. Raises UserError for parameters that the law does not take: they
+        are refused before a request is admitted, since an error in a worker ends the engine.
         """
-        given = (asked.extra_args or {}).get(EXTRA)
+        given = checked("extra_args", asked.extra_args or {}, dict[str, Any]).get(EXTRA)
         if given is not None:
-            return RowLaw(tuple(given["key"]), SamplingParams(**given["params"]))
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed % 2**63
-        top_k = max(asked.top_k, 0)  # vLLM's -1 keeps all tokens, too
-        params = SamplingParams(
-            float(asked.temperature), top_k, float(asked.top_p), float(asked.min_p), seed=seed
-        )
+            return RowLaw._sent(given)
+        seed = secrets.randbits(62) if asked.seed is None else checked("seed", asked.seed, AnySeed) % 2**63
+        top_k = min(max(checked("top_k", asked.top_k, int), 0), 2**31 - 1)  # vLLM's -1 keeps all tokens, too
+        params = SamplingParams(asked.temperature, top_k, asked.top_p, asked.min_p, seed=seed)
         return RowLaw(Request("served", 0, (), params, "generate").noise_key, params)
+
+    @staticmethod
+    def _sent(given: Any) -> RowLaw:
+        """Reads what `extra_args` has written."""
+        try:
+            return RowLaw(checked("key", given["key"], Words), SamplingParams(**given["params"]))
+        except (KeyError, TypeError, UserError):
+            remedy = "leave it out, and give a seed"
+            raise UserError(f"vllm_xargs: {EXTRA} is what engines of tlt send; {remedy}") from None
 
     @staticmethod
     def extra_args(request: Request) -> dict[str, Any]:

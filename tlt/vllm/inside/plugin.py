@@ -20,7 +20,7 @@ from tlt.vllm.inside import block_v1, drafter_v1, runner_v1
 from tlt.vllm.inside.block_weights import mend_key_norms
 from tlt.vllm.inside.capture import FeatureCapture
 from tlt.vllm.inside.law import DEFAULT_TAU, LawTable
-from tlt.vllm.inside.served import check_params, check_server, law_config, seed_of
+from tlt.vllm.inside.served import admit, check_server, law_config
 from tlt.vllm.inside.unread import UnreadPositions
 
 PROCESSOR = "tlt.vllm.inside.runner_v2:LawProcessor"
@@ -78,10 +78,9 @@ def _process_inputs(method: Callable[..., Any], self: Any, *args: Any, **kwargs:
     params = request.sampling_params  # vLLM's own copy of the caller's
     if law_config(self.vllm_config) is not None and params is not None:
         try:
-            check_params(self.vllm_config, params)
+            admit(self.vllm_config, params)
         except UserError as error:  # as vLLM's own kind of error: a server answers with 400, not with 500
             raise VLLMValidationError(str(error)) from None
-        params.seed = seed_of(params)
     return request
 
 

@@ -1,6 +1,6 @@
 """Refuses what the law cannot serve, in one sentence: a server at its start, a request with HTTP 400.
 
-    vllm serve ─▶ check_server ─▶ …         a request ─▶ check_params ─▶ its seed, or a random one ─▶ workers
+    vllm serve ─▶ check_server ─▶ …         a request ─▶ admit ─▶ its seed, or a random one ─▶ workers
 
 Everything else that vLLM offers applies before the law (penalties, bias, grammar, …) or after it (stop texts,
 streaming).
@@ -17,7 +17,7 @@ from typing import Any
 
 from tlt.tuning.step_costs import UNKNOWN, CostPrior
 from tlt.types import UserError
-from tlt.vllm.inside.law import EXTRA, RowLaw
+from tlt.vllm.inside.law import RowLaw
 from tlt.vllm.inside.release import check_installed
 
 CONFIG_KEY = "tlt"
@@ -139,22 +139,15 @@ def _check_tuned(config: Any) -> None:
         )
 
 
-def check_params(config: Any, params: Any) -> None:
-    """Raises UserError for SamplingParams that the law cannot serve; a server answers with HTTP 400."""
+def admit(config: Any, params: Any) -> None:
+    """Raises UserError for SamplingParams that the law cannot serve; a server answers with HTTP 400. Writes
+    the seed of a request that has none: it is drawn where requests arrive, since all ranks need the same
+    one, and a preempted request keeps it."""
     if params.logprob_token_ids is not None and not config.use_v2_model_runner:
         raise UserError("logprob_token_ids: is not there under the law; ask for logprobs")
-    if EXTRA not in (params.extra_args or {}):
-        return
-    try:
-        key = RowLaw.of(params).key
-        is_valid = len(key) == 4 and all(isinstance(word, int) and 0 <= word < 2**32 for word in key)
-    except (KeyError, TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
-        raise UserError(f"vllm_xargs: {EXTRA} is what engines of tlt send; leave it out, and give a seed")
-
-
-def seed_of(params: Any) -> int:
-    """Returns a request's seed, a random one where it has none. It is drawn where requests arrive: all ranks
-    need the same seed, and a preempted request keeps it."""
-    return secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+    law = RowLaw.of(params)
+    params.top_k = law.params.top_k  # 64 bits hold it
+    if params.seed is None:
+        params.seed = secrets.randbits(SEED_BITS)
+    elif params.seed + params.n > 2**63:
+        raise UserError(f"seed: {params.seed} leaves no seeds for {params.n} responses; give a smaller one")
