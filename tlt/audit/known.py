@@ -6,9 +6,11 @@ that.
 
 from __future__ import annotations
 
-import json
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
+
+from tlt.io.files import parse_json
 
 _TIMEOUT_SECONDS = 10
 
@@ -26,9 +28,9 @@ def identify(url: str) -> Server | None:
     """Asks a server for its version; None where it does not answer as vLLM does."""
     root = url.rstrip("/").removesuffix("/v1")
     try:
-        found = json.loads(_get(f"{root}/version"))
+        found = parse_json(_get(f"{root}/version"))
         metrics = _get(f"{root}/metrics")
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return None
     if not isinstance(found, dict) or not isinstance(version := found.get("version"), str):
         return None

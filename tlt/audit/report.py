@@ -75,14 +75,17 @@ class AuditReport:
     logprob_gap: float | None
     """Largest difference between the engine's log-probabilities and the referee's; None: it reports none."""
     offenders: tuple[Offender, ...]
+    num_missing: int = 0
+    """Responses that were asked for and did not come: without them no engine is called lossless."""
 
     @property
     def verdict(self) -> Literal["lossless", "not lossless", "undecided"]:
-        """The verdict. Undecided: nothing was found, but the tokens are too few to find a reference fault, or
-        an estimate speaks against the engine without convicting it."""
+        """The verdict. Undecided: nothing was found, but the tokens are too few to find a reference fault,
+        responses are missing, or an estimate speaks against the engine without convicting it."""
         if self.is_convicted:
             return "not lossless"
-        return "lossless" if self.has_enough_tokens and not self.is_doubtful else "undecided"
+        is_whole = self.has_enough_tokens and not self.num_missing
+        return "lossless" if is_whole and not self.is_doubtful else "undecided"
 
     @property
     def is_convicted(self) -> bool:
@@ -113,7 +116,7 @@ class AuditReport:
     @property
     def has_no_evidence(self) -> bool:
         """Whether nothing speaks against the engine, but the tokens are too few to call it lossless."""
-        return not (self.is_convicted or self.is_doubtful or self.has_enough_tokens)
+        return not (self.is_convicted or self.is_doubtful or self.has_enough_tokens or self.num_missing)
 
     @property
     def mean_tokens(self) -> float:

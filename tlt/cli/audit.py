@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tlt.audit.server import read_api_key
+from tlt.audit.server import Answers, Endpoint, complete, read_api_key
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import File, ModelName, Names, Switch, Written
@@ -18,7 +18,9 @@ from tlt.cli.summary import Ended, Summary
 from tlt.config.mistakes import mistake
 from tlt.io.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_json
 from tlt.io.hub import resolve_model
-from tlt.kinds import MaxTokens, Problems, Samples, Share
+from tlt.io.secrets import hide
+from tlt.io.text import visible
+from tlt.kinds import MaxTokens, Problems, Samples, Share, shorten
 from tlt.saved.response_reader import response_ids
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
@@ -144,7 +146,15 @@ def run(options: Audit) -> Ended:
     stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder)
     params = options.params(options.seed, stop_ids)
     reports = []
-    for mode, rollouts in _modes(options, params, referee, tokenizer):
+    for mode, answers in _modes(options, params, referee, tokenizer):
+        if answers.num_missing:
+            asked = len(answers.rollouts) + answers.num_missing
+            print(
+                f"tlt: {answers.num_missing} of {asked} responses are missing, the others are judged: "
+                f"{hide(visible(answers.why))}",
+                file=sys.stderr,
+                flush=True,
+            )
         auditor = Auditor(
             params,
             referee.vocab_size,
@@ -154,7 +164,8 @@ def run(options: Audit) -> Ended:
             limit=None if options.responses is not None else params.max_tokens,
             seed=params.seed,
         )
-        report = _explained(auditor.judge(mode, rollouts, referee), options)
+        report = _explained(auditor.judge(mode, answers.rollouts, referee), options)
+        report = replace(report, num_missing=answers.num_missing)
         if tokenizer is not None:
             report = report.with_texts(lambda token_id: str(tokenizer.hf.convert_ids_to_tokens(token_id)))
         reports.append(report)
@@ -176,10 +187,10 @@ def run(options: Audit) -> Ended:
 
 def _modes(
     options: Audit, params: SamplingParams, referee: Referee, tokenizer: Tokenizer | None
-) -> Iterator[tuple[str, Sequence[Rollout]]]:
+) -> Iterator[tuple[str, Answers]]:
     """Yields the name and the responses of each engine to judge, in the order of the requests."""
     if options.responses is not None:
-        yield options.responses.name, _read_responses(options.responses, referee)
+        yield options.responses.name, Answers(_read_responses(options.responses, referee))
         return
     from tlt.hf.prompts import encode_prompts, make_requests
     from tlt.tasks.base import make_problems
@@ -194,21 +205,19 @@ def _modes(
         prompts = encode_prompts(records, tokenizer, vocab_size=vocab_size, window=window)
     requests = make_requests(prompts, params, options.samples)
     if options.url is not None:
-        from tlt.audit.server import Endpoint, complete
-
         assert options.engine_model is not None
         key = None if options.api_key_variable is None else read_api_key(options.api_key_variable)
-        server = Endpoint(options.url, options.engine_model, key)
-        yield options.url, list(complete(server, requests, options.max_batch_size))
+        server = Endpoint(options.url, options.engine_model, vocab_size, window, key)
+        yield options.url, complete(server, requests, options.max_batch_size)
         return
     print(f"tlt: our engine computes on {options.choose_device()}", file=sys.stderr, flush=True)
     for speculation in options.speculation:
         is_faulty = options.plant_fault and speculation != "off"
         name = f"{speculation}, {options.plant_fault:g} planted" if is_faulty else speculation
-        yield name, _generate(options, speculation, requests)
+        yield name, Answers(_generate(options, speculation, requests))
 
 
-def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
+def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> tuple[Rollout, ...]:
     from tlt.assembly.engine import load_engine
     from tlt.assembly.model import load_model_for
     from tlt.audit.fault import PlantedFault
@@ -219,12 +228,12 @@ def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> 
     model = load_model_for(resolve_model(options.model), options.engine)
     engine = load_engine(model, settings, options.drafter_folder, faulty)
     try:
-        return generate_in_order(engine, requests)
+        return tuple(generate_in_order(engine, requests))
     finally:
         engine.close()
 
 
-def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
+def _read_responses(path: Path, referee: Referee) -> tuple[Rollout, ...]:
     """Reads responses of any engine; `finish_reason` and `logprobs` are optional."""
     rollouts = []
     sizes = {"vocab_size": referee.vocab_size, "window": referee.window}
@@ -234,7 +243,11 @@ def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
             raise UserError(
                 f"{place}: prompt_ids and token_ids need at least one token each; remove the line"
             )
-        logprobs = record.get("logprobs") or ()
+        logprobs = record.get("logprobs") or []
+        if not isinstance(logprobs, list) or not all(type(one) in (int, float) for one in logprobs):
+            raise UserError(
+                f"{place}: logprobs is {shorten(logprobs)}; give a number for each token, or none"
+            )
         if logprobs and len(logprobs) != len(token_ids):
             counts = f"{len(token_ids)} token_ids but {len(logprobs)} logprobs"
             raise UserError(f"{place}: has {counts}; give one each, or none")
@@ -250,7 +263,7 @@ def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
                 policy_version=0,
             )
         )
-    return rollouts
+    return tuple(rollouts)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -280,7 +293,9 @@ def describe_report(report: AuditReport) -> str:
     """Returns the report as one line."""
     size = f"{report.num_tokens} tokens in {report.num_responses} responses (mean {report.mean_tokens:.1f})"
     verdict = f"NOT lossless: {'; '.join(report.reasons)}" if report.is_convicted else report.verdict
-    if report.has_no_evidence:
+    if report.verdict == "undecided" and report.num_missing:
+        verdict += f": {report.num_missing} responses are missing"
+    elif report.has_no_evidence:
         needed = "over 5 million" if report.tokens_needed is None else f"{report.tokens_needed:,}"
         verdict = f"undecided: no evidence against; needs {needed} tokens, and has {report.num_tokens:,}"
     elif report.verdict == "undecided":

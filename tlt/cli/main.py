@@ -1,7 +1,8 @@
 """The command line: finds the command, runs it, and prints its summary (summary.py) or its error.
 
 Exit codes: 2 for a user's mistake, which is one line on stderr, `tlt: error: place: value; remedy`; 130 for
-Ctrl-C; 141 where the reader of stdout has gone. Any other error is our fault and shows its traceback.
+Ctrl-C; 141 where the reader of stdout has gone. Any other error is our fault and shows its traceback, with
+exit code 1, or 70 where 1 is a verdict of the command.
 `main` imports everything, so that Ctrl-C during an import is handled, too; only the commands that need torch
 import it.
 """
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from types import FrameType
 
@@ -52,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(f"error: stdout: cannot be written ({error.strerror}); make room, or send it elsewhere")
             return 2
         if not isinstance(error, UserError):
-            raise
+            if arguments[:1] != ["audit"] or not isinstance(error, Exception):
+                raise
+            traceback.print_exception(error)
+            return 70
         _say(hide(visible(f"error: {' '.join(str(error).split())}")))
         return 2
     finally:

@@ -101,6 +101,9 @@ def test_every_mistake_is_one_line(
         ({"prompt_ids": [5], "token_ids": [99]}, "token id 99 is outside the vocabulary of 23"),
         ({"prompt_ids": [5], "token_ids": [6] * 99}, "has 100 tokens but the model's window is 64"),
         ({"prompt_ids": [5], "token_ids": [6], "logprobs": [0.0, 0.0]}, "1 token_ids but 2 logprobs"),
+        ({"prompt_ids": [5], "token_ids": [6], "logprobs": 1}, "logprobs is 1; give a number for each"),
+        ({"prompt_ids": [5], "token_ids": [6], "logprobs": {"0": 0.5}}, "logprobs is {'0': 0.5}; give"),
+        ({"prompt_ids": [5], "token_ids": [6], "logprobs": [None]}, "logprobs is [None]; give a number"),
         ({"prompt_ids": [5], "token_ids": [6], "finish_reason": "stop"}, "keep the token that ended it"),
     ],
 )

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
+import itertools
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.unit.audit.test_command import run
 from tests.unit.cli.parts import fail
+from tlt.audit import server as asked
 from tlt.audit.known import Server, identify, known_fault
 from tlt.audit.referee import Referee
 from tlt.audit.server import read_token_ids
+from tlt.cli import main as cli
+from tlt.types import UserError
 
 
 def test_token_ids_are_read_in_both_forms() -> None:
-    assert read_token_ids({"token_ids": [1, 2]}) == [1, 2]
-    assert read_token_ids({"logprobs": {"tokens": ["token_id:7", "token_id:8"]}}) == [7, 8]
-    assert read_token_ids({"text": "x", "logprobs": None}) is None
-    assert read_token_ids({"logprobs": {"tokens": ["a"]}}) is None
+    assert read_token_ids({"token_ids": [1, 2]}, "u") == [1, 2]
+    assert read_token_ids({"token_ids": None, "logprobs": {"tokens": ["token_id:7"]}}, "u") == [7]
+    assert read_token_ids({"text": "x", "logprobs": None}, "u") is None
+    assert read_token_ids({"text": "x", "logprobs": [0.0]}, "u") is None
+    for tokens in (["a"], ["token_id:7", "token_id:x"], ["token_id:-1"], [None], "token_id:7"):
+        assert read_token_ids({"logprobs": {"tokens": tokens}}, "u") is None
+
+
+@pytest.mark.parametrize("ids", [[1.7], [True], ["5"], [None], 5, "5", {"0": 5}, [5, [6]], [float("nan")]])
+def test_ids_of_another_kind_are_refused_and_not_rounded(ids: Any) -> None:
+    with pytest.raises(UserError, match=r"answers token_ids .*, no list of ids; give an OpenAI"):
+        read_token_ids({"token_ids": ids}, "u")
 
 
 PROMPTS = ("--engine-model", "m", "--prompts", "prompts.jsonl")
 ARGUMENTS = (*PROMPTS, "--samples", "25", "--max-tokens", "12")
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+Answer = Callable[[dict[str, Any]], Any]
 
 
 @pytest.fixture
@@ -48,7 +63,12 @@ def serve() -> Iterator[Callable[..., str]]:
 
             def do_POST(self) -> None:
                 payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                body = json.dumps(answer(payload)).encode()
+                found = answer(payload)
+                if isinstance(found, bytes):  # the whole answer, as it goes over the wire
+                    self.wfile.write(found)
+                    self.close_connection = True
+                    return
+                body = json.dumps(found).encode()
                 status = 200 if self.path == "/v1/completions" else 404
                 if key and (shown := self.headers["Authorization"]) != f"Bearer {key}":
                     status, body = 401, json.dumps({"error": f"not authorized by {shown}"}).encode()
@@ -188,6 +208,162 @@ def test_a_server_without_token_ids_is_one_line(
     url = serve(lambda payload: answer)
     line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
     assert message in line
+
+
+def wire(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", *headers, *([] if headers else [f"Content-Length: {len(body)}"]), "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+BROKEN = {
+    "cut off": (wire(b'{"choices"', "200 OK", "Content-Length: 999"), "gives no whole answer of HTTP"),
+    "cut off within a chunk": (
+        wire(b"40\r\n{", "200 OK", "Transfer-Encoding: chunked"),
+        "gives no whole answer of HTTP",
+    ),
+    "no HTTP": (b"SSH-2.0-OpenSSH_9.6\r\n", "gives no whole answer of HTTP"),
+    "nothing": (b"", "gives no whole answer of HTTP"),
+    "no text": (wire(b'"\xff\xfe"'), "answers no JSON"),
+    "a page": (wire(b"<html>"), "answers no JSON"),
+    "deep": (wire(b"[" * 100_000), "answers no JSON"),
+    "a long number": (wire(b'{"choices": ' + b"9" * 5000 + b"}"), "answers no JSON"),
+    "a list": (wire(b"[]"), "answered without one choice"),
+    "two choices": (wire(b'{"choices": [{}, {}]}'), "answered without one choice"),
+    "an error in a good answer": (wire(b'{"error": {"message": "no such model"}}'), "no such model"),
+    "logprobs a list": (wire(b'{"choices": [{"logprobs": [1]}]}'), "returns no token ids"),
+    "null as an id": (wire(b'{"choices": [{"token_ids": [null]}]}'), "no list of ids"),
+    "NaN as an id": (wire(b'{"choices": [{"token_ids": [NaN]}]}'), "no list of ids"),
+    "a fraction as an id": (wire(b'{"choices": [{"token_ids": [1.7]}]}'), "no list of ids"),
+    "an id beyond the vocabulary": (
+        wire(b'{"choices": [{"token_ids": [23]}]}'),
+        "token id 23 is outside the vocabulary of 23",
+    ),
+    "a negative id": (wire(b'{"choices": [{"token_ids": [-1]}]}'), "token id -1 is outside"),
+    "more than the window": (
+        wire(json.dumps({"choices": [{"token_ids": [5] * 64}]}).encode()),
+        "the model's window is 64",
+    ),
+    "no ids": (wire(b'{"choices": [{"token_ids": []}]}'), "look at the server's log"),
+    "a refusal that is cut off": (wire(b"no", "404 No", "Content-Length: 99"), "refuses (404"),
+    "a redirect to nowhere": (wire(b"", "302 Found", "Location: ://"), ""),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_answer_is_one_line(
+    kind: str, model: Path, here: Path, serve: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer, message = BROKEN[kind]
+    line = fail(capsys, "audit", str(model), "--url", serve(lambda payload: answer), *PROMPTS)
+    assert "--url: http://127.0.0.1" in line
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://local host:1/v1",
+        "http://[::1/v1",
+        "http://127.0.0.1:abc",
+        "http://x/ü",
+        "http:///v1",
+        "file:///",
+    ],
+)
+def test_an_address_that_is_none_is_one_line(
+    url: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "cannot be reached" in fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
+
+
+BUSY = wire(b"later", "503 Busy", "Retry-After: 0", "Content-Length: 5")
+LATER = "Thu, 01 Jan 1970 00:00:00 GMT"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        BUSY,
+        wire(b"", "429 Too Many", f"Retry-After: {LATER}", "Content-Length: 0"),
+        wire(b"", "504 Late"),
+        wire(b'{"choices"', "200 OK", "Content-Length: 999"),
+        b"",
+    ],
+)
+def test_a_server_that_is_busy_for_a_moment_is_asked_again(
+    failure: bytes,
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every third request fails, but the first, by which the server is known."""
+    monkeypatch.setattr(asked, "_WAITS", (0.0,) * 6)
+    good, count = sampler(model, "token_ids"), itertools.count()
+    url = serve(lambda payload: failure if next(count) % 3 == 1 else good(payload))
+    code, summary, output = run(capsys, str(model), "--url", url, *ARGUMENTS)
+    assert (code, summary["lossless"]) == (3, None)
+    assert "50 responses" in output
+    assert "missing" not in output
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, 3), (0.5, 1)])
+def test_answers_that_came_before_a_server_went_away_are_judged_and_the_others_counted(
+    temperature: float,
+    expected: int,
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asked, "_WAITS", (0.0,) * 2)
+    good, count = sampler(model, "token_ids", temperature), itertools.count()
+    url = serve(lambda payload: good(payload) if next(count) <= 45 else BUSY)
+    words = [*ARGUMENTS, "--max-batch-size", "1", "--few-tokens-pass", "--out", "report.json"]
+    code = cli.main(["audit", str(model), "--url", url, *words])
+    captured = capsys.readouterr()
+    assert code == expected
+    assert "tlt: 5 of 50 responses are missing, the others are judged: " in captured.err
+    assert "is busy (503: later)" in captured.err
+    assert json.loads((here / "report.json").read_text())["modes"][0]["num_missing"] == 5
+    assert ("5 responses are missing" in captured.out) == (expected == 3)
+
+
+def test_a_server_that_stays_busy_is_one_line(
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asked, "_WAITS", (0.0,) * 2)
+    line = fail(capsys, "audit", str(model), "--url", serve(lambda payload: BUSY), *PROMPTS)
+    assert "is busy (503: later); look at its log" in line
+
+
+def test_a_server_that_breaks_off_while_it_is_identified_has_no_known_fault() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(wire(b"{", "200 OK", "Content-Length: 99"))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert identify(f"http://127.0.0.1:{listener.getsockname()[1]}/v1") is None
+        thread.join()
+
+
+def test_a_fault_of_the_audit_itself_is_not_the_code_of_a_verdict(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.audit.verdict.Auditor.judge", Mock(side_effect=ZeroDivisionError("a bug")))
+    assert cli.main(["audit", str(model), "--prompts", "prompts.jsonl", "--max-tokens", "2"]) == 70
+    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
 def test_a_server_that_refuses_is_quoted(
