@@ -27,7 +27,8 @@ from tlt.models.decoder import ModelConfig
 from tlt.plan.fit import fits, judge
 from tlt.plan.sizes import GIB, PlannedRun, short_count
 from tlt.ranks.sharding import choose_layout
-from tlt.tasks.answers import find_answer, to_number
+from tlt.tasks.answers import find_answer
+from tlt.tasks.numbers import to_number
 from tlt.types import UserError
 
 PROMPTS = ("prompt", "messages", "question", "problem", "query", "instruction", "input", "prompt_ids")

@@ -10,16 +10,19 @@ This file runs in reward workers: it imports nothing heavy.
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from typing import Literal
 
 Search = Literal["boxed", "marked", "any"]
 
+CLOSING_TAGS = ("</think>", "</thinking>", "</thought>", "[/THINK]", "</seed:think>", "<|end_of_thought|>")
+"""The tags that end a thought in the responses of reasoning models."""
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]+)")
 _MARK = re.compile(r"####[ \t]*([^\n]+)|(?i:\banswer)\**\s*:[ \t]*\**[ \t]*([^\n]+)")
-_NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|(?<![\d.])-?\.\d+")
-_EXACT = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-\u2212])?(?<![\d.])(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?(?!\d)"
+)  # with every comma between its digits: `to_number` says whether these separate thousands
 
 
 def find_answer(text: str, search: Search = "marked") -> str | None:
@@ -36,24 +39,31 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
     return answer
 
 
-def after_thinking(text: str, closing_tag: str) -> str:
-    """Returns what follows the last closing tag, such as `</think>`; the whole text where there is none, or
-    where `closing_tag` is "". Returns "" where a thought was begun and never closed."""
-    if not closing_tag:
+def after_thinking(text: str, closing_tag: str | None = None, in_thought: bool = False) -> str:
+    """Returns what follows the last thought; the whole text where there is none. Returns "" where the text
+    ends within a thought.
+
+    closing_tag: ends a thought, such as `</think>`; "": there are no thoughts; None: any of CLOSING_TAGS.
+    in_thought: whether the text begins within a thought, which the prompt has opened.
+    """
+    if closing_tag == "":
         return text
-    _, tag, rest = text.rpartition(closing_tag)
-    if not tag and text.lstrip().startswith(closing_tag.replace("/", "", 1)):
+    tags = CLOSING_TAGS if closing_tag is None else (closing_tag,)
+    start = max((text.rfind(tag) + len(tag) for tag in tags if tag in text), default=None)
+    if start is None and in_thought:
         return ""
-    return rest
+    rest = text[start or 0 :]
+    return "" if any(opening_tag(tag) in rest for tag in tags) else rest
 
 
-def to_number(text: str) -> Fraction | None:
-    """Returns the exact value of `-1,234.5`, `3/4` or `$12`; None: it is no plain number."""
-    plain = text.strip().replace("\\$", "").replace("$", "").replace(",", "").rstrip(".").strip()
-    if not _EXACT.fullmatch(plain):
-        return None
-    numerator, _, denominator = plain.partition("/")
-    return None if denominator and not int(denominator) else Fraction(numerator) / int(denominator or 1)
+def opening_tag(closing_tag: str) -> str:
+    """Returns the tag that begins what `closing_tag` ends."""
+    return closing_tag.replace("end_of", "begin_of").replace("/", "", 1)
+
+
+def ends_in_thought(text: str) -> bool:
+    """Whether a prompt ends within a thought, as the chat templates of reasoning models do."""
+    return any(text.rfind(opening_tag(tag)) > text.rfind(tag) for tag in CLOSING_TAGS)
 
 
 def _last_boxed(text: str) -> tuple[int, str | None]:

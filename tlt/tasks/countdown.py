@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tlt.io.files import Record
+from tlt.kinds import shorten
 from tlt.tasks.exact import MAX_DRAWS, ExactTask, apply, draw_count, read_weights
 from tlt.tasks.splits import Split, split_of
 from tlt.types import UserError
@@ -155,6 +156,17 @@ class Countdown(ExactTask):
         """Returns the text after the last `!`; the search before it is not judged."""
         _, mark, answer = response_text.rpartition("!")
         return answer if mark else None
+
+    def check(self, problem: Record) -> None:
+        """Raises UserError for a problem without its numbers and its target."""
+        numbers, target = problem.get("numbers"), problem.get("target")
+        if (
+            not isinstance(numbers, list)
+            or not numbers
+            or any(type(n) is not int for n in (*numbers, target))
+        ):
+            remedy = "give numbers, a list of whole ones, and target, a whole number"
+            raise UserError(f"numbers is {shorten(numbers)} and target {shorten(target)}; {remedy}")
 
     def is_right(self, problem: Record, answer: str) -> bool:
         """Whether the answer solves the puzzle."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from fractions import Fraction
+from typing import Any, ClassVar, get_args
 
 from tlt.io.files import Record
-from tlt.tasks.answers import Search, after_thinking, find_answer, to_number
+from tlt.kinds import shorten
+from tlt.tasks.answers import Search, after_thinking, find_answer
+from tlt.tasks.numbers import gold_text, to_number
 from tlt.tasks.splits import Split, check_split
 from tlt.types import UserError
 
@@ -46,6 +49,19 @@ class ExactTask:
         drawn = (draw(self.rng(chosen, seed, index), chosen) for index in range(num))
         return self.number(seed, chosen, drawn)
 
+    def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
+        """Returns a row of `task.data` as it is. Raises UserError for one that cannot be scored."""
+        try:
+            self.check(record)
+        except UserError as error:
+            raise UserError(f"task {self.name}: {error}") from None
+        return record
+
+    def check(self, problem: Record) -> None:
+        """Raises UserError for a problem that cannot be scored."""
+        gold_number(problem)
+        check_columns(problem)
+
     def score(self, problem: Record, response_text: str) -> Record:
         """Rewards 1.0 when the response gives an answer that is right, else 0.0."""
         answer = self.find(problem, response_text)
@@ -55,15 +71,38 @@ class ExactTask:
     def find(self, problem: Record, response_text: str) -> str | None:
         """Returns the response's answer, sought after any thinking; None: it gives none.
 
-        Optional columns of the problem: `search`, and `thinking_ends`, the tag after which the answer is
-        sought ("": in the whole text).
+        Optional columns of the problem: `search`, `thinking_ends`, the tag after which the answer is sought
+        ("": in the whole text), and `in_thought`, whether the response begins within a thought.
         """
-        text = after_thinking(response_text, problem.get("thinking_ends", "</think>"))
+        in_thought = bool(problem.get("in_thought"))
+        text = after_thinking(response_text, problem.get("thinking_ends"), in_thought)
         return find_answer(text, problem.get("search", self.search))
 
     def is_right(self, problem: Record, answer: str) -> bool:
         """Whether the answer is the problem's `answer`, as an exact number."""
-        return to_number(answer) == to_number(problem["answer"])
+        return to_number(answer) == gold_number(problem)
+
+
+def gold_number(problem: Record) -> Fraction:
+    """Returns the number in a problem's `answer`. Raises UserError where there is none."""
+    if "answer" not in problem:
+        raise UserError(f"no answer among the columns {sorted(problem)}; name the one that holds it answer")
+    value = problem["answer"]
+    text = gold_text(value)
+    number = None if text is None else to_number(text)
+    if number is None:
+        remedy = "give a number such as 12, -1,234.5 or 3/4, leave the row out, or use the task math"
+        raise UserError(f"answer is {shorten(value)}, which is no plain number; {remedy}")
+    return number
+
+
+def check_columns(problem: Record) -> None:
+    """Raises UserError for wrong values in the columns that say where an answer is sought."""
+    search, tag = problem.get("search", "marked"), problem.get("thinking_ends", "")
+    if search not in get_args(Search):
+        raise UserError(f"search is {shorten(search)}; use one of {', '.join(get_args(Search))}")
+    if tag is not None and not isinstance(tag, str):
+        raise UserError(f"thinking_ends is {shorten(tag)}; give the tag that ends a thought, as text")
 
 
 def read_weights(place: str, weights: Mapping[Any, float], counts: range) -> dict[int, float]:

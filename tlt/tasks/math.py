@@ -14,17 +14,15 @@ stop the run.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tlt.io.extras import how_to_install
 from tlt.io.files import Record, read_jsonl
 from tlt.tasks.answers import Search, find_answer
-from tlt.tasks.exact import ExactTask
+from tlt.tasks.equal import is_equal, require_math_verify
+from tlt.tasks.exact import ExactTask, check_columns
+from tlt.tasks.numbers import gold_text
 from tlt.tasks.splits import check_split, digest, split_of
 from tlt.types import UserError
 
@@ -103,55 +101,10 @@ def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
             f"task math: no answer among the columns {sorted(record)}; name it one of "
             f"{', '.join(ANSWER_COLUMNS)}"
         )
-    if isinstance(text, int | float) and not isinstance(text, bool):
-        text = str(text)
-    if not isinstance(text, str) or not text.strip():
+    answer = gold_text(text)
+    if answer is None or not any(map(str.isalnum, answer)):
         raise UserError(f"task math: {column} is {_short(text)}; it must be text that holds the answer")
-    return column, text
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Scoring
-
-
-def is_equal(gold: str, answer: str) -> bool:
-    """Whether an answer equals the gold answer as mathematics. Raises ValueError for a gold answer that
-    math-verify cannot read."""
-    parse, verify = _math_verify()
-    expected = _parsed(gold)
-    if not expected:
-        raise ValueError(
-            f"the answer {gold!r} is no mathematics that math-verify can read; leave the problem out"
-        )
-    return bool(verify(expected, parse(_as_latex(answer)), timeout_seconds=None))
-
-
-@lru_cache(maxsize=4096)
-def _parsed(gold: str) -> Any:
-    return _math_verify()[0](_as_latex(gold))
-
-
-@lru_cache(maxsize=1)
-def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
-    """Returns math-verify's (parse, verify), without their alarms."""
-    require_math_verify()
-    import math_verify
-
-    # it warns that nothing bounds its time: the worker's pool does
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    targets = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig())
-    return lambda text: math_verify.parse(text, targets, parsing_timeout=None), math_verify.verify
-
-
-def _as_latex(answer: str) -> str:
-    """Returns the answer as math-verify finds it: in its own delimiters where it has some, else boxed."""
-    return answer if "$" in answer.replace("\\$", "") or "\\(" in answer else f"\\boxed{{{answer}}}"
-
-
-def require_math_verify() -> None:
-    """Raises UserError where math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"task math: math-verify is not installed; {how_to_install('math')}")
+    return column, answer
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -215,11 +168,19 @@ class Math(ExactTask):
         _check_options(template, search, other)
         if other == "skip" and not is_mathematics(record):
             return None
-        return record if "search" in record else to_problem(record, template, search)
+        if "search" not in record:
+            return to_problem(record, template, search)
+        self.check(record)
+        return record
+
+    def check(self, problem: Record) -> None:
+        """Raises UserError for a problem without an answer that can be read."""
+        gold_answer(problem)
+        check_columns(problem)
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
         """Imports math-verify and sympy, which takes a second or more, and compares a first answer."""
-        is_equal("1", "1")
+        is_equal("x+1", "1+x")
 
     def is_right(self, problem: Record, answer: str) -> bool:
         """Whether the answer equals the problem's as mathematics; a problem of one's own has it in a column

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.tasks.base import get_task, make_problems, warm_up
+from tlt.tasks.base import PreparesRecords, get_task, make_problems, warm_up
 from tlt.types import UserError
 
 
@@ -65,6 +65,17 @@ class Mixture:
             for index, problem in enumerate(problems[:quota]):
                 mixed.append(((index + 0.5) / quota, order, _mark(problem, part)))
         return [problem for *_, problem in sorted(mixed, key=lambda entry: entry[:2])]
+
+    def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a problem of a mixture, written by `tlt task`, as it is. Raises UserError for one that the
+        task which made it cannot score."""
+        if not all(isinstance(record.get(key), str) for key in ("task", "scored_by")):
+            raise UserError(
+                "task mixture: has no task and scored_by; give problems that tlt task mixture has written"
+            )
+        if isinstance(part := get_task(record["scored_by"]), PreparesRecords):
+            part.prepare(record, {})
+        return record
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
         """Has every part get ready to score."""

@@ -12,9 +12,11 @@ import pytest
 from tlt.rewards.pool import RewardPool
 from tlt.rewards.scoring import RewardSpec
 from tlt.tasks import math as math_task
-from tlt.tasks.answers import Search, after_thinking, find_answer, to_number
+from tlt.tasks.answers import Search, after_thinking, find_answer
 from tlt.tasks.base import make_problems, prepare_records
-from tlt.tasks.math import TASK, gold_answer, is_equal, to_problem
+from tlt.tasks.equal import is_equal
+from tlt.tasks.math import TASK, gold_answer, to_problem
+from tlt.tasks.numbers import to_number
 from tlt.types import UserError
 
 DAPO_PROMPT = (
@@ -107,6 +109,10 @@ def test_the_answer_of_a_problem_is_the_answer_of_its_record_and_a_problem_is_pr
         ({"answer": "2"}, "no question among the columns"),
         ({"question": "1+1?", "answer": None}, "no answer among the columns"),
         ({"question": "1+1?", "answer": ["2"]}, "must be text that holds the answer"),
+        ({"question": "1+1?", "answer": float("nan")}, "must be text that holds the answer"),
+        ({"question": "1+1?", "answer": "…"}, "must be text that holds the answer"),
+        ({"prompt": "1+1?", "answer": None, "search": "marked"}, "no answer among the columns"),
+        ({"prompt": "1+1?", "answer": "2", "search": "nowhere"}, "search is 'nowhere'; use one of boxed"),
         ({"question": 2, "answer": "2"}, "must be text or chat messages"),
         ({"prompt": ["1+1?"], "answer": "2"}, "must be text or chat messages"),
         ({"problem": "1+1?", "solution": "We add one and one. " * 20}, "marks no answer"),
@@ -143,18 +149,43 @@ def test_an_answer_is_found_by_its_mark_and_only_if_asked_for_as_the_last_number
     assert [find_answer(text, search) for search in get_args(Search)] == [boxed, marked, last]
 
 
+def test_the_last_number_has_all_its_commas_and_no_minus_of_a_difference() -> None:
+    texts = ("10-5", "a -5", "12,34", "1,2345", "so 1,000,000.", "1.5e3", "x=-.5", "from 5-7")
+    found = [find_answer(text, "any") for text in texts]
+    assert found == ["5", "-5", "12,34", "1,2345", "1,000,000", "1.5e3", "-.5", "7"]
+
+
 def test_what_was_thought_is_no_answer() -> None:
     assert after_thinking(r"<think>\boxed{1}</think> 2", "</think>") == " 2"
     assert after_thinking(r"\boxed{1}</think> 2", "</think>") == " 2"  # the template opened the tag
     assert after_thinking(r"<think> cut off \boxed{1}", "</think>") == ""
+    assert after_thinking(r"Well. <think> cut off \boxed{1}") == ""
+    assert after_thinking(r"<think>a</think> 2 <think> again \boxed{1}") == ""
+    assert after_thinking(r"<think>a</think> 2 <think>b</think> 3") == " 3"
+    assert after_thinking(r"cut off \boxed{1}", in_thought=True) == ""
+    assert after_thinking(r"\boxed{1}</think> 2", in_thought=True) == " 2"
+    for opening, closing in (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")):
+        assert after_thinking(f"{opening}1{closing} 2") == " 2"
+        assert after_thinking(f"{opening}1") == ""
     assert after_thinking("no thought", "</think>") == "no thought"
     assert after_thinking("<think> all of it", "") == "<think> all of it"
 
 
 def test_a_plain_number_is_read_exactly() -> None:
-    read = [str(to_number(text)) for text in ("-1,234.5", "3/4", r"\$12", "0.75.", "15.0")]
-    assert read == ["-2469/2", "3/4", "12", "3/4", "15"]
-    assert [to_number(text) for text in ("", "x", "1/0", "1 2", "--1", "1e5", "1/2/3")] == [None] * 7
+    plain = {
+        "-1,234.5": "-2469/2",
+        "3/4": "3/4",
+        r"\$12": "12",
+        "0.75.": "3/4",
+        "15.0": "15",
+        "\u22125": "-5",
+    }
+    plain |= {r"1\,234": "1234", "1{,}234": "1234", "1 234 567": "1234567", "1,234/5": "1234/5"}
+    plain |= {"3 1/2": "7/2", "-3 1/2": "-7/2", "1e5": "100000", "2.5e-1": "1/4", ".5": "1/2", "5.": "5"}
+    assert {text: str(to_number(text)) for text in plain} == plain
+    none = ["", "x", "1/0", "1 2", "--1", "1/2/3", "12 apples", "9" * 5000, "1e99999"]
+    none += ["1,2", "12,34", "0,0", "1,2345", "1,234,56", "0,123", "1.234,567", r"1\,2"]
+    assert {text[:9]: to_number(text) for text in none} == {text[:9]: None for text in none}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -261,6 +292,35 @@ def test_without_math_verify_the_task_says_what_to_install_before_any_work(
         ("(1,2)", "(2,1)", False),
         ("5", "", False),
         ("5", r"\frac{", False),
+        ("1234", r"1\,234", True),
+        ("18", "18 dollars", True),
+        ("18 dollars", "18 cents", False),
+        ("5", "5 million", False),
+        ("5000000", r"5\text{ million}", True),
+        ("2", "3 1/2", False),
+        ("1.6e-19", r"1.6\times 10^{-19}", True),
+        ("1.6e-19", "9.1e-31", False),
+        (r"1.6\times 10^{-19}\pi", r"9.1\times 10^{-31}\pi", False),
+        (r"\{1.6e-19\}", r"\{9.1e-31\}", False),
+        ("x=1.0000001", "x=1.0000002", False),
+        ("1.0000001", "1.0000002", False),
+        ("(1.0000001, 2)", "(1.0000002, 2)", False),
+        ("1/2004!", "1/2006!", False),
+        ("1/2004!", r"\frac{1}{2004!}", True),
+        ("e^{-50}", "e^{-60}", False),
+        ("x^2", "x^2+10^{-20}", False),
+        (r"\frac{1}{3}", "0.333333", True),
+        (r"\frac{1}{3}", "0.3333", False),
+        (r"\frac{1}{3}\times 10^{-9}", "0.333334e-9", False),
+        (r"\sqrt{2}", "1.414214", True),
+        ("7", "7.0000001", False),
+        ("123456789012345678", "123456789012345679", False),
+        ("5", "5, 5", False),
+        ("0,0", "0", False),
+        ("1,2", "12", False),
+        ("50\\%", "0.5", True),
+        ("Evelyn", r"\text{Evelyn}", True),
+        ("listen", "silent", False),
     ],
 )
 def test_answers_are_compared_as_mathematics(gold: str, answer: str, expected: bool) -> None:
@@ -311,5 +371,7 @@ def test_rows_of_data_that_repeat_a_problem_count_once_and_equal_ids_of_others_a
     row = {"question": "What is 1 + 1?", "answer": "2"}
     rows = [(f"f:{n}", {"problem_id": str(n), **row, "level": n}) for n in (1, 2)]
     assert [place for place, _ in prepare_records("math", rows, {})] == ["f:1"]
-    clash = [(f"f:{n}", {"problem_id": "mine", "prompt": str(n), "search": "boxed"}) for n in (1, 2)]
+    clash = [
+        (f"f:{n}", {"problem_id": "mine", "prompt": str(n), "answer": "2", "search": "boxed"}) for n in (1, 2)
+    ]
     assert prepare_records("math", clash, {}) == clash

@@ -1,0 +1,214 @@
+r"""Whether two answers are equal as mathematics: plain numbers exactly, anything else by math-verify.
+
+math-verify compares decimals to six places, so that all tiny numbers are equal to it. Here a decimal equals
+the numbers with its value; a fraction or an irrational number it may also round, from six digits on.
+
+math-verify and sympy are imported by the first comparison that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from tlt.io.extras import how_to_install
+from tlt.tasks.numbers import to_number
+from tlt.types import UserError
+
+ROUNDED = Fraction(1, 10**6)
+"""A decimal of six digits differs from the number that it rounds by at most five times this part of it."""
+EXACT_DIGITS = 30
+SCALES = {
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
+NO_UNITS = re.compile(
+    r"\b(?:and|plus|minus|times|over|out|than|not|squared|cubed|factorial|mod|modulo|sqrt|sin|cos|tan|cot|"
+    r"sec|csc|log|exp|choose|half|halves|thirds?|quarters?|fifths?|percent|percentage)\b"
+)
+"""Words behind a number that are no unit."""
+
+_FRACTION = re.compile(r"([-+]?)\\[dtc]?frac\{([\d.,]+)\}\{([\d.,]+)\}(.*)")
+_POWER = re.compile(
+    r"(.*\d)\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))"
+)
+_UNIT = re.compile(
+    r"(.*\d[.}]?)\s*"
+    r"(?:\\(?:text|mathrm|mbox)\{([^{}\\]*)\}|\s(?=[A-Za-z ]*[aeiou])([A-Za-z]{3,}(?: [a-z]+){0,2}))",
+    re.DOTALL,
+)
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}\\]*)\}")
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number as it is written.
+
+    digit: the worth of its last digit; None: it is written as a fraction.
+    unit: the words behind it.
+    """
+
+    value: Fraction
+    digit: Fraction | None
+    unit: str
+
+    def equals(self, other: Measured) -> bool:
+        """Whether both are the same number, or one a fraction that the other rounds, of no other unit."""
+        if self.unit and other.unit and self.unit != other.unit:
+            return False
+        return self.value == other.value or self.rounds(other) or other.rounds(self)
+
+    def rounds(self, other: Measured) -> bool:
+        """Whether this is a decimal of six digits or more that rounds the other, a fraction."""
+        if self.digit is None or self.digit >= 1 or other.digit is not None:
+            return False
+        is_long = abs(self.value) >= self.digit / Fraction(ROUNDED * 10)
+        return is_long and abs(self.value - other.value) * 2 <= self.digit
+
+
+def measure(text: str) -> Measured | None:
+    r"""Returns the number that a text is, a unit behind it aside: `18 dollars`, `\frac{1}{3}\text{ cm}`,
+    `1.6\times 10^{-19}`, `5 million`; None: it is another formula, or none."""
+    text, unit, scale = text.strip().removesuffix("."), "", 1
+    if match := _UNIT.fullmatch(text):
+        behind = (match[2] or match[3] or "").lower()
+        words = behind.split()
+        if NO_UNITS.search(behind) or not all(map(str.isalpha, words)):
+            return None
+        while words and words[0] in SCALES:
+            scale *= SCALES[words.pop(0)]
+        text, unit = match[1], " ".join(word.removesuffix("s") for word in words)
+    if match := _FRACTION.fullmatch(text):
+        text = f"{match[1]}{match[2]}/{match[3]}{match[4]}"
+    if match := _POWER.fullmatch(text):
+        text = f"{match[1]}e{match[2] or match[3]}"
+    value = to_number(text)
+    return None if value is None else Measured(value * scale, _last_digit(text, scale), unit)
+
+
+def _last_digit(number: str, scale: int) -> Fraction | None:
+    if "/" in number:
+        return None
+    digits, _, exponent = number.lower().partition("e")
+    places = len(digits.partition(".")[2].rstrip("$ "))
+    return scale * Fraction(10) ** (int(exponent or 0) - places)
+
+
+def is_equal(gold: str, answer: str) -> bool:
+    """Whether an answer equals the gold answer as mathematics. Raises ValueError for a gold answer that
+    math-verify cannot read."""
+    wanted, given = measure(gold), measure(answer)
+    if wanted is not None and given is not None:
+        return wanted.equals(given)
+    if (word := _as_word(gold)) is not None:
+        return word == _as_word(answer)
+    if (wanted and _is_list(answer)) or (given and _is_list(gold)):
+        return False
+    parse, verify = _math_verify()
+    expected = _parsed(gold)
+    if not expected:
+        raise ValueError(
+            f"the answer {gold!r} is no mathematics that math-verify can read; leave the problem out"
+        )
+    return bool(verify(expected, parse(_as_latex(answer)), timeout_seconds=None))
+
+
+def _as_word(text: str) -> str | None:
+    """Returns a text of letters alone, in lower case; None: it is none, or so short that it may be a product
+    of variables."""
+    words = " ".join(_TEXT.sub(r" \1 ", text).replace("$", "").lower().rstrip(". ").split())
+    return words if len(words) > 2 and words.replace(" ", "").isalpha() else None
+
+
+def _is_list(answer: str) -> bool:
+    r"""Whether an answer gives several numbers, such as `5, 5`; math-verify takes equal ones for one."""
+    return "=" not in answer and "," in re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(gold: str) -> Any:
+    return _math_verify()[0](_as_latex(gold))
+
+
+def _as_latex(answer: str) -> str:
+    """Returns the answer as math-verify finds it: in its own delimiters where it has some, else boxed."""
+    answer = re.sub(r"(?<=\d)\\[,!](?=\d{3}(?!\d))", "", answer)  # thousands; it would multiply
+    answer = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)
+    return answer if "$" in answer.replace("\\$", "") or "\\(" in answer else f"\\boxed{{{answer}}}"
+
+
+@lru_cache(maxsize=1)
+def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
+    """Returns math-verify's (parse, verify), without their alarms, and with numbers compared relatively."""
+    require_math_verify()
+    import math_verify
+
+    # it warns that nothing bounds its time: the worker's pool does
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    targets = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig())
+    return lambda text: math_verify.parse(text, targets, parsing_timeout=None), _own_grader().verify
+
+
+def _own_grader() -> Any:
+    """Returns a copy of math-verify's grader that compares numbers relatively. The user's reward functions
+    may import math-verify, too, and keep its own."""
+    spec = importlib.util.find_spec("math_verify.grader")
+    assert spec is not None, "math-verify is installed"
+    assert spec.loader is not None, "it is a file"
+    grader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(grader)
+    compares = grader.sympy_numeric_eq
+
+    def compares_relatively(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
+        is_close = compares(a, b, float_rounding, numeric_precision)
+        if not is_close or hasattr(a, "shape") or hasattr(b, "shape"):  # of matrices it compares the numbers
+            return bool(is_close)
+        percents = grader.get_pct_val(a, a), grader.get_pct_val(b, b)
+        return _are_close(a, b) or (percents != (a, b) and _are_close(*percents))
+
+    grader.sympy_numeric_eq = compares_relatively  # type: ignore[attr-defined]
+    return grader
+
+
+def _are_close(a: Any, b: Any) -> bool:
+    """Whether two expressions of sympy have one value; where one of them is a decimal, to six digits unless
+    both end."""
+    from sympy import Float, Rational
+
+    a, b = (x.doit() for x in (a, b))
+    if a.free_symbols or b.free_symbols:
+        return False  # math-verify then compares formulas
+    exact = [Rational(str(x)) if isinstance(x, Float) else x for x in (a, b)]
+    if any(isinstance(x, Float) for x in (a, b)) and not all(map(_ends, exact)):
+        return bool(abs(exact[0] - exact[1]).evalf() <= 5 * ROUNDED * max(abs(x).evalf() for x in exact))
+    difference = (exact[0] - exact[1]).evalf(EXACT_DIGITS, chop=False)
+    scale = max(abs(x.evalf(EXACT_DIGITS)) for x in exact)
+    return bool(abs(difference) <= scale * Rational(1, 10**15))
+
+
+def _ends(number: Any) -> bool:
+    """Whether a number of sympy is a fraction whose decimals end."""
+    if not number.is_Rational:
+        return False
+    rest = int(number.q)
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
+
+
+def require_math_verify() -> None:
+    """Raises UserError where math-verify is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise UserError(f"task math: math-verify is not installed; {how_to_install('math')}")

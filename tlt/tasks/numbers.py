@@ -1,0 +1,50 @@
+r"""Reads the exact number that a text is: `-1,234.5`, `3/4`, `3 1/2`, `\$12`, `1.6e-19`.
+
+A comma or a space separates thousands only where groups of three digits follow: `1,2` is no number.
+This file runs in reward workers: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+WHOLE = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)"
+"""Digits with or without thousands separators, as a regular expression."""
+LONGEST = 1000
+"""Characters of a number; a longer text is taken for none."""
+
+_DECIMAL = rf"(?:{WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
+_EXACT = re.compile(rf"([-+]?)(?:(\d+) +(?=\d+/\d+$))?({_DECIMAL})(?:/({_DECIMAL}))?")
+_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,;:!]|\{,\}|[\u00a0\u2009\u202f])(?=\d)|(?<=\d) (?=\d{3}(?![\d/]))")
+_MINUS_SIGNS = str.maketrans("\u2212\u2013", "--")  # the minus sign and the en dash
+
+
+def to_number(text: str) -> Fraction | None:
+    """Returns the exact value of a text; None: it is no plain number."""
+    plain = _SEPARATOR.sub(",", text[: 2 * LONGEST].strip().translate(_MINUS_SIGNS))
+    plain = plain.replace("\\$", "").replace("$", "").removesuffix(".").strip()
+    match = _EXACT.fullmatch(plain)
+    if match is None or len(text) > LONGEST:
+        return None
+    sign, whole, numerator, denominator = match.groups()
+    divisor = _value(denominator or "1")
+    if not divisor:
+        return None
+    value = _value(whole or "0") + _value(numerator) / divisor
+    return -value if sign == "-" else value
+
+
+def gold_text(value: object) -> str | None:
+    """Returns a gold answer as text; None: it is neither text nor a finite number. A float has the 15 digits
+    that every decimal keeps in it, so that 0.1 + 0.2 is 0.3."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, int) else f"{value:.15g}"
+
+
+def _value(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", ""))
