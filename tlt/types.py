@@ -206,8 +206,8 @@ class DraftTree:
         -1. A node that is padding (a sequence with fewer nodes than others) has parent -1 and is never
         visited. Siblings carry distinct tokens.
     is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
-    lengths: nodes of each chain, the root included, where chains end in different columns; None: all have
-        the same length.
+    lengths: nodes of each row, the root included, where all padding stands behind them; None: rows are whole,
+        or their padding is known by its parents alone.
     """
 
     tokens_BN: Tensor
@@ -221,7 +221,7 @@ class DraftTree:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Nodes of each row, the root included (and, but for chains, padding)."""
+        """Columns of each row that the target reads: nodes, the root included, and padding between them."""
         return self.lengths or (self.num_nodes,) * self.tokens_BN.shape[0]
 
 
@@ -235,6 +235,7 @@ class Verdict:
     logprobs: one per committed token.
     num_drafted: drafted tokens, without padding.
     rejected: the draft's token, of several the first, where the target drew another; None: there is none.
+    num_levels: depth of the deepest drafted token.
     """
 
     tokens: tuple[int, ...]
@@ -243,6 +244,7 @@ class Verdict:
     logprobs: tuple[float, ...]
     num_drafted: int = 0
     rejected: int | None = None
+    num_levels: int = 0
 
 
 @dataclass(frozen=True)

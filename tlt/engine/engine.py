@@ -172,7 +172,7 @@ class RolloutEngine(RolloutBackend):
         verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
         if not tree.is_chain:
             self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
-        num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
+        num_tokens, drafted = 0, tuple(verdict.num_drafted for verdict in verdicts)
         for slot, (sequence, verdict) in enumerate(zip(self.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
                 raise broken_policy(self.model.version, self.model.dtype, sequence)
@@ -182,7 +182,9 @@ class RolloutEngine(RolloutBackend):
             if proposal.references and (version := proposal.references[slot]) is not None:
                 self.stats.record_reference(version, self.model.version, verdict.num_accepted)
             if not strategy.is_off:
-                self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
+                self.stats.record_verification(
+                    verdict.num_levels, verdict.num_drafted, verdict.num_accepted, num_kept
+                )
         self._remember(tree, captured_BNF, prefixes, verdicts)
         if not strategy.is_off:
             self.drafter.observe(proposal, verdicts)
@@ -191,7 +193,7 @@ class RolloutEngine(RolloutBackend):
         followed = tuple(version is not None for version in proposal.references)
         names = tuple(one.name for one in batch.sequences)
         outcome = StepOutcome(
-            num_tokens, accepted, tuple(drafted) if accepted else (), end - start, followed, names=names
+            num_tokens, accepted, drafted if accepted else (), end - start, followed, names=names
         )
         self._count_step(strategy, batch, outcome, start, self._expected)
         if self.tuner is not None:

@@ -124,4 +124,4 @@ def _join(pieces: Sequence[Verdict], chain_tokens: Sequence[int]) -> Verdict:
     logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
     num, num_nodes = len(tokens), len(chain_tokens)
     rejected = chain_tokens[num] if num < num_nodes else None
-    return Verdict(tokens, num - 1, tuple(range(num)), logprobs, num_nodes - 1, rejected)
+    return Verdict(tokens, num - 1, tuple(range(num)), logprobs, num_nodes - 1, rejected, num_nodes - 1)

@@ -85,13 +85,18 @@ def _walk_chain(tokens: list[int], length: int, chosen: list[int], logprobs: lis
         end += 1
     rejected = tokens[end] if end < length else None
     path = tuple(range(end))
-    return Verdict(tuple(chosen[:end]), end - 1, path, tuple(logprobs[:end]), length - 1, rejected)
+    return Verdict(
+        tuple(chosen[:end]), end - 1, path, tuple(logprobs[:end]), length - 1, rejected, length - 1
+    )
 
 
 def _walk_tree(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:
     """Returns the verdict on a tree."""
     node, path = 0, [0]
+    depths = [0] * len(tokens)
     for child in range(1, len(tokens)):  # parents come before children, so one pass finds the whole path
+        if parents[child] >= 0:
+            depths[child] = depths[parents[child]] + 1
         if parents[child] == node and tokens[child] == chosen[node]:
             node = child
             path.append(child)
@@ -102,4 +107,5 @@ def _walk_tree(tokens: list[int], parents: list[int], chosen: list[int], logprob
         tuple(logprobs[i] for i in path),
         len(tokens) - parents.count(-1),  # neither the root nor padding has a parent
         tokens[parents.index(node)] if node in parents else None,
+        max(depths),
     )

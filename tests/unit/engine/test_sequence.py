@@ -4,8 +4,10 @@ the engine's statistics say the same."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -17,6 +19,7 @@ from tests.lossless.helpers import (
     make_engine,
     make_policy,
     make_requests,
+    tokens_of,
     use_references,
 )
 from tlt.drafter.drafting.references import References
@@ -25,7 +28,7 @@ from tlt.engine.backend import RolloutBackend
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
 from tlt.speculative.params import BatchParams
-from tlt.speculative.strategy import Strategy
+from tlt.speculative.strategy import StepOutcome, Strategy
 from tlt.speculative.verify import Noise, verify
 from tlt.tuning.tuner import Fixed
 from tlt.types import DraftOutcome, DraftTree, Request, ResponseId, Rollout, Verdict, id_of
@@ -95,6 +98,8 @@ KINDS = {
     "learned:4x1x4": {"learned"},
     "learned:3x2x6": {"learned"},
     "ngram:6x1x6": {"ngram"},
+    "ngram:4x2x8": {"ngram"},
+    "hybrid:5x3x10": {"learned", "ngram"},
     "hybrid:6x1x6": {"learned", "ngram"},
     "ahead:40x1x40": {"ahead"},
     "ahead+learned:40x1x40": {"ahead", "learned"},
@@ -133,6 +138,60 @@ def test_padding_of_a_tree_is_no_draft(kind: str) -> None:
     for key, rollout in by_id(engine.generate(REQUESTS)).items():
         recorded = [(d.place, d.num_drafted, d.num_accepted, d.rejected) for d in rollout.drafts or ()]
         assert recorded == counted[key]
+
+
+@pytest.mark.parametrize(
+    "arm",
+    ["ngram:4x2x8", "ngram:6x1x6", "ngram:15x4x40", "hybrid:5x3x10", "learned:3x2x6", "artificial:4x3x12"],
+)
+def test_acceptance_by_depth_and_the_tuners_rows_count_drafted_tokens_and_no_padding(arm: str) -> None:
+    engine = engine_for(arm) if arm[0] != "a" else make_engine(POLICY, Fixed(Strategy.parse(arm)), "random")
+    attempts, survivors, drafted, outcomes = Counter[int](), Counter[int](), list[int](), list[StepOutcome]()
+
+    def counting(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
+        verdicts = verify(tree, logits_BNV, noise, params)
+        for parents, verdict in zip(tree.parents_BN.tolist(), verdicts, strict=True):
+            depths = {0: 0}
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    depths[node] = depths[parent] + 1
+            drafted.append(len(depths) - 1)
+            attempts.update(range(1, max(depths.values()) + 1))
+            survivors.update(range(1, len(verdict.path)))
+        return verdicts
+
+    engine.verify = counting
+    assert engine.tuner is not None
+    engine.tuner.observe = lambda strategy, batch, outcome: outcomes.append(outcome)  # type: ignore[method-assign]
+    by_id(engine.generate(REQUESTS))
+    stats = engine.stats
+    assert [num for outcome in outcomes if outcome.accepted for num in outcome.drafted] == drafted
+    assert stats.num_drafted_tokens == sum(drafted) > 0
+    assert stats.attempts_by_depth == attempts
+    assert +stats.survivors_by_depth == survivors
+    assert stats.draft_acceptance_rate == survivors.total() / sum(drafted)
+
+
+@pytest.mark.parametrize("arm", ["ngram:4x2x8", "hybrid:5x3x10"])
+def test_the_target_does_not_read_the_padding_of_retrieved_trees(
+    arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, read, wanted = engine_for(arm), list[int](), list[int]()
+    forward = engine.model.forward_capturing
+
+    def watched(ids: Tensor, *rest: Any) -> Any:
+        read.append(len(ids))
+        return forward(ids, *rest)
+
+    def counting(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
+        wanted.append(int((tree.parents_BN >= 0).sum()) + len(tree.parents_BN))
+        assert read[-1] == wanted[-1]
+        return verify(tree, logits_BNV, noise, params)
+
+    monkeypatch.setattr(engine.model, "forward_capturing", watched)
+    engine.verify = counting
+    assert tokens_of(engine, REQUESTS) == {key: rollout.token_ids for key, rollout in PLAIN.items()}
+    assert len({*wanted}) > 1
 
 
 @pytest.mark.parametrize("piece", [2, 3])

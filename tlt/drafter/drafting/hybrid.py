@@ -126,7 +126,8 @@ def choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:
     for left, right, filling in ((a.tokens_BN, b.tokens_BN, 0), (a.parents_BN, b.parents_BN, -1)):
         left, right = (F.pad(x, (0, num_nodes - x.shape[1]), value=filling) for x in (left, right))
         chosen.append(torch.where(is_a_B[:, None], left, right))
+    rows = zip(is_a, a.row_lengths, b.row_lengths, strict=True)
+    lengths = [left if is_left else right for is_left, left, right in rows]
     if a.is_chain and b.is_chain:
-        rows = zip(is_a, a.row_lengths, b.row_lengths, strict=True)
-        return chain(chosen[0], [left if is_left else right for is_left, left, right in rows])
-    return DraftTree(chosen[0], chosen[1])
+        return chain(chosen[0], lengths)
+    return DraftTree(chosen[0], chosen[1], lengths=tuple(lengths))

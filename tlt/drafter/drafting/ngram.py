@@ -221,7 +221,8 @@ class NgramDrafter(Drafter[NgramProposal]):
         nodes_BN = upload(tokens_BN, device)
         if strategy.width == 1:
             return NgramProposal(chain(nodes_BN), retrieved)  # with padding, which `stop` cuts off
-        return NgramProposal(DraftTree(nodes_BN, upload(parents_BN, device)), retrieved)
+        lengths = tuple(1 + len(nodes) for nodes in rows)
+        return NgramProposal(DraftTree(nodes_BN, upload(parents_BN, device), lengths=lengths), retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Branch, int]:
         """Returns the trie of what followed the longest matches, and the length of the longest."""
