@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lossless.helpers import Given, make_engine, make_policy, use_references
+from tests.lossless.helpers import Given, by_id, make_engine, make_policy, use_references
 from tlt.drafter.drafting import continuations, ngram, suffix_index
 from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
 from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
 from tlt.drafter.drafting.references import References
 from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
+from tlt.engine.stats import EngineStats
 from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext, DraftNoise
 from tlt.speculative.strategy import BatchState, Hindsight, StepOutcome, Strategy
@@ -123,6 +124,96 @@ def test_what_is_kept_of_texts_leaves_with_them() -> None:
     assert index._earlier.keys() == index._skips.keys() == index.texts.keys()
     for known in index._tables:
         assert len(known.table) <= 8 * index.num_tokens
+
+
+PROMPT = (1, 2, *range(20, 50))
+
+
+def finds_the_prompt(drafter: NgramDrafter, name: str = "p", prompt: tuple[int, ...] = PROMPT) -> bool:
+    """Whether a new sample that quotes its prompt is continued as the prompt was."""
+    slot = drafter.slots.index(None)
+    drafter.admit(slot, request(name, 0, prompt))
+    found, _ = drafter._continuations(slot, [*prompt, 7, *prompt[2:6]], CHAIN)
+    drafter.withdraw(slot)
+    return [token for token, _ in continuations.grow(found, CHAIN)] == [*prompt[6:10]]
+
+
+def say(drafter: NgramDrafter, *tokens: int, prompt: tuple[int, ...] = PROMPT) -> None:
+    slot = drafter.slots.index(None)
+    drafter.admit(slot, request("p", 0, prompt))
+    drafter.finish(slot, rollout_of(request("p", 0, prompt), [*prompt, *tokens]))
+
+
+OTHER = tuple(range(60, 90))
+
+
+def two_prompts_in_turn(drafter: NgramDrafter) -> None:
+    for number in range(40):
+        say(drafter, 7, 8, number, prompt=(OTHER, PROMPT)[number % 2])
+
+
+def first_sample_forgotten_while_the_second_runs(drafter: NgramDrafter) -> None:
+    drafter.admit(0, request("p", 0, PROMPT))
+    drafter.admit(1, request("p", 1, PROMPT))
+    drafter.withdraw(0)
+    for number in range(100):
+        say(drafter, 7, number, prompt=OTHER)
+
+
+def first_sample_never_asked(drafter: NgramDrafter) -> None:
+    drafter.admit(0, request("p", 0, PROMPT))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda drafter: say(drafter, 7, 8, prompt=OTHER),
+        two_prompts_in_turn,
+        first_sample_forgotten_while_the_second_runs,
+        first_sample_never_asked,
+        *(
+            lambda drafter, num=num: [say(drafter, 7, n) for n in range(num)]
+            for num in (63, 64, 65, 130, 200)
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_what_a_prompt_says_is_found_whatever_was_said_to_its_problem_id_before(
+    before: Callable[[NgramDrafter], None], is_restored: bool
+) -> None:
+    drafter = whole_drafts(4)
+    before(drafter)
+    if is_restored:
+        counters = drafter.counters()
+        drafter = whole_drafts(4)
+        drafter.restore([counters, counters])
+    assert finds_the_prompt(drafter)
+    assert finds_the_prompt(drafter, prompt=OTHER)
+    assert finds_the_prompt(drafter, "another")
+
+
+def test_a_prompt_is_indexed_once_however_many_samples_it_has() -> None:
+    drafter = whole_drafts(4)
+    for number in range(150):
+        say(drafter, 7, number, 8)
+    drafter.admit(0, request("p", 0, PROMPT))
+    index, _ = drafter._text(0)
+    assert len(index.sources([9, *PROMPT[2:12]])) == 1
+    assert index._prompts.keys() == index._skips.keys() == index.texts.keys()
+
+
+def test_the_second_call_of_an_engine_retrieves_from_its_prompts_as_the_first() -> None:
+    """The API numbers the prompts of each call anew."""
+    drafted = []
+    engine = make_engine(make_policy(), Fixed(CHAIN), drafter="ngram")
+    for first in (1, 21, 41):
+        engine.stats = EngineStats()
+        prompts = [(*range(first, first + 18), *range(first + shift, first + 9)) for shift in range(3)]
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        by_id(engine.generate([Request(str(n), 0, prompt, params) for n, prompt in enumerate(prompts)]))
+        drafted.append(engine.stats.num_drafted_tokens)
+    assert drafted[0] > 0
+    assert drafted == [drafted[0]] * 3
 
 
 def test_an_aborted_rollout_leaves_no_text_open() -> None:

@@ -112,12 +112,9 @@ class NgramDrafter(Drafter[NgramProposal]):
         return _Watched(len(text), retrieved, num_drafted)
 
     def admit(self, slot: int, request: Request) -> None:
-        index = self.problems.get(request.problem_id)
-        is_new = index is None
-        if index is None:
-            index = self.problems[request.problem_id] = SuffixIndex()
+        index = self.problems.setdefault(request.problem_id, SuffixIndex())
         self.problems.move_to_end(request.problem_id)
-        self.slots[slot] = (index, index.open(0 if is_new else len(request.prompt_ids)))
+        self.slots[slot] = (index, index.open_sample(request.prompt_ids))
 
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
@@ -171,8 +168,8 @@ class NgramDrafter(Drafter[NgramProposal]):
             for problem_id, texts in known["problems"].items():
                 index = self.problems.setdefault(problem_id, SuffixIndex())
                 self.problems.move_to_end(problem_id)
-                for skip, tokens in texts:
-                    text = index.open(skip)
+                for num_prompt, tokens in texts:
+                    text = index.open_sample(tuple(tokens[:num_prompt]))
                     index.extend(text, tokens)
                     index.close(text)
         self._make_room()

@@ -43,13 +43,13 @@ class AnchorTable:
         """Returns the latest place of anchors with this hash; -1: none."""
         return self.table[key & (len(self.table) - 1)]
 
-    def read(self, text: int, stored: array[int], first: int, earlier: array[int]) -> None:
-        """Adds the places of a text from `first` on; the token at a place follows the anchor. Appends to
-        `earlier` the place that was the latest before each."""
+    def read(self, text: int, stored: array[int], ends: range, earlier: array[int]) -> None:
+        """Adds these places of a text; the token at a place follows the anchor. Writes to `earlier` the place
+        that was the latest before each."""
         table, mask, length = self.table, len(self.table) - 1, self.length
-        for end in range(first, len(stored)):
+        for end in ends:
             row = crc32(stored[end - length : end]) & mask
-            earlier.append(table[row])
+            earlier[end] = table[row]
             table[row] = text << 32 | end
 
     def hold(self, num_places: int) -> None:
@@ -69,11 +69,21 @@ class SuffixIndex:
         self._tables = tuple(AnchorTable(anchor) for anchor in ANCHORS)
         self._earlier: dict[int, tuple[array[int], ...]] = {}
         self._skips: dict[int, int] = {}
+        self._prompts: dict[int, tuple[int, ...]] = {}
+        self._indexed: dict[tuple[int, ...], int] = {}
+        """By prompt: the text in which it is indexed."""
         self._open: set[int] = set()
 
+    def open_sample(self, prompt: tuple[int, ...]) -> int:
+        """Returns a new text that begins with a prompt. Of all texts with this prompt, one indexes it."""
+        text = self.open(len(prompt) if prompt in self._indexed else 0)
+        self._indexed.setdefault(prompt, text)
+        self._prompts[text] = prompt
+        self.extend(text, prompt)
+        return text
+
     def open(self, skip: int = 0) -> int:
-        """Returns a new text. Anchors in its first `skip` tokens are not indexed: another sample's prompt is
-        indexed already."""
+        """Returns a new text. Anchors in its first `skip` tokens are not indexed."""
         text = self._next_id
         self._next_id += 1
         self.texts[text] = array(_TOKEN)
@@ -92,9 +102,9 @@ class SuffixIndex:
         self.num_tokens += new
         for table, earlier in zip(self._tables, self._earlier[text], strict=True):
             table.hold(self.num_tokens)
-            if (first := max(table.length, self._skips[text])) > len(earlier):
-                earlier.extend([-1] * (min(first, len(stored)) - len(earlier)))
-            table.read(text, stored, len(earlier), earlier)
+            first = max(table.length, self._skips[text], len(earlier))
+            earlier.extend([-1] * (len(stored) - len(earlier)))
+            table.read(text, stored, range(first, len(stored)), earlier)
 
     def close(self, text: int) -> None:
         """Marks a text as complete. Beyond `_MAX_TEXTS` the oldest complete ones are forgotten; growing texts
@@ -104,11 +114,25 @@ class SuffixIndex:
         for oldest in [text for text in self.texts if text not in self._open][:num_surplus]:
             self.num_tokens -= len(self.texts.pop(oldest))  # a place in it ends its chain, see `sources`
             del self._skips[oldest], self._earlier[oldest]
+            prompt = self._prompts.pop(oldest, None)
+            if prompt is not None and self._indexed[prompt] == oldest:
+                self._index_elsewhere(prompt)
+
+    def _index_elsewhere(self, prompt: tuple[int, ...]) -> None:
+        """Indexes a prompt in the latest text that begins with it; in none if they are all forgotten."""
+        heir = next((text for text, own in reversed(self._prompts.items()) if own == prompt), None)
+        if heir is None:
+            del self._indexed[prompt]
+            return
+        self._indexed[prompt], self._skips[heir] = heir, 0
+        for table, earlier in zip(self._tables, self._earlier[heir], strict=True):
+            table.read(heir, self.texts[heir], range(table.length, len(prompt)), earlier)
 
     def ended_texts(self) -> list[tuple[int, list[int]]]:
-        """Returns (skip, tokens) of every complete text, the oldest first, for `open` and `extend`."""
+        """Returns (tokens of the prompt, tokens) of every complete text, the oldest first, for `open_sample`
+        and `extend`."""
         ended = [(text, stored) for text, stored in self.texts.items() if text not in self._open]
-        return [(self._skips[text], stored.tolist()) for text, stored in ended]
+        return [(len(self._prompts.get(text, ())), stored.tolist()) for text, stored in ended]
 
     def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
         """Returns (length of the match, text, position after it) where the end of `tokens` occurred last."""
@@ -150,7 +174,7 @@ def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
     """
     index = SuffixIndex()
     texts = [[*rollout.prompt_ids, *rollout.token_ids] for rollout in group]
-    places = [index.open(0 if i == 0 else len(rollout.prompt_ids)) for i, rollout in enumerate(group)]
+    places = [index.open_sample(rollout.prompt_ids) for rollout in group]
     num_retrieved = 0
     for position in range(max(counts)):
         lengths = [len(rollout.prompt_ids) + position for rollout in group]
