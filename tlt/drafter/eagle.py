@@ -5,7 +5,8 @@
     eagle    hidden t = feature t, the output of the target's final norm
              fc joins it with the embedding
     eagle3   hidden t = fc(residual sums of three of the target's layers at t)
-             attention reads norm(embedding) ‖ norm(hidden)
+             attention reads norm(embedding) ‖ norm(hidden), the residual stream starts as hidden, or,
+             with norm_before_residual (speculators), as norm(hidden)
 
 drafting/pair_cache.py says what a feature is and why a pair joins it with the next token. Pair t has the
 rotary position t. While drafting, the drafter's own hidden state stands in for one made from the target's
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.drafter.model import Anchors, DraftModel, Embed, PackedDrafter, PackedText, flatten_anchors
@@ -56,7 +58,9 @@ class EagleModel(DraftModel):
         if self.config.method == "eagle":
             hidden: Tensor = self.layers[0](0, self.fc(pair), rope, attend)
         else:
-            hidden = self.midlayer(0, hidden_ME, rope, attend, pair)
+            is_normed = self.config.norm_before_residual
+            stream_ME = self.midlayer.get_submodule("hidden_norm")(hidden_ME) if is_normed else hidden_ME
+            hidden = self.midlayer(0, stream_ME, rope, attend, pair)
         return hidden
 
     def predict(self, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
@@ -87,7 +91,11 @@ class PackedEagle(PackedDrafter):
         rope, pair_NI = self.rope.at(positions_N), torch.cat([embeddings_NE, hidden_NE], dim=-1)
         if self.config.method == "eagle":
             return run_layer(self.layer, 0, self.fc(pair_NI), rope, attend)
-        return run_layer(self.layer, 0, hidden_NE, rope, attend, pair_NI)
+        stream_NE = hidden_NE
+        if self.config.norm_before_residual:
+            norm = self.layer.input_norms["hidden_norm"]
+            stream_NE = F.rms_norm(hidden_NE, (norm.size,), norm.weight, norm.eps)
+        return run_layer(self.layer, 0, stream_NE, rope, attend, pair_NI)
 
     def predict(self, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
         return _predict(self, text, anchors, embed)

@@ -94,7 +94,13 @@ class DrafterShape:
 
 @dataclass(frozen=True)
 class EagleShape(DrafterShape):
-    """The shape of a drafter of EAGLE's family: one layer of Llama's form."""
+    """The shape of a drafter of EAGLE's family: one layer of Llama's form.
+
+    norm_before_residual: whether the residual stream starts as norm(hidden), as in speculators' eagle3,
+        instead of as hidden.
+    """
+
+    norm_before_residual: bool = False
 
     @property
     def layer_name(self) -> str:
@@ -248,11 +254,13 @@ def spread_layers(num_layers: int, num_read: int) -> tuple[int, ...]:
     outputs of layers 1 to num_layers - 3 (DFlash), or nearer the ends of a model with few layers. A single
     one is the last of these."""
     first, last = (2, num_layers - 2) if num_layers - 4 >= max(num_read - 1, 1) else (1, num_layers - 1)
-    if num_read > max(last - first + 1, 1):
+    if num_layers < 2:
+        raise UserError("a block drafter reads layers before the last, and this model has one; use eagle")
+    if num_read > last - first + 1:
         raise UserError(
             f"a block drafter of {num_read} layers reads as many of the model's, which has only "
             f"{num_layers}; give fewer"
         )
     if num_read == 1:
-        return (max(last, 1),)
+        return (last,)
     return tuple(first + round(i * (last - first) / (num_read - 1)) for i in range(num_read))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tlt.hf.files import existing_directory, read_json
+from tlt.kinds import shorten
 from tlt.models.decoder import Architecture, ModelConfig, RopeScaling
 from tlt.types import UserError
 
@@ -52,7 +53,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     Reads the layouts of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters). Absent keys have
     transformers' defaults; where these depend on the family (kv heads, head size), the keys are required.
     """
-    fields = _Fields(raw, source)
+    fields = Fields(raw, source)
     architecture = _architecture(fields)
     _refuse_other_computations(fields, architecture)
     num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
@@ -80,7 +81,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_positions=max_positions,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
     )
 
 
@@ -126,7 +127,7 @@ def config_to_hf(
     return described | added
 
 
-def _architecture(fields: _Fields) -> Architecture:
+def _architecture(fields: Fields) -> Architecture:
     raw, supported = fields.raw, f"supported are {', '.join(ARCHITECTURES)}"
     no_experts = f"mixtures of experts are not supported, use a dense model ({supported})"
     names = fields.items("architectures")
@@ -146,17 +147,17 @@ def _architecture(fields: _Fields) -> Architecture:
     return family
 
 
-def _refuse_other_computations(fields: _Fields, architecture: Architecture) -> None:
+def _refuse_other_computations(fields: Fields, architecture: Architecture) -> None:
     """Raises OtherComputation for each key with which transformers computes something else than
     decoder.py."""
     raw = fields.raw
     if raw.get("quantization_config") is not None:
         remedy = "quantized weights cannot be trained, use the unquantized checkpoint"
         raise fields.other("quantization_config", remedy)
-    if raw.get("attention_bias") and architecture != "qwen2":
+    if fields.flag("attention_bias") and architecture != "qwen2":
         remedy = f"{architecture} has no attention biases here, use a checkpoint with false"
         raise fields.other("attention_bias", remedy)
-    if raw.get("mlp_bias"):
+    if fields.flag("mlp_bias"):
         raise fields.other("mlp_bias", "MLP biases are not supported, use a checkpoint with false")
     if raw.get("hidden_act", "silu") != "silu":
         raise fields.other("hidden_act", "only 'silu' is supported")
@@ -165,11 +166,11 @@ def _refuse_other_computations(fields: _Fields, architecture: Architecture) -> N
         raise fields.refusal("pretraining_tp", remedy)
 
 
-def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int) -> None:
+def _refuse_sliding_windows(fields: Fields, num_layers: int, max_positions: int) -> None:
     """Raises OtherComputation for a sliding window, unless it hides nothing (off, or as long as the model's
     window). Without layer_types, transformers lets the layers from max_window_layers on slide."""
     raw = fields.raw
-    is_set = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
+    is_set = fields.flag("use_sliding_window") and raw.get("sliding_window") is not None
     window = fields.integer("sliding_window") if is_set else None
     remedy = (
         "only full attention is supported; lower max_position_embeddings to the window, or set "
@@ -189,12 +190,12 @@ def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
     """Returns (theta, scaling). As in transformers, rope_scaling precedes rope_parameters, and a theta inside
     precedes one outside."""
-    named = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    fields = _Fields(raw, source)
+    fields = Fields(raw, source)
+    named = "rope_scaling" if fields.table("rope_scaling") else "rope_parameters"
     given = fields.table(named)
     if any(isinstance(value, dict) for value in given.values()):
         raise fields.other(named, "one rotary base per layer type is not supported, only one for all layers")
-    rope = _Fields({"rope_theta": raw.get("rope_theta", 10000.0), **given}, source, prefix=f"{named}.")
+    rope = Fields({"rope_theta": raw.get("rope_theta", 10000.0), **given}, source, prefix=f"{named}.")
     theta = rope.number("rope_theta")
     rope_type = given.get("rope_type", given.get("type", "default"))
     rotated_share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
@@ -215,8 +216,12 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
 
 
 @dataclass(frozen=True)
-class _Fields:
-    """A JSON object, read with type checks; null counts as absent."""
+class Fields:
+    """A JSON object, read with type checks; null counts as absent.
+
+    source: the file, named in errors.
+    prefix: the keys above the object, named in errors.
+    """
 
     raw: Mapping[str, Any]
     source: str
@@ -240,6 +245,26 @@ class _Fields:
             raise self.refusal(name, "it must be a positive integer")
         return value
 
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = default if self.raw.get(name) is None else self.raw[name]
+        if not isinstance(value, bool):
+            raise self.refusal(name, "it must be true or false")
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self.raw.get(name)
+        if not isinstance(value, str | None):
+            raise self.refusal(name, "it must be a text")
+        return value
+
+    def layers(self, name: str, least: int, most: int) -> tuple[int, ...]:
+        """Returns the ids of layers; empty where there are none."""
+        ids = self.items(name)
+        is_sound = all(type(index) is int and least <= index <= most for index in ids)
+        if not is_sound or ids != sorted(set(ids)):
+            raise self.refusal(name, f"it must name layers from {least} to {most}, rising")
+        return tuple(ids)
+
     def items(self, name: str) -> list[Any]:
         value = [] if self.raw.get(name) is None else self.raw[name]
         if not isinstance(value, list):
@@ -247,12 +272,15 @@ class _Fields:
         return value
 
     def table(self, name: str) -> Mapping[str, Any]:
-        value = self.raw.get(name) or {}
+        value = {} if self.raw.get(name) is None else self.raw[name]
         if not isinstance(value, Mapping):
             raise self.refusal(name, "it must be an object")
         return value
 
+    def within(self, name: str) -> Fields:
+        """Returns the fields of the object under this key."""
+        return Fields(self.table(name), self.source, f"{self.prefix}{name}.")
+
 
 def _refusal(source: str, name: str, value: Any, remedy: str, kind: type[UserError] = UserError) -> UserError:
-    shown = repr(value)
-    return kind(f"{source}: {name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {remedy}")
+    return kind(f"{source}: {name} is {shorten(value)}; {remedy}")

@@ -55,6 +55,8 @@ def test_it_reads_layers_spread_evenly_from_the_second_to_the_last_but_one() -> 
             assert 1 <= layers[0] <= layers[-1] < num_layers
     with pytest.raises(UserError, match="5 layers reads as many of the model's, which has only 4"):
         spread_layers(4, 5)
+    with pytest.raises(UserError, match="reads layers before the last, and this model has one; use eagle"):
+        spread_layers(1, 1)
 
 
 def test_the_tensors_have_the_names_and_sizes_that_others_engines_read() -> None:

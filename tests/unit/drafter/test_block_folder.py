@@ -76,9 +76,15 @@ def test_config_json_has_the_keys_that_z_lab_writes(tmp_path: Path) -> None:
         ({"block_size": 34}, "block_size is 34"),
         ({"dflash_config": {"mask_token_id": 61, "target_layer_ids": [1, 3]}}, "mask_token_id is 61"),
         ({"target_layer_ids": None}, "target_layer_ids is None; it must name layers, rising"),
-        ({"dflash_config": {"mask_token_id": 13, "target_layer_ids": [3, 1]}}, "must name layers, rising"),
-        ({"dflash_config": {"mask_token_id": 13, "target_layer_ids": [1, 6]}}, "a number from -1 to 5"),
-        ({"dflash_config": {"mask_token_id": 13, "target_layer_ids": [1, 3, 5]}}, "tensor fc.weight is"),
+        (
+            {"dflash_config": {"mask_token_id": 13, "target_layer_ids": [3, 1]}},
+            "must name layers from -1 to 4, rising",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": 13, "target_layer_ids": [1, 5]}},
+            "must name layers from -1 to 4, rising",
+        ),
+        ({"dflash_config": {"mask_token_id": 13, "target_layer_ids": [1, 3, 4]}}, "tensor fc.weight is"),
         ({"num_hidden_layers": 1}, "tensor layers.1"),
         ({"confidence_head_with_markov": False}, "confidence_head_with_markov is not True"),
         ({"hidden_size": 16}, "hidden_size is 16, the target's is 32"),
@@ -144,13 +150,14 @@ def test_layer_ids_count_outputs_in_two_forms_and_inputs_in_the_third(tmp_path: 
         nested = described.get("dflash_config", described)
         ids[name] = nested.get("target_layer_ids", nested.get("aux_hidden_state_layer_ids"))
     assert ids == {"vllm-dflash": [1, 3], "speculators-dflash": [2, 4], "deepspec-dspark": [1, 3]}
-    edit(tmp_path / "speculators-dflash", {"aux_hidden_state_layer_ids": [0, 6]})
-    assert load_shape(tmp_path / "speculators-dflash", DEEP).capture == (0, 6)
-    edit(tmp_path / "deepspec-dspark", {"target_layer_ids": [-1, 5]})
-    assert load_shape(tmp_path / "deepspec-dspark", DEEP).capture == (0, 6)
-    edit(tmp_path / "speculators-dflash", {"aux_hidden_state_layer_ids": [-1, 4]})
-    with pytest.raises(UserError, match="aux_hidden_state_layer_ids is -1; it must be a number from 0 to 6"):
-        load_shape(tmp_path / "speculators-dflash", DEEP)
+    edit(tmp_path / "speculators-dflash", {"aux_hidden_state_layer_ids": [0, 5]})
+    assert load_shape(tmp_path / "speculators-dflash", DEEP).capture == (0, 5)
+    edit(tmp_path / "deepspec-dspark", {"target_layer_ids": [-1, 4]})
+    assert load_shape(tmp_path / "deepspec-dspark", DEEP).capture == (0, 5)
+    for ids_given in ([-1, 4], [2, 6]):  # engines differ in whether the last layer's output is normed
+        edit(tmp_path / "speculators-dflash", {"aux_hidden_state_layer_ids": ids_given})
+        with pytest.raises(UserError, match=r"ids is .*; it must name layers from 0 to 5, rising"):
+            load_shape(tmp_path / "speculators-dflash", DEEP)
 
 
 def test_the_anchor_s_layout_makes_the_form_whatever_the_folder_is_called(tmp_path: Path) -> None:
@@ -165,11 +172,13 @@ def test_the_anchor_s_layout_makes_the_form_whatever_the_folder_is_called(tmp_pa
     # without the key vLLM has the anchor draft nothing, which no Markov head of ours does
     for absent in (None, False):
         folder = edit(tmp_path / "speculators-dspark", {"sample_from_anchor": absent})
-        with pytest.raises(UserError, match=f"sample_from_anchor is {absent}, with which a Markov"):
+        with pytest.raises(
+            UserError, match=f"sample_from_anchor is {absent}; it has a Markov or confidence head"
+        ):
             load_shape(folder, DEEP)
     exported(tmp_path / "deepspec", "deepspec-dspark")
     assert load_shape(tmp_path / "deepspec", DEEP).method == "dspark"
-    with pytest.raises(UserError, match="with which a Markov or confidence head is not computed"):
+    with pytest.raises(UserError, match="set sample_from_anchor to true"):
         load_shape(edit(tmp_path / "deepspec", {"dspark_bonus_anchor": True}), DEEP)
 
 
@@ -194,8 +203,11 @@ def test_a_block_is_not_causal_for_vllm_s_reading_of_speculators(tmp_path: Path)
         ({"is_causal": True}, "is_causal is True"),
         ({"is_neox_style": False}, "is_neox_style is False"),
         ({"logit_scale": 0.5}, "logit_scale is 0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is 'sliding_attention'"),
-        ({"num_target_layers": 7}, "num_target_layers is 7, this model has 6"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is ['full_attention', 'sliding_attention']",
+        ),
+        ({"num_target_layers": 7}, "num_target_layers is 7; this model has 6"),
         ({"dflash_config": {"causal": True}}, "causal is True"),
         ({"dflash_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
         ({"dflash_config": {"attention_value_scale": 2.0}}, "attention_value_scale is 2.0"),

@@ -25,10 +25,10 @@ from torch import Tensor
 from tests.lossless.helpers import CONFIG as TINY
 from tlt.assembly.engine import EngineSettings, _make_tuner
 from tlt.drafter.formats.export import FORMATS, export_drafter
-from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
+from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import new_model, pack_drafter
-from tlt.drafter.shape import Method, drafter_shape
+from tlt.drafter.shape import EagleShape, Method, drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
@@ -300,6 +300,63 @@ def test_a_bias_of_fc_is_computed_alike_in_training_and_in_the_engine(tmp_path: 
         )
 
 
+# ── norm_before_residual ────────────────────────────────────────────────────────────────────────────────────
+
+ABSENT = object()
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "is_normed"),
+    [
+        ("speculators", True, True),
+        ("speculators", False, False),
+        ("speculators", ABSENT, True),  # as vLLM reads it
+        ("speculators", None, True),
+        ("vllm-eagle3", True, True),
+        ("vllm-eagle3", False, False),
+        ("vllm-eagle3", ABSENT, False),
+    ],
+)
+def test_the_residual_stream_starts_where_the_folder_says(
+    tmp_path: Path, layout: str, given: object, is_normed: bool
+) -> None:
+    target = Target("m", "LlamaForCausalLM", EMBEDDING_VE)
+    export_drafter(make_drafter(DEEP, "eagle3"), layout, target, tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("norm_before_residual") is False
+    path.write_text(json.dumps(config if given is ABSENT else config | {"norm_before_residual": given}))
+    found = load_drafter(tmp_path / "out", DEEP, target_tensors(DEEP))
+    assert isinstance(found.config, EagleShape)
+    assert found.config.norm_before_residual is is_normed
+    export_drafter(found, layout, target, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["norm_before_residual"] is is_normed
+    assert load_drafter(tmp_path / "again", DEEP).config == replace(found.config, owns_head=True)
+    if is_normed:
+        with pytest.raises(UserError, match="sglang-eagle3 has no place for the norm before the residual"):
+            export_drafter(found, "sglang-eagle3", target, tmp_path / "x")
+
+
+def test_a_normed_residual_is_computed_alike_in_training_and_in_the_engine() -> None:
+    shape = drafter_shape(DEEP, "eagle3")
+    assert isinstance(shape, EagleShape)
+    normed = new_model(replace(shape, norm_before_residual=True)).double().initialize(3)
+    plain = new_model(shape).double().initialize(3)
+    torch.nn.init.uniform_(normed.midlayer.hidden_norm.weight, 0.5, 2.0)
+    torch.nn.init.zeros_(normed.midlayer.mlp.down_proj.weight)  # then the stream's start is seen as it is
+    plain.load_state_dict(normed.state_dict())
+    packed = pack_drafter(normed.config, normed.state_dict(), torch.float64)
+    embeddings_ME, hidden_ME = torch.randn(2, 5, DEEP.hidden_size, dtype=torch.float64)
+    attend = PackedCausal(shape.layer, [5])
+    with torch.no_grad():
+        asked = embeddings_ME, hidden_ME, attend.positions(), attend
+        a, b, c = (model.forward(*asked) for model in (normed, packed, plain))
+        scale = (hidden_ME.square().mean(-1, keepdim=True) + DEEP.rms_norm_eps).rsqrt()
+        start_ME = hidden_ME * scale * normed.midlayer.hidden_norm.weight
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    torch.testing.assert_close(a - c, start_ME - hidden_ME, rtol=0, atol=1e-12)
+
+
 def _spoil(d: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors["fc.weight"][0, 0] = math.nan
 
@@ -313,17 +370,34 @@ REFUSED: dict[str, tuple[Method, Edit, str]] = {
     "another vocabulary": ("eagle", described(vocab_size=99), "vocab_size is 99.*drafter for this model"),
     "another embedding": ("eagle", added("embed_tokens.weight", ONES_VE), "embed_tokens"),
     "another head": ("eagle", added("lm_head.weight", ONES_VE), "lm_head.weight is not"),
-    "another residual": ("eagle3", described(norm_before_residual=True), "norm_before_residual is true"),
+    "a norm before fc": ("eagle3", described(norm_before_fc=True), "norm_before_fc is true"),
     "no layers": (
         "eagle3",
         described(eagle_config={"use_aux_hidden_state": False}),
-        "use_aux_hidden_state is false",
+        "eagle_config.use_aux_hidden_state is False",
     ),
     "two layers": ("eagle", described(num_hidden_layers=2), "num_hidden_layers is 2"),
     "layers the target lacks": (
         "eagle3",
         described(eagle_aux_hidden_state_layer_ids=[2, 16, 29]),
         r"ids is \[2, 16, 29\]",
+    ),
+    "the last layer's output, before or behind the norm": (
+        "eagle3",
+        described(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
+        r"ids is \[2, 4, 8\]; it must name layers from 0 to 7",
+    ),
+    "the same by SGLang's ids": (
+        "eagle3",
+        lambda d, t: d.update(
+            eagle_aux_hidden_state_layer_ids=[], eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 7]}
+        ),
+        r"ids is \[3, 5, 8\]; it must name layers from 0 to 7",
+    ),
+    "another layer than EAGLE reads": (
+        "eagle",
+        described(eagle_aux_hidden_state_layer_ids=[4]),
+        r"ids is \[4\]; it must name layers from 8 to 8",
     ),
     "one layer twice": (
         "eagle3",
@@ -347,6 +421,58 @@ def test_what_would_draft_otherwise_than_it_was_trained_is_refused_in_one_line(
     assert str(path) in str(caught.value)
 
 
+WRONG: Mapping[str, Any] = {
+    "number": 7.5, "text": "x", "digit": "1", "true": True, "list": [[1]], "nothing in it": [], "table": {"a": 1}
+}  # fmt: skip
+KINDS: Mapping[str, tuple[str, ...]] = {  # for each key the wrong values of these that are right for it
+    "architectures": (),
+    "draft_vocab_size": (),
+    "eagle_aux_hidden_state_layer_ids": ("nothing in it",),
+    "eagle_config": ("table",),
+    "eagle_config.eagle_aux_hidden_state_layer_ids": ("nothing in it",),
+    "eagle_config.use_aux_hidden_state": ("true",),
+    "transformer_layer_config": ("table",),
+    "norm_before_residual": ("true",),
+    "norm_before_fc": (),
+    "hidden_size": (),
+    "num_hidden_layers": (),
+    "num_attention_heads": (),
+    "head_dim": (),
+    "rms_norm_eps": ("number",),
+    "rope_scaling": ("table",),
+    "rope_theta": ("number",),
+    "attention_bias": (),
+    "mlp_bias": (),
+    "tie_word_embeddings": ("true",),
+    "target_hidden_size": (),
+    "tlt": ("table",),
+    "tlt.preset": ("text", "digit"),
+    "tlt.policy_hash": ("text", "digit"),
+}
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_a_value_of_a_wrong_kind_is_refused_in_one_line_with_its_key(tmp_path: Path, key: str) -> None:
+    *above, name = key.split(".")
+    path = edited(tmp_path / "foreign", "eagle3", lambda d, t: None)
+    whole = json.loads((path / "config.json").read_text())
+    for kind, value in WRONG.items():
+        config = json.loads(json.dumps(whole))
+        if above and name.endswith("ids"):
+            del config[name]
+        inner = config.setdefault(above[0], {}) if above else config
+        inner[name] = value
+        (path / "config.json").write_text(json.dumps(config))
+        for read in (load_drafter, load_shape):
+            if kind in KINDS[key]:
+                read(path, DEEP)
+                continue
+            with pytest.raises(UserError, match=re.escape(name)) as caught:
+                read(path, DEEP)
+            assert "\n" not in str(caught.value)
+            assert str(path) in str(caught.value)
+
+
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -368,6 +494,80 @@ def test_a_drafter_that_is_not_whole_is_refused_in_one_line(tmp_path: Path, dama
         load_drafter(path, DEEP)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+# ── the map of a reduced vocabulary ─────────────────────────────────────────────────────────────────────────
+
+NUM_DRAFTED, VOCAB = 20, DEEP.vocab_size
+IDS = torch.arange(0, 3 * NUM_DRAFTED, 3)
+D2T = IDS - torch.arange(NUM_DRAFTED)
+T2D = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, IDS, True)
+
+
+def mapped(path: Path, method: Method, **maps: Tensor | None) -> Path:
+    """A drafter with these maps; None: without one."""
+    folder = edited(path, method, lambda d, t: None)
+    return with_maps(folder, method, {"d2t": D2T, "t2d": T2D, **maps})
+
+
+def with_maps(folder: Path, method: Method, maps: Mapping[str, Tensor | None]) -> Path:
+    weights, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    kept = {name: tensor for name, tensor in maps.items() if tensor is not None}
+    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": NUM_DRAFTED}))
+    save_file({**load_file(weights), **kept}, weights)
+    return folder
+
+
+def changed(d2t: Tensor, index: int, value: float) -> Tensor:
+    d2t = d2t.clone()
+    d2t[index] = value
+    return d2t
+
+
+WRONG_MAPS: dict[str, tuple[Mapping[str, Tensor | None], str]] = {
+    "beyond the vocabulary": (
+        {"d2t": changed(D2T, 3, 99)},
+        "draft token 3 the target's 102; it must be one f",
+    ),
+    "one beyond it": ({"d2t": changed(D2T, 19, VOCAB - 19)}, f"draft token 19 the target's {VOCAB}"),
+    "ids for differences": ({"d2t": IDS, "t2d": None}, "draft token 16 the target's 64"),
+    "one negative": ({"d2t": changed(D2T, 2, -3)}, "draft token 2 the target's -1"),
+    "far out": ({"d2t": changed(D2T, 1, 2**62)}, "draft token 1 the target's 4.6"),
+    "one id twice": ({"d2t": changed(D2T, 1, -1), "t2d": None}, "20 draft tokens of d2t are 19 of the"),
+    "never filled in": ({"d2t": torch.zeros_like(D2T)}, "t2d marks other tokens than d2t names"),
+    "a mask never filled in": ({"t2d": torch.zeros_like(T2D)}, "t2d marks other tokens"),
+    "another mask": ({"t2d": T2D.roll(1)}, "t2d marks other tokens"),
+    "a mask of another vocabulary": ({"t2d": T2D[:-1]}, r"tensor t2d is \[60\]"),
+    "halves": ({"d2t": D2T + 0.5}, "draft token 0 the target's 0.5"),
+    "no number": ({"d2t": changed(D2T.double(), 4, math.nan)}, "draft token 4 the target's nan"),
+    "a table": ({"d2t": D2T[None]}, r"d2t is int64\[1, 20\]; it must be one row of whole numbers"),
+    "a number": ({"d2t": torch.tensor(0)}, r"d2t is int64\[\]; it must be one row"),
+    "complex numbers": ({"d2t": D2T.to(torch.complex64)}, r"d2t is complex64\[20\]; it must be one row"),
+    "too few": ({"d2t": D2T[:-1], "t2d": None}, r"tensor d2t is \[19\], expected was \[20\]"),
+    "only the mask": ({"d2t": None}, "tensor d2t is missing"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MAPS)
+def test_a_vocabulary_map_that_is_not_one_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
+    maps, message = WRONG_MAPS[what]
+    path = mapped(tmp_path / "foreign", "eagle3", **maps)
+    with pytest.raises(UserError, match=message) as caught:
+        load_drafter(path, DEEP, target_tensors(DEEP))
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "maps",
+    [{"t2d": None}, {"d2t": D2T.int(), "t2d": None}, {"d2t": D2T.double()}, {"t2d": T2D.to(torch.uint8)}],
+    ids=["no mask", "int32, no mask", "whole floats", "a mask of numbers"],
+)
+def test_the_mask_follows_from_the_map(tmp_path: Path, maps: Mapping[str, Tensor | None]) -> None:
+    found = load_drafter(mapped(tmp_path / "foreign", "eagle3", **maps), DEEP, target_tensors(DEEP))
+    assert torch.equal(found.tensors["d2t"], D2T)
+    assert torch.equal(found.tensors["t2d"], T2D)
+    assert found.config.is_reduced
 
 
 @pytest.mark.parametrize("recorded", [0.6, None])

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tlt.drafter.shape import BlockShape, Method
-from tlt.hf.config import config_to_hf, parse_config
+from tlt.hf.config import Fields, config_to_hf, parse_config
 from tlt.models.decoder import ModelConfig
 from tlt.speculative.strategy import Strategy
 from tlt.types import UserError
@@ -103,89 +102,77 @@ def _heads(config: BlockShape) -> dict[str, Any]:
     }
 
 
-def block_from_hf(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> BlockShape:
+def block_from_hf(given: Fields, target: ModelConfig) -> BlockShape:
     """Returns the shape in a config.json of any of the three forms. UserError for what it lacks, what does
-    not fit the target, and what we would compute otherwise. path: named in errors."""
-    described = _merged(raw)
-    _refuse_other_computations(path, described)
-    flat = {**described, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    layer = parse_config(flat, f"drafter {path}")
+    not fit the target, and what we would compute otherwise."""
+    fields = _merged(given)
+    _refuse_other_computations(fields)
+    flat = {**fields.raw, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    layer = parse_config(flat, fields.source)
     layer = dataclasses.replace(layer, tie_embeddings=True, max_positions=target.max_positions)
 
-    def number(name: str, given: Any, least: int, most: int) -> int:
-        if type(given) is not int or not least <= given <= most:
-            remedy = f"it must be a number from {least} to {most}"
-            raise UserError(f"drafter {path}: {name} is {given!r}; {remedy}")
-        return given
+    def number(name: str, least: int, most: int, default: int | None = None) -> int:
+        value = default if fields.raw.get(name) is None else fields.raw[name]
+        if type(value) is not int or not least <= value <= most:
+            raise fields.refusal(name, f"it must be a number from {least} to {most}")
+        return value
 
-    size, num_layers = described.get("draft_vocab_size"), described.get("num_target_layers")
-    if num_layers not in (None, target.num_layers):
-        raise UserError(
-            f"drafter {path}: num_target_layers is {num_layers!r}, this model has {target.num_layers}; give "
-            "the model it was trained for"
-        )
-    name = "aux_hidden_state_layer_ids" if _is_speculators(described) else "target_layer_ids"
-    shift, ids = int(name == "target_layer_ids"), described.get(name)
-    if (
-        not isinstance(ids, list)
-        or not ids
-        or any(type(i) is not int for i in ids)
-        or ids != sorted(set(ids))
-    ):
-        raise UserError(f"drafter {path}: {name} is {ids!r}; it must name layers, rising")
-    capture = tuple(number(name, i, -shift, target.num_layers - shift) + shift for i in ids)
+    if fields.integer("num_target_layers", target.num_layers) != target.num_layers:
+        remedy = f"this model has {target.num_layers}, give the model it was trained for"
+        raise fields.refusal("num_target_layers", remedy)
+    name = "aux_hidden_state_layer_ids" if _is_speculators(given) else "target_layer_ids"
+    shift = int(name == "target_layer_ids")
+    # The last layer's output is a residual sum in vLLM, and behind the final norm in transformers.
+    ids = fields.layers(name, -shift, target.num_layers - 1 - shift)
+    if not ids:
+        raise fields.refusal(name, "it must name layers, rising")
     shape = BlockShape(
-        block_method(described),
+        block_method(given),
         layer,
-        capture,
-        layer.vocab_size if size is None else number("draft_vocab_size", size, 1, layer.vocab_size),
-        block_size=number("block_size", described.get("block_size"), 2, MOST_SLOTS),
-        mask_token_id=number("mask_token_id", described.get("mask_token_id"), 0, layer.vocab_size - 1),
+        tuple(index + shift for index in ids),
+        number("draft_vocab_size", 1, layer.vocab_size, layer.vocab_size),
+        block_size=number("block_size", 2, MOST_SLOTS),
+        mask_token_id=number("mask_token_id", 0, layer.vocab_size - 1),
         num_target_layers=target.num_layers,
     )
-    rank = number("markov_rank", described.get("markov_rank") or 0, 0, 2**20)
-    has_confidence = bool(described.get("enable_confidence_head"))
+    rank, has_confidence = number("markov_rank", 0, 2**20, 0), fields.flag("enable_confidence_head")
     if shape.method == "dflash":
         if rank or has_confidence:
-            raise UserError(
-                f"drafter {path}: sample_from_anchor is {described.get('sample_from_anchor')}, with which a "
-                "Markov or confidence head is not computed here; use a drafter trained with true"
+            remedy = (
+                "it has a Markov or confidence head, which is computed here only in blocks that draft from "
+                "their anchor; if it was trained so, set sample_from_anchor to true in config.json"
             )
+            raise fields.refusal("sample_from_anchor", remedy)
         return shape
-    if has_confidence and bool(described.get("confidence_head_with_markov")) != (rank > 0):
+    if has_confidence and fields.flag("confidence_head_with_markov") != (rank > 0):
         remedy = "the confidence head must read the Markov head's states, where there is one"
-        raise UserError(f"drafter {path}: confidence_head_with_markov is not {rank > 0}; {remedy}")
+        raise UserError(f"{fields.source}: confidence_head_with_markov is not {rank > 0}; {remedy}")
     return dataclasses.replace(shape, markov_rank=rank, has_confidence=has_confidence)
 
 
-def block_method(raw: Mapping[str, Any]) -> Method:
+def block_method(given: Fields) -> Method:
     """Returns the form of the block drafter in a config.json. DeepSpec's says nothing of its anchor, from
     which it drafts; speculators' drafts from its anchor only where it says so, as vLLM reads it."""
-    described = _merged(raw)
-    is_deepspec = "Qwen3DSparkModel" in (raw.get("architectures") or ()) and not _is_speculators(raw)
-    drafts = described.get("sample_from_anchor", is_deepspec and not described.get("dspark_bonus_anchor"))
+    fields = _merged(given)
+    is_deepspec = "Qwen3DSparkModel" in given.items("architectures") and not _is_speculators(given)
+    drafts = fields.flag("sample_from_anchor", is_deepspec and not fields.flag("dspark_bonus_anchor"))
     return "dspark" if drafts else "dflash"
 
 
-def _is_speculators(described: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in described
+def _is_speculators(given: Fields) -> bool:
+    return "speculators_model_type" in given.raw
 
 
-def _merged(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(given: Fields) -> Fields:
     """Returns all keys at the top level. Of a key in two places the engines read the one in dflash_config."""
-    return {**(raw.get("transformer_layer_config") or {}), **raw, **(raw.get("dflash_config") or {})}
+    raw = {**given.table("transformer_layer_config"), **given.raw, **given.table("dflash_config")}
+    return Fields(raw, given.source)
 
 
-def _refuse_other_computations(path: Path, described: Mapping[str, Any]) -> None:
-    wrong = [
-        (name, described[name])
-        for name, computed in _COMPUTED.items()
-        if described.get(name) is not None and described[name] not in computed
-    ]
-    others = set(described.get("layer_types") or ()) - {"full_attention"}
-    wrong += [("layer_types", one) for one in sorted(others)]
-    for name, value in wrong[:1]:
-        raise UserError(
-            f"drafter {path}: {name} is {value!r}, which is not computed here; use a drafter trained without "
-            "it"
-        )
+def _refuse_other_computations(fields: Fields) -> None:
+    remedy = "it is not computed here, use a drafter trained without it"
+    for name, computed in _COMPUTED.items():
+        if fields.raw.get(name) is not None and fields.raw[name] not in computed:
+            raise fields.refusal(name, remedy)
+    if any(one != "full_attention" for one in fields.items("layer_types")):
+        raise fields.refusal("layer_types", remedy)

@@ -26,7 +26,7 @@ from tlt import __version__
 from tlt.drafter.formats.folder import StoredDrafter, write_files
 from tlt.drafter.formats.layouts import Target, lay_out, num_to_draft
 from tlt.drafter.forms import new_model
-from tlt.drafter.shape import BlockShape, Method
+from tlt.drafter.shape import BlockShape, EagleShape, Method
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
 from tlt.io.files import replace_folder
 from tlt.kinds import DraftVocab
@@ -170,6 +170,8 @@ def check_format(drafter: StoredDrafter, name: str) -> None:
         lacks = "the bias of fc"
     elif not form.has_head and (config.owns_head or config.is_reduced):
         lacks = "the head or draft vocabulary"
+    elif isinstance(config, EagleShape) and config.norm_before_residual and form.engine == "SGLang":
+        lacks = "the norm before the residual stream"
     if lacks is not None:
         raise UserError(
             f"--format: {name} has no place for {lacks} that this drafter has; train one with tlt instead"

@@ -14,17 +14,25 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.formats.block_folder import BLOCK_ARCHITECTURE, block_from_hf, block_to_hf
-from tlt.drafter.formats.foreign import BLOCK_ARCHITECTURES, drop_repeated, read_folder
+from tlt.drafter.formats.foreign import (
+    drop_repeated,
+    flatten,
+    method_of,
+    read_fields,
+    read_folder,
+    with_vocabulary_map,
+)
 from tlt.drafter.forms import find_misfit
 from tlt.drafter.model import DraftModel
-from tlt.drafter.shape import BlockShape, DrafterShape, Method, drafter_shape
+from tlt.drafter.shape import BlockShape, DrafterShape, EagleShape, Method, drafter_shape
 from tlt.drafter.training.lesson import Preset
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.vocabulary import from_pairs, to_pairs
-from tlt.hf.config import config_to_hf, parse_config
+from tlt.hf.config import Fields, config_to_hf, parse_config
 from tlt.hf.files import read_json
 from tlt.hf.weights import save_tensors
 from tlt.io.files import replace_folder
+from tlt.kinds import shorten
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
@@ -106,6 +114,8 @@ def drafter_to_hf(config: DrafterShape, dtype: torch.dtype, about: Mapping[str, 
     described["architectures"] = [ARCHITECTURE[config.method]]
     described |= {"model_type": "llama", "tie_word_embeddings": False}
     if config.method == "eagle3":
+        assert isinstance(config, EagleShape), config
+        described["norm_before_residual"] = config.norm_before_residual
         described["draft_vocab_size"] = config.draft_vocab_size
         described["eagle_aux_hidden_state_layer_ids"] = list(config.capture)
     return described
@@ -127,6 +137,7 @@ def load_drafter(
     """
     path = Path(path)
     described, tensors = read_folder(path)
+    tensors = with_vocabulary_map(path, tensors, target.vocab_size)
     tensors = drop_repeated(path, tensors, described["method"], target.vocab_size, target_tensors)
     config = read_config(path, described, target, tensors)
     if (mismatch := find_misfit(config, tensors)) is not None:
@@ -143,18 +154,8 @@ def load_drafter(
 
 def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
     """Returns a drafter's shape from config.json alone, without a head or bias that the tensors might add."""
-    described = read_json(path / "config.json")
-    found = described.get("architectures")
-    if found and found[0] in BLOCK_ARCHITECTURES:
-        return block_from_hf(path, described, target)
-    methods = [method for method, name in ARCHITECTURE.items() if found and found[0] == name]
-    if not methods:
-        known = ", ".join(ARCHITECTURE.values())
-        raise UserError(f"{path / 'config.json'}: architectures is {found}; known are {known}")
-    shape = drafter_shape(target, methods[0], described.get("draft_vocab_size"))
-    return dataclasses.replace(
-        shape, capture=tuple(described.get("eagle_aux_hidden_state_layer_ids") or shape.capture)
-    )
+    fields = read_fields(path)
+    return read_config(path, flatten(fields, method_of(fields, {})), target, {})
 
 
 def choose_preset(
@@ -163,7 +164,10 @@ def choose_preset(
     """Returns the named preset, or the one that the drafter was trained with, after `changes` to its
     constants. UserError if it trains another form of drafter."""
     method = drafter.config.method
-    preset = PRESETS[name or drafter.about.get("preset") or DEFAULT_PRESET[method]]
+    name = name or drafter.about.get("preset") or DEFAULT_PRESET[method]
+    if name not in PRESETS:
+        raise UserError(f"drafter.preset: the drafter's is {name!r}; give one of {', '.join(PRESETS)}")
+    preset = PRESETS[name]
     if preset.method != method:
         fitting = " or ".join(key for key, value in PRESETS.items() if value.method == method)
         raise UserError(f"drafter.preset: {name} does not train a drafter of form {method}; give {fitting}")
@@ -175,34 +179,32 @@ def read_config(
 ) -> DrafterShape:
     """Returns the drafter's shape from its config.json and tensors. UserError if it does not fit the
     target."""
-    is_block = described["method"] in BLOCK_ARCHITECTURE
-    block = block_from_hf(path, described, target) if is_block else None
-    layer = parse_config(described, f"drafter {path}") if block is None else block.layer
+    method, fields = described["method"], Fields(described, f"drafter {path}")
+    block = block_from_hf(fields, target) if method in BLOCK_ARCHITECTURE else None
+    layer = parse_config(described, fields.source) if block is None else block.layer
     theirs = {"hidden_size": layer.hidden_size, "vocab_size": layer.vocab_size}
     if described.get("target_hidden_size") is not None:
         theirs["target_hidden_size"] = described["target_hidden_size"]
     for key, value in theirs.items():
         ours = getattr(target, key.removeprefix("target_"))
         if value != ours:
-            raise UserError(
-                f"drafter {path}: {key} is {value}, the target's is {ours}; train a drafter for this model"
-            )
+            remedy = "train a drafter for this model"
+            raise UserError(f"{fields.source}: {key} is {shorten(value)}, the target's is {ours}; {remedy}")
     if block is not None:
         return dataclasses.replace(block, owns_head="lm_head.weight" in tensors)
-    config = drafter_shape(target, described["method"], described.get("draft_vocab_size"))
-    capture = tuple(described.get("eagle_aux_hidden_state_layer_ids") or config.capture)
-    if list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= target.num_layers:
-        remedy = (
-            f"it must name layers from 0 to {target.num_layers}, rising, so give the model it was trained for"
-        )
-        raise UserError(f"drafter {path}: eagle_aux_hidden_state_layer_ids is {list(capture)}; {remedy}")
+    num_drafted = fields.integer("draft_vocab_size", target.vocab_size, most=target.vocab_size)
+    shape = drafter_shape(target, method, num_drafted)
+    assert isinstance(shape, EagleShape), method
+    # EAGLE reads the output of the final norm, EAGLE-3 residual sums before it
+    least, most = (target.num_layers,) * 2 if method == "eagle" else (0, target.num_layers - 1)
     layer = dataclasses.replace(layer, num_layers=1, tie_embeddings=True, max_positions=target.max_positions)
     return dataclasses.replace(
-        config,
+        shape,
         layer=layer,
-        capture=capture,
+        capture=fields.layers("eagle_aux_hidden_state_layer_ids", least, most) or shape.capture,
         owns_head="lm_head.weight" in tensors,
         has_bias="fc.bias" in tensors,
+        norm_before_residual=described["norm_before_residual"],
     )
 
 

@@ -5,7 +5,8 @@ names. A drafter that we would compute differently is refused, and no tensor is 
                         often with a copy of the embedding and a bias of fc
     SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer.,
                         layer ids under eagle_config, one less than vLLM's
-    speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config
+    speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config;
+                        norm_before_residual is true where it is absent, as vLLM reads it
 
 Block drafters have the same tensors everywhere; block_folder.py reads their three forms of config.json.
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 from tlt.drafter.formats.block_folder import block_method
 from tlt.drafter.model import draft_token_ids
 from tlt.drafter.shape import Method
+from tlt.hf.config import MOST_LAYERS, Fields
 from tlt.hf.files import read_json
 from tlt.hf.weights import INDEX, WEIGHTS, read_safetensors
 from tlt.types import UserError
@@ -51,7 +53,7 @@ BLOCK_ARCHITECTURES = (
 TRAINERS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that speculators' trainer may leave in a folder, and no engine reads."""
 
-OTHER_COMPUTATIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
+OTHER_COMPUTATIONS = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
 """Keys of config.json that, if true, change what a drafter computes."""
 
 
@@ -62,15 +64,31 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name in ("config.json", weights):
         if not (path / name).is_file():
             raise UserError(f"drafter {path}: {name} is missing; {_remedy(path)}")
-    described = read_json(path / "config.json")
+    fields = read_fields(path)
     try:
         stored = read_safetensors(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"drafter {path}: {weights} cannot be read ({error}); train or copy it again"
         ) from None
-    method = _method(path, described, stored)
-    return _flatten(path, described, method), _rename(path, stored, method)
+    method = method_of(fields, stored)
+    return flatten(fields, method), _rename(path, stored, method)
+
+
+def read_fields(path: Path) -> Fields:
+    """Returns config.json of a drafter's folder, all objects in it checked."""
+    fields = Fields(read_json(path / "config.json"), f"drafter {path}")
+    for name in ("transformer_layer_config", "eagle_config", "dflash_config"):
+        fields.table(name)
+    about = fields.within("tlt")
+    for name in ("policy_hash", "target", "preset"):
+        about.text(name)
+    if (path / "mask_embedding.pt").is_file() and method_of(fields, {}) in ("dflash", "dspark"):
+        raise UserError(
+            f"drafter {path}: mask_embedding.pt gives the masks an embedding of their own, which is not "
+            "computed here; use a drafter that takes the target's"
+        )
+    return fields
 
 
 def _remedy(path: Path) -> str:
@@ -84,51 +102,45 @@ def _remedy(path: Path) -> str:
     )
 
 
-def _method(path: Path, described: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Method:
-    """Returns the form of the drafter. UserError if its architecture is unknown."""
-    found = described.get("architectures")
-    name = found[0] if isinstance(found, list) and len(found) == 1 else None
+def method_of(fields: Fields, stored: Mapping[str, Tensor]) -> Method:
+    """Returns the form of the drafter. UserError if its architecture is unknown. stored: its tensors, whose
+    names determine the form where the architecture does not."""
+    found = fields.items("architectures")
+    name = found[0] if len(found) == 1 else None
     if name in BLOCK_ARCHITECTURES:
-        return block_method(described)
+        return block_method(fields)
     if not isinstance(name, str) or name not in METHOD_BY_ARCHITECTURE:
         known = ", ".join((*METHOD_BY_ARCHITECTURE, *BLOCK_ARCHITECTURES))
-        raise UserError(f"drafter {path}: architectures is {found}; only {known} can be loaded")
+        raise fields.refusal("architectures", f"only {known} can be loaded")
     is_eagle3 = any(key.endswith("hidden_norm.weight") for key in stored)
     return METHOD_BY_ARCHITECTURE[name] or ("eagle3" if is_eagle3 else "eagle")
 
 
-def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[str, Any]:
+def flatten(fields: Fields, method: Method) -> dict[str, Any]:
     """Returns config.json with the layer's geometry at the top level, and the captured layers by vLLM's
     ids, which count layer inputs; SGLang's, under eagle_config, count outputs. UserError for a drafter
     that we would compute differently."""
+    described = {**fields.raw, "method": method}
     if method in ("dflash", "dspark"):
-        if (path / "mask_embedding.pt").is_file():
-            raise UserError(
-                f"drafter {path}: mask_embedding.pt gives the masks an embedding of their own, which is not "
-                "computed here; use a drafter that takes the target's"
-            )
-        return {**described, "method": method}
-    nested = described.get("eagle_config") or {}
-    flat: dict[str, Any] = {**(described.get("transformer_layer_config") or {}), **described}
-    flat |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "method": method}
+        return described
+    nested = fields.within("eagle_config")
+    merged: dict[str, Any] = {**fields.table("transformer_layer_config"), **described}
+    flat = Fields(merged, fields.source)
     for key in OTHER_COMPUTATIONS:
-        if flat.get(key) or nested.get(key):
-            raise UserError(
-                f"drafter {path}: {key} is true, which is not computed here; use a drafter trained without it"
-            )
-    if nested.get("use_aux_hidden_state") is False:
-        raise UserError(
-            f"drafter {path}: use_aux_hidden_state is false; use a drafter that reads three of the target's "
-            "layers"
-        )
-    if (num_layers := flat.get("num_hidden_layers", 1)) != 1:
-        raise UserError(
-            f"drafter {path}: num_hidden_layers is {num_layers}; only drafters of one layer can be loaded"
-        )
+        if flat.flag(key) or nested.flag(key):
+            remedy = "use a drafter trained without it"
+            raise UserError(f"{fields.source}: {key} is true, which is not computed here; {remedy}")
+    if not nested.flag("use_aux_hidden_state", True):
+        raise nested.refusal("use_aux_hidden_state", "use a drafter that reads three of the target's layers")
+    if flat.integer("num_hidden_layers", 1) != 1:
+        raise flat.refusal("num_hidden_layers", "only drafters of one layer can be loaded")
+    is_speculators = method == "eagle3" and "speculators_model_type" in merged
+    normed = flat.flag("norm_before_residual", nested.flag("norm_before_residual", is_speculators))
     ids = "eagle_aux_hidden_state_layer_ids"
-    if not flat.get(ids) and nested.get(ids):
-        flat[ids] = [index + 1 for index in nested[ids]]
-    return flat
+    if not flat.items(ids) and nested.items(ids):
+        merged[ids] = [index + 1 for index in nested.layers(ids, -1, MOST_LAYERS)]
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    return merged | llama | {"norm_before_residual": normed and method == "eagle3"}
 
 
 def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[str, Tensor]:
@@ -148,6 +160,32 @@ def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[st
     return tensors
 
 
+def with_vocabulary_map(path: Path, tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """Returns the tensors with d2t as int64, and with the t2d that follows from it. UserError unless d2t
+    gives every draft token another of the target's tokens, and t2d, where it is there, marks the same."""
+    if "d2t" not in tensors:
+        return tensors
+    d2t, again = tensors["d2t"], "train or copy it again"
+    if d2t.dim() != 1 or d2t.is_complex():
+        shape = f"{str(d2t.dtype).removeprefix('torch.')}{list(d2t.shape)}"
+        raise UserError(f"drafter {path}: d2t is {shape}; it must be one row of whole numbers, {again}")
+    token_ids = d2t.double() + torch.arange(len(d2t))
+    wrong = ~((token_ids >= 0) & (token_ids < vocab_size) & (token_ids == token_ids.floor()))
+    if wrong.any():
+        draft_id = int(wrong.nonzero()[0])
+        found = f"d2t gives draft token {draft_id} the target's {token_ids[draft_id].item():g}"
+        raise UserError(f"drafter {path}: {found}; it must be one from 0 to {vocab_size - 1}, {again}")
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[token_ids.long()] = True
+    if (num_named := int(t2d.sum())) < len(d2t):
+        found = f"the {len(d2t)} draft tokens of d2t are {num_named} of the target's"
+        raise UserError(f"drafter {path}: {found}; each must be another one, {again}")
+    given = tensors.get("t2d", t2d)
+    if given.shape == t2d.shape and not torch.equal(given.bool(), t2d):
+        raise UserError(f"drafter {path}: t2d marks other tokens than d2t names; {again}")
+    return {**tensors, "d2t": d2t.long(), "t2d": given.bool()}
+
+
 def drop_repeated(
     path: Path,
     tensors: dict[str, Tensor],
@@ -165,9 +203,8 @@ def drop_repeated(
     tensors = dict(tensors)
     if "fc.bias" in tensors and not tensors["fc.bias"].any():
         del tensors["fc.bias"]
-    if len(tensors.get("d2t", ())) == vocab_size and not tensors["d2t"].any():
-        for name in ("d2t", "t2d"):
-            tensors.pop(name, None)
+    if "d2t" in tensors and len(tensors["d2t"]) == vocab_size and not tensors["d2t"].any():
+        del tensors["d2t"], tensors["t2d"]
     embedding_VE, own_VE = tensors.pop("embed_tokens.weight", None), tensors.get("lm_head.weight")
     is_redundant, other = method == "eagle", "is not the target's; give the model it was trained for"
     if target is not None:

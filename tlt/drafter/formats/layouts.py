@@ -95,6 +95,7 @@ def _eagle3_speculators(described: Mapping[str, Any]) -> dict[str, Any]:
     nested."""
     own = (
         "draft_vocab_size",
+        "norm_before_residual",
         "eagle_aux_hidden_state_layer_ids",
         "tie_word_embeddings",
         "torch_dtype",
@@ -106,7 +107,6 @@ def _eagle3_speculators(described: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "transformer_layer_config": layer,
-        "norm_before_residual": False,
         "norm_before_fc": False,
         **{key: described[key] for key in own},
     }
