@@ -20,6 +20,7 @@ from tlt.types import Response, Rollout, UserError
 
 if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
+    from tlt.hf.tokenizer import Tokenizer
 
 
 class Generate(PromptOptions, SamplingOptions, EngineOptions):
@@ -81,9 +82,17 @@ def run(options: Generate) -> Record:
     rollouts = generate_in_order(engine, requests)
     seconds = time.perf_counter() - begin
     engine.close()
-    write_jsonl(with_folder(options.out), (vars(Response.of(rollout, model.decode)) for rollout in rollouts))
+    write_jsonl(with_folder(options.out), (_line(rollout, model.tokenizer) for rollout in rollouts))
     summary = _summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}
+
+
+def _line(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
+    """Returns the line of a response; `in_thought` where its prompt has opened a thought."""
+    if tokenizer is None:
+        return vars(Response.of(rollout, None))
+    in_thought = {"in_thought": True} if tokenizer.is_in_thought(rollout.prompt_ids) else {}
+    return vars(Response.of(rollout, tokenizer.decode)) | in_thought
 
 
 def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:

@@ -146,7 +146,9 @@ def score(options: Score) -> Record:
             )
         if not isinstance(text, str):
             raise UserError(f"{place}: text is {text!r}; it must be the response's text")
-        found = scorer.score(Completion(problems[problem_id], text, tuple(response.get("token_ids") or ())))
+        thought = {"in_thought": True} if response.get("in_thought") is True else {}
+        problem = problems[problem_id] | thought
+        found = scorer.score(Completion(problem, text, tuple(response.get("token_ids") or ())))
         if found.error and not options.functions:
             where = f"{place}: task {options.name}, problem {problem_id!r}"
             raise UserError(f"{where}: score() failed ({found.error}); correct the task, or the problem")

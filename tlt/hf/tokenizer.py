@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tlt.hf.files import existing_directory, read_json
 from tlt.io.text import one_line
 from tlt.kinds import shorten
+from tlt.tasks.thoughts import OPENING_TAGS, TAGS, ends_in_thought
 from tlt.types import UserError
 
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -71,10 +73,25 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of a response, without special tokens."""
-        ids = list(token_ids)
-        text: str = self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Returns the text of a response, without special tokens but the tags of its thoughts."""
+        ids = [token for token in token_ids if token not in self.hidden_ids]
+        text: str = self.hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    @cached_property
+    def hidden_ids(self) -> frozenset[int]:
+        """The special tokens, without those that begin or end a thought: a scorer must see them."""
+        added = self.hf.added_tokens_decoder
+        special = {token for token, about in added.items() if about.special} | set(self.hf.all_special_ids)
+        return frozenset(token for token in special if str(added.get(token, "")) not in TAGS)
+
+    def is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the response to a prompt begins within a thought: the chat template or the assistant's turn
+        has opened one. A tag that the user's text mentions opens none."""
+        last = max((i for i, token in enumerate(prompt_ids) if token in self.hidden_ids), default=0)
+        if not last:  # a text without turns
+            return self.decode(prompt_ids[-32:]).rstrip().endswith(OPENING_TAGS)
+        return ends_in_thought(self.decode(prompt_ids[last:]))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the text that each token adds, together that of `decode`; the last token of a character
@@ -83,9 +100,10 @@ class Tokenizer:
 
         if not (self.hf.is_fast and token_ids):
             return []
-        stream, backend = DecodeStream(skip_special_tokens=True), self.hf.backend_tokenizer
+        stream, backend = DecodeStream(skip_special_tokens=False), self.hf.backend_tokenizer
+        hidden = self.hidden_ids
         try:
-            pieces = [stream.step(backend, token) or "" for token in token_ids]
+            pieces = ["" if token in hidden else stream.step(backend, token) or "" for token in token_ids]
         except Exception:  # a bare one of tokenizers, for bytes that are no text
             return []
         text, joined = self.decode(token_ids), "".join(pieces)

@@ -5,7 +5,7 @@
 
 A line has what `tlt generate` writes, except logprobs, and also: purpose and policy_step of the noise's key,
 policy_version, reward (null: it could not be scored), is_solved, and, if there are any, reward_parts,
-reward_error, and drafts, the fields of each DraftOutcome (types.py).
+reward_error, in_thought, and drafts, the fields of each DraftOutcome (types.py).
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class KeptResponses:
     decode: returns the text of response tokens.
     gib: bound of all files together; the latest file stays in any case.
     say: receives one line when files are removed for the first time.
+    in_thought: returns whether a prompt has opened a thought.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class KeptResponses:
         decode: Callable[[Sequence[int]], str],
         gib: float,
         say: Callable[[str], None] = lambda line: None,
+        in_thought: Callable[[Sequence[int]], bool] = lambda prompt_ids: False,
     ) -> None:
         self.run, self.decode, self.gib, self.say = run, decode, gib, say
+        self.in_thought = in_thought
         self._has_said = False
 
     def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
@@ -120,6 +123,8 @@ class KeptResponses:
             "reward": reward.value if reward.is_scored else None,
             "is_solved": reward.is_solved,
         }
+        if self.in_thought(rollout.prompt_ids):
+            line["in_thought"] = True
         if rollout.drafts is not None:
             line["drafts"] = rollout.drafts
         if reward.parts:

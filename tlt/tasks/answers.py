@@ -14,9 +14,6 @@ from typing import Literal
 
 Search = Literal["boxed", "marked", "any"]
 
-CLOSING_TAGS = ("</think>", "</thinking>", "</thought>", "[/THINK]", "</seed:think>", "<|end_of_thought|>")
-"""The tags that end a thought in the responses of reasoning models."""
-
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]+)")
 _MARK = re.compile(r"####[ \t]*([^\n]+)|(?i:\banswer)\**\s*:[ \t]*\**[ \t]*([^\n]+)")
@@ -37,33 +34,6 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
         numbers = _NUMBER.findall(text)
         answer = numbers[-1] if numbers else None
     return answer
-
-
-def after_thinking(text: str, closing_tag: str | None = None, in_thought: bool = False) -> str:
-    """Returns what follows the last thought; the whole text where there is none. Returns "" where the text
-    ends within a thought.
-
-    closing_tag: ends a thought, such as `</think>`; "": there are no thoughts; None: any of CLOSING_TAGS.
-    in_thought: whether the text begins within a thought, which the prompt has opened.
-    """
-    if closing_tag == "":
-        return text
-    tags = CLOSING_TAGS if closing_tag is None else (closing_tag,)
-    start = max((text.rfind(tag) + len(tag) for tag in tags if tag in text), default=None)
-    if start is None and in_thought:
-        return ""
-    rest = text[start or 0 :]
-    return "" if any(opening_tag(tag) in rest for tag in tags) else rest
-
-
-def opening_tag(closing_tag: str) -> str:
-    """Returns the tag that begins what `closing_tag` ends."""
-    return closing_tag.replace("end_of", "begin_of").replace("/", "", 1)
-
-
-def ends_in_thought(text: str) -> bool:
-    """Whether a prompt ends within a thought, as the chat templates of reasoning models do."""
-    return any(text.rfind(opening_tag(tag)) > text.rfind(tag) for tag in CLOSING_TAGS)
 
 
 def _last_boxed(text: str) -> tuple[int, str | None]:

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, get_args
 
 from tlt.io.files import Record
 from tlt.kinds import shorten
-from tlt.tasks.answers import Search, after_thinking, find_answer
+from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.numbers import gold_text, to_number
 from tlt.tasks.splits import Split, check_split
+from tlt.tasks.thoughts import after_thinking
 from tlt.types import UserError
 
 MAX_DRAWS = 10_000

@@ -30,6 +30,7 @@ from tlt.io.extras import how_to_install
 from tlt.io.plugins import describe
 from tlt.tasks.answers import find_answer
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, digest, split_of
+from tlt.tasks.thoughts import after_thinking
 from tlt.types import UserError
 
 TEMPLATES = {
@@ -116,7 +117,8 @@ class ReasoningGym:
                 "it again with this version of reasoning-gym, and score in worker processes or with "
                 "PYTHONHASHSEED=0"
             )
-        answer = _extract(response_text, problem["answer_in"])
+        text = after_thinking(response_text, in_thought=bool(problem.get("in_thought")))
+        answer = _extract(text, problem["answer_in"])
         reward = 0.0 if answer is None else _score(_make_dataset(self.name, settings), answer, entry)
         return {"reward": reward, "solved": reward >= problem["solved_at"]}
 

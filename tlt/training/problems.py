@@ -10,9 +10,10 @@ from pathlib import Path
 from tlt.assembly.model import model_folder
 from tlt.config.schema import Config
 from tlt.hf.config import load_model_config
-from tlt.hf.prompts import ChatFormat, encode_prompts
-from tlt.hf.tokenizer import load_tokenizer
+from tlt.hf.prompts import ChatFormat, EncodedPrompt, encode_prompts
+from tlt.hf.tokenizer import Tokenizer, load_tokenizer
 from tlt.io.data import DataSource, Records, read_data
+from tlt.io.files import Record
 from tlt.ranks.world import World, broadcast_json, refuse_together
 from tlt.saved.inputs import digest_of_problems
 from tlt.tasks.base import make_problems, prepare_records
@@ -37,9 +38,16 @@ def load_problems(config: Config, split: str, folder: Path | None = None) -> lis
             f" give more, or lower rollout.problems_per_step, which is {per_step}"
         )
     return [
-        Problem(prompt.problem_id, prompt.prompt_ids, {"problem_id": prompt.problem_id, **record})
+        Problem(prompt.problem_id, prompt.prompt_ids, _data(prompt, record, tokenizer))
         for prompt, (_, record) in zip(prompts, records, strict=True)
     ]
+
+
+def _data(prompt: EncodedPrompt, record: Record, tokenizer: Tokenizer) -> Record:
+    """Returns what a response is scored by. in_thought: the prompt has opened a thought, so that a response
+    which does not close it gives no answer."""
+    in_thought = {"in_thought": True} if tokenizer.is_in_thought(prompt.prompt_ids) else {}
+    return {"problem_id": prompt.problem_id, **record, **in_thought}
 
 
 def chat_format(config: Config) -> ChatFormat:

@@ -173,7 +173,8 @@ class Run:
         decode, migrates = model.tokenizer.decode, config.rollout.migrate
         receivers = Receivers(self.scorers, decode, self.journal)
         gib, say = config.run.keep_responses, self.console.note
-        self.responses = KeptResponses(self.out_dir, decode, gib, say) if gib else None
+        in_thought = model.tokenizer.is_in_thought
+        self.responses = KeptResponses(self.out_dir, decode, gib, say, in_thought) if gib else None
         self.decode = decode
         self.replay = self._replay()
         tell = self.console.progress if world.is_leader else None

@@ -12,11 +12,12 @@ import pytest
 from tlt.rewards.pool import RewardPool
 from tlt.rewards.scoring import RewardSpec
 from tlt.tasks import math as math_task
-from tlt.tasks.answers import Search, after_thinking, find_answer
+from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.base import make_problems, prepare_records
 from tlt.tasks.equal import is_equal
 from tlt.tasks.math import TASK, gold_answer, to_problem
 from tlt.tasks.numbers import to_number
+from tlt.tasks.thoughts import after_thinking
 from tlt.types import UserError
 
 DAPO_PROMPT = (

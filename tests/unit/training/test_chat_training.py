@@ -4,6 +4,7 @@ token ids."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ class Digits:
         self.seen.append(problem)
         share = sum(character.isdigit() for character in text) / max(len(text), 1)
         return {"reward": share, "solved": share > 0.5}
+
+
+DIGITS = Digits()
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +116,7 @@ def test_a_run_on_messages_is_the_run_on_the_ids_that_the_template_makes_of_them
     hashes, tasks = [], []
     for key, values in (("messages", CHATS), ("prompt_ids", ids)):
         file = write_problems(tmp_path / f"{key}.jsonl", key, values)
-        config = configure(model, tmp_path / key, problems_file=str(file))
+        config = configure(model, tmp_path / key, name=f"{__name__}:DIGITS", problems_file=str(file))
         assert [list(problem.prompt_ids) for problem in load_problems(config, "train")] == ids
         tasks.append(Digits())
         assert train(config, task=tasks[-1]).is_finished
@@ -121,6 +125,21 @@ def test_a_run_on_messages_is_the_run_on_the_ids_that_the_template_makes_of_them
     trained = [problem for problem in tasks[0].seen if "-" not in problem["problem_id"]]
     assert {problem["problem_id"] for problem in trained} == {"1", "2", "3", "4"}
     assert all(problem["messages"] == CHATS[int(problem["problem_id"]) - 1] for problem in trained)
+
+
+def test_a_template_that_opens_a_thought_is_told_to_the_scorer_and_to_the_kept_responses(
+    model: Path, tmp_path: Path
+) -> None:
+    thinking = shutil.copytree(model, tmp_path / "thinking")
+    hf = AutoTokenizer.from_pretrained(thinking)
+    hf.chat_template = TEMPLATE.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    hf.add_tokens(["<think>", "</think>"])
+    hf.save_pretrained(thinking)
+    config, task = configure(thinking, tmp_path / "run"), Digits()
+    assert train(config, task=task).is_finished
+    assert all(problem["in_thought"] is True for problem in task.seen)
+    lines = (tmp_path / "run" / "responses" / "rollout-00000001.jsonl").read_text().splitlines()
+    assert [json.loads(line)["in_thought"] for line in lines] == [True] * 8
 
 
 def test_rows_of_gsm8k_are_asked_in_the_template_and_a_response_is_scored_by_what_follows_the_mark(
