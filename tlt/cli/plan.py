@@ -87,9 +87,12 @@ def planned_run(options: PlanMemory) -> PlannedRun:
         num_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
     else:
         num_bytes = machine_bytes()
-    rank_bytes = num_bytes if is_gpu or num_bytes is None else num_bytes // local_ranks(config)
     num_ranks = options.ranks or all_ranks(config)
-    return PlannedRun(config, model, drafter, num_ranks, is_gpu, rank_bytes, options.prompt_tokens)
+    num_sharing = 1 if is_gpu else min(local_ranks(config), num_ranks)
+    rank_bytes = None if num_bytes is None else num_bytes // num_sharing
+    return PlannedRun(
+        config, model, drafter, num_ranks, is_gpu, rank_bytes, options.prompt_tokens, num_sharing
+    )
 
 
 def print_plan(run: PlannedRun, plan: MemoryPlan) -> None:

@@ -298,9 +298,10 @@ def _is_sharded(machine: MachineFacts, values: Mapping[str, Any]) -> bool:
 
 def _plan(facts: Facts, values: Mapping[str, Any]) -> PlannedRun:
     config, machine = _config(values), facts.machine
-    num = _ranks(facts, config).number
-    each = machine.num_bytes if machine.num_gpus else machine.num_bytes // num
-    return PlannedRun(config, facts.model.shape, None, num, machine.num_gpus > 0, each, facts.longest_prompt)
+    num, is_gpu = _ranks(facts, config).number, machine.num_gpus > 0
+    sharing = 1 if is_gpu else num
+    each = machine.num_bytes // sharing
+    return PlannedRun(config, facts.model.shape, None, num, is_gpu, each, facts.longest_prompt, sharing)
 
 
 def _config(values: Mapping[str, Any]) -> Config:

@@ -29,6 +29,7 @@ class PlannedRun:
     drafter: the shape of the learned drafter; None: there is none.
     rank_bytes: memory of a rank's GPU, or its share of a machine that computes on CPUs; None: unknown.
     longest_prompt: in tokens.
+    num_sharing: ranks that share the memory of a machine with CPUs alone; on GPUs, 1.
     """
 
     config: Config
@@ -38,10 +39,19 @@ class PlannedRun:
     is_gpu: bool
     rank_bytes: int | None
     longest_prompt: int
+    num_sharing: int = 1
 
     def changed(self, changes: dict[str, Any]) -> PlannedRun:
-        """Returns the run with other values of these keys."""
-        config = self.config
+        """Returns the run with other values of these keys. Another run.num_ranks is one of a single machine,
+        whose ranks share its memory where they compute on CPUs."""
+        config, num = self.config, changes.get("run.num_ranks", self.num_ranks)
+        is_one_machine = self.is_gpu or self.num_sharing == self.num_ranks
+        if isinstance(num, int) and num != self.num_ranks and is_one_machine:
+            each = self.rank_bytes
+            if each is not None and not self.is_gpu:
+                each = each * self.num_sharing // num
+            sharing = 1 if self.is_gpu else num
+            return replace(self, num_ranks=num, rank_bytes=each, num_sharing=sharing).changed(changes)
         for key, value in changes.items():
             section, name = key.split(".")
             part = getattr(config, section).model_copy(update={name: value})

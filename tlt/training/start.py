@@ -265,10 +265,10 @@ def plan_run(
     config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int
 ) -> PlannedRun:
     """Returns the run on this machine's devices, for a plan of its memory."""
-    is_gpu, num_local = device_of(config).name == "cuda", local_ranks(config)
+    is_gpu = device_of(config).name == "cuda"
     device_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else machine_bytes()
-    rank_bytes = device_bytes if is_gpu else device_bytes // num_local
-    return PlannedRun(config, model, drafter, all_ranks(config), is_gpu, rank_bytes, longest_prompt)
+    num, sharing = all_ranks(config), 1 if is_gpu else local_ranks(config)
+    return PlannedRun(config, model, drafter, num, is_gpu, device_bytes // sharing, longest_prompt, sharing)
 
 
 def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[str, str]:
