@@ -123,6 +123,11 @@ def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
     if (folder := adapter_folder(config)) is None:
         return None
     adapter = read_adapter(folder, shape)
+    if config.lora.rank and adapter.without is not None:
+        raise UserError(
+            f"model.adapter: {folder} does not adapt {adapter.without}, as a run that trains adapters does; "
+            "train the whole policy with lora.rank 0"
+        )
     for key in ("rank", "scale", "targets") if config.lora.rank else ():
         wanted, found = (
             sorted(v) if isinstance(v := getattr(lora, key), tuple) else v

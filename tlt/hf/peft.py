@@ -19,21 +19,37 @@ from tlt.config.lora import LoraSection
 from tlt.hf.files import existing_directory, read_json, write_hf_json
 from tlt.hf.weights import StoredTensors, is_finite, save_tensors
 from tlt.io.files import replace_folder
+from tlt.kinds import shorten
 from tlt.models.decoder import ModelConfig
-from tlt.models.lora import adapter_shapes
+from tlt.models.lora import adapter_shapes, is_of_adapter
 from tlt.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_PLAIN: dict[str, Any] = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "lora_bias": False}
+_PLAIN: dict[str, Any] = {
+    "use_dora": False,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "use_qalora": False,
+}
 """The values of PEFT's settings that are supported, and the defaults of absent ones."""
 _MUST_BE_EMPTY = (
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
-    "layers_to_transform",
     "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
 )
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of PEFT's init_lora_weights that subtract the start from the base: without PEFT's conversion the
+adapter belongs to another base."""
 
 
 # ── out ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,14 +99,15 @@ class Adapter:
     lora: LoraSection
     tensors: Mapping[str, Tensor]
     """By our names, in float32."""
+    without: str | None = None
+    """A matrix without adapter though others of its kind have one; None: there is none."""
 
 
 def read_adapter(path: Path, config: ModelConfig) -> Adapter:
-    """Reads an adapter for a model of this shape. Raises UserError for another kind of adapter, or another
-    model's."""
+    """Reads an adapter for a model of this shape. The names of its tensors say what it adapts; PEFT's
+    target_modules may be a pattern. Raises UserError for another kind of adapter, or another model's."""
     folder = existing_directory(path)
-    lora = _read_lora(folder / CONFIG, read_json(folder / CONFIG))
-    file = folder / WEIGHTS
+    said, file = read_json(folder / CONFIG), folder / WEIGHTS
     try:
         stored = load_file(file)
     except (SafetensorError, OSError) as error:
@@ -98,7 +115,17 @@ def read_adapter(path: Path, config: ModelConfig) -> Adapter:
             f"{file}: is no readable safetensors file ({error}); give a folder that PEFT has saved"
         ) from None
     tensors = {name.removeprefix(PREFIX): tensor.float() for name, tensor in stored.items()}
-    expected = adapter_shapes(config, lora)
+    matrices = {name.rpartition(".lora_")[0] for name in tensors if is_of_adapter(name)}
+    if not matrices:
+        raise UserError(f"{file}: holds no matrix of LoRA; give a folder that PEFT has saved")
+    targets = tuple(sorted({name.rpartition(".")[2] for name in matrices}))
+    lora = _read_lora(folder / CONFIG, said, targets)
+    expected = _expected_shapes(file, config, lora)
+    without = sorted({name.rpartition(".lora_")[0] for name in expected} - matrices)
+    if _may_leave_out(folder / CONFIG, said):
+        expected = {
+            name: shape for name, shape in expected.items() if name.rpartition(".lora_")[0] in matrices
+        }
     if wrong := sorted(expected.keys() ^ tensors.keys()):
         found = "missing" if wrong[0] in expected else "none of an adapter of the model"
         raise UserError(f"{file}: tensor {wrong[0]} is {found}; give an adapter of this model")
@@ -108,27 +135,46 @@ def read_adapter(path: Path, config: ModelConfig) -> Adapter:
             raise UserError(f"{file}: tensor {name} {found}; give an adapter of this model")
         if not is_finite(tensors[name]):
             raise UserError(f"{file}: tensor {name} holds NaN or infinite values; give another adapter")
-    return Adapter(lora, tensors)
+    return Adapter(lora, tensors, without[0] if without else None)
 
 
-def _read_lora(file: Path, said: Mapping[str, Any]) -> LoraSection:
+def _expected_shapes(file: Path, config: ModelConfig, lora: LoraSection) -> dict[str, torch.Size]:
+    try:
+        return adapter_shapes(config, lora)
+    except UserError as error:
+        reason = str(error).partition(": ")[2].partition("; ")[0]
+        raise UserError(f"{file}: {reason}; give an adapter of this model") from None
+
+
+def _may_leave_out(file: Path, said: Mapping[str, Any]) -> bool:
+    """Returns whether the adapter may have some matrices of a kind alone: by a pattern, paths or layers."""
+    given = said.get("target_modules")
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        return any("." in name for name in given) or said.get("layers_to_transform") is not None
+    if isinstance(given, str | None):
+        return given != "all-linear"
+    raise UserError(f"{file}: target_modules is {shorten(given)}; it must be a text or a list of texts")
+
+
+def _read_lora(file: Path, said: Mapping[str, Any], targets: tuple[str, ...]) -> LoraSection:
     """Returns our keys for PEFT's LoraConfig."""
     kind = said.get("peft_type")
     other = [f"{key} {said[key]!r}" for key, plain in _PLAIN.items() if said.get(key, plain) != plain]
     other += [key for key in _MUST_BE_EMPTY if said.get(key)]
+    if str(start := said.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
+        other.append(f"init_lora_weights {start!r}")
     if kind != "LORA" or other:
         what = other[0] if kind == "LORA" else f"peft_type {kind!r}"
         raise UserError(
             f"{file}: {what} is not read; give a plain LoRA adapter, or merge it with PEFT (merge_and_unload)"
         )
-    targets = said.get("target_modules")
     try:
         rank, alpha, rslora = said["r"], float(said["lora_alpha"]), said.get("use_rslora", False)
-        return LoraSection(rank=rank, alpha=alpha, rslora=rslora, targets=tuple(targets or ()))
+        return LoraSection(rank=rank, alpha=alpha, rslora=rslora, targets=targets)
     except (KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"{file}: r, lora_alpha or target_modules cannot be read ({reason}); save the adapter again"
+            f"{file}: r, lora_alpha or use_rslora cannot be read ({reason}); save the adapter again"
         ) from None
 
 

@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,11 @@ def test_a_run_that_trains_other_adapters_is_refused(saved: Path, changes: dict[
         ("peft_type", "IA3", "peft_type 'IA3' is not read; give a plain LoRA adapter"),
         ("use_dora", True, "use_dora True is not read"),
         ("modules_to_save", ["lm_head"], "modules_to_save is not read"),
-        ("r", None, "r, lora_alpha or target_modules cannot be read"),
-        ("target_modules", None, "r, lora_alpha or target_modules cannot be read"),
+        ("alora_invocation_tokens", [7], "alora_invocation_tokens is not read"),
+        ("init_lora_weights", "pissa_niter_4", "init_lora_weights 'pissa_niter_4' is not read"),
+        ("r", None, "r, lora_alpha or use_rslora cannot be read"),
+        ("target_modules", [1], "target_modules is [1]; it must be a text or a list of texts"),
+        ("target_modules", {"q_proj": 1}, "target_modules is {'q_proj': 1}; it must be a text or a list"),
     ],
 )
 def test_what_is_no_plain_lora_is_refused_in_a_line(saved: Path, key: str, value: Any, said: str) -> None:
@@ -124,6 +128,71 @@ def test_what_is_no_plain_lora_is_refused_in_a_line(saved: Path, key: str, value
     assert said in str(caught.value)
     assert str(caught.value).startswith(str(file))
     assert "\n" not in str(caught.value)
+
+
+PATHS = [f"model.layers.{layer}.{name}" for layer in range(LLAMA.num_layers) for name in
+         ("self_attn.q_proj", "mlp.down_proj")]  # fmt: skip
+
+
+def edit_adapter(saved: Path, keep: Callable[[str], bool] = lambda name: True, **said: Any) -> Path:
+    """Changes an adapter's configuration, and drops tensors whose names are not kept."""
+    folder = saved / "adapter"
+    file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    save_file({name: tensor for name, tensor in load_file(weights).items() if keep(name)}, weights)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "all-linear",
+        "q_proj",
+        r".*\.(q|k|v|o|gate|up|down)_proj",
+        r".*\.layers\.\d+\..*",
+        None,
+        PATHS,
+        [],
+        ["*"],
+    ],
+    ids=str,
+)
+def test_the_tensors_say_what_is_adapted_however_peft_was_told(saved: Path, said: Any) -> None:
+    before = load_model(saved / "base", adapter=saved / "adapter").tensors
+    targets = read_adapter(saved / "adapter", LLAMA).lora.targets
+    folder = edit_adapter(saved, target_modules=said)
+    assert read_adapter(folder, LLAMA).lora.targets == targets
+    assert are_equal(load_model(saved / "base", adapter=folder).tensors, before)
+    assert open_start(start_from(saved), torch.float64).adapter is not None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"target_modules": r".*\.layers\.1\..*_proj"},
+        {"target_modules": ["model.layers.1.self_attn.q_proj"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    ],
+    ids=["a pattern", "paths", "layers"],
+)
+def test_matrices_that_an_adapter_leaves_out_are_the_bases(saved: Path, said: dict[str, Any]) -> None:
+    whole = load_model(saved / "base", adapter=saved / "adapter").tensors
+    folder = edit_adapter(saved, lambda name: "layers.1." in name, **said)
+    found, base = load_model(saved / "base", adapter=folder).tensors, load_model(saved / "base").tensors
+    for name, tensor in found.items():
+        assert torch.equal(tensor, (whole if "layers.1." in name else base)[name])
+    with pytest.raises(UserError, match=r"does not adapt model\.layers\.0\..*lora\.rank 0"):
+        open_start(start_from(saved), torch.float64)
+    assert open_start(start_from(saved, lora=LoraSection()), torch.float64)
+
+
+def test_a_matrix_that_is_missing_without_a_pattern_is_refused(saved: Path) -> None:
+    folder = edit_adapter(saved, lambda name: "layers.1." in name)
+    with pytest.raises(UserError, match=r"layers\.0\..* is missing; give an adapter of this model"):
+        read_adapter(folder, LLAMA)
+    folder = edit_adapter(saved, lambda name: False)
+    with pytest.raises(UserError, match="holds no matrix of LoRA"):
+        read_adapter(folder, LLAMA)
 
 
 def test_an_adapter_of_another_model_is_refused_by_its_tensor(saved: Path) -> None:
