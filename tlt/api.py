@@ -77,6 +77,7 @@ class Engine:
 
     def __init__(self, model: ModelFolder, rollout_engine: RolloutBackend) -> None:
         """Wraps an engine; use `from_pretrained` to load one."""
+        self._model = model
         self.config, self.tokenizer, self.stop_ids = model.config, model.tokenizer, model.stop_ids
         self._engine, self._decode = rollout_engine, model.decode
 
@@ -170,7 +171,7 @@ class Engine:
             known = find_nearest(unknown, names) or f"one of {', '.join(names)}"
             raise UserError(f"{unknown}: is no argument of generate and stream; give {known}")
         given: Sampling = {"stop_ids": self.stop_ids, **sampling}
-        params = SamplingParams(**given)
+        params = self._model.with_ends(SamplingParams(**given))
         records = [(f"prompts:{n}", _to_record(n, prompt)) for n, prompt in enumerate(prompts, start=1)]
         vocab_size, window = self.config.vocab_size, self.config.max_positions
         encoded = encode_prompts(records, self.tokenizer, vocab_size=vocab_size, window=window)

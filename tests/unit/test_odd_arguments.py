@@ -136,7 +136,7 @@ def test_an_odd_keyword_is_one_line(
         ([[]], "prompts:1", "empty", "give at least one token"),
         ([""], "prompts:1", "''", "it must be text"),
         ([PROMPT + "\ud800"], "prompts:1", r"'\ud800'", "remove it"),
-        ([[{"role": "user", "content": "\ud800"}]], "prompts:1", "refuses them", "correct them"),
+        ([[{"role": "user", "content": "\ud800"}]], "prompts:1", "half a character", "remove it"),
         ([{"text": PROMPT}], "prompts:1", "no prompt", "name the one that is"),
         ([{"role": "user", "content": "x"}], "prompts:1", "no prompt", "name the one that is"),
         ([{"prompt": PROMPT, "problem_id": "a"}] * 2, "prompts:2", "'a'", "prompts:1 already"),

@@ -16,11 +16,11 @@ from tlt.engine.sequence import Decode
 from tlt.hf.config import OtherComputation, load_model_config
 from tlt.hf.limits import Limits, read_limits
 from tlt.hf.peft import AdaptedTensors, Adapter, read_adapter
-from tlt.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
+from tlt.hf.tokenizer import Tokenizer, check_stop_ids, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.hf.weights import StoredTensors
 from tlt.io.hub import resolve_model
 from tlt.models.decoder import ModelConfig
-from tlt.types import UserError
+from tlt.types import SamplingParams, UserError
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class ModelFolder:
     def decode(self) -> Decode | None:
         """Converts a response's tokens to text; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode
+
+    def with_ends(self, params: SamplingParams, place: str = "stop") -> SamplingParams:
+        """Returns the parameters with stop texts that are special tokens as their ids. Raises UserError,
+        which begins with `place`, for ends that no response can have."""
+        if self.tokenizer is not None:
+            return self.tokenizer.with_ends(params, place)
+        check_stop_ids(params, self.config.vocab_size, place)
+        return params
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Subject:
         self.weights: PackedTransformer | None = None
         self.drafter = drafter or load_stored_drafter(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")
-        self.params = config.sampling.params(config.run.seed, self.model.stop_ids)
+        self.params = self.model.with_ends(config.sampling.params(config.run.seed, self.model.stop_ids))
 
     def engine(self, variant: str, max_batch_size: int) -> RolloutBackend:
         """Returns a fresh engine. variant: off, adaptive (with `rollout.tuner`), or a fixed strategy."""

@@ -136,7 +136,7 @@ def run(options: Audit) -> Ended:
 
         from tlt.audit.referee import Referee
         from tlt.audit.verdict import Auditor
-        from tlt.hf.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+        from tlt.hf.tokenizer import check_stop_ids, has_tokenizer, load_tokenizer, read_stop_ids
 
         for speculation in options.speculation:
             options.check_engine(speculation)
@@ -145,6 +145,7 @@ def run(options: Audit) -> Ended:
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder)
     params = options.params(options.seed, stop_ids)
+    check_stop_ids(params, referee.vocab_size, "--stop")
     reports = []
     for mode, answers in _modes(options, params, referee, tokenizer):
         if answers.num_missing:

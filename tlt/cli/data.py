@@ -3,6 +3,7 @@ prompts."""
 
 from __future__ import annotations
 
+import datetime
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from tlt.cli.options import JsonObject, JsonTexts, Options, Written
+from tlt.config.section import Day
 from tlt.io.data import DataSource, read_data
+from tlt.kinds import PositiveInt
 
 if TYPE_CHECKING:
     from tlt.hf.prompts import EncodedPrompt
@@ -45,15 +48,26 @@ class PromptOptions(DataOptions):
     """System message to begin every prompt with; a text prompt then becomes the user's message."""
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Variables for the chat template, such as '{"enable_thinking": false}'."""
+    date: Annotated[Day | None, Written("DATE")] = None
+    """Date that the chat template writes, where it writes one, such as 2026-11-26; by default today."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Length of the longest prompt, in tokens; longer ones are left out, and counted."""
 
     def read_prompts(
         self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
     ) -> list[EncodedPrompt]:
         """Returns the prompts of --prompts as token ids."""
-        from tlt.hf.prompts import ChatFormat, describe_raw, encode_prompts
+        from tlt.hf.prompts import ChatFormat, describe_prompts, describe_raw, encode_prompts
 
-        chat = ChatFormat(self.chat, self.system_prompt, self.chat_template_kwargs)
-        records = read_data(self.source(name, "--prompts"))
-        if raw := describe_raw((record for _, record in records), tokenizer, chat, "--chat true"):
+        day = None if self.date is None else datetime.date.fromisoformat(self.date)
+        chat = ChatFormat(self.chat, self.system_prompt, self.chat_template_kwargs, day)
+        records, longest = read_data(self.source(name, "--prompts")), self.max_prompt_tokens
+        rows = [record for _, record in records]
+        if raw := describe_raw(rows, tokenizer, chat, "--chat true"):
             print(f"tlt: {raw}", file=sys.stderr, flush=True)
-        return encode_prompts(records, tokenizer, chat, vocab_size=vocab_size, window=window)
+        prompts = encode_prompts(
+            records, tokenizer, chat, vocab_size=vocab_size, window=window, longest=longest
+        )
+        for line in describe_prompts(rows, len(prompts), longest, "--max-prompt-tokens"):
+            print(f"tlt: {line}", file=sys.stderr, flush=True)
+        return prompts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlt.cli.options import DrafterName, Options, StopWords
+from tlt.cli.options import DrafterName, Options, StopNumbers, StopWords
 from tlt.config.drafter import DrafterSection, DraftVocabOption, check_served
 from tlt.config.engine import DeviceSection, EngineSection
 from tlt.config.sampling import SamplingSection
@@ -36,7 +36,10 @@ class SamplingOptions(SamplingSection, Options):
     max_tokens: MaxTokens = SamplingParams.max_tokens
     """Length at which a response is cut off, in tokens; by default also where the model's window ends."""
     stop: StopWords = SamplingParams.stop
-    """Text that ends a response, or a JSON list of such texts; the response keeps it."""
+    """Text that ends a response, or a JSON list of such texts; the response keeps it. A text that is a
+    special token counts as its id."""
+    stop_ids: StopNumbers = SamplingParams.stop_ids
+    """Token ids that end a response, beside the model's own."""
     samples: Samples = 1
     """Responses to every prompt."""
     seed: Seed = SamplingParams.seed

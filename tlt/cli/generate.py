@@ -67,7 +67,8 @@ def run(options: Generate) -> Record:
     prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     if "max_tokens" in options.model_fields_set:
         check_max_tokens(prompts, options.max_tokens, window, "--max-tokens")
-    requests = make_requests(prompts, options.params(options.seed, model.stop_ids), options.samples)
+    params = model.with_ends(options.params(options.seed, model.stop_ids), "--stop")
+    requests = make_requests(prompts, params, options.samples)
 
     references = None
     if options.references is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tlt.config.section import Section
-from tlt.kinds import MaxTokens, MinP, StopTexts, Temperature, TopK, TopP
+from tlt.kinds import MaxTokens, MinP, StopIds, StopTexts, Temperature, TopK, TopP
 from tlt.types import SamplingParams
 
 
@@ -27,10 +27,13 @@ class SamplingSection(Section):
     max_tokens: MaxTokens = SamplingParams.max_tokens
     """Length at which a response is cut off, in tokens."""
     stop: Annotated[StopTexts, Field(strict=False)] = SamplingParams.stop
-    """Texts that end a response, as the model's own stop tokens do; the response keeps the text. On the
-    command line a list such as '["</answer>"]'."""
+    """Texts that end a response, as the model's own stop tokens do; the response keeps the text. A text that
+    is a special token counts as its id. On the command line a list such as '["</answer>"]'."""
+    stop_ids: Annotated[StopIds, Field(strict=False)] = SamplingParams.stop_ids
+    """Token ids that end a response, beside the model's own. On the command line a list such as
+    '[151643]'."""
 
     def params(self, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
         """Returns the sampling law with this seed, for a model with these stop tokens."""
         law = {name: getattr(self, name) for name in SamplingSection.model_fields}
-        return SamplingParams(**law, seed=seed, stop_ids=stop_ids)
+        return SamplingParams(**law | {"stop_ids": tuple(sorted({*stop_ids, *self.stop_ids}))}, seed=seed)

@@ -18,7 +18,7 @@ from tlt.config.mistakes import mistake, validate
 from tlt.config.rewards import RewardsSection
 from tlt.config.rollout import RolloutSection
 from tlt.config.sampling import SamplingSection
-from tlt.config.section import AnyPath, Section, split_words
+from tlt.config.section import AnyPath, Day, Section, split_words
 from tlt.config.vllm import VllmSection
 from tlt.kinds import (
     Epsilon,
@@ -158,6 +158,12 @@ class TaskSection(Section):
     always do."""
     system_prompt: str | None = None
     """System message to begin every prompt with; text prompts then become the user's message."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Length of the longest prompt, in tokens: problems with a longer one are left out, and counted. None:
+    none are, and a prompt that the model's window does not hold is refused."""
+    date: Day | None = None
+    """Date that the chat template writes, where it writes one (Llama 3.2, gpt-oss, Granite), such as
+    2026-11-26; None: the day on which the run begins. A resumed run keeps it."""
 
     @model_validator(mode="before")
     @classmethod

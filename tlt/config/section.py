@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from tlt.config.mistakes import mistake
 
@@ -17,6 +18,19 @@ LONGEST_PATH = 3072
 it."""
 
 AnyPath = Annotated[Path, Field(strict=False)]
+
+
+def _read_day(value: Any) -> Any:
+    """Returns a day, which TOML also writes without quotes, as text."""
+    if value is None:
+        return None
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise mistake("it must be a date such as 2026-11-26") from None
+
+
+Day = Annotated[str, BeforeValidator(_read_day)]
 
 
 def split_words(value: Any) -> Any:

@@ -92,13 +92,21 @@ class Sequence:
         """Returns whether the text of the latest tokens contains a stop text.
 
         The latest tokens suffice, so the cost does not grow with the response: a new stop text of n bytes
-        lies within the last n tokens of at least a byte. A few more allow for tokens that decode to nothing.
+        lies within the last n tokens of at least a byte. More are read where tokens decode to nothing, as
+        special ones do, until n letters come before the last token's.
         """
         if not (stop := self.request.params.stop):
             return False
-        reach = max(len(text.encode()) for text in stop) + _SPARE_TOKENS
-        latest = decode(self.tokens[max(len(self.request.prompt_ids), len(self.tokens) - reach) :])
-        return any(text in latest for text in stop)
+        num_bytes = max(len(text.encode()) for text in stop)
+        first, reach = len(self.request.prompt_ids), num_bytes + _SPARE_TOKENS
+        while True:
+            begin = max(first, len(self.tokens) - reach)
+            latest = decode(self.tokens[begin:])
+            if any(text in latest for text in stop):
+                return True
+            if begin == first or len(latest) >= num_bytes + len(decode(self.tokens[-1:])):
+                return False
+            reach *= 2
 
     def to_request(self) -> Request:
         """Returns the request with its tokens so far, from which another engine continues."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
+from tlt.hf.chat import read_tools
 from tlt.hf.tokenizer import Tokenizer, check_prompt
+from tlt.io.data import PROMPTS
 from tlt.io.files import Record, get_id
 from tlt.kinds import plain, shorten
 from tlt.types import Problem, Request, SamplingParams, UserError
-
-KINDS = ("prompt", "prompt_ids", "messages")
-"""Keys of a record's prompt: text, token ids, or chat messages. As in TRL's and verl's data, `prompt` may be
-messages, too."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,13 @@ class ChatFormat:
     wraps: whether a text becomes the user's message; messages always use the template.
     system_prompt: the system message before every prompt; texts then use the template, too.
     variables: further variables of the template.
+    day: the date that the template writes; None: today.
     """
 
     wraps: bool = False
     system_prompt: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    day: date | None = None
 
 
 PLAIN = ChatFormat()
@@ -37,10 +38,11 @@ PLAIN = ChatFormat()
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as token ids, with the id of its problem."""
+    """A prompt as token ids, with the id of its problem, and the record that it was."""
 
     problem_id: str
     prompt_ids: tuple[int, ...]
+    record: Record = field(default_factory=dict)
 
 
 def encode_prompts(
@@ -50,9 +52,15 @@ def encode_prompts(
     *,
     vocab_size: int,
     window: int,
+    longest: int | None = None,
 ) -> list[EncodedPrompt]:
     """Encodes (place, record) pairs; a place ends with ":line". Raises UserError for a repeated problem_id,
-    and for a prompt that the model cannot read."""
+    and for a prompt that the model cannot read.
+
+    longest: prompts of more tokens are left out; None: none are.
+    """
+    if chat.variables and tokenizer is not None:
+        tokenizer.check_variables(chat.variables, "chat_template_kwargs")
     prompts: list[EncodedPrompt] = []
     places: dict[str, str] = {}
     for place, record in records:
@@ -64,20 +72,52 @@ def encode_prompts(
         places[problem_id] = place
         where = f"{place} (problem {problem_id!r})"
         prompt_ids = encode_prompt(record, tokenizer, where, chat)
+        if longest is not None and len(prompt_ids) > longest:
+            continue
         check_prompt(prompt_ids, where, vocab_size=vocab_size, window=window)
-        prompts.append(EncodedPrompt(problem_id, prompt_ids))
+        prompts.append(EncodedPrompt(problem_id, prompt_ids, record))
+    if records and not prompts:
+        what = f"each of the {len(records)} prompts has more than {longest} tokens"
+        raise UserError(f"{records[0][0]}: {what} (max_prompt_tokens); raise that, or give shorter prompts")
     return prompts
+
+
+def describe_prompts(
+    records: Sequence[Record], num_kept: int, longest: int | None, place: str
+) -> Iterator[str]:
+    """Yields a line about prompts that were left out, and one about those that the assistant has begun to
+    answer.
+
+    place: name of the key or option that leaves prompts out.
+    """
+    if num_left_out := len(records) - num_kept:
+        total = f"{num_left_out:,} of {len(records):,} prompts are left out"
+        yield f"{total}: they have more than {longest} tokens ({place})"
+    num_begun = sum(map(_is_begun, records))
+    if num_begun:
+        told = f"{num_begun:,} prompts end with the assistant's message, which the model continues"
+        yield f"{told}; where that is the answer to learn, leave it out of the messages"
+
+
+def _is_begun(record: Record) -> bool:
+    """Returns whether a record that was encoded ends with the assistant's message."""
+    messages = record.get("messages") or record.get("prompt")
+    if not isinstance(messages, list | tuple) or not messages or not isinstance(messages[-1], Mapping):
+        return False
+    return messages[-1].get("role") == "assistant" and bool(messages[-1].get("content"))
 
 
 def encode_prompt(
     record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN
 ) -> tuple[int, ...]:
-    """Encodes one record, which must have exactly one of `KINDS`."""
-    kinds = [kind for kind in KINDS if record.get(kind) is not None]
+    """Encodes one record, which must have exactly one of `PROMPTS`."""
+    kinds = [kind for kind in PROMPTS if record.get(kind) is not None]
     if not kinds:
         raise UserError(f"{place}: has no prompt; {_remedy(record)}")
     if len(kinds) > 1:
-        raise UserError(f"{place}: has {' and '.join(kinds)}; give exactly one of them")
+        raise UserError(
+            f"{place}: has {' and '.join(kinds)}; give exactly one of them, by {_naming(kinds[-1])}"
+        )
     (kind,) = kinds
     value = record[kind]
     if kind == "prompt_ids":
@@ -96,7 +136,11 @@ def encode_prompt(
         if not chat.wraps and chat.system_prompt is None:
             return tokenizer.encode_text(value, place)
         value = [{"role": "user", "content": value}]
-    return tokenizer.encode_chat(_with_system_prompt(value, kind, place, chat), place, chat.variables)
+    messages = _with_system_prompt(value, kind, place, chat)
+    variables = dict(chat.variables)
+    if record.get("tools"):
+        variables["tools"] = read_tools(record["tools"], place)
+    return tokenizer.encode_chat(messages, place, variables, chat.day, kind)
 
 
 def describe_raw(
@@ -117,13 +161,18 @@ def describe_raw(
 
 def _remedy(record: Record) -> str:
     """Returns the remedy for a row without a prompt: its columns, and how one of them is renamed."""
-    columns = [name for name in record if name not in ("problem_id", *KINDS)]
+    columns = [name for name in record if name not in ("problem_id", *PROMPTS)]
     if not columns:
         return "give one of prompt (text), prompt_ids (token ids), messages (chat)"
     example = next((name for name in columns if isinstance(record[name], str)), columns[0])
-    in_file, typed = f"{{ prompt = {json.dumps(example)} }}", json.dumps({"prompt": example})
-    named = f"task.columns = {in_file}, or --columns '{typed}' on a command line"
-    return f"its columns are {', '.join(columns)[:200]}: name the one that is, such as {named}"
+    return f"its columns are {', '.join(columns)[:200]}: name the one that is, such as {_naming(example)}"
+
+
+def _naming(column: str) -> str:
+    """Returns how one names a column that is the prompt."""
+    ours = column if column == "prompt_ids" else "prompt"
+    in_file, typed = f"{{ {ours} = {json.dumps(column)} }}", json.dumps({ours: column})
+    return f"task.columns = {in_file}, or --columns '{typed}' on a command line"
 
 
 def read_ids(value: Any, place: str) -> tuple[int, ...]:
@@ -136,22 +185,15 @@ def read_ids(value: Any, place: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> list[Record]:
-    """Returns the messages for the template. Keys without a value are dropped: a Parquet file has the same
-    keys in all messages."""
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        if kind == "prompt":
-            raise UserError(f"{place}: prompt is {value!r}; it must be text, or a list of chat messages")
-        example = "{'role': 'user', 'content': '…'}"
-        raise UserError(f"{place}: messages must be a list of objects such as {example}")
-    messages = [{key: item for key, item in message.items() if item is not None} for message in value]
-    if chat.system_prompt is None:
-        return messages
-    if messages[0].get("role") == "system":
+def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> Any:
+    is_list = isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value)
+    if chat.system_prompt is None or not is_list or not value:
+        return value
+    if value[0].get("role") == "system":
         raise UserError(
             f"{place}: {kind} begins with a system message already; remove the system prompt that is set"
         )
-    return [{"role": "system", "content": chat.system_prompt}, *messages]
+    return [{"role": "system", "content": chat.system_prompt}, *value]
 
 
 def check_max_tokens(
@@ -164,7 +206,8 @@ def check_max_tokens(
         return
     raise UserError(
         f"{place}: is {max_tokens}, but the model's window of {window} tokens leaves {room} after the prompt "
-        f"of problem {longest.problem_id!r}; give {room} or less, or shorter prompts"
+        f"of problem {longest.problem_id!r}; give {room} or less, or shorter prompts "
+        f"(max_prompt_tokens {window - max_tokens} leaves longer ones out)"
     )
 
 

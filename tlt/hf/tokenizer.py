@@ -6,18 +6,23 @@ from a network.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
+from tlt.hf.chat import Chat, check_variables, read_messages, write_prompt
 from tlt.hf.files import existing_directory, read_json
+from tlt.hf.template import DATE_FUNCTION, ChatTemplate
 from tlt.io.text import one_line
 from tlt.kinds import shorten
 from tlt.tasks.thoughts import OPENING_TAGS, TAGS, ends_in_thought
-from tlt.types import UserError
+from tlt.types import SamplingParams, UserError
 
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -25,65 +30,112 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A checkpoint's tokenizer, checked against its model."""
+    """A checkpoint's tokenizer, checked against its model.
+
+    hf: transformers' tokenizer (untyped there), for names and templates.
+    backend: what encodes and decodes: tokenizer.json itself where the folder has one.
+    """
 
     hf: Any
-    """transformers' PreTrainedTokenizerBase (untyped there)."""
+    backend: tokenizers.Tokenizer
     path: Path
     vocab_size: int
     """Rows of the model's embedding; every id is smaller."""
     stop_ids: tuple[int, ...]
 
     def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
-        """Returns the ids of a text prompt, with the special tokens that the tokenizer adds (such as
-        <bos>)."""
-        if (bad := _HALF_A_CHARACTER.search(text)) is not None:
-            where = f"{bad[0]!r}, column {bad.start() + 1}"
-            raise UserError(f"{place}: holds half a character ({where}); remove it")
-        # not verbose: it would warn of a length that is checked here
-        encoded = self.hf(text, return_offsets_mapping=self.hf.is_fast, verbose=False)
-        if self.hf.is_fast:
-            _check_coverage(self.hf, text, encoded["offset_mapping"], place, self.path)
-        return self._checked(encoded["input_ids"], place)
+        """Returns the ids of a text prompt, after the special tokens that the tokenizer begins with (such as
+        <bos>) unless the text has them already. No token that ends a text is appended."""
+        ids = self._encode(text, place)
+        begins = ids[: len(self.beginning)] == self.beginning
+        return self._begun_once(ids if begins else (*self.beginning, *ids), place)
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Any,
         place: str = "messages",
         variables: Mapping[str, Any] | None = None,
+        day: date | None = None,
+        key: str = "messages",
     ) -> tuple[int, ...]:
-        """Returns the ids of chat messages in the tokenizer's template, up to the assistant's turn.
+        """Returns the ids of chat messages in the tokenizer's template, up to where the assistant goes on: in
+        a turn of its own, or in the last message where that is the assistant's. Raises UserError where the
+        template drops a text or opens no turn.
 
         variables: further variables of the template, such as enable_thinking.
+        day: the date that the template writes; None: today.
+        key: the row's column, for errors.
         """
+        chat = Chat(read_messages(messages, key, place), variables or {}, day)
         if not self.has_template:
             remedy = "give prompt (text) or prompt_ids instead"
             raise UserError(f"{place}: {self.path} has no chat template; {remedy}")
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        try:
-            ids = self.hf.apply_chat_template(list(messages), **options, **(variables or {}))
-        except Exception as error:  # templates refuse roles and shapes by jinja2's exceptions
-            reason = f"the chat template of {self.path} refuses them ({one_line(error, 160)})"
-            raise UserError(f"{place}: {reason}; correct them") from None
-        return self._checked(ids, place)
+        template = self.template
+        check_variables(template, chat.variables, place)
+        for number, message in enumerate(chat.messages, start=1):
+            if (found := self._control.search(str(message.get("content")))) is not None:
+                what = f"message {number} holds {found[0]}, which the chat template writes itself"
+                remedy = "remove it, or give the whole prompt as text without the template"
+                raise UserError(f"{place}: {what}; {remedy}")
+        text = write_prompt(template, chat, place, str(self.path))
+        return self._begun_once(self._encode(text, place), place)
+
+    def check_variables(self, variables: Mapping[str, Any], place: str) -> None:
+        """Raises UserError for variables of the chat template that it does not read."""
+        if not self.has_template:
+            raise UserError(f"{place}: {self.path} has no chat template; remove {', '.join(variables)}")
+        check_variables(self.template, variables, place)
 
     @property
     def has_template(self) -> bool:
         """Whether chat messages can be encoded."""
         return bool(self.hf.chat_template)
 
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template; the one for chats without tools where there are several."""
+        return ChatTemplate(self.hf.get_chat_template(), dict(self.hf.special_tokens_map))
+
+    @functools.cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts before a text."""
+        file = self.path / "tokenizer_config.json"
+        explicit = read_json(file).get("add_bos_token") if file.is_file() else None
+        if explicit is False:
+            return ()
+        alone, whole = self.backend.encode("0", add_special_tokens=False).ids, self.backend.encode("0").ids
+        num = next((n for n in range(len(whole)) if whole[n : n + len(alone)] == alone), 0)
+        begins_by_name = explicit and self.hf.bos_token is not None and not num
+        bos = self.backend.token_to_id(self.hf.bos_token) if begins_by_name else None
+        return tuple(whole[:num]) if bos is None else (bos,)
+
+    @functools.cached_property
+    def _control(self) -> re.Pattern[str]:
+        """Finds special tokens that the template writes: in a message they would end it, or begin another."""
+        names = [self.name_of(token_id) for token_id in sorted(self.hidden_ids)]
+        own = self.hf.special_tokens_map.values()
+        return _any_of(name for name in names if name in self.template.text or name in own)
+
+    @functools.cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Finds tokens that are no text of the vocabulary."""
+        return _any_of(token.content for token in self.backend.get_added_tokens_decoder().values())
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a response, without special tokens but the tags of its thoughts."""
-        ids = [token for token in token_ids if token not in self.hidden_ids]
-        text: str = self.hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self.decode_all([token for token in token_ids if token not in self.hidden_ids])
 
-    @cached_property
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
+
+    @functools.cached_property
     def hidden_ids(self) -> frozenset[int]:
         """The special tokens, without those that begin or end a thought: a scorer must see them."""
-        added = self.hf.added_tokens_decoder
-        special = {token for token, about in added.items() if about.special} | set(self.hf.all_special_ids)
-        return frozenset(token for token in special if str(added.get(token, "")) not in TAGS)
+        added = self.backend.get_added_tokens_decoder()
+        names = {about.content for about in added.values() if about.special} | {*self.hf.all_special_tokens}
+        ids = map(self.backend.token_to_id, names - TAGS)
+        return frozenset(token for token in ids if token is not None)
 
     def is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the response to a prompt begins within a thought: the chat template or the assistant's turn
@@ -98,12 +150,13 @@ class Tokenizer:
         adds it. []: it is not known token by token."""
         from tokenizers.decoders import DecodeStream
 
-        if not (self.hf.is_fast and token_ids):
+        if not token_ids:
             return []
-        stream, backend = DecodeStream(skip_special_tokens=False), self.hf.backend_tokenizer
-        hidden = self.hidden_ids
+        stream, hidden = DecodeStream(skip_special_tokens=False), self.hidden_ids
         try:
-            pieces = ["" if token in hidden else stream.step(backend, token) or "" for token in token_ids]
+            pieces = [
+                "" if token in hidden else stream.step(self.backend, token) or "" for token in token_ids
+            ]
         except Exception:  # a bare one of tokenizers, for bytes that are no text
             return []
         text, joined = self.decode(token_ids), "".join(pieces)
@@ -113,19 +166,59 @@ class Tokenizer:
 
     def name_of(self, token_id: int) -> str:
         """Returns the text of one token, also of a special one."""
-        return str(self.hf.decode([token_id], clean_up_tokenization_spaces=False))
+        return self.decode_all([token_id])
 
-    def _checked(self, ids: Sequence[int], place: str) -> tuple[int, ...]:
+    def with_ends(self, params: SamplingParams, place: str = "stop") -> SamplingParams:
+        """Returns the parameters with each stop text that is a special token, which no response's text holds,
+        as its id. Raises UserError for a stop text with such a token within, and for ids that the model does
+        not have."""
+        check_stop_ids(params, self.vocab_size, place)
+        special = {self.name_of(token_id): token_id for token_id in sorted(self.hidden_ids)}
+        ids = {special[text] for text in params.stop if text in special}
+        texts = tuple(text for text in params.stop if text not in special)
+        for text in texts:
+            if (inner := next((name for name in special if name in text), None)) is not None:
+                what = f"{text!r} holds the special token {inner}, which is no part of a response's text"
+                raise UserError(f"{place}: {what}; give {inner} alone")
+        return replace(params, stop=texts, stop_ids=tuple(sorted({*params.stop_ids, *ids})))
+
+    def _begun_once(self, ids: tuple[int, ...], place: str) -> tuple[int, ...]:
+        if self.beginning and ids[:2] == 2 * self.beginning[:1]:
+            raise UserError(f"{place}: the prompt begins twice with {self.name_of(ids[0])}; remove one")
+        return ids
+
+    def _encode(self, text: str, place: str) -> tuple[int, ...]:
+        """Returns the ids of a text without further special tokens. Raises UserError where they are not the
+        whole text."""
+        if (bad := _HALF_A_CHARACTER.search(text)) is not None:
+            where = f"{bad[0]!r}, column {bad.start() + 1}"
+            raise UserError(f"{place}: holds half a character ({where}); remove it")
+        for character in set(self._added.sub("", text)) - self._known_characters:
+            if not self._has_token_for(character):
+                column = text.index(character) + 1
+                lacks = f"the tokenizer of {self.path} has no token for {character!r} (column {column})"
+                raise UserError(f"{place}: {lacks}; remove it")
+            self._known_characters.add(character)
+        ids = self.backend.encode(text, add_special_tokens=False).ids
         if not ids:
             raise UserError(f"{place}: is empty; give at least one token")
         return tuple(ids)
+
+    @functools.cached_property
+    def _known_characters(self) -> set[str]:
+        return set()
+
+    def _has_token_for(self, character: str) -> bool:
+        """Returns whether a character alone leaves a trace. Without an unknown token tokenizers drop others
+        in silence."""
+        return character.isspace() or bool(
+            self.decode_all(self.backend.encode(character, add_special_tokens=False).ids).strip()
+        )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Loads the tokenizer of the checkpoint folder `path`. Raises UserError where folder or tokenizer is
     missing or broken, and where the tokenizer has more tokens than the model's embedding has rows."""
-    from transformers import AutoTokenizer
-
     path = Path(path)
     vocab_size = _vocab_size(path)
     if not has_tokenizer(path):
@@ -133,20 +226,73 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's files there"
         )
     try:
-        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        hf("")  # wrong settings raise at the first text
+        hf, backend = _read(path)
+        backend.encode("")  # wrong settings raise at the first text
     except Exception as error:  # broken files raise anything, down to a bare Exception of tokenizers
         reason = f"the tokenizer cannot be loaded ({one_line(error, 160)})"
         raise UserError(f"{path}: {reason}; copy the model's files there again") from None
     # added tokens may leave gaps, so the largest id counts, not the number of tokens
-    num_tokens = max(hf.get_vocab().values(), default=-1) + 1
+    num_tokens = max(backend.get_vocab().values(), default=-1) + 1
     if num_tokens > vocab_size:
         raise UserError(
             f"{path}: the tokenizer has {num_tokens} tokens but the model's embedding only {vocab_size} rows"
             " (config.json, vocab_size); use the tokenizer that belongs to this model"
         )
-    eos = hf.eos_token_id
-    return Tokenizer(hf, path, vocab_size, read_stop_ids(path) or (() if eos is None else (int(eos),)))
+    tokenizer = Tokenizer(hf, backend, path, vocab_size, ())
+    return replace(tokenizer, stop_ids=_find_stop_ids(tokenizer))
+
+
+def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
+    """Returns transformers' tokenizer and the one that encodes. tokenizer.json is taken as it is: for some
+    families transformers builds another from its vocabulary, with rules and tokens of the family."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        backend = tokenizers.Tokenizer.from_str(hf.backend_tokenizer.to_str())
+    else:
+        hf = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.no_truncation()
+    backend.no_padding()
+    return hf, backend
+
+
+def _find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the ids that end a response: those of `read_stop_ids`, the tokenizer's own end, and the token
+    after an answer in the chat template."""
+    eos = tokenizer.hf.eos_token
+    own = None if eos is None else tokenizer.backend.token_to_id(eos)
+    found = {*read_stop_ids(tokenizer.path), own, _end_of_turn(tokenizer)}
+    return tuple(sorted(token_id for token_id in found if token_id is not None))
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Returns the expression that finds any of the texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """Returns the special token that follows an answer in the chat template; None: there is none."""
+    if not tokenizer.has_template:
+        return None
+    answer = "0123456789"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.template.render(messages, {}, opens_turn=False)
+    except Exception:  # such a template has no such chats
+        return None
+    rest = text.rpartition(answer)[2].lstrip()
+    ids = tokenizer.backend.encode(rest, add_special_tokens=False).ids
+    return ids[0] if ids and ids[0] in tokenizer.hidden_ids else None
+
+
+def writes_date(path: str | Path) -> bool:
+    """Returns whether the chat template in a folder writes today's date."""
+    names = ("chat_template*", "additional_chat_templates/*", "tokenizer_config.json")
+    files = [file for name in names for file in Path(path).glob(name)]
+    return any(DATE_FUNCTION in file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -171,6 +317,12 @@ def read_stop_ids(path: str | Path) -> tuple[int, ...]:
     return ()
 
 
+def check_stop_ids(params: SamplingParams, vocab_size: int, place: str = "stop") -> None:
+    """Raises UserError for an id that the model does not have."""
+    if (bad := max(params.stop_ids, default=0)) >= vocab_size:
+        raise UserError(f"{place}_ids: {bad} is outside the vocabulary of {vocab_size}; give ids below that")
+
+
 def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, window: int) -> None:
     """Raises UserError for ids without an embedding, and for a prompt that leaves no room for a response
     token."""
@@ -182,19 +334,9 @@ def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, wind
     if len(prompt_ids) > window - 1:
         raise UserError(
             f"{place}: the prompt has {len(prompt_ids)} tokens but the model's window is {window}, one of "
-            f"them for the response; shorten it to {window - 1}"
+            f"them for the response; shorten it to {window - 1}, or leave such prompts out by "
+            "max_prompt_tokens"
         )
-
-
-def _check_coverage(hf: Any, text: str, offsets: Sequence[tuple[int, int]], place: str, path: Path) -> None:
-    """Raises UserError where the tokenizer drops a character, which it does silently without an unknown
-    token. The offsets show cheaply that something may be missing; then every character is tried alone."""
-    if sum(end - start for start, end in offsets) >= len(text):
-        return
-    for index, character in enumerate(text):
-        if not character.isspace() and not hf(character, add_special_tokens=False)["input_ids"]:
-            lacks = f"the tokenizer of {path} has no token for {character!r} (column {index + 1})"
-            raise UserError(f"{place}: {lacks}; remove it")
 
 
 def _vocab_size(path: Path) -> int:

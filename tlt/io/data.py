@@ -30,6 +30,9 @@ from tlt.io.hub import Repository, pin_dataset, quiet
 from tlt.io.text import one_line
 from tlt.types import UserError
 
+PROMPTS = ("prompt", "prompt_ids", "messages")
+"""Columns of a record's prompt: text, token ids, or chat messages. As in TRL's and verl's data, `prompt` may
+be messages, too."""
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 """Words that name a split in the name of a JSONL file."""
 
@@ -134,13 +137,15 @@ def _number(records: Iterable[tuple[str, Record]]) -> Records:
 
 
 def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
-    """Returns the record with our names of columns. Raises UserError for a column that it does not have."""
+    """Returns the record with our names of columns. Where one of them is the prompt, other columns that could
+    be it are left out. Raises UserError for a column that it does not have."""
     for theirs in columns.values():
         if theirs not in record:
             known = ", ".join(name for name in record if name != "problem_id")
             remedy = "correct the names of columns that are set"
             raise UserError(f"{place}: has no column {theirs!r}; columns are {known}: {remedy}")
-    kept = {name: value for name, value in record.items() if name not in columns.values()}
+    gone = {*columns.values(), *(PROMPTS if columns.keys() & set(PROMPTS) else ())}
+    kept = {name: value for name, value in record.items() if name not in gone}
     return kept | {ours: record[theirs] for ours, theirs in columns.items()}
 
 

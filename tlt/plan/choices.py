@@ -204,7 +204,8 @@ def _choose_chat(model: ModelFacts, data: DataFacts, prompt: str) -> Iterator[Ch
     if not model.has_chat_template:
         what = f"{prompt} holds chat messages, but the model's tokenizer has no chat template"
         raise UserError(f"task.data: {what}; give text, or an instruct model")
-    if any(row[prompt] and row[prompt][-1].get("role") == "assistant" for row in data.rows):
+    ends = [row[prompt][-1] for row in data.rows if isinstance(row.get(prompt), list) and row[prompt]]
+    if any(isinstance(message, Mapping) and message.get("role") == "assistant" for message in ends):
         what = f"{prompt} ends with the assistant's message, which the model shall write"
         raise UserError(f"task.data: {what}; leave that message out of the rows")
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tlt.config.schema import Config
+from tlt.hf.tokenizer import Tokenizer
 from tlt.io.plugins import source_of
-from tlt.types import Problem, UserError
+from tlt.kinds import shorten
+from tlt.types import Problem, SamplingParams, UserError
 
 Values = Mapping[str, Mapping[str, Any]]
 """Values of a configuration, by section and key."""
@@ -71,6 +73,9 @@ class Inputs:
     """Digest of the policy's first weights, which are also the KL's reference; empty: unknown."""
     code: dict[str, str] = field(default_factory=dict)
     """Digest of the user's tasks and reward functions, by module."""
+    resolved: dict[str, str] = field(default_factory=dict)
+    """What is resolved from the tokenizer's files: `resolved_from`, and digests of the problems without their
+    prompts, by split."""
 
     @staticmethod
     def of(
@@ -79,13 +84,16 @@ class Inputs:
         model: Path,
         weights: str = "",
         adapter: Path | None = None,
+        resolved: Mapping[str, str] | None = None,
     ) -> Inputs:
         """Returns the inputs of a run.
 
         problems: problems by split.
         model: folder of the base model.
         adapter: folder of the adapter that the policy starts from, if any.
+        resolved: what `resolved_from` returns.
         """
+        rows = {split: digest_of_problems(some, with_prompts=False) for split, some in problems.items()}
         paths = [model / name for name in _MODEL_FILES]
         if adapter is not None:
             paths += [adapter / name for name in _ADAPTER_FILES]
@@ -95,6 +103,7 @@ class Inputs:
             {path.name: _digest(path) for path in paths if path.is_file()},
             weights,
             {module: _digest(path) for module, path in code_of(config).items()},
+            {**rows, **(resolved or {})},
         )
 
     def refuse_other(self, was: Inputs, config: Config, when: str) -> None:
@@ -111,10 +120,24 @@ class Inputs:
                 f"--resume: {key} is {new!r}, and was {old!r} {when}; set it back in config.json, {remedy}"
             )
         for split, digest in was.problems.items():
-            if self.problems.get(split, digest) != digest:
+            if self.problems.get(split, digest) == digest:
+                continue
+            if self.resolved.get(split) == was.resolved.get(split, ""):
                 raise UserError(
-                    f"--resume: the {_NAMES[split]} are not those of the run {when}; bring back the data or "
-                    f"the task that they come from, {remedy}"
+                    f"--resume: the prompts of the {_NAMES[split]} have other tokens than {when}, for the "
+                    f"chat template or the tokenizer of {config.model.path} has changed; bring that back, "
+                    f"{remedy}"
+                )
+            raise UserError(
+                f"--resume: the {_NAMES[split]} are not those of the run {when}; bring back the data or "
+                f"the task that they come from, {remedy}"
+            )
+        for name in self.resolved.keys() & was.resolved.keys() - _NAMES.keys():
+            if self.resolved[name] != was.resolved[name]:
+                now, before = self.resolved[name], was.resolved[name]
+                raise UserError(
+                    f"--resume: model.path: the {name} of {config.model.path} are {shorten(now)}, and were "
+                    f"{shorten(before)} {when}; bring the tokenizer's files back, {remedy}"
                 )
         names = (*_MODEL_FILES, *_ADAPTER_FILES)
         files = [name for name in names if was.model and self.model.get(name) != was.model.get(name)]
@@ -152,13 +175,20 @@ def _may_change(section: str, key: str, config: Config) -> bool:
     return section == "tracking" or key in MAY_CHANGE_ON_RESUME.get(section, ())
 
 
-def digest_of_problems(problems: Sequence[Problem]) -> str:
+def resolved_from(tokenizer: Tokenizer, params: SamplingParams) -> dict[str, str]:
+    """Returns what a run takes from the tokenizer's files besides prompts, as text: ids that end a response,
+    and ids that its text leaves out."""
+    return {"stop ids": str([*params.stop_ids]), "special ids": str(sorted(tokenizer.hidden_ids))}
+
+
+def digest_of_problems(problems: Sequence[Problem], with_prompts: bool = True) -> str:
     """Returns the digest of problems in their order, with everything that they are scored by. Of a value that
     JSON does not have only the type counts."""
     digest = hashlib.sha256()
     for problem in problems:
-        record = sorted(problem.data.items(), key=lambda item: str(item[0]))
-        facts = [problem.problem_id, problem.prompt_ids, record]
+        data = {key: value for key, value in problem.data.items() if with_prompts or key != "in_thought"}
+        record = sorted(data.items(), key=lambda item: str(item[0]))
+        facts = [problem.problem_id, problem.prompt_ids if with_prompts else (), record]
         text = json.dumps(facts, skipkeys=True, default=lambda value: type(value).__name__)
         digest.update(f"{text}\n".encode())
     return digest.hexdigest()

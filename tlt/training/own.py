@@ -103,7 +103,7 @@ def _sections(choices: Choices) -> dict[str, Any]:
 def _look_at_model(folder: Path) -> ModelFacts:
     written, tokenizer = read_json(folder / "config.json"), load_tokenizer(folder)
     stored_as = written.get("dtype") or written.get("torch_dtype") or "float32"
-    return ModelFacts(load_model_config(folder), bool(tokenizer.hf.chat_template), str(stored_as))
+    return ModelFacts(load_model_config(folder), tokenizer.has_template, str(stored_as))
 
 
 def _look_at_task(config: Config) -> DataFacts:

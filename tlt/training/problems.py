@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tlt.assembly.model import model_folder
 from tlt.config.schema import Config
 from tlt.hf.config import load_model_config
-from tlt.hf.prompts import ChatFormat, EncodedPrompt, encode_prompts
+from tlt.hf.prompts import ChatFormat, EncodedPrompt, describe_prompts, encode_prompts
 from tlt.hf.tokenizer import Tokenizer, load_tokenizer
 from tlt.io.data import DataSource, Records, read_data
 from tlt.io.files import Record
@@ -20,7 +22,20 @@ from tlt.tasks.base import make_problems, prepare_records
 from tlt.types import Problem, UserError
 
 
+@dataclass(frozen=True)
+class ReadProblems:
+    """The problems of a split, and lines about rows that are left out or may not be meant."""
+
+    problems: list[Problem]
+    notes: tuple[str, ...]
+
+
 def load_problems(config: Config, split: str, folder: Path | None = None) -> list[Problem]:
+    """Returns the problems of a split as `read_problems` does."""
+    return read_problems(config, split, folder).problems
+
+
+def read_problems(config: Config, split: str, folder: Path | None = None) -> ReadProblems:
     """Returns the problems of a split, "train" or "test". Raises UserError for a prompt that the model cannot
     read, and for fewer problems than a step takes.
 
@@ -29,30 +44,35 @@ def load_problems(config: Config, split: str, folder: Path | None = None) -> lis
     folder = folder or model_folder(config)
     tokenizer, window = load_tokenizer(folder), load_model_config(folder).max_positions
     records, chat = _records(config, split), chat_format(config)
-    prompts = encode_prompts(records, tokenizer, chat, vocab_size=tokenizer.vocab_size, window=window)
+    longest, vocab_size = config.task.max_prompt_tokens, tokenizer.vocab_size
+    prompts = encode_prompts(records, tokenizer, chat, vocab_size=vocab_size, window=window, longest=longest)
+    rows = [record for _, record in records]
+    told = [*describe_prompts(rows, len(prompts), longest, "task.max_prompt_tokens")]
     per_step = config.rollout.problems_per_step
     if split == "train" and len(prompts) < per_step:
         source = data_source(config, split) or f"task {config.task.name}"
         raise UserError(
-            f"{source}: gives {len(prompts)} problems, fewer than a step takes;"
+            f"{source}: gives {len(prompts)} problems, fewer than a step takes"
+            f"{f' ({told[0]})' if len(prompts) < len(records) else ''};"
             f" give more, or lower rollout.problems_per_step, which is {per_step}"
         )
-    return [
-        Problem(prompt.problem_id, prompt.prompt_ids, _data(prompt, record, tokenizer))
-        for prompt, (_, record) in zip(prompts, records, strict=True)
-    ]
+    problems = [Problem(prompt.problem_id, prompt.prompt_ids, _data(prompt, tokenizer)) for prompt in prompts]
+    where = "" if split == "train" else "evaluation: "
+    return ReadProblems(problems, tuple(where + line for line in told))
 
 
-def _data(prompt: EncodedPrompt, record: Record, tokenizer: Tokenizer) -> Record:
+def _data(prompt: EncodedPrompt, tokenizer: Tokenizer) -> Record:
     """Returns what a response is scored by. in_thought: the prompt has opened a thought, so that a response
     which does not close it gives no answer."""
     in_thought = {"in_thought": True} if tokenizer.is_in_thought(prompt.prompt_ids) else {}
-    return {"problem_id": prompt.problem_id, **record, **in_thought}
+    return {"problem_id": prompt.problem_id, **prompt.record, **in_thought}
 
 
 def chat_format(config: Config) -> ChatFormat:
     """Returns how prompts are written."""
-    return ChatFormat(config.task.chat, config.task.system_prompt, config.model.chat_template_kwargs)
+    task = config.task
+    day = None if task.date is None else datetime.date.fromisoformat(task.date)
+    return ChatFormat(task.chat, task.system_prompt, config.model.chat_template_kwargs, day)
 
 
 def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> str | None:

@@ -100,6 +100,8 @@ def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
         "chat": "true" if config.task.chat else None,
         "system-prompt": config.task.system_prompt,
         "chat-template-kwargs": config.model.chat_template_kwargs,
+        "date": config.task.date,
+        "max-prompt-tokens": config.task.max_prompt_tokens,
     }
     if "drafter" in products:
         asked |= {"speculation": "adaptive", "drafter": near(products["drafter"])}

@@ -40,7 +40,7 @@ from tlt.rollout.protocol import Journal, Receivers
 from tlt.rollout.result import PhaseResult
 from tlt.rollout.work_queue import WorkQueue, connect_work_queue
 from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
-from tlt.saved.inputs import Inputs
+from tlt.saved.inputs import Inputs, resolved_from
 from tlt.saved.journal import FileJournal
 from tlt.saved.kept_references import keep_references, recall_references
 from tlt.saved.replay import Prompts, Replay, ReplayOf, prompts_of
@@ -131,11 +131,13 @@ class Run:
         model = open_start(config, self.master_dtype)
         self.model_folder = model.path
         assert model.tokenizer is not None, "problems have been encoded with it"
-        self.params = config.sampling.params(config.run.seed, model.stop_ids)
+        self.params = model.with_ends(config.sampling.params(config.run.seed, model.stop_ids))
         self.is_sharded = layout_of(config).is_sharded
         self.trainer = build_policy_trainer(config, model, world, self.is_sharded)
         problems = {"train": self.problems, "test": self.held_out}
-        self.inputs = Inputs.of(config, problems, model.path, self.trainer.base, adapter_folder(config))
+        resolved = resolved_from(model.tokenizer, self.params)
+        base, adapter = self.trainer.base, adapter_folder(config)
+        self.inputs = Inputs.of(config, problems, model.path, base, adapter, resolved)
         stored = load_stored_drafter(drafter_folder(config), model)
         longest_prompt = max(len(problem.prompt_ids) for problem in (*self.problems, *self.held_out))
         window = longest_prompt + config.sampling.max_tokens

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ from tlt.drafter.vocabulary import check_wanted
 from tlt.engine.memory import machine_bytes
 from tlt.hf.config import load_model_config
 from tlt.hf.prompts import check_max_tokens, describe_raw
-from tlt.hf.tokenizer import load_tokenizer
+from tlt.hf.tokenizer import load_tokenizer, writes_date
 from tlt.hf.weights import count_parameters
 from tlt.io.hub import Repository, pin_dataset, pin_model
 from tlt.launch.failures import EXIT_USER_ERROR, Restarts
@@ -46,14 +46,14 @@ from tlt.report.log import LOG, logging_stderr
 from tlt.report.trackers import check_trackers
 from tlt.report.words import near
 from tlt.rewards.scoring import Scorer
-from tlt.saved.inputs import Inputs
+from tlt.saved.inputs import Inputs, resolved_from
 from tlt.saved.manifest import latest_checkpoint
 from tlt.saved.replay import check_replay
 from tlt.saved.retention import go_back_to
 from tlt.saved.run_folder import FolderLock
 from tlt.saved.run_identity import Begun
 from tlt.training.loop import describe_run, main
-from tlt.training.problems import chat_format, describe_overlap, load_problems
+from tlt.training.problems import chat_format, describe_overlap, read_problems
 from tlt.types import UserError
 from tlt.vllm.preflight import check_vllm
 from tlt.vllm.strategies import check_form, vllm_kinds
@@ -195,9 +195,9 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
 
 
 def pin(config: Config) -> Config:
-    """Returns the configuration with its number of ranks, its dtype and the commits of its names on the hub
-    filled in. Downloads what is not cached, so that ranks and a resumed run take the same without a
-    network."""
+    """Returns the configuration with its number of ranks, its dtype, the date of its prompts and the commits
+    of its names on the hub filled in. Downloads what is not cached, so that ranks and a resumed run take the
+    same without a network."""
     values = config.model_dump()
     values["run"]["num_ranks"] = all_ranks(config)
     values["run"]["dtype"] = str(engine_dtype(config)).removeprefix("torch.")
@@ -212,6 +212,8 @@ def pin(config: Config) -> Config:
     for section, data in (("task", config.task.data), ("evaluation", config.evaluation.data)):
         if data is not None and (dataset := pin_dataset(data)) is not None:
             values[section]["data"] = str(dataset)
+    if config.task.date is None and writes_date(model_folder(config)):
+        values["task"]["date"] = date.today().isoformat()
     return Config.model_validate(values)
 
 
@@ -240,8 +242,11 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         check_wanted(config.drafter.vocabulary, stored.config)
         if config.rollout.engine == "vllm" and vllm_kinds(config.rollout.speculation, True) == ("learned",):
             check_form(stored.config.method)
-    problems = load_problems(config, "train")
-    held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+    train = read_problems(config, "train")
+    test = read_problems(config, "test") if config.evaluation.num_problems else None
+    problems, held_out = train.problems, [] if test is None else test.problems
+    tokenizer = load_tokenizer(model_folder(config))
+    params = tokenizer.with_ends(config.sampling.params(config.run.seed, tokenizer.stop_ids), "sampling.stop")
     check_max_tokens(
         [*problems, *held_out], config.sampling.max_tokens, model.max_positions, "sampling.max_tokens"
     )
@@ -252,12 +257,13 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     Scorer(reward_spec(config)).check(problems[0].data)
     if begun is not None:
         by_split, adapter = {"train": problems, "test": held_out}, adapter_folder(config)
-        inputs = Inputs.of(config, by_split, model_folder(config), adapter=adapter)
+        resolved = resolved_from(tokenizer, params)
+        inputs = Inputs.of(config, by_split, model_folder(config), adapter=adapter, resolved=resolved)
         inputs.refuse_other(begun.inputs, config, begun.when)
     texts = [problem.data for problem in (*problems, *held_out)]
-    tokenizer = load_tokenizer(model_folder(config))
     raw = describe_raw(texts, tokenizer, chat_format(config), "task.chat = true")
-    notes = filter(None, (describe_overlap(problems, held_out), raw))
+    read = (*train.notes, *(test.notes if test is not None else ()))
+    notes = filter(None, (*read, describe_overlap(problems, held_out), raw))
     return Findings(model, len(problems), len(held_out), num_adapted, tuple(notes))
 
 

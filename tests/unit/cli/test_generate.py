@@ -260,7 +260,8 @@ def test_max_tokens_beyond_the_window_is_refused_where_it_is_asked_for(
     room = WINDOW - 20
     leaves = f"leaves {room} after the prompt of problem 'long'"
     told = f"is {room + 1}, but the model's window of {WINDOW} tokens {leaves}"
-    line = f"--max-tokens: {told}; give {room} or less, or shorter prompts"
+    line = f"--max-tokens: {told}; give {room} or less, or shorter prompts (max_prompt_tokens "
+    line += f"{WINDOW - room - 1} leaves longer ones out)"
     assert refuse(capsys, model, "--max-tokens", str(room + 1)) == line
     for words in ([], ["--max-tokens", str(room)]):
         files = ("--prompts", "prompts.jsonl", "--out", "out.jsonl")

@@ -107,10 +107,11 @@ parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
 model       path adapter revision chat_template_kwargs
 lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
+task        max_prompt_tokens date
 rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation migrate tuner ahead
 rollout     references_mib replay times_off_every
 vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching transfer
-sampling    temperature top_k top_p min_p max_tokens stop
+sampling    temperature top_k top_p min_p max_tokens stop stop_ids
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm
 drafter     coupling_temperature ranking feature_window ngram_tokens preset unrolled_steps step_decay
 drafter     feature_weight distribution_weight vocabulary features confidence_threshold max_passes check_every

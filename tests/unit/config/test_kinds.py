@@ -65,7 +65,7 @@ def test_a_value_beyond_all_sense_is_one_line_and_the_bounds_themselves_can_be_p
     schema = next(schema for known, schema in NUMBERS if known == name)
     absurd = int(ABSURD) if schema["type"] == "integer" else ABSURD
     others = {"lora.rank": 8} if name.startswith("lora.") else {}
-    is_list = name == "rewards.weights"
+    is_list = name in ("rewards.weights", "sampling.stop_ids")
     with pytest.raises(
         UserError, match=rf"^overrides\['{name}'\]: {name} is .*; it must be less than"
     ) as caught:

@@ -31,7 +31,7 @@ from tlt.speculative.params import BatchParams
 from tlt.speculative.strategy import StepOutcome, Strategy
 from tlt.speculative.verify import Noise, verify
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftOutcome, DraftTree, Request, ResponseId, Rollout, Verdict, id_of
+from tlt.types import DraftOutcome, DraftTree, Request, ResponseId, Rollout, SamplingParams, Verdict, id_of
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=3, num_samples=3, seed=5)
@@ -234,3 +234,19 @@ def test_tokens_drafted_beyond_the_end_are_counted_as_accepted_and_not_kept() ->
     response = Sequence.start(request, 160)
     assert response.commit(Verdict((5, 7, 9, 4), 3, (0, 1, 2, 3), (-1.0,) * 4, 5, 8), drafter="learned") == 2
     assert response.to_rollout(0).drafts == (DraftOutcome(0, "learned", 5, 3, 8),)
+
+
+def test_a_stop_text_is_found_however_many_special_tokens_lie_between_its_letters() -> None:
+    """Token 0 is special: decoding leaves it out."""
+
+    def decode(tokens: list[int]) -> str:
+        return "".join(chr(96 + token) for token in tokens if token)
+
+    for num_between in (0, 1, 20, 500):
+        params = SamplingParams(max_tokens=2000, stop=("ab",))
+        sequence = Sequence.start(Request("p", 0, (1, 2), params), 4096, decode)
+        for token in (3, 1, *[0] * num_between, 2):
+            assert sequence.finish_reason is None
+            sequence.extend((token,), (0.0,), decode)
+        assert sequence.finish_reason == "stop"
+        assert len(sequence.response_ids) == 3 + num_between

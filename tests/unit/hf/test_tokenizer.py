@@ -44,14 +44,14 @@ def test_a_missing_or_broken_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_stop_ids_come_from_the_first_that_names_them(tmp_path: Path) -> None:
+def test_stop_ids_are_the_tokenizers_end_and_those_of_the_first_file_that_names_any(tmp_path: Path) -> None:
     write_model_config(tmp_path)
     save_tokenizer(tmp_path)
     assert load_tokenizer(tmp_path).stop_ids == (VOCABULARY.index("<eos>"),)
     write_model_config(tmp_path, eos_token_id=5)
-    assert load_tokenizer(tmp_path).stop_ids == (5,)
+    assert load_tokenizer(tmp_path).stop_ids == (1, 5)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 6]}))
-    assert load_tokenizer(tmp_path).stop_ids == (6, 7)
+    assert load_tokenizer(tmp_path).stop_ids == (1, 6, 7)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 61}))
     with pytest.raises(UserError, match="eos_token_id is 61; ids must be below the vocabulary size 61"):
         load_tokenizer(tmp_path)

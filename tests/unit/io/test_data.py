@@ -291,7 +291,11 @@ def test_a_prompt_is_text_or_messages_and_the_template_gets_what_is_set(
             {"problem_id": "7"},
             "has no prompt; give one of prompt (text), prompt_ids (token ids), messages (chat)",
         ),
-        ({"prompt": "2", "prompt_ids": [3]}, "has prompt and prompt_ids; give exactly one of them"),
+        (
+            {"prompt": "2", "prompt_ids": [3]},
+            "has prompt and prompt_ids; give exactly one of them, by task.columns = "
+            """{ prompt_ids = "prompt_ids" }, or --columns '{"prompt_ids": "prompt_ids"}' on a command line""",
+        ),
     ],
 )
 def test_a_row_without_a_prompt_is_told_its_columns_and_how_to_name_one(

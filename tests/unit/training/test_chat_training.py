@@ -22,7 +22,7 @@ from tlt.training.problems import load_problems
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = (
     *SPECIAL,
-    *"ĊĠabcdefghijklmnopqrstuvwxyz0123456789+-*/=?.",
+    *"ĊĠabcdefghijklmnopqrstuvwxyz0123456789+-*/=?.,",
 )  # bytes: a newline and a space first
 TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}

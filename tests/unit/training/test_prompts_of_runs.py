@@ -1,0 +1,163 @@
+"""What a run says of its prompts, and what of them a resumed run is held to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.hf.chat_parts import template_of, write_tokenizer
+from tlt.config.load import load_config
+from tlt.config.schema import Config
+from tlt.hf.tokenizer import load_tokenizer
+from tlt.saved.inputs import Inputs, resolved_from
+from tlt.training import start
+from tlt.training.problems import load_problems, read_problems
+from tlt.types import SamplingParams, UserError
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 400,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 4096,
+}
+
+
+def configure(folder: Path, rows: list[Any], name: str = "chatml", **task: Any) -> Config:
+    """A run of rows, with a template's tokenizer."""
+    model = write_tokenizer(folder / "model", template_of(name))
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "model": {"path": str(model)},
+        "task": {"name": "data", "data": str(folder / "rows.jsonl"), **task},
+        "rollout": {"problems_per_step": 1},
+        "evaluation": {"num_problems": 0},
+        "rewards": {"functions": ["rewards:length"]},
+        "run": {"out_dir": str(folder / "out"), "num_ranks": 1, "device": "cpu"},
+    }
+    return load_config(values)
+
+
+def rows_of(*texts: str) -> list[Any]:
+    return [{"messages": [{"role": "user", "content": text}]} for text in texts]
+
+
+def test_prompts_beyond_the_longest_are_left_out_and_counted(tmp_path: Path) -> None:
+    config = configure(tmp_path, rows_of("a", "b" * 200, "c", "d" * 5000), max_prompt_tokens=100)
+    read = read_problems(config, "train")
+    assert [problem.problem_id for problem in read.problems] == ["1", "3"]
+    assert read.notes == (
+        "2 of 4 prompts are left out: they have more than 100 tokens (task.max_prompt_tokens)",
+    )
+    with pytest.raises(
+        UserError, match=r"each of the 4 prompts has more than 3 tokens \(max_prompt_tokens\)"
+    ):
+        load_problems(configure(tmp_path, rows_of("a", "b", "c", "d"), max_prompt_tokens=3), "train")
+
+
+def test_a_prompt_that_the_window_does_not_hold_is_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
+    rows = rows_of("a", "d" * 5000)
+    with pytest.raises(UserError, match=r"rows.jsonl:2 .*leave such prompts out by max_prompt_tokens"):
+        load_problems(configure(tmp_path, rows), "train")
+    assert len(load_problems(configure(tmp_path, rows, max_prompt_tokens=4000), "train")) == 1
+
+
+def test_answers_that_have_begun_are_counted(tmp_path: Path) -> None:
+    begun = [
+        *rows_of("a"),
+        {"messages": [*rows_of("b")[0]["messages"], {"role": "assistant", "content": "c"}]},
+    ]
+    read = read_problems(configure(tmp_path, begun), "train")
+    assert read.notes == (
+        "1 prompts end with the assistant's message, which the model continues; where that is the answer to "
+        "learn, leave it out of the messages",
+    )
+
+
+@pytest.mark.parametrize("ours", ["prompt", "messages"])
+def test_of_two_columns_that_could_be_the_prompt_the_one_that_is_named_is_taken(
+    ours: str, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "text", **rows_of("in a chat")[0]}]
+    with pytest.raises(
+        UserError, match=r"has prompt and messages; give exactly one of them, by task.columns = "
+    ):
+        load_problems(configure(tmp_path, rows), "train")
+    (problem,) = load_problems(configure(tmp_path, rows, columns={"prompt": ours}), "train")
+    text = load_tokenizer(tmp_path / "model").decode_all(problem.prompt_ids)
+    assert text == "text" if ours == "prompt" else "in a chat<|im_end|>" in text
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "gptoss", "granite3"])
+def test_a_run_keeps_the_date_on_which_it_began(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Later(date):
+        @classmethod
+        def today(cls) -> date:
+            return date(2031, 3, 4)
+
+    pinned = start.pin(configure(tmp_path, rows_of("a"), name))
+    assert pinned.task.date == date.today().isoformat()
+    monkeypatch.setattr(start, "date", Later)
+    assert start.pin(pinned).task.date == pinned.task.date
+    assert start.pin(configure(tmp_path, rows_of("a"), name)).task.date == "2031-03-04"
+    assert load_problems(pinned, "train")[0].prompt_ids != (
+        load_problems(start.pin(configure(tmp_path, rows_of("a"), name)), "train")[0].prompt_ids
+    )
+    assert start.pin(configure(tmp_path, rows_of("a"))).task.date is None, "this template writes none"
+
+
+def inputs_of(config: Config) -> Inputs:
+    tokenizer = load_tokenizer(config.model.path)
+    params = tokenizer.with_ends(SamplingParams(stop_ids=tokenizer.stop_ids))
+    problems = {"train": load_problems(config, "train")}
+    return Inputs.of(config, problems, config.model.path, resolved=resolved_from(tokenizer, params))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"chat_template": template_of("smollm2")}, "the prompts of the training problems have other tokens"),
+        ({"chat_template": template_of("phi4")}, "for the chat template or the tokenizer of"),
+        ({"eos_token": "<|im_start|>"}, r"the stop ids of .* are '\[258, 259\]', and were '\[256, 258\]'"),
+        ({"pad_token": "<|im_start|>"}, None),
+    ],
+)
+def test_a_resumed_run_is_held_to_what_the_tokenizers_settings_say(
+    change: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    config = configure(tmp_path, rows_of("a", "b"))
+    was = inputs_of(config)
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    if told is None:
+        inputs_of(config).refuse_other(was, config, "then")
+        return
+    with pytest.raises(UserError, match=told):
+        inputs_of(config).refuse_other(was, config, "then")
+
+
+def test_a_resumed_run_is_held_to_the_ids_that_texts_leave_out_and_other_data_is_blamed_as_such(
+    tmp_path: Path,
+) -> None:
+    config = configure(tmp_path, rows_of("a", "b"))
+    was = inputs_of(config)
+    others = replace(was, resolved={**was.resolved, "special ids": "[1]"})
+    with pytest.raises(UserError, match=r"the special ids of .* bring the tokenizer's files back"):
+        was.refuse_other(others, config, "then")
+    now = inputs_of(configure(tmp_path, rows_of("a", "c")))
+    with pytest.raises(
+        UserError, match="training problems are not those of the run then; bring back the data"
+    ):
+        now.refuse_other(was, config, "then")
+    replace(was, resolved={}).refuse_other(was, config, "then")
