@@ -133,7 +133,7 @@ def _architecture(fields: Fields) -> Architecture:
     names = fields.items("architectures")
     name = names[0] if len(names) == 1 and isinstance(names[0], str) else None
     if raw.get("vision_config") is not None:
-        raise fields.refusal("vision_config", f"vision is not supported, use a text model ({supported})")
+        raise fields.other("vision_config", f"vision is not supported, use a text model ({supported})")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(key):
             raise fields.other(key, no_experts)

@@ -18,6 +18,7 @@ import tokenizers
 
 from tlt.hf.chat import Chat, check_variables, read_messages, write_prompt
 from tlt.hf.files import existing_directory, read_json
+from tlt.hf.limits import read_limits
 from tlt.hf.template import DATE_FUNCTION, ChatTemplate
 from tlt.io.text import one_line
 from tlt.kinds import shorten
@@ -304,7 +305,8 @@ def read_stop_ids(path: str | Path) -> tuple[int, ...]:
     neither has any."""
     path = Path(path)
     for name in ("generation_config.json", "config.json"):
-        value = read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
+        described = read_json(path / name) if (path / name).is_file() else {}
+        value = described.get("eos_token_id", _text_config(described).get("eos_token_id"))
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -341,8 +343,17 @@ def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, wind
 
 def _vocab_size(path: Path) -> int:
     file = existing_directory(path) / "config.json"
-    vocab_size = read_json(file).get("vocab_size")
+    described = read_json(file)
+    if _text_config(described):  # it may leave its numbers to the family's defaults
+        return read_limits(path).vocab_size
+    vocab_size = described.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         remedy = "it must be the number of rows of the embedding"
         raise UserError(f"{file}: vocab_size is {vocab_size!r}; {remedy}")
     return vocab_size
+
+
+def _text_config(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the text model's part of a config.json that describes more; empty: there is none."""
+    part = described.get("text_config")
+    return part if isinstance(part, Mapping) else {}

@@ -10,12 +10,18 @@ from typing import Any, Literal
 import pytest
 from transformers import (
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
     GPT2Config,
+    Llama4Config,
     LlamaConfig,
+    Mistral3Config,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -60,6 +66,15 @@ FOREIGN: dict[str, tuple[str, PreTrainedConfig]] = {
         LlamaConfig(**SIZES, quantization_config={"quant_method": "awq"}),
     ),
 }
+COMPOSITE: dict[str, tuple[str, type[PreTrainedConfig]]] = {
+    "Gemma 3 from 4B": ("Gemma3ForConditionalGeneration", Gemma3Config),
+    "Gemma 4": ("Gemma4ForConditionalGeneration", Gemma4Config),
+    "Qwen3.5": ("Qwen3_5ForConditionalGeneration", Qwen3_5Config),
+    "Qwen3.5, a mixture": ("Qwen3_5MoeForConditionalGeneration", Qwen3_5MoeConfig),
+    "Ministral 3": ("Mistral3ForConditionalGeneration", Mistral3Config),
+    "Llama 4": ("Llama4ForConditionalGeneration", Llama4Config),
+}
+"""Models whose config.json has its text model's numbers under text_config."""
 NO_EXPERTS = {"num_experts": None, "num_local_experts": None}
 ELSEWHERE = "; engine vllm may generate with it, but training takes TLT's own decoder"
 
@@ -77,6 +92,38 @@ def write_model(name: str, folder: Path, **changes: Any) -> Path:
 @pytest.fixture(params=FOREIGN)
 def foreign(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_model(request.param, tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", COMPOSITE)
+@pytest.mark.parametrize("says_all", [True, False], ids=["with its numbers", "with defaults left out"])
+def test_the_text_model_of_a_composite_one_is_read_for_vllm(
+    name: str, says_all: bool, tmp_path: Path
+) -> None:
+    architecture, family = COMPOSITE[name]
+    config = family()
+    text = config.get_text_config()
+    if says_all:
+        text.vocab_size, text.max_position_embeddings, text.eos_token_id = 61, 96, 1
+    config.save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text()) | {"architectures": [architecture]}
+    if not says_all:
+        for key in ("vocab_size", "max_position_embeddings", "eos_token_id"):
+            described["text_config"].pop(key, None)
+    described.pop("eos_token_id", None)
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    if says_all:
+        save_tokenizer(tmp_path)
+    known = family.from_pretrained(tmp_path).get_text_config()
+    wanted = (61, 96) if says_all else (known.vocab_size, known.max_position_embeddings)
+    found = load_model_for(tmp_path, "vllm")
+    assert (found.config.vocab_size, found.config.max_positions) == wanted
+    assert found.stop_ids == ((1,) if says_all else ())
+    with pytest.raises(
+        UserError, match=r"config\.json: vision_config|config\.json: architectures is"
+    ) as refusal:
+        load_model_for(tmp_path, "tlt")
+    assert str(refusal.value).endswith(ELSEWHERE)
 
 
 @pytest.fixture
@@ -111,10 +158,6 @@ def test_a_model_that_we_compute_is_read_with_its_weights_for_both_engines(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"vision_config": {"depth": 2}},
-            "vision_config is {'depth': 2}; vision is not supported, use a text model",
-        ),
         ({"model_type": "nobody_s"}, "transformers cannot read it (ValueError: "),
         (
             {"auto_map": {"AutoConfig": "code.Config"}, "model_type": "nobody_s"},
