@@ -259,7 +259,7 @@ def _begin(config: Config, goes_on: bool = False) -> Config:
         config = prepare(config)
         forget_journal(folder)
         return config
-    return prepare(config)
+    return prepare(config, goes_on=True)
 
 
 def _run_here(config: Config, began: Moment) -> bool:

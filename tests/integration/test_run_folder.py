@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Tlt
+from tlt.io.files import matches
 from tlt.saved import checkpoint
+from tlt.saved.run_folder import PRODUCTS, WRITTEN
 
 FEW = (
     "--run.num_ranks",
@@ -53,6 +55,53 @@ def test_a_file_where_the_journal_goes_is_one_line(
         "cannot be written (File exists); move away what lies in its place, then tlt train --resume" in line
     )
     assert (out_dir / "journal").read_text() == "mine"
+
+
+def test_a_run_writes_no_name_but_those_by_which_foreign_files_are_looked_for(
+    workspace: Path, tmp_path: Path, tlt_here: Tlt
+) -> None:
+    words = ("--run.num_steps", "1", "--run.num_ranks", "1", "--lora.rank", "2", "--run.keep_responses", "1")
+    out_dir = tmp_path / "run"
+    assert tlt_here("train", str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *words) == 0
+    written = [path.name for path in out_dir.iterdir()]
+    assert {*PRODUCTS, ".lock"} <= {*written}
+    assert [name for name in written if not matches(name, WRITTEN)] == []
+    for name, own in PRODUCTS.items():
+        assert [path.name for path in (out_dir / name).iterdir() if not matches(path.name, own)] == []
+
+
+@pytest.mark.parametrize(
+    ("out", "name", "told"),
+    [
+        ("out", "out/journal/2026.md", "holds journal, which a run would write over"),
+        ("out", "out/drafter/notes.txt", "holds drafter, which a run would write over"),
+        ("model", "model/notes.txt", "holds config.json, which a run would write over"),
+        ("model/run", "notes.txt", "lies in model.path, "),
+        (".", "notes.txt", "holds drafter, which a run would write over"),
+    ],
+)
+def test_a_run_that_would_write_over_files_of_the_users_is_one_line_before_anything_is_written(
+    out: str,
+    name: str,
+    told: str,
+    workspace: Path,
+    tmp_path: Path,
+    tlt_here: Tlt,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for folder in ("model", "drafter"):
+        shutil.copytree(workspace / folder, tmp_path / folder)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    words = ("--model.path", str(tmp_path / "model"), "--drafter.path", str(tmp_path / "drafter"))
+    words += ("--run.out_dir", str(tmp_path / out))
+    assert tlt_here("train", str(workspace / "run.toml"), *words, "--run.num_ranks", "1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tlt: error: run.out_dir: ")
+    assert told in line
+    assert line.endswith("; give another --run.out_dir")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_journal_with_folders_and_a_damaged_timeline_and_tracking_file_end_no_run_that_goes_on(

@@ -33,6 +33,8 @@ from tlt.report.console import Console
 from tlt.rollout.phase import StopRequested
 from tlt.rollout.result import PhaseResult
 from tlt.rollout.work_queue import connect_work_queue
+from tlt.saved.inputs import files_of
+from tlt.saved.run_folder import claim
 from tlt.training.loop import advance
 from tlt.training.run import Run
 from tlt.types import UserError
@@ -89,6 +91,7 @@ def launch_runs(config: Config, plan: Plan) -> int:
             raise UserError(
                 f"run.out_dir: {folder} holds runs of another configuration; give another --run.out_dir"
             )
+        claim(folder / name, files_of(changed), goes_on=written.exists())
     argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
     return launch(argument, all_ranks(config), "tlt.bench.train:run_rank", config.run.threads_per_rank)
 

@@ -70,7 +70,9 @@ def _run(options: Train, began: Moment) -> int:
         config = resolve_config(options.config, overrides, options.resume, place, goes_on)
         chosen = options.resume if is_checkpoint(options.resume) and not goes_on else None
         is_new = options.resume is None and not goes_on
-        config = prepare(config, None if is_new else read_begun(config.run.out_dir, chosen))
+        begun = None if is_new else read_begun(config.run.out_dir, chosen)
+        is_there = not is_new and (isinstance(options.resume, Path) or can_go_on(config.run.out_dir))
+        config = prepare(config, begun, goes_on=is_there)
         if chosen is not None:
             go_back(chosen)
         if is_new and forget_journal(config.run.out_dir):

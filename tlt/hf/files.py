@@ -1,4 +1,4 @@
-"""Finds, reads and writes the JSON files of a local Hugging Face folder. Imports no torch."""
+"""The files of local Hugging Face folders: their names, and JSON in and out. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from tlt.io.files import parse_json
+from tlt.io.hub import COMPANIONS
 from tlt.types import UserError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+COUNTS = "token_counts.json"
+"""The file in a drafter's folder with the counts of sampled tokens."""
+_DIGITS = "[0-9]" * 5
+CHECKPOINT_FILES = ("config.json", WEIGHTS, f"model-{_DIGITS}-of-{_DIGITS}.safetensors", INDEX, *COMPANIONS)
+"""Patterns of the names of a saved model's files."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""The files of a LoRA adapter's folder."""
+DRAFTER_FILES = ("config.json", WEIGHTS, COUNTS)
+"""The files of a drafter's folder."""
 
 
 def existing_directory(path: Path | str) -> Path:

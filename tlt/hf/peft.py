@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt.config.lora import LoraSection
-from tlt.hf.files import existing_directory, read_json, write_hf_json
+from tlt.hf.files import ADAPTER_FILES, existing_directory, read_json, write_hf_json
 from tlt.hf.weights import StoredTensors, is_finite, save_tensors
 from tlt.io.files import replace_folder
 from tlt.kinds import shorten
@@ -24,7 +24,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.lora import adapter_shapes, is_of_adapter
 from tlt.types import UserError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_FILES
 PREFIX = "base_model.model."
 _PLAIN: dict[str, Any] = {
     "use_dora": False,
@@ -58,13 +58,14 @@ adapter belongs to another base."""
 def save_adapter(
     path: Path, lora: LoraSection, tensors: Mapping[str, Tensor], base: str, revision: str | None
 ) -> None:
-    """Writes, or replaces, a folder that `peft.PeftModel.from_pretrained(base, path)` loads.
+    """Writes, or replaces (see `replace_folder`), a folder that `peft.PeftModel.from_pretrained(base, path)`
+    loads.
 
     tensors: the adapters', by our names.
     base: the adapted model, as a folder or on the hub.
     revision: its commit on the hub.
     """
-    with replace_folder(path) as new:
+    with replace_folder(path, ADAPTER_FILES) as new:
         save_tensors(new / WEIGHTS, {PREFIX + name: tensor for name, tensor in tensors.items()})
         write_hf_json(new / CONFIG, adapter_config(lora, base, revision))
 

@@ -9,12 +9,11 @@ line: the file, the tensor and the remedy.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,13 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.hf.config import TOKEN_IDS, config_to_hf
-from tlt.hf.files import existing_directory, read_json, write_hf_json
-from tlt.io.files import replace_folder
+from tlt.hf.files import CHECKPOINT_FILES, INDEX, WEIGHTS, existing_directory, read_json, write_hf_json
+from tlt.io.files import matches, replace_folder
 from tlt.io.hub import COMPANIONS
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.types import UserError
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """Supported number formats, by their safetensors names; any other is a quantization."""
@@ -240,14 +237,13 @@ def save_model(
     time.
     """
     target = Path(path).resolve()
-    _check_replaceable(target)
     origin = None if source is None else existing_directory(source)
     token_ids = {}
     if origin is not None and (origin / "config.json").exists():
         known = read_json(origin / "config.json")
         token_ids = {key: known[key] for key in TOKEN_IDS if key in known}
 
-    with replace_folder(target) as new:
+    with replace_folder(target, CHECKPOINT_FILES) as new:
         _write_tensors(new, config, tensors, dtype, max_shard_bytes)
         write_hf_json(new / "config.json", config_to_hf(config, dtype, token_ids | dict(extra or {})))
         if origin is not None:
@@ -307,25 +303,8 @@ def _write_tensors(
 
 def _copy_companions(origin: Path, directory: Path) -> None:
     for entry in sorted(origin.iterdir()):
-        if _matches(entry, COMPANIONS):
+        if matches(entry.name, COMPANIONS):
             (shutil.copytree if entry.is_dir() else shutil.copyfile)(entry, directory / entry.name)
-
-
-def _matches(entry: Path, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns)
-
-
-def _check_replaceable(target: Path) -> None:
-    """Raises UserError for a folder with other files than a checkpoint's, because replacing it deletes
-    them."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise UserError(f"{target}: is a file; give a folder to save the checkpoint in")
-    for entry in sorted(target.iterdir()):
-        if not _matches(entry, ("config.json", "model*.safetensors", INDEX, *COMPANIONS)):
-            found = f"holds {entry.name}, which is no part of a checkpoint"
-            raise UserError(f"{target}: {found}; give a new or empty folder")
 
 
 # ── identity ────────────────────────────────────────────────────────────────────────────────────────────────

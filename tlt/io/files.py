@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeVar
 
@@ -86,28 +87,70 @@ def write_atomically(path: Path) -> Iterator[TextIO]:
 
 
 @contextlib.contextmanager
-def replace_folder(path: Path) -> Iterator[Path]:
+def replace_folder(path: Path, own: Sequence[str]) -> Iterator[Path]:
     """Yields a new folder to fill, which appears at `path` complete, or not at all. An older folder there is
     removed only then; a crash between the two renames leaves it at `.NAME.old`. Raises UserError where the
-    folder cannot be written."""
+    folder cannot be written, or an older one holds anything else than the writer's files.
+
+    own: patterns of the names of the writer's files.
+    """
     path = path.resolve()
-    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    for folder in (path, *_neighbours(path)):
+        check_replaceable(folder, own)
+    new, old = _neighbours(path)
     try:
-        shutil.rmtree(new, ignore_errors=True)  # left behind by a writer that was killed
+        remove_own(new, own)  # left behind by a writer that was killed
         new.mkdir(parents=True)
         yield new
         for item in (*new.rglob("*"), new):
             flush(item)
         if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            remove_own(old, own)
             path.rename(old)
         new.rename(path)
         flush(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        remove_own(old, own)
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)  # gone after the rename
+        remove_own(new, own)  # gone after the rename
+
+
+def _neighbours(path: Path) -> tuple[Path, Path]:
+    return path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+
+
+def check_replaceable(folder: Path, own: Sequence[str]) -> None:
+    """Raises UserError unless the folder is absent, or holds files with names of these patterns alone, so
+    that replacing it loses nothing else."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is a file, where a folder is written; move it away, or give another path")
+    for entry in sorted(folder.iterdir()):
+        if not matches(entry.name, own):
+            what = f"holds {entry.name}, which replacing the folder would remove"
+            raise UserError(f"{folder}: {what}; move {entry.name} away, or give a new or empty folder")
+
+
+def remove_own(folder: Path, own: Sequence[str]) -> bool:
+    """Removes a folder's entries with names of these patterns, and the folder where nothing else is in it.
+    Returns whether the folder is gone."""
+    with contextlib.suppress(OSError):  # what cannot be removed stays
+        for entry in folder.iterdir():
+            if not matches(entry.name, own):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink()
+        folder.rmdir()
+    return not os.path.lexists(folder)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether the name is of one of these patterns, in which * and ? stand for letters."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def flush(path: Path) -> None:

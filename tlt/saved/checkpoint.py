@@ -15,7 +15,7 @@ same run. One checkpoint is in flight at a time.
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt import __version__
-from tlt.io.files import flush, way_out
+from tlt.io.files import flush, remove_own, way_out
 from tlt.ranks.shards import (
     CODES,
     FileDigest,
@@ -53,7 +53,7 @@ from tlt.saved.manifest import (
     read_manifest,
     verify_files,
 )
-from tlt.saved.retention import clear_leftovers, remove_older
+from tlt.saved.retention import CHECKPOINT_FILES, clear_leftovers, discard, remove_older
 from tlt.types import LAW_VERSION, UserError
 
 _VISIBLE_SECONDS = 60.0
@@ -187,7 +187,7 @@ class CheckpointWriter:
             return digest
         except BaseException as error:  # whatever it is, the other ranks wait for its end
             failure = str(error)
-            shutil.rmtree(new, ignore_errors=True)
+            remove_own(new, CHECKPOINT_FILES)
             raise
         finally:
             self._waiting.tell(f"{key}/end", (failure, digest))
@@ -241,7 +241,8 @@ def commit(new: Path, checkpoint: Checkpoint, reports: Sequence[_Report]) -> Man
     final = folder_of(new.parent, checkpoint.step)
     replaced = final.with_name(f".{final.name}.old")
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        if os.path.lexists(replaced):
+            discard(replaced)
         final.rename(replaced)
     new.rename(final)
     flush(final.parent)

@@ -200,6 +200,20 @@ def code_of(config: Config) -> dict[str, Path]:
     return {module: path for module, path in found.items() if path is not None}
 
 
+def files_of(config: Config) -> dict[str, Path]:
+    """Returns the files and folders on this machine that a run reads, by the keys that name them."""
+    named = {
+        "model.path": config.model.path,
+        "model.adapter": config.model.adapter,
+        "drafter.path": config.drafter.path,
+        "task.data": config.task.data,
+        "evaluation.data": config.evaluation.data,
+        "rollout.replay": config.rollout.replay,
+        **{f"the module {module}": path for module, path in code_of(config).items()},
+    }
+    return {key: path for key, path in named.items() if path is not None and path.exists()}
+
+
 def _names_of(config: Config) -> Iterator[str]:
     """Yields the names of all tasks and reward functions, a mixture's parts included."""
     yield config.task.name

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,6 +28,7 @@ from zlib import crc32
 import numpy as np
 
 from tlt.engine.backend import Unfinished
+from tlt.io.files import remove_own
 from tlt.ranks.world import World, broadcast_bytes, broadcast_json
 from tlt.report.timeline import Timeline
 from tlt.rollout.protocol import Journal, Recalled
@@ -36,6 +36,7 @@ from tlt.saved.checkpoint import Saved
 from tlt.saved.inputs import NO_INPUTS, Inputs
 from tlt.saved.journal_file import JournalRecord, read_record, read_records
 from tlt.saved.manifest import folder_of
+from tlt.saved.run_folder import JOURNAL_FILES, step_folders
 from tlt.spans import SpanName
 from tlt.types import LAW_VERSION, Request, ResponseId, Reward, Rollout, id_of, read_drafts
 
@@ -154,9 +155,9 @@ class FileJournal(Journal):
         self.close()
         before, self._base = folder_of(self.folder, self._base.step), now
         if self.world.is_leader:
-            for folder in self.folder.glob("step-*"):
+            for folder in step_folders(self.folder):
                 if folder.name < before.name:
-                    shutil.rmtree(folder)
+                    remove_own(folder, JOURNAL_FILES)
 
 
 def _write(file: int, record: JournalRecord) -> None:

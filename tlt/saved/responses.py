@@ -30,7 +30,7 @@ def path_of(run: Path, purpose: Purpose, number: int) -> Path:
 
 def kept_by(run: Path, purpose: Purpose) -> list[Path]:
     """Returns the files of a run, the earliest first."""
-    return sorted((run / FOLDER).glob(f"{purpose}-*.jsonl"))
+    return sorted((run / FOLDER).glob(f"{purpose}-{'[0-9]' * 8}.jsonl"))
 
 
 def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:

@@ -1,28 +1,120 @@
-"""A run's folder: whether a run has begun in it, a lock for its one writer, and errors of writing there."""
+"""A run's folder: whether it may be written, whether a run has begun in it, a lock for its one writer, and
+errors of writing there.
+
+    claim     before a process starts: the folder is new, empty, a run's, or holds no name that a run writes
+    .lock     made by the first attempt; its text marks the folder as a run's
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
-import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
-from tlt.io.files import way_out
+from tlt.hf.files import ADAPTER_FILES, CHECKPOINT_FILES, DRAFTER_FILES
+from tlt.io.files import check_replaceable, matches, parse_json, read_file, remove_own, way_out
 from tlt.types import UserError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
 
+PRODUCTS: Final = {
+    "policy": CHECKPOINT_FILES,
+    "best": CHECKPOINT_FILES,
+    "adapter": ADAPTER_FILES,
+    "drafter": DRAFTER_FILES,
+}
+"""The folders that a run replaces, with patterns of the names of their files."""
+_REPLACED = (*PRODUCTS, *(f".{name}.{state}" for name in PRODUCTS for state in ("new", "old")))
+_KEPT_BY_AN_ATTEMPT = (
+    ".lock",
+    "config.json",
+    "console.log",
+    "failures.log",
+    "tracking.json*",
+    "tracking.log",
+    "timeline.rank*.jsonl",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "journal",
+    "responses",
+    "checkpoints",
+)
+WRITTEN: Final = (*_KEPT_BY_AN_ATTEMPT, "timeline.json", "references.safetensors", *_REPLACED)
+"""Patterns of all names that a run writes in its folder, besides its trackers' own."""
+_MARK = "A run of TLT writes in this folder.\n"
+JOURNAL_FILES: Final = ("replica-" + "[0-9]" * 5 + ".*",)
+
+
+# ── may a run write here? ───────────────────────────────────────────────────────────────────────────────────
+
+
+def claim(folder: Path, inputs: Mapping[str, Path], goes_on: bool) -> None:
+    """Raises UserError where a run in the folder would replace or remove what is not its own.
+
+    inputs: the run's files and folders, by the keys that name them.
+    goes_on: whether the run has begun there.
+    """
+    try:
+        if not goes_on:
+            _refuse_foreign(folder)
+        for name, own in PRODUCTS.items():
+            check_replaceable(folder / name, own)
+    except OSError as error:
+        what = f"{error.filename} cannot be read ({error.strerror})"
+        raise UserError(f"run.out_dir: {what}; give another --run.out_dir") from None
+    for key, path in inputs.items():
+        for place in [folder / name for name in WRITTEN] if goes_on else [folder]:
+            if (how := _overlap(path, place)) is not None:
+                what = f"{place} {how} {key}, {path}, which a run only reads"
+                whose = "begin a new run in" if goes_on else "give"
+                raise UserError(f"run.out_dir: {what}; {whose} another --run.out_dir")
+
+
+def _overlap(path: Path, place: Path) -> str | None:
+    """Returns how a place that is written lies to an input, in words; None: they are apart."""
+    path, place = (Path(os.path.realpath(one)) for one in (path, place))
+    if path == place:
+        return "is"
+    if path.is_relative_to(place):
+        return "contains"
+    return "lies in" if place.is_relative_to(path) else None
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises UserError for a folder that holds a name that a run writes, unless an attempt that ended before
+    its first step has left it there."""
+    if not folder.is_dir():
+        return  # absent, or refused by the lock
+    is_attempts = _is_marked(folder) and not _has_left(folder)
+    for entry in sorted(folder.iterdir()):
+        if matches(entry.name, WRITTEN) and not (is_attempts and matches(entry.name, _KEPT_BY_AN_ATTEMPT)):
+            what = f"holds {entry.name}, which a run would write over"
+            raise UserError(f"run.out_dir: {folder} {what}; give another --run.out_dir")
+
+
+def _is_marked(folder: Path) -> bool:
+    lock = folder / ".lock"
+    return lock.is_file() and lock.read_bytes()[: len(_MARK)] == _MARK.encode()
+
+
+# ── has a run begun here? ───────────────────────────────────────────────────────────────────────────────────
+
 
 def has_begun(folder: Path) -> bool:
     """Returns whether a run has begun in the folder: it has left a step, an evaluation or a checkpoint. An
     attempt that ended earlier, for example because its task was faulty, has nothing to keep."""
+    return _has_left(folder) and (folder / "config.json").exists()
+
+
+def _has_left(folder: Path) -> bool:
     files = (folder / name for name in ("metrics.jsonl", "evaluations.jsonl"))
     has_lines = any(file.is_file() and file.stat().st_size for file in files)
-    has_left = has_lines or any(folder.glob("checkpoints/step-*"))
-    return has_left and (folder / "config.json").exists()
+    return has_lines or any(folder.glob("checkpoints/step-*"))
 
 
 def can_go_on(folder: Path) -> bool:
@@ -32,28 +124,44 @@ def can_go_on(folder: Path) -> bool:
 
 
 def _has_journal(folder: Path) -> bool:
-    return any(folder.glob("journal/step-*/*"))
+    return any(path for step in step_folders(folder / "journal") for path in step.glob(JOURNAL_FILES[0]))
+
+
+def step_folders(folder: Path) -> Iterator[Path]:
+    """Yields the folders with names of steps, as journal/ and checkpoints/ have them."""
+    return folder.glob("step-" + "[0-9]" * 8)
 
 
 def forget_journal(folder: Path) -> bool:
-    """Removes the responses of an earlier attempt. Returns whether there were any."""
+    """Removes the responses of an earlier attempt, and no other files. Returns whether there were any."""
     had_any = _has_journal(folder)
-    shutil.rmtree(folder / "journal", ignore_errors=True)
+    for step in step_folders(folder / "journal"):
+        remove_own(step, JOURNAL_FILES)
+    remove_own(folder / "journal", ())
     return had_any
 
 
 def refuse_begun(folder: Path) -> None:
-    """Raises UserError if a run has begun in the folder."""
-    if has_begun(folder):
+    """Raises UserError if a run has begun in the folder, by its mark or by its configuration."""
+    if has_begun(folder) and (_is_marked(folder) or _describes_run(folder / "config.json")):
         raise UserError(
             f"run.out_dir: {folder} holds a run already;"
             f" continue it with tlt train --resume {folder}, or give another --run.out_dir"
         )
 
 
+def _describes_run(config: Path) -> bool:
+    """Returns whether a config.json is a run's: a model's has no sections."""
+    with contextlib.suppress(OSError, ValueError):
+        sections = parse_json(read_file(config).decode())
+        return isinstance(sections, dict) and {"run", "model", "task"} <= sections.keys()
+    return False
+
+
 class FolderLock:
-    """A lock of the kernel on a folder, held until `release` or the end of the process. Makes the folder.
-    Raises UserError if another process holds the lock, or nothing can be written there."""
+    """A lock of the kernel on a folder, held until `release` or the end of the process. Makes the folder, and
+    marks it as a run's. Raises UserError if another process holds the lock, or nothing can be written
+    there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,6 +181,10 @@ class FolderLock:
                 f"run.out_dir: another process is running in {folder}; wait for its end, stop it, "
                 "or give another --run.out_dir"
             ) from None
+        if self._file.tell() == 0:
+            with contextlib.suppress(OSError):  # of a full disk, the first file that matters tells
+                self._file.write(_MARK)
+                self._file.flush()
 
     def check(self) -> None:
         """Raises UserError if the folder has been removed or replaced."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from tlt.accounts import RewardSummary
-from tlt.io.files import read_file
+from tlt.io.files import read_file, remove_own
 from tlt.ranks.world import broadcast_json
 from tlt.report.words import near, when
 from tlt.rewards.pool import check_scorable, summarize
+from tlt.saved.run_folder import PRODUCTS
 from tlt.spans import SpanName
 from tlt.training.evaluations import Evaluation
 from tlt.training.run import Run
@@ -47,7 +47,7 @@ def settle_best(run: Run) -> None:
         run.console.note(f"{gone}; now it is of the one {when(best.step)}")
         return
     if run.world.is_leader:
-        shutil.rmtree(folder.resolve())
+        remove_own(folder.resolve(), PRODUCTS["best"])
     lost = ""
     if best is not None:
         lost = f", and the best policy left, that {when(best.step)}, had been replaced by it"

@@ -46,11 +46,11 @@ from tlt.report.log import LOG, logging_stderr
 from tlt.report.trackers import check_trackers
 from tlt.report.words import near
 from tlt.rewards.scoring import Scorer
-from tlt.saved.inputs import Inputs, resolved_from
+from tlt.saved.inputs import Inputs, files_of, resolved_from
 from tlt.saved.manifest import latest_checkpoint
 from tlt.saved.replay import check_replay
 from tlt.saved.retention import go_back_to
-from tlt.saved.run_folder import FolderLock
+from tlt.saved.run_folder import FolderLock, claim
 from tlt.saved.run_identity import Begun
 from tlt.training.loop import describe_run, main
 from tlt.training.problems import chat_format, describe_overlap, read_problems
@@ -167,11 +167,13 @@ def go_back(checkpoint: Path) -> None:
             console.note(f"a newer checkpoint is kept as {near(path)}")
 
 
-def prepare(config: Config, begun: Begun | None = None) -> Config:
+def prepare(config: Config, begun: Begun | None = None, goes_on: bool = False) -> Config:
     """Refuses mistakes, prints the header, and returns the configuration with its names pinned.
 
     begun: the run that is resumed; None: a new run, or nothing is known of the old one.
+    goes_on: whether the run in the folder goes on, known or not.
     """
+    claim(config.run.out_dir, files_of(config), goes_on)
     ranks = choose_ranks(config)
     config = pin(config)
     place = find_place()

@@ -31,7 +31,7 @@ from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.assembly.cost_prior import cost_prior
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabulary
-from tlt.drafter.formats.folder import COUNTS, StoredDrafter, load_drafter, save_drafter
+from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.growth import grow_drafter
@@ -48,6 +48,7 @@ from tlt.drafter.vocabulary import (
     sizes_of,
 )
 from tlt.engine.engine import RolloutEngine
+from tlt.hf.files import COUNTS
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer

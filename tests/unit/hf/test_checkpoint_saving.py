@@ -177,10 +177,14 @@ def test_a_save_that_dies_between_its_two_renames_can_be_repaired(
 def test_a_directory_with_other_files_is_not_replaced(saved: Path, tmp_path: Path) -> None:
     (saved / "thesis.tex").write_text("years")
     message = refusal(save_small, saved)
-    assert message.startswith(f"{saved}: holds thesis.tex, which is no part of a checkpoint;")
+    assert message.startswith(
+        f"{saved}: holds thesis.tex, which replacing the folder would remove; move thesis.tex away,"
+    )
     assert (saved / "thesis.tex").read_text() == "years"
     (tmp_path / "file").touch()
-    assert refusal(save_small, tmp_path / "file").startswith(f"{tmp_path / 'file'}: is a file;")
+    assert refusal(save_small, tmp_path / "file").startswith(
+        f"{tmp_path / 'file'}: is a file, where a folder is written;"
+    )
     (tmp_path / "empty").mkdir()
     assert save_small(tmp_path / "empty") == hash_of(tmp_path / "empty")
 

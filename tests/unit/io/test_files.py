@@ -118,7 +118,7 @@ def test_an_output_makes_its_folder_only_when_it_is_written(here: Path) -> None:
 
 
 def fill(path: Path, text: str) -> None:
-    with replace_folder(path) as new:
+    with replace_folder(path, ["inner"]) as new:
         (new / "inner").mkdir()
         (new / "inner" / "file").write_text(text)
 
@@ -139,7 +139,7 @@ def test_a_folder_that_could_not_be_filled_leaves_the_old_one_alone(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(here / "out", "old")
-    with pytest.raises(ZeroDivisionError), replace_folder(here / "out") as new:
+    with pytest.raises(ZeroDivisionError), replace_folder(here / "out", ["inner", "half"]) as new:
         (new / "half").write_text(str(1 / 0))
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(UserError, match=r"out: cannot be written \(No space left on device\)"):

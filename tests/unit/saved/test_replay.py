@@ -86,7 +86,6 @@ def test_what_a_later_attempt_contradicts_is_removed(tmp_path: Path) -> None:
     assert left == [
         "rollout-00000001.jsonl",
         "rollout-00000004.jsonl",
-        "rollout-of-mine.jsonl",
         "evaluation-00000000.jsonl",
     ]
 

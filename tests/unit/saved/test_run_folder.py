@@ -47,7 +47,7 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_folder_is_a_runs_as_soon_as_something_in_it_is_worth_keeping(left: str, tmp_path: Path) -> None:
     """An attempt whose task was at fault has written its configuration and an empty metrics.jsonl."""
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"run": {}, "model": {}, "task": {}}')
     (tmp_path / "metrics.jsonl").touch()
     refuse_begun(tmp_path)
     (tmp_path / left).write_text("{}\n")

@@ -28,6 +28,7 @@ from tlt.drafter.formats.layouts import Target, lay_out, num_to_draft
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import BlockShape, EagleShape, Method
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
+from tlt.hf.files import DRAFTER_FILES
 from tlt.io.files import replace_folder
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
@@ -80,7 +81,7 @@ def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path)
     """Writes the folder `out`, whole or not at all. UserError if the format cannot hold the drafter."""
     check_format(drafter, name)
     tensors, described = lay_out(drafter, name, target)
-    with replace_folder(out) as folder:
+    with replace_folder(out, (*DRAFTER_FILES, "README.md")) as folder:
         write_files(folder, tensors, described)
         (folder / "README.md").write_text(_readme(drafter, name, target, out))
 

@@ -29,7 +29,7 @@ from tlt.drafter.training.lesson import Preset
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.vocabulary import from_pairs, to_pairs
 from tlt.hf.config import Fields, config_to_hf, parse_config
-from tlt.hf.files import read_json
+from tlt.hf.files import COUNTS, DRAFTER_FILES, read_json
 from tlt.hf.weights import save_tensors
 from tlt.io.files import replace_folder
 from tlt.kinds import shorten
@@ -42,9 +42,6 @@ ARCHITECTURE: Mapping[Method, str] = {
     **BLOCK_ARCHITECTURE,
 }
 """The architecture in config.json by the drafter's form."""
-
-COUNTS = "token_counts.json"
-"""The file in a drafter's folder with the counts of sampled tokens."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def save_drafter(
     about: Mapping[str, Any] | None = None,
     counts_V: Tensor | None = None,
 ) -> None:
-    """Writes the drafter, whole or not at all; replaces an existing folder.
+    """Writes the drafter, whole or not at all; replaces an existing folder (see `replace_folder`).
 
     about: see `StoredDrafter`; written under the key "tlt" of config.json, which engines ignore.
     counts_V: counts of the tokens sampled, for the choice of a draft vocabulary; None: not counted.
@@ -94,7 +91,7 @@ def save_drafter(
 def save_stored(path: Path, drafter: StoredDrafter, dtype: torch.dtype) -> None:
     """Writes a drafter that is there as tensors; otherwise as `save_drafter`."""
     tensors = {name: _stored(tensor, dtype) for name, tensor in drafter.tensors.items()}
-    with replace_folder(path) as folder:
+    with replace_folder(path, DRAFTER_FILES) as folder:
         write_files(folder, tensors, drafter_to_hf(drafter.config, dtype, drafter.about))
         if drafter.counts_V is not None:
             write_counts(folder / COUNTS, drafter.counts_V)

@@ -25,8 +25,8 @@ from tlt.drafter.formats.block_folder import block_method
 from tlt.drafter.model import draft_token_ids
 from tlt.drafter.shape import Method
 from tlt.hf.config import MOST_LAYERS, Fields
-from tlt.hf.files import read_json
-from tlt.hf.weights import INDEX, WEIGHTS, read_safetensors
+from tlt.hf.files import INDEX, WEIGHTS, read_json
+from tlt.hf.weights import read_safetensors
 from tlt.types import UserError
 
 METHOD_BY_ARCHITECTURE: Mapping[str, Method | None] = {
