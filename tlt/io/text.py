@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from unicodedata import category
 
+from tlt.io.secrets import hide
+
 
 def visible(text: str) -> str:
     """Returns the text with an escape such as \\x1b for each character that controls a terminal or is
@@ -23,8 +25,8 @@ def visible(text: str) -> str:
 
 
 def one_line(error: BaseException, limit: int = 10_000) -> str:
-    """Returns kind and message of an exception on one line of bounded length."""
-    text = visible(" ".join(f"{type(error).__name__}: {message_of(error)}".split()))
+    """Returns kind and message of an exception on one line of bounded length, without credentials."""
+    text = visible(" ".join(hide(f"{type(error).__name__}: {message_of(error)}").split()))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from tlt.accounts import RewardSummary
-from tlt.rewards.scoring import Completion, RewardSpec, Scorer
+from tlt.rewards.scoring import MAX_METRICS, Completion, RewardSpec, Scorer
 from tlt.rewards.worker import Worker, WorkerLost
 from tlt.types import ResponseId, Reward, UserError
 
@@ -43,10 +43,17 @@ def summarize(rewards: Sequence[Reward]) -> RewardSummary:
         len(errors),
         errors[0] if errors else "",
         parts=_means(reward.parts for reward in scored),
-        metrics=_means(reward.metrics for reward in scored),
+        metrics=_bounded(_means(reward.metrics for reward in scored)),
         reward_by_task=_means({reward.task: reward.value} for reward in of_tasks),
         solve_rate_by_task=_means({reward.task: float(reward.is_solved)} for reward in of_tasks),
     )
+
+
+def _bounded(metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the first `MAX_METRICS` figures, with the number of those left out beside them."""
+    if (num_more := len(metrics) - MAX_METRICS) <= 0:
+        return metrics
+    return {**dict(islice(metrics.items(), MAX_METRICS)), "names left out": float(num_more)}
 
 
 def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

