@@ -39,15 +39,11 @@ _OUTLIERS, _OUTLIER = 0.02, (2.0, 10.0)
 class Drafter:
     """rates: by kind, the chance of a drafted token if all before it are accepted.
     kinds: of strategies that exist.
-
-    recorded: the overlap that its folder records, which promises a rate of overlap / (2 - overlap); None:
-        none.
     is_uneven: whether some texts are easy and others hard: the logarithm of a text's rate is the drafter's
         times an exponentially distributed factor.
     """
 
     rates: Mapping[str, float]
-    recorded: float | None = None
     is_uneven: bool = False
 
     @property
@@ -69,9 +65,8 @@ class Drafter:
 
 DRAFTERS = {
     "good": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}),
-    "good, recorded": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}, 0.88),
-    "uneven": Drafter({"learned": 0.85, "ngram": 0.02, "hybrid": 0.85}, 0.92, is_uneven=True),
-    "not as recorded": Drafter({"learned": 0.35, "ngram": 0.02, "hybrid": 0.35}, 0.82),
+    "uneven": Drafter({"learned": 0.85, "ngram": 0.02, "hybrid": 0.85}, is_uneven=True),
+    "fair": Drafter({"learned": 0.35, "ngram": 0.02, "hybrid": 0.35}),
     "useless": Drafter({"learned": 0.02, "ngram": 0.02, "hybrid": 0.03}),
     "none": Drafter({"ngram": 0.02}),
     "repeats": Drafter({"ngram": 0.8}),

@@ -32,9 +32,7 @@ SETTLED_AFTER, SETTLED_STEPS = 30.0, 400
 
 
 def cold_tuner(machine: Machine) -> StrategyTuner:
-    tuner = make_tuner(
-        "adaptive", machine.drafter.kinds, prior=machine.profile.prior, acceptance=machine.drafter.recorded
-    )
+    tuner = make_tuner("adaptive", machine.drafter.kinds, prior=machine.profile.prior)
     assert tuner is not None
     return tuner
 

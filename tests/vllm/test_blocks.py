@@ -239,8 +239,8 @@ def test_a_server_that_drafts_blocks_gives_our_own_engine_s_tokens(own: Any, tmp
     from benchmarks.vllm_serve import asks, serving
 
     start(BASE, tmp_path / "drafter", None)
-    drafting, facts = for_server(BASE, tmp_path / "drafter", tmp_path / "out")
-    served = Served(BASE, "m", "float32", "adaptive", ("learned",), drafting, BLOCK, facts)
+    drafting, prior = for_server(BASE, tmp_path / "drafter", tmp_path / "out")
+    served = Served(BASE, "m", "float32", "adaptive", ("learned",), drafting, BLOCK, prior)
     told = [
         word if value is None else f"{word}={value}"
         for word, value in options(Installed((), True), served).items()

@@ -134,18 +134,14 @@ def build_engine(
 def _make_tuner(
     config: ModelConfig, settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
 ) -> StrategyTuner | None:
-    """Returns the tuner that the settings name, with priors from the drafter's size and acceptance."""
+    """Returns the tuner that the settings name, with a prior from the drafter's size."""
     prior = cost_prior(config, None if drafter is None else drafter.config, settings.drafting.vocabulary)
-    acceptance, depth = None, Strategy.MAX_DEPTH
-    if drafter is not None:
-        acceptance, depth = drafter.acceptance, drafter.config.max_depth
     return make_tuner(
         settings.speculation,
         kinds,
         settings.tuner,
         prior=prior,
-        acceptance=acceptance,
-        learned_depth=depth,
+        learned_depth=Strategy.MAX_DEPTH if drafter is None else drafter.config.max_depth,
     )
 
 

@@ -31,7 +31,6 @@ from tlt.types import UserError
 from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
 from tlt.vllm.engine import Speculation, VllmEngine
-from tlt.vllm.inside.served import TunerFacts
 from tlt.vllm.link import Link
 from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
@@ -129,7 +128,6 @@ def build_vllm(
         max_depth=depths[-1],
         abilities=Abilities(trees=False, hindsight=False, limits=not link.is_v2),
         prior=plan.prior,
-        acceptance=None if learned is None else learned.stored.acceptance,
     )
     engine = VllmEngine(
         link,
@@ -145,17 +143,18 @@ def build_vllm(
     return engine
 
 
-def for_server(model: Path, drafter: Path, out: Path) -> tuple[Mapping[str, Any], TunerFacts]:
-    """Returns the drafter's part of vLLM's speculative_config, and what the tuner knows of it beforehand.
+def for_server(model: Path, drafter: Path, out: Path) -> tuple[Mapping[str, Any], CostPrior]:
+    """Returns the drafter's part of vLLM's speculative_config, and its costs as the tuner assumes them
+    at first.
     Writes it to `out` where vLLM reads another form than the folder's. Raises UserError where it does not fit
     the model.
     """
     target = open_model(model)
     stored = load_drafter(drafter, target.config, target.tensors)
     method = stored.config.method
-    facts = TunerFacts(cost_prior(target.config, stored.config), stored.acceptance)
+    prior = cost_prior(target.config, stored.config)
     if method == "eagle" and read_json(drafter / "config.json")["architectures"] == [ARCHITECTURE[method]]:
-        return {"method": method, "model": str(drafter)}, facts
+        return {"method": method, "model": str(drafter)}, prior
     head_VE = target.tensors[Learned(stored, target.config).head]
     described = Target(str(model), target.config.architecture, head_VE)
-    return export_for_vllm(stored, described, out), facts
+    return export_for_vllm(stored, described, out), prior

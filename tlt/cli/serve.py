@@ -139,18 +139,18 @@ def _model_source(options: Serve) -> Source:
 
 def _served(options: Serve, source: Source) -> Served:
     """Returns what vLLM is told; exports the drafter where vLLM reads another form."""
-    from tlt.vllm.inside.served import TunerFacts
+    from tlt.tuning.step_costs import UNKNOWN
     from tlt.vllm.server import Served
     from tlt.vllm.strategies import vllm_kinds
 
     speculation = options.speculation or ("off" if source.drafter is None else "adaptive")
     kinds = vllm_kinds(speculation, source.drafter is not None)
-    drafting, facts = None, TunerFacts()
+    drafting, prior = None, UNKNOWN
     if kinds == ("learned",):
         from tlt.assembly.vllm import for_server
 
         assert source.drafter is not None, "it is learned"
-        drafting, facts = for_server(source.model, source.drafter, source.to)
+        drafting, prior = for_server(source.model, source.drafter, source.to)
     elif kinds:
         from tlt.assembly.vllm import NGRAM
 
@@ -163,6 +163,6 @@ def _served(options: Serve, source: Source) -> Served:
         kinds=kinds,
         drafter=drafting,
         max_draft_tokens=options.max_draft_tokens,
-        facts=facts,
+        prior=prior,
         template_variables=source.template_variables,
     )

@@ -27,7 +27,6 @@ from tlt.tuning.expectation import Array, ChainTable, Expectation, Rates
 _RATE = 0.7  #                 rate assumed of a drafter at depth 1, before any evidence    -
 _RATE_OF_RETRIEVAL = 0.03  #   the same of retrieval: few texts repeat                      2026-11-21
 _WORTH_OF_RATE = 1.0  #        weight of an assumed rate                                    -
-_WORTH_OF_RECORDED = 8.0  #    weight of the rate in a drafter's folder: of other texts     2026-11-24
 _WORTH_OF_RESEMBLED = 4.0  #   weight that the learned drafter's evidence adds to hybrid's  -
 _WORTH_ELSEWHERE = 16.0  #     most weight of evidence from other batch sizes               2026-11-21
 _WORTH_OF_OLDER = 16.0  #      most weight of evidence about an older policy or drafter     see 2026-11-25
@@ -84,13 +83,11 @@ class AcceptanceModel:
     curve; evidence from all batch sizes counts there with a bounded weight. A depth that was seldom reached
     takes its rate from the depth before it.
 
-    recorded: the mean overlap of the learned drafter's distribution with the target's, sum_v min(p(v), q(v)),
-        as measured last; None: never measured. Tokens drawn with the same noise are equal with a chance of at
-        least overlap / (2 - overlap) (Gumbel coupling, arXiv 2408.07978); that is the drafter's first rate.
+    The first rates are constants. A drafter's folder records the acceptance of other texts at depth 1 alone:
+    assumed of all depths, it kept long chains from being tried (benchmarks/log.md, 2026-11-26).
     """
 
-    def __init__(self, recorded: float | None = None) -> None:
-        self.recorded = recorded
+    def __init__(self) -> None:
         self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
         self.lasting: dict[Curve, _Counts] = defaultdict(_Counts)
         """The same over the whole run: fades slowly and does not age with versions. For `tlt plan speed`."""
@@ -181,9 +178,7 @@ class AcceptanceModel:
         return rates
 
     def is_known(self, arm: Strategy) -> bool:
-        """Returns whether the acceptance of the arm's drafter was measured, in this run or in training."""
-        if arm.drafter == "learned" and self.recorded is not None:
-            return True
+        """Returns whether the acceptance of the arm's drafter was measured."""
         counts = self.counts.get(Curve(arm.drafter, 1, None, None))
         return counts is not None and bool(counts.tried[0] >= _ENOUGH)
 
@@ -297,12 +292,9 @@ class AcceptanceModel:
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
         first = _RATE_OF_RETRIEVAL if curve.drafter == "ngram" else _RATE
         known = _WORTH_OF_RATE
-        if self.recorded is not None and curve.drafter == "learned":
-            first, known = self.recorded / (2 - self.recorded), _WORTH_OF_RECORDED
-        elif curve.drafter == "hybrid":  # its prior rests on evidence about the learned drafter
+        if curve.drafter == "hybrid":  # its prior rests on evidence about the learned drafter
             learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
             known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)
-            known += 0.0 if self.recorded is None else _WORTH_OF_RESEMBLED
         rate, num_chances = first, math.sqrt(curve.width)  # later candidates are worth less
         doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
         accepted, counts, survival = [], [], 1.0

@@ -61,7 +61,6 @@ class CostModel(StrategyTuner):
     """Chooses the arm with the best prediction, and tries others while that pays.
 
     prior: the drafter's size relative to the target's.
-    acceptance: the learned drafter's recorded overlap (`AcceptanceModel`); None: no record.
     has_hindsight: whether batches report what retrieval would have drafted; if not, retrieval is tried like
         any other drafter.
     limits_chains: whether the engine verifies less than a whole chain of some sequences (`limits`).
@@ -72,14 +71,13 @@ class CostModel(StrategyTuner):
         arms: Sequence[Strategy],
         *,
         prior: CostPrior = UNKNOWN,
-        acceptance: float | None = None,
         has_hindsight: bool = True,
         limits_chains: bool = False,
     ) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
         self.has_hindsight, self.limits_chains = has_hindsight, limits_chains
-        self.acceptance, self.costs = AcceptanceModel(acceptance), StepCosts(prior)
+        self.acceptance, self.costs = AcceptanceModel(), StepCosts(prior)
         self.frailties = Frailties()
         self._survivals: dict[Curve, Array] = {}
         """By curve, without its octave: what survives each depth, as the last decision estimated it."""

@@ -98,7 +98,6 @@ def make_tuner(
     max_depth: int = Strategy.MAX_DEPTH,
     abilities: Abilities = OURS,
     prior: CostPrior = UNKNOWN,
-    acceptance: float | None = None,
     learned_depth: int = Strategy.MAX_DEPTH,
 ) -> StrategyTuner | None:
     """Returns the tuner that the user asked for; None for `off`.
@@ -108,7 +107,6 @@ def make_tuner(
     name: the tuner behind `adaptive`, cost-model or beg-mab.
     max_depth: see `default_arms`.
     prior: the drafter's size relative to the target's.
-    acceptance: the rate that the learned drafter's folder records; None: no record.
     learned_depth: see `default_arms`.
 
     Raises UserError for a strategy whose drafter does not exist.
@@ -133,6 +131,5 @@ def make_tuner(
         arms,
         prior=prior,
         has_hindsight=abilities.hindsight,
-        acceptance=acceptance,
         limits_chains=abilities.limits,
     )

@@ -19,10 +19,11 @@ from typing import Any
 from tlt import __version__
 from tlt.io.extras import DISTRIBUTION, how_to_install
 from tlt.speculative.strategy import Strategy
+from tlt.tuning.step_costs import UNKNOWN, CostPrior
 from tlt.types import UserError
 from tlt.vllm.environment import PLUGIN, read_facts
 from tlt.vllm.inside.release import is_supported, supported
-from tlt.vllm.inside.served import CONFIG_KEY, TUNED, TunerFacts
+from tlt.vllm.inside.served import CONFIG_KEY, TUNED, to_json
 from tlt.vllm.settings import CPU_KV_GIB, speculative_config
 from tlt.vllm.strategies import check_speculation, draft_depths
 
@@ -56,7 +57,7 @@ class Served:
     """As in VllmSettings."""
     max_draft_tokens: int = 8
     """Most tokens of a draft that the tuner may choose."""
-    facts: TunerFacts = field(default_factory=TunerFacts)
+    prior: CostPrior = UNKNOWN
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
 
@@ -137,7 +138,7 @@ def options(installed: Installed, served: Served) -> dict[str, str | None]:
     """Returns vLLM's options; None: one without a value."""
     is_adaptive, law = served.speculation == "adaptive" and served.drafter is not None, dict[str, Any]()
     if is_adaptive:
-        law["tuner"] = served.facts.to_json()
+        law["tuner"] = to_json(served.prior)
     found: dict[str, str | None] = {
         "--served-model-name": served.name,
         "--dtype": served.dtype,

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
+from tests.unit.tuning.test_tuner import Machine, play
 from tlt.assembly.engine import EngineSettings, _make_tuner
 from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, save_drafter
@@ -32,7 +33,6 @@ from tlt.drafter.shape import EagleShape, Method, drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
-from tlt.tuning.cost_model import CostModel
 from tlt.types import UserError
 
 RECORDED: dict[str, Any] = json.loads(
@@ -570,13 +570,19 @@ def test_the_mask_follows_from_the_map(tmp_path: Path, maps: Mapping[str, Tensor
     assert found.config.is_reduced
 
 
-@pytest.mark.parametrize("recorded", [0.6, None])
-def test_the_acceptance_that_was_recorded_after_training_is_the_tuners_first(recorded: float | None) -> None:
-    drafter = replace(make_drafter(DEEP, "eagle"), about={"acceptance": recorded})
-    assert drafter.acceptance == recorded
-    tuner = _make_tuner(DEEP, EngineSettings(speculation="adaptive"), drafter, ("learned",))
-    assert isinstance(tuner, CostModel)
-    assert tuner.acceptance.recorded == recorded
+@pytest.mark.parametrize("recorded", [0.5, 0.94, 0.99, 1e-6, "0.9", [0.9, 0.8], None])
+def test_what_a_folder_records_of_acceptance_changes_no_choice_of_the_tuner(recorded: Any) -> None:
+    """It was measured on other texts, and at depth 1 alone."""
+    choices = []
+    for about in ({}, {"acceptance": recorded}):
+        drafter = replace(make_drafter(DEEP, "eagle"), about=about)
+        settings = EngineSettings(speculation="adaptive")
+        tuner = _make_tuner(DEEP, settings, drafter, ("learned", "ngram", "hybrid"))
+        assert tuner is not None
+        machine = Machine({"learned": 0.93, "ngram": 0.05, "hybrid": 0.93}, 25.0)
+        choices.append(play(tuner, machine, [1] * 200))
+    assert choices[0] == choices[1]
+    assert any(arm.depth > 8 for arm in choices[0]), "the drafter is good: long chains are tried"
 
 
 def test_a_pickled_drafter_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:

@@ -491,25 +491,6 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     assert counts.tried[0] == pytest.approx(4 * (4 * fading + 1)), "its acceptance does"
 
 
-def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it() -> None:
-    arm = Strategy("learned", 4, 1, 4)
-    chance = 0.6 / (2 - 0.6)  # of a token that is drawn with the same noise, at an overlap of 0.6
-    assert expected(AcceptanceModel(0.6), Strategy("learned", 1, 1, 1))[0] == pytest.approx(1 + chance)
-    expectations = [expected(AcceptanceModel(recorded), arm)[0] for recorded in (0.1, None, 0.9)]
-    assert expectations[0] < 1.3
-    assert expectations == sorted(expectations)
-    for recorded, is_off in ((0.02, True), (0.85, False)):
-        chosen = list[Strategy]()
-        for seed in range(4):
-            machine = Machine({"learned": 0.85, "ngram": 0.0, "hybrid": 0.85}, 25.0, seed)
-            chosen += play(CostModel(ARMS, acceptance=recorded), machine, [4] * 8)[3:]
-        assert (Strategy.OFF in chosen) is is_off
-    wrong = AcceptanceModel(0.9)
-    for _ in range(60):
-        wrong.observe(arm, [0, 0, 0, 0])
-    assert expected(wrong, arm)[0] < 1.1, "what is seen outweighs it"
-
-
 def test_a_depth_that_is_hardly_reached_is_not_trusted_for_what_it_once_was() -> None:
     """Everything repeats for 200 steps, then nothing: the depths beyond the first, which few come to now,
     are doubted, too."""

@@ -12,10 +12,11 @@ import pytest
 
 from tlt import __version__
 from tlt.cli import main as cli
+from tlt.tuning.step_costs import UNKNOWN
 from tlt.types import UserError
 from tlt.vllm import environment, server
 from tlt.vllm.inside.release import is_supported, supported
-from tlt.vllm.inside.served import TUNED, TunerFacts
+from tlt.vllm.inside.served import TUNED, prior_of
 from tlt.vllm.server import Installed, Served, command, find_vllm
 
 COUNTDOWN = Path(__file__).parents[3] / "recipes/countdown"
@@ -35,7 +36,7 @@ def test_the_command_sets_law_drafter_tuner_and_names() -> None:
     assert value(words, "--scheduler-cls") == TUNED
     assert "--no-async-scheduling" in words
     law = json.loads(value(words, "--additional-config"))["tlt"]
-    assert TunerFacts.of(law) == TunerFacts()
+    assert prior_of(law) == UNKNOWN
     drafting = json.loads(value(words, "--speculative-config"))
     assert drafting["num_speculative_tokens"] == 4
     assert [depth for _, _, depth in drafting["num_speculative_tokens_per_batch_size"]] == [0, 1, 2, 3, 4]

@@ -66,12 +66,6 @@ class StoredDrafter:
         known: str | None = self.about.get("policy_hash", self.about.get("target"))
         return known
 
-    @property
-    def acceptance(self) -> float | None:
-        """The acceptance measured after training (measure.py); None: not recorded."""
-        known = self.about.get("acceptance")
-        return float(known) if isinstance(known, int | float) and 0 < known < 1 else None
-
 
 def save_drafter(
     path: Path,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -23,7 +23,7 @@ from tlt.vllm.inside.release import check_installed
 CONFIG_KEY = "tlt"
 """The law's key in vLLM's `additional_config`.
 
-    {"tau": the drafter's temperature, "captures": whether features are captured, "tuner": TunerFacts}
+    {"tau": the drafter's temperature, "captures": whether features are captured, "tuner": CostPrior}
 """
 
 TUNED = "tlt.vllm.inside.tuned.TunedScheduler"
@@ -33,29 +33,18 @@ SEED_BITS = 62
 """Bits of a seed drawn for a request without one. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
 
 
-@dataclass(frozen=True)
-class TunerFacts:
-    """What a server's tuner knows before it has measured anything."""
+def prior_of(law: Mapping[str, Any]) -> CostPrior:
+    """Reads the key `tuner` of the law's configuration. Raises UserError for anything else there."""
+    try:
+        return CostPrior(**{name: float(size) for name, size in law.get("tuner", {}).items()})
+    except (AttributeError, TypeError, ValueError):
+        takes = f"it takes {', '.join(asdict(UNKNOWN))}, and {{}} for the defaults"
+        raise UserError(f"additional_config: {CONFIG_KEY}.tuner is {law['tuner']!r}; {takes}") from None
 
-    prior: CostPrior = UNKNOWN
-    """Sizes of the drafter relative to the target."""
-    acceptance: float | None = None
-    """The acceptance that the drafter's folder records; None: no record."""
 
-    @staticmethod
-    def of(law: Mapping[str, Any]) -> TunerFacts:
-        """Reads the key `tuner` of the law's configuration. Raises UserError for anything else there."""
-        try:
-            sizes = {name: float(size) for name, size in law.get("tuner", {}).items()}
-            facts = TunerFacts(acceptance=sizes.pop("acceptance", None), prior=CostPrior(**sizes))
-        except (AttributeError, TypeError, ValueError):
-            takes = f"it takes acceptance, {', '.join(asdict(UNKNOWN))}, and {{}} for the defaults"
-            raise UserError(f"additional_config: {CONFIG_KEY}.tuner is {law['tuner']!r}; {takes}") from None
-        return facts
-
-    def to_json(self) -> dict[str, float]:
-        facts = asdict(self.prior) | ({} if self.acceptance is None else {"acceptance": self.acceptance})
-        return {name: float(f"{value:.4g}") for name, value in facts.items() if value is not None}
+def to_json(prior: CostPrior) -> dict[str, float]:
+    """Returns what `prior_of` reads."""
+    return {name: float(f"{size:.4g}") for name, size in asdict(prior).items() if size is not None}
 
 
 def law_config(config: Any) -> dict[str, Any] | None:
@@ -76,7 +65,7 @@ def check_server(config: Any) -> None:
     if not isinstance(given, dict) or given.keys() - {"tau", "captures", "tuner"}:
         takes = "it takes tau, captures and tuner, and {} for the defaults"
         raise UserError(f"additional_config: {CONFIG_KEY} is {given!r}; {takes}")
-    TunerFacts.of(given)
+    prior_of(given)
     if not isinstance(tau := given.get("tau", 1.0), int | float) or tau <= 0:
         raise UserError(f"additional_config: {CONFIG_KEY}.tau is {tau!r}; it must be above 0")
     check_installed()

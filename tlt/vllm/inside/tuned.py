@@ -22,7 +22,7 @@ from tlt.engine.stats import EngineStats
 from tlt.speculative.strategy import NO_EXPECTATION, BatchState, RunningSequence, StepOutcome, Strategy
 from tlt.tuning.tuner import Abilities, make_tuner
 from tlt.vllm.inside.scheduler import LengthScheduler
-from tlt.vllm.inside.served import TunerFacts, law_config
+from tlt.vllm.inside.served import law_config, prior_of
 
 logger = init_logger("vllm.tlt")
 
@@ -35,15 +35,13 @@ class TunedScheduler(LengthScheduler):
         super().__init__(*args, **kwargs)
         config = self.vllm_config
         kind = "ngram" if "ngram" in config.speculative_config.method else "learned"
-        facts = TunerFacts.of(law_config(config) or {})
         lengths = config.speculative_config.num_speculative_tokens_per_batch_size
         tuner = make_tuner(
             "adaptive",
             (kind,),
             max_depth=max(length for *_, length in lengths),
             abilities=Abilities(trees=False, hindsight=False, limits=not config.use_v2_model_runner),
-            prior=facts.prior,
-            acceptance=facts.acceptance,
+            prior=prior_of(law_config(config) or {}),
         )
         assert tuner is not None, "it is adaptive"
         self.tuner = tuner
