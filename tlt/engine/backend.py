@@ -8,7 +8,6 @@ Every engine samples by the law (speculative/sampling.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -21,6 +20,7 @@ from tlt.engine.lengths import Lengths
 from tlt.engine.sequence import Decode, check_request
 from tlt.engine.sequence import Sequence as Running
 from tlt.engine.stats import EngineStats
+from tlt.engine.waiting import Waiting
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import Drafting
@@ -91,7 +91,7 @@ class RolloutBackend(ABC):
         self.max_batch_size, self.window = max_batch_size, window
         self.tuner, self.on_span, self.decode = tuner, on_span, decode
         self.stats, self.lengths = EngineStats(), Lengths()
-        self.waiting: deque[Request] = deque()
+        self.waiting = Waiting()
 
     # ── the policy ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,7 +153,7 @@ class RolloutBackend(ABC):
 
     def withdraw_waiting(self, num: int) -> list[Request]:
         """Removes the last `num` requests of the queue."""
-        return [self.waiting.pop() for _ in range(num)]
+        return [self.waiting.take_last() for _ in range(num)]
 
     def abort(self) -> None:
         """Drops everything that runs or waits. By the law, the same requests give the same tokens later."""
@@ -192,7 +192,7 @@ class RolloutBackend(ABC):
         """Returns the running sequences for the tuner, and the tokens that are expected per sequence, those
         of waiting requests included. running: by name."""
         sequences = tuple(RunningSequence(name, self.lengths.left(one)) for name, one in running)
-        num_left = sum(one.num_left for one in sequences) + self.lengths.waiting(self.waiting)
+        num_left = sum(one.num_left for one in sequences) + self.lengths.waiting(self.waiting.num_by_limit)
         return sequences, num_left / len(sequences)
 
     def _count_step(

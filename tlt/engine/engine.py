@@ -230,7 +230,7 @@ class RolloutEngine(RolloutBackend):
         running = self.running
         while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
             (request,) = self.withdraw([self.scheduler.cheapest()])
-            self.waiting.appendleft(request)
+            self.waiting.put_first(request)
             self.stats.num_preemptions += 1
             self.stats.num_reread_tokens += len(request.prompt_ids) + len(request.token_ids) - 1
 

@@ -4,10 +4,9 @@ trial against the tokens left."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from tlt.engine.sequence import Sequence
-from tlt.types import Request
 
 _LATEST = 32
 """Responses that the moving average reaches back to."""
@@ -30,9 +29,9 @@ class Lengths:
         expected to double."""
         return min(sequence.num_left, max(self._expected - sequence.num_tokens, sequence.num_tokens))
 
-    def waiting(self, requests: Iterable[Request]) -> float:
-        """Returns the expected tokens of waiting requests together."""
-        return sum(min(request.params.max_tokens, self._expected) for request in requests)
+    def waiting(self, num_by_limit: Mapping[int, int]) -> float:
+        """Returns the expected tokens of waiting requests together, by how many may have so many tokens."""
+        return sum(num * min(limit, self._expected) for limit, num in num_by_limit.items())
 
     @property
     def _expected(self) -> float:

@@ -166,7 +166,7 @@ class VllmEngine(RolloutBackend):
         """Sends waiting requests to vLLM while there is room; returns those that had already ended."""
         ended = []
         while self.waiting and len(self._running) < self.max_batch_size:
-            request, name = self.waiting.popleft(), f"tlt-{next(self._numbers)}"
+            request, name = self.waiting.take_first(), f"tlt-{next(self._numbers)}"
             if self.link.is_v2:  # it keeps drafts on the device
                 request = replace(request, drafts=None)
             sequence = Sequence.start(request, self.window, self.decode)
