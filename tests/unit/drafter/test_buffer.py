@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.unit.drafter.parts import SIZE, make_rollout, randn, random_tokens
 from tlt.drafter.pairs import align
-from tlt.drafter.training.buffer import TOKEN_ID_BYTES, TrajectoryBuffer
+from tlt.drafter.training.buffer import TOKEN_ID_BYTES, Trajectory, TrajectoryBuffer
 
 
 def coded_buffer(shapes: Sequence[tuple[int, int]], seed: int) -> TrajectoryBuffer:
@@ -86,3 +89,72 @@ def test_the_buffer_stays_within_its_bytes_the_oldest_features_leave_first_then_
         assert [t.token_ids for t in buffer.ready(0)] == kept[7 - num_ready :]
     buffer.add(make_rollout([1, 2], 1))
     assert len(buffer) == 5, "too short to hold a pair"
+
+
+class Plain:
+    """The buffer's rule for what leaves, summed anew for every response."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.kept = max_bytes, list[tuple[int, int, bool]]()  # (name, tokens, has features)
+
+    def num_bytes(self) -> int:
+        return sum(TOKEN_ID_BYTES * num + has * 4 * SIZE * (num - 1) for _, num, has in self.kept)
+
+    def add(self, name: int, num: int, has: bool) -> None:
+        self.kept = [*(one for one in self.kept if one[0] != name), (name, num, has)]
+        for index, (one, size, _) in enumerate(self.kept):
+            if self.num_bytes() > self.max_bytes:
+                self.kept[index] = (one, size, False)
+        while self.num_bytes() > self.max_bytes and len(self.kept) > 1:
+            self.kept.pop(0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_running_sums_keep_what_sums_over_all_would_keep(seed: int) -> None:
+    """Responses with features and without, features that were recomputed, dropped, or of what has left."""
+    rng = random.Random(seed)
+    plain = Plain(rng.choice((400, 3000, 30_000)))
+    buffer = TrajectoryBuffer(plain.max_bytes)
+    seen = list[Trajectory]()
+    for name in range(150):
+        move = rng.random()
+        if move < 0.7 or not seen:
+            num, has = rng.randint(3, 30), rng.random() < 0.6
+            rollout = make_rollout([name, *range(num - 1)], 1, index=name)
+            buffer.add(rollout, torch.zeros(num - 1, SIZE) if has else None)
+            plain.add(name, num, has)
+            seen.append(buffer.trajectories[-1])
+        elif move < 0.95:
+            again = rng.choice(seen)
+            again.features_TF = torch.zeros(again.num_usable, SIZE)
+            buffer.renew(again)
+            plain.add(again.token_ids[0], len(again.token_ids), True)
+        else:
+            none = rng.choice(buffer.trajectories)
+            buffer.drop_features(none)
+            plain.kept = [(one, n, has and one != none.token_ids[0]) for one, n, has in plain.kept]
+        kept = [(t.token_ids[0], len(t.token_ids), t.features_TF is not None) for t in buffer.trajectories]
+        assert kept == plain.kept
+        assert buffer.num_bytes == plain.num_bytes()
+
+
+@pytest.mark.parametrize("max_bytes", [10**9, 40_000, 1000], ids=["roomy", "features leave", "tokens leave"])
+def test_adding_a_response_costs_the_same_however_many_are_held(max_bytes: int) -> None:
+    """Counted in calls of Python: nothing may look at every response. The decode path waits for it."""
+    buffer, features = TrajectoryBuffer(max_bytes), torch.zeros(9, SIZE)
+    calls = []
+    for index in range(1000):
+        rollout = make_rollout(range(10), 3, index=index)
+        num_calls = 0
+
+        def count(*event: Any) -> None:
+            nonlocal num_calls
+            num_calls += 1
+
+        sys.setprofile(count)
+        try:
+            buffer.add(rollout, features)
+        finally:
+            sys.setprofile(None)
+        calls.append(num_calls)
+    assert max(calls[500:]) <= max(calls[:20]) + 30

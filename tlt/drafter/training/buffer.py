@@ -42,6 +42,7 @@ class Trajectory:
     policy_version: version of the policy that made the features, dropped ones included; NO_POLICY: never
         captured.
     is_captured: whether the engine captured the features while generating; otherwise they were recomputed.
+    counted_bytes: its bytes in the buffer's sum; 0: it is in no buffer.
     """
 
     token_ids: tuple[int, ...]
@@ -49,6 +50,7 @@ class Trajectory:
     policy_version: int = NO_POLICY
     features_TF: Tensor | None = None
     is_captured: bool = False
+    counted_bytes: int = 0
 
     @property
     def num_usable(self) -> int:
@@ -104,6 +106,8 @@ class TrajectoryBuffer:
     def __init__(self, max_bytes: int, seed: int = 0) -> None:
         self.max_bytes = max_bytes
         self.trajectories: list[Trajectory] = []
+        self.num_bytes = 0
+        self._num_dropped = 0  # from the oldest on, how many have no features
         self._carried: list[Trajectory] = []  # the ones that the step started with
         self.random = random.Random(seed)
 
@@ -114,10 +118,6 @@ class TrajectoryBuffer:
     def num_tokens(self) -> int:
         return sum(len(t.token_ids) for t in self.trajectories)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.num_bytes for t in self.trajectories)
-
     def add(self, rollout: Rollout, features_TF: Tensor | None = None) -> None:
         """Adds a response and its features, if they were captured under `rollout.policy_version`. A
         response that is not trainable is left out."""
@@ -126,30 +126,49 @@ class TrajectoryBuffer:
         token_ids = (*rollout.prompt_ids, *rollout.token_ids)
         is_captured = features_TF is not None
         version = rollout.policy_version if is_captured else NO_POLICY
-        self.trajectories.append(
-            Trajectory(token_ids, len(rollout.prompt_ids), version, features_TF, is_captured)
-        )
-        self._make_room()
+        self._append(Trajectory(token_ids, len(rollout.prompt_ids), version, features_TF, is_captured))
 
     def renew(self, trajectory: Trajectory) -> None:
         """Makes a trajectory the latest after its features were recomputed. It may have been dropped
         meanwhile."""
-        self.trajectories = [*(t for t in self.trajectories if t is not trajectory), trajectory]
-        self._make_room()
+        if trajectory in self.trajectories:
+            place = self.trajectories.index(trajectory)
+            del self.trajectories[place]
+            self._num_dropped -= place < self._num_dropped
+        self._append(trajectory)
 
-    def _make_room(self) -> None:
-        excess = self.num_bytes - self.max_bytes
-        for trajectory in self.trajectories:
-            if excess > 0 and trajectory.features_TF is not None:
-                excess -= trajectory.features_TF.nbytes
-                trajectory.features_TF = None
-        while excess > 0 and len(self.trajectories) > 1:
-            excess -= self.trajectories.pop(0).num_bytes
+    def drop_features(self, trajectory: Trajectory) -> None:
+        trajectory.features_TF = None
+        self._count(trajectory)
+
+    def _append(self, trajectory: Trajectory) -> None:
+        """Adds the latest trajectory and makes room for it."""
+        self.trajectories.append(trajectory)
+        self._count(trajectory)
+        while self.num_bytes > self.max_bytes and self._num_dropped < len(self.trajectories):
+            self.drop_features(self.trajectories[self._num_dropped])
+            self._num_dropped += 1
+        num_gone = 0
+        while self.num_bytes > self.max_bytes and num_gone < len(self.trajectories) - 1:
+            oldest = self.trajectories[num_gone]
+            self.num_bytes, oldest.counted_bytes = self.num_bytes - oldest.counted_bytes, 0
+            num_gone += 1
+        del self.trajectories[:num_gone]
+        self._num_dropped = max(self._num_dropped - num_gone, 0)
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self.num_bytes += trajectory.num_bytes - trajectory.counted_bytes
+        trajectory.counted_bytes = trajectory.num_bytes
+
+    def _start_with(self, trajectories: Iterable[Trajectory]) -> None:
+        self.trajectories, self.num_bytes, self._num_dropped = [], 0, 0
+        for trajectory in trajectories:
+            self._append(trajectory)
 
     def carry_over(self, rollouts: Sequence[Rollout], num_longest: int) -> None:
         """Ends a step: keeps only the longest responses of all ranks, without features, because their
         policy is being replaced."""
-        self.trajectories.clear()
+        self._start_with(())
         longest_first = sorted(rollouts, key=lambda r: (-len(r.token_ids), r.problem_id, r.sample_index))
         for rollout in reversed(longest_first[:num_longest]):
             self.add(rollout)
@@ -158,7 +177,7 @@ class TrajectoryBuffer:
     def restore(self, carried: Iterable[tuple[tuple[int, ...], int]]) -> None:
         """Starts a step with the trajectories carried over earlier, as pairs (token ids, length of the
         prompt)."""
-        self.trajectories = [Trajectory(tuple(token_ids), num_prompt) for token_ids, num_prompt in carried]
+        self._start_with(Trajectory(tuple(token_ids), num_prompt) for token_ids, num_prompt in carried)
         self._carried = list(self.trajectories)
 
     def abandon(self) -> None:

@@ -170,7 +170,7 @@ class SpotTrainer:
         if self._recompute is not None and self._recompute.version != version:
             self._recompute = None  # its chunks are another policy's
         if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
-            stale.features_TF = None
+            self.buffer.drop_features(stale)
             self._recompute = FeatureRecompute(self.trainer.target, self.trainer.capture, stale)
         budget = self._token_budget(version)
         recompute = None if self._has_recomputed and budget > 0 else self._recompute
