@@ -5,17 +5,20 @@ That process imports this module, so nothing heavy is imported here: a library i
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import html
 import importlib
 import importlib.util
 import json
+import netrc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from tlt.io.extras import how_to_install
 from tlt.io.plugins import describe, get_object
@@ -68,6 +71,10 @@ EXTRAS = ("wandb", "tensorboard", "trackio")
 RANK_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
+MLFLOW_TAG = "tlt.run_id"
+"""Tag of a run in MLflow, by which later attempts find it."""
+
+
 class Accelerated:
     """A tracker of `accelerate.tracking`. Account, server and mode are its library's own settings in the
     environment."""
@@ -83,6 +90,9 @@ class Accelerated:
 
         PartialState(cpu=True)  # its trackers log through it
         project, options = tracker_options(self.name, run)
+        earlier = _earlier_in_mlflow(project, run.run_id) if self.name == "mlflow" else None
+        if earlier is not None:
+            options["run_id"] = earlier
         self._tracker = LOGGER_TYPE_TO_CLASS[self.name](project, **options)
         self._tracker.start()
         if self.name == "tensorboard":  # its hyperparameters would be a run of their own in each attempt
@@ -90,8 +100,10 @@ class Accelerated:
             self._tracker.log(
                 {"config": "\n".join(f"    {line}" for line in config.splitlines())}, step=run.step
             )
-        elif "config" not in options:
+        elif earlier is None and "config" not in options:
             self._tracker.store_init_configuration(_flat(run.config))
+        if self.name == "mlflow":
+            importlib.import_module("mlflow").set_tag(MLFLOW_TAG, run.run_id)
         return self._where(run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -148,9 +160,9 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
     """Returns the project and the library's options for a tracker of accelerate.
 
-    W&B continues the run of the same id, Trackio that of the same name, so its name contains the id.
-    TensorBoard hides later steps of earlier attempts. The others begin a run for each attempt, with the id in
-    its name.
+    W&B continues the run of the same id, Trackio that of the same name, so its name contains the id, MLflow
+    that with the same tag. TensorBoard hides later steps of earlier attempts. The others begin a run for each
+    attempt, with the id in its name.
     """
     unique, resumed = f"{run.name}-{run.run_id}", {"resume": "allow", "config": dict(run.config)}
     match name:
@@ -175,6 +187,17 @@ def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
     return run.project, {}
 
 
+def _earlier_in_mlflow(project: str, run_id: str) -> str | None:
+    """Returns MLflow's id of the run that an earlier attempt has begun, and that would otherwise stay RUNNING
+    if the attempt was killed; None: there is none."""
+    found = importlib.import_module("mlflow").search_runs(
+        experiment_names=[os.environ.get("MLFLOW_EXPERIMENT_NAME", project)],
+        filter_string=f"tags.`{MLFLOW_TAG}` = '{run_id}'",
+        output_format="list",
+    )
+    return found[0].info.run_id if found else None
+
+
 def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
     """Returns settings as section.key → number, or text."""
     keys = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
@@ -190,6 +213,11 @@ def check_trackers(names: Sequence[str]) -> None:
                 needs = " and ".join(missing)
                 remedy = how_to_install(name) if name in EXTRAS else f"pip install {' '.join(missing)}"
                 raise UserError(f"tracking.use: {name} needs {needs}, which is not installed; {remedy}")
+            if name == "wandb" and not _has_wandb_key(os.environ):
+                raise UserError(
+                    "tracking.use: wandb has no API key, without which it waits in vain; run wandb login, "
+                    "set WANDB_API_KEY, or keep its files here with WANDB_MODE=offline"
+                )
         elif not all(name.partition(":")):
             known = ", ".join(sorted(NAMES))
             raise UserError(
@@ -197,6 +225,32 @@ def check_trackers(names: Sequence[str]) -> None:
             )
         else:
             get_object(f"tracking.use: {name}", name)
+
+
+def _has_wandb_key(environ: Mapping[str, str]) -> bool:
+    """Returns whether W&B needs no key in its mode, or finds one where it looks: in the environment, or in
+    the netrc file that `wandb login` writes."""
+    is_said = environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    if is_said or environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return True
+    server = environ.get("WANDB_BASE_URL") or _wandb_setting("base_url") or "https://api.wandb.ai"
+    if _wandb_setting("api_key") or _wandb_setting("mode") in ("offline", "disabled", "dryrun"):
+        return True
+    names = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in (Path(name).expanduser() for name in names):
+        with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            if netrc.netrc(path).authenticators(urlsplit(server).hostname or server):
+                return True
+    return False
+
+
+def _wandb_setting(name: str) -> str:
+    """Returns a setting of W&B's own files, of this folder or of the user; empty: it is in neither."""
+    user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
+    settings = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
+        settings.read([user / "settings", Path("wandb/settings")], encoding="utf-8")
+    return settings.get("default", name, fallback="")
 
 
 def _is_installed(package: str) -> bool:

@@ -274,6 +274,67 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
     with pytest.raises(UserError, match="not installed"):
         check_trackers(["wandb"])
     (folder.parent / "modules" / "no_such_package" / "__init__.py").touch()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_trackers(["wandb"])
+
+
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's home without a key, W&B being installed. Returns the home, which is the working directory."""
+    monkeypatch.setattr(trackers, "_is_installed", lambda package: True)
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_wandb_without_a_key_is_refused_before_the_start(wandb: Path) -> None:
+    with pytest.raises(UserError, match=r"tracking.use: wandb has no API key.*WANDB_MODE=offline") as error:
+        check_trackers(["wandb"])
+    assert "\n" not in str(error.value)
+    (wandb / ".netrc").write_text("machine elsewhere.org login user password 0123\n")
+    with pytest.raises(UserError, match="no API key"):
+        check_trackers(["wandb"])
+    (wandb / ".netrc").write_text("machine ")  # damaged
+    with pytest.raises(UserError, match="no API key"):
+        check_trackers(["wandb"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WANDB_API_KEY", "0123"),
+        ("WANDB_IDENTITY_TOKEN_FILE", "/token"),
+        ("WANDB_MODE", "offline"),
+        ("WANDB_MODE", "disabled"),
+    ],
+)
+def test_wandb_begins_with_a_key_or_where_it_needs_none(
+    wandb: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    check_trackers(["wandb"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "server"),
+    [
+        (".netrc", "machine api.wandb.ai login user password 0123\n", ""),
+        ("_netrc", "machine api.wandb.ai login user password 0123\n", ""),
+        (".netrc", "machine wandb.corp login user password 0123\n", "https://wandb.corp:8443"),
+        (".config/wandb/settings", "[default]\nmode = offline\n", ""),
+        ("wandb/settings", "[default]\nmode = offline\n", ""),
+    ],
+)
+def test_wandbs_key_is_looked_for_where_it_keeps_it(
+    wandb: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, server: str
+) -> None:
+    if server:
+        monkeypatch.setenv("WANDB_BASE_URL", server)
+    (wandb / name).parent.mkdir(parents=True, exist_ok=True)
+    (wandb / name).write_text(text)
+    (wandb / name).chmod(0o600)
     check_trackers(["wandb"])
 
 
@@ -407,6 +468,8 @@ def test_each_tracker_of_accelerate_is_made_started_told_the_settings_and_finish
     exec(RECORDING, found)
     recorder, takes = found["Recorder"], inspect.signature(tracking.LOGGER_TYPE_TO_CLASS[name])
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, recorder)
+    mlflow = SimpleNamespace(search_runs=lambda **_: [], set_tag=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     for variable in RANK_VARIABLES:
         monkeypatch.setenv(variable, "2")
     tracker = Accelerated(name)
@@ -420,6 +483,31 @@ def test_each_tracker_of_accelerate_is_made_started_told_the_settings_and_finish
     told = json.dumps([made[2].get("config"), calls[1]])
     assert "seed" in told
     assert name in ("trackio", "tensorboard") or calls[1][1]["run.seed"] == 3
+
+
+def test_a_later_attempt_goes_on_in_mlflows_run_of_a_killed_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = pytest.importorskip("accelerate.tracking")
+    found: dict[str, Any] = {}
+    exec(RECORDING, found)
+    recorder = found["Recorder"]
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "mlflow", recorder)
+    asked: list[Any] = []
+
+    def search_runs(**question: Any) -> list[Any]:
+        asked.append(question)
+        return [SimpleNamespace(info=SimpleNamespace(run_id="of the killed attempt"))]
+
+    mlflow = SimpleNamespace(search_runs=search_runs, set_tag=lambda *tag: asked.append(tag))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    run = tracked(folder, step=3)
+    Accelerated("mlflow").begin(run)
+    (made, *calls) = recorder.calls
+    assert made[2]["run_id"] == "of the killed attempt"
+    assert [call[0] for call in calls] == ["start"], "parameters are not written twice: MLflow refuses others"
+    assert run.run_id in asked[0]["filter_string"]
+    assert asked[1] == ("tlt.run_id", run.run_id)
 
 
 def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
