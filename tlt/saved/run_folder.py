@@ -33,6 +33,7 @@ _REPLACED = (*PRODUCTS, *(f".{name}.{state}" for name in PRODUCTS for state in (
 _KEPT_BY_AN_ATTEMPT = (
     ".lock",
     "config.json",
+    "environment.jsonl",
     "console.log",
     "failures.log",
     "tracking.json*",
@@ -181,10 +182,34 @@ class FolderLock:
                 f"run.out_dir: another process is running in {folder}; wait for its end, stop it, "
                 "or give another --run.out_dir"
             ) from None
+        except OSError as error:
+            self.release()
+            raise _lacks_locks_or_appends(folder, error) from None
         if self._file.tell() == 0:
             with contextlib.suppress(OSError):  # of a full disk, the first file that matters tells
                 self._file.write(_MARK)
                 self._file.flush()
+        try:
+            self._check_appends()
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                self.release()
+                raise _lacks_locks_or_appends(folder, error) from None
+
+    def _check_appends(self) -> None:
+        """Raises OSError where appending to a file does not keep what it holds, as a run's journal, metrics
+        and timeline need."""
+        path = self._folder / ".lock"
+        before = path.stat().st_size
+        try:
+            for size in (before + 1, before + 2):
+                with path.open("a") as file:
+                    file.write("\n")
+                if (found := path.stat().st_size) != size:
+                    raise OSError(f"of {size} bytes {found} were kept")
+        finally:
+            with contextlib.suppress(OSError):
+                os.truncate(path, before)
 
     def check(self) -> None:
         """Raises UserError if the folder has been removed or replaced."""
@@ -213,6 +238,13 @@ def explain_os_error(error: OSError, folder: Path) -> UserError | None:
         remedy = f"{way_out(reason)}, then tlt train --resume {folder}"
         return UserError(f"{named or folder}: cannot be written ({reason}); {remedy}")
     return None
+
+
+def _lacks_locks_or_appends(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"run.out_dir: {folder} lies on a file system without locks or without appending "
+        f"({error.strerror or error}), as mounted buckets are; give one on a disk, a volume or NFS"
+    )
 
 
 def _removed(folder: Path) -> UserError:

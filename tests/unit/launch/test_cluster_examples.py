@@ -58,6 +58,8 @@ def test_the_pods_of_the_kubernetes_job_find_the_first_one_by_its_name() -> None
 def test_the_skypilot_task_runs_torchrun_on_each_of_its_nodes(tmp_path: Path) -> None:
     task = yaml.safe_load((FOLDER / "sky.yaml").read_text())
     assert task["num_nodes"] == 2
+    assert "file_mounts" not in task, "a mounted bucket neither appends nor locks"
+    assert [*task["volumes"]] == ["/shared"]
     script = (
         task["run"].replace("cd /shared", f"cd {tmp_path}").replace("torchrun", "printf '%s\\n' torchrun")
     )

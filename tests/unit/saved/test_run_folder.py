@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +45,43 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/run")):
         assert refusal(folder).startswith(f"run.out_dir: {folder} cannot be written (")
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL])
+def test_a_file_system_without_locks_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert refusal(tmp_path) == (
+        f"run.out_dir: {tmp_path} lies on a file system without locks or without appending "
+        f"({os.strerror(number)}), as mounted buckets are; give one on a disk, a volume or NFS"
+    )
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_a_file_system_that_does_not_append_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrites: bool
+) -> None:
+    """A bucket's client writes a file anew, or refuses to write to one that exists."""
+    really = Path.open
+
+    def opened(path: Path, mode: str = "r", **options: Any) -> Any:
+        if mode == "a" and path.exists() and path.stat().st_size:
+            if not overwrites:
+                raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+            mode = "w"
+        return really(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert "without locks or without appending" in refusal(tmp_path)
+    monkeypatch.undo()
+    FolderLock(tmp_path).release()  # the refused start has let go
+    before = (tmp_path / ".lock").read_bytes()
+    FolderLock(tmp_path).release()
+    assert (tmp_path / ".lock").read_bytes() == before, "a start leaves nothing there"
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "evaluations.jsonl", "checkpoints/step-00000010"])
