@@ -230,6 +230,7 @@ class RewardSummary:
     responses; NaN: none was scored.
 
     mean: mean reward.
+    std: standard deviation of the rewards; NaN also in an older TLT's records.
     solve_rate: share of the responses that solved their problem.
     num_errors: responses that could not be scored.
     first_error: why the first of them could not; empty: all were scored.
@@ -248,6 +249,7 @@ class RewardSummary:
     metrics: dict[str, float] = field(default_factory=dict)
     reward_by_task: dict[str, float] = field(default_factory=dict)
     solve_rate_by_task: dict[str, float] = field(default_factory=dict)
+    std: float = NAN
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tlt import __version__
 from tlt.config.mistakes import validate
 from tlt.config.schema import Config
 from tlt.io.files import dumps, with_folder, write_atomically
+from tlt.report.environment import environment as environment
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a configuration by section and key."""
@@ -44,33 +40,6 @@ def header(config: Config, command: str) -> dict[str, Any]:
         if described[section][key] is not None:
             described[section][key] = Path(described[section][key]).name
     return {"command": command, "environment": environment(), "config": described}
-
-
-def environment() -> dict[str, Any]:
-    """Returns machine, commit and versions, without host names or paths."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpus = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
-    changes = "+changes" if _git("status", "--porcelain", "tlt") else ""
-    return {
-        "tlt": __version__,
-        "commit": _git("rev-parse", "--short", "HEAD") + changes,
-        "cpu": f"{cpus[0]}, {len(cpus)} cores" if cpus else "unknown",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _git(*words: str) -> str:
-    """Returns git's output for the checkout that this code runs from, wherever it was started. An installed
-    package has none: the commit is "unknown", and there are no changes."""
-    here = ["git", "-C", str(Path(__file__).parents[2]), "--git-dir=.git"]
-    try:
-        done = subprocess.run([*here, *words], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown" if words[0] == "rev-parse" else ""
-    return done.stdout.strip()
 
 
 def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:

@@ -37,8 +37,10 @@ def summarize(rewards: Sequence[Reward]) -> RewardSummary:
     scored = [reward for reward in rewards if reward.is_scored]
     errors = [reward.error for reward in rewards if not reward.is_scored]
     of_tasks = [reward for reward in scored if reward.task]
+    mean = sum(reward.value for reward in scored) / len(scored) if scored else math.nan
+    squares = sum((reward.value - mean) * (reward.value - mean) for reward in scored)
     return RewardSummary(
-        sum(reward.value for reward in scored) / len(scored) if scored else math.nan,
+        mean,
         sum(reward.is_solved for reward in scored) / len(scored) if scored else math.nan,
         len(errors),
         errors[0] if errors else "",
@@ -46,6 +48,7 @@ def summarize(rewards: Sequence[Reward]) -> RewardSummary:
         metrics=_bounded(_means(reward.metrics for reward in scored)),
         reward_by_task=_means({reward.task: reward.value} for reward in of_tasks),
         solve_rate_by_task=_means({reward.task: float(reward.is_solved)} for reward in of_tasks),
+        std=math.sqrt(squares / len(scored)) if scored else math.nan,
     )
 
 

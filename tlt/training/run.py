@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from tlt.ranks.sharding import FullTensors, full_tensor, layer_by_layer
 from tlt.ranks.waiting import on_all_ranks, on_leader
 from tlt.ranks.world import World, broadcast_json, gather_objects
 from tlt.report.console import Console
+from tlt.report.environment import append_environment
 from tlt.report.log import LOG
 from tlt.report.record import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
@@ -87,6 +89,7 @@ class Run:
         if world.is_leader:
             with write_atomically(self.out_dir / "config.json") as file:  # a resumed run writes it again
                 file.write(config.to_json())
+            append_environment(self.out_dir, time.time(), world.world_size)
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
         self.console = Console(
             enabled=prints and world.is_leader,

@@ -212,10 +212,11 @@ def test_what_a_scorer_prints_changes_no_reward_where_nobody_can_read_it(task: s
 def test_means_are_over_the_responses_that_could_be_scored() -> None:
     failed = [Reward(0.0, False, why) for why in ("time-out", "KeyError")]
     rewards = [Reward(1.0, True), failed[0], Reward(0.5, False), failed[1]]
-    expected = RewardSummary(mean=0.75, solve_rate=0.5, num_errors=2, first_error="time-out")
+    expected = RewardSummary(mean=0.75, solve_rate=0.5, num_errors=2, first_error="time-out", std=0.25)
     assert summarize(rewards) == expected
     none_scored = summarize(rewards[1:2])
     assert math.isnan(none_scored.mean)
+    assert math.isnan(none_scored.std)
     assert math.isnan(none_scored.solve_rate)
 
 

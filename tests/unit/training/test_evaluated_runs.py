@@ -22,6 +22,7 @@ from tlt.hf.weights import save_model
 from tlt.io.recipes import find_recipe
 from tlt.launch.signals import StopRequest
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.report.environment import read_environments
 from tlt.report.record import read_metrics
 from tlt.training.evaluations import Evaluation, read_evaluations
 from tlt.training.loop import describe_run, main
@@ -176,6 +177,8 @@ def test_a_run_of_no_steps_only_evaluates_and_can_be_gone_on_with(
     go(base, tmp_path / "run", bonus=SECOND_IS_BEST)
     assert [one.step for one in evaluations(tmp_path / "run")] == [0, 1, 2, 3]
     assert same_weights(tmp_path / "run" / "policy", straight / "policy")
+    assert [one["ranks"] for one in read_environments(tmp_path / "run")] == [1, 1], "a line for each start"
+    assert [one["ranks"] for one in read_environments(tmp_path / "run")] == [1, 1], "a line for each start"
 
 
 @pytest.mark.parametrize("step", [0, 2, 3])
