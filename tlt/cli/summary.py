@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tlt.io.files import Record, dumps
-from tlt.io.text import visible
+from tlt.io.text import visible, visible_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,7 +69,7 @@ def json_alone(is_wanted: bool) -> Iterator[None]:
 def show(record: Record, summarize: Summarize, as_json: bool) -> None:
     """Prints the record: as a summary on a terminal, elsewhere and with `as_json` as JSON."""
     if as_json or not sys.stdout.isatty():
-        print(dumps(record), flush=True)
+        print(visible_json(dumps(record)), flush=True)
         return
     from rich.console import Console
     from rich.text import Text
@@ -96,10 +96,10 @@ def to_grid(rows: Mapping[str, Any]) -> RenderableType:
     grid.add_column(overflow="fold")
     tables = {name: value for name, value in rows.items() if _is_table(value)}
     for label, value in _lines({name: value for name, value in rows.items() if name not in tables}):
-        grid.add_row(Text(label), Text(visible(value)))
+        grid.add_row(Text(visible(label)), Text(visible(value)))
     shown: list[RenderableType] = [grid] if grid.rows else []
     for name, items in tables.items():
-        shown += [Text(f"\n{label_of(name)}", "dim"), _to_table(items)]
+        shown += [Text(f"\n{visible(label_of(name))}", "dim"), _to_table(items)]
     return Group(*shown)
 
 
@@ -113,9 +113,9 @@ def _to_table(items: Sequence[Mapping[str, Any]]) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for name, value in items[0].items():
         is_text = isinstance(value, str)
-        table.add_column(label_of(name), justify="left" if is_text else "right", overflow="fold")
+        table.add_column(visible(label_of(name)), justify="left" if is_text else "right", overflow="fold")
     for item in items:
-        table.add_row(*(written(name, value) for name, value in item.items()))
+        table.add_row(*(visible(written(name, value)) for name, value in item.items()))
     return table
 
 

@@ -238,6 +238,22 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def refuse_endless(value: Any) -> None:
+    """Raises ValueError for JSON's value with a number that no measurement has: NaN, an infinity, or a whole
+    number of more than 18 digits."""
+    items = [value]
+    while items:
+        item = items.pop()
+        if isinstance(item, dict):
+            items += item.values()
+        elif isinstance(item, list):
+            items += item
+        elif isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"{item} is no number")
+        elif isinstance(item, int) and abs(item) >= 10**18:
+            raise ValueError("a whole number has more than 18 digits")
+
+
 def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
     """Returns every record with its place ("file:line"); blank lines are skipped. Raises UserError for a file
     without records and for a line that is no object of JSON."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from typing import Final
 from unicodedata import category
 
 from tlt.io.secrets import hide
+
+_HIDDEN: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's categories: control, format, half a character, separators of lines and of paragraphs."""
 
 
 def visible(text: str) -> str:
@@ -12,16 +17,16 @@ def visible(text: str) -> str:
     invisible. Tabs and line ends stay."""
     if text.isprintable():
         return text
-    kinds = (
-        "Cc",
-        "Cf",
-        "Cs",
-        "Zl",
-        "Zp",
-    )  # control, format, half a character, separators of lines, paragraphs
     return "".join(
-        c.encode("unicode_escape").decode() if c not in "\n\t" and category(c) in kinds else c for c in text
+        c.encode("unicode_escape").decode() if c not in "\n\t" and category(c) in _HIDDEN else c for c in text
     )
+
+
+def visible_json(text: str) -> str:
+    """Returns JSON on one line with JSON's own escape for each such character: it reads as the same value."""
+    if text.isprintable():
+        return text
+    return "".join(json.dumps(c)[1:-1] if category(c) in _HIDDEN else c for c in text)
 
 
 def one_line(error: BaseException, limit: int = 10_000) -> str:

@@ -7,7 +7,6 @@ the file and NaN in the record.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from tlt.accounts import (
     RolloutRecord,
     UpdateMetrics,
 )
-from tlt.io.files import dumps, read_appended, write_atomically
+from tlt.io.files import dumps, parse_json, read_appended, refuse_endless, write_atomically
 from tlt.types import UserError
 
 
@@ -64,14 +63,19 @@ class StepRecord:
     @staticmethod
     def from_json(line: str) -> StepRecord:
         """Reads a line, also an older TLT's. Raises ValueError that names the wrong fields."""
-        values = _nan_for_null(json.loads(line))
+        values = parse_json(line)
+        refuse_endless(values)
+        values = _nan_for_null(values)
         if isinstance(values, dict) and "rollout" not in values:
             values = _nested(values)
         try:
-            return _counted_from_1(_STEP_RECORD.validate_python(values))
+            record = _counted_from_1(_STEP_RECORD.validate_python(values))
         except ValidationError as error:
             wrong = [(".".join(map(str, one["loc"])) or "line", one["msg"]) for one in error.errors()]
             raise ValueError("; ".join(f"{place}: {message}" for place, message in wrong)) from None
+        if record.step < 0 or not record.step_seconds >= 0 or not 0 <= record.finished_at < _YEAR_10_000:
+            raise ValueError("step, step_seconds or finished_at: no number of a step, seconds or time")
+        return record
 
     def figures(self) -> dict[str, float]:
         """Returns the finite numbers by their path in the line: rollout/accept_length,
@@ -81,6 +85,8 @@ class StepRecord:
 
 
 _STEP_RECORD = TypeAdapter(StepRecord)
+_YEAR_10_000 = 253_402_300_800
+"""Unix time at which years have five digits."""
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -227,6 +227,10 @@ def timeline_paths(directory: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
+MOST = 1 << 53
+"""Counts of a row are below."""
+
+
 @dataclass(frozen=True)
 class _Rows:
     """The rows of a file, read from it when they are iterated over.
@@ -278,6 +282,8 @@ def read_row(line: str | bytes) -> list[Any]:
     if not all(map(math.isfinite, seconds)):
         raise ValueError("a time is not finite")
     strategy, num_running, num_tokens = batch or ("", 0, 0)
+    if not all(0 <= number < MOST for number in (count, num_running, num_tokens)):
+        raise ValueError("a count is negative or too large")
     return [str(name), *seconds, int(count), str(strategy), int(num_running), int(num_tokens)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +50,7 @@ class TimesOff:
 
 
 def _mean(values: Sequence[float]) -> Ratio | None:
-    known = [value for value in values if not math.isnan(value)]
+    known = [value for value in values if value > 0]  # NaN is not
     return Ratio.of(known) if known else None
 
 

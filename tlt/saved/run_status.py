@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from tlt.io.files import read_appended, read_file
+from tlt.io.files import parse_json, read_appended, read_file, refuse_endless
 from tlt.report.record import StepRecord, read_metrics
 from tlt.types import UserError
 
@@ -84,7 +83,7 @@ def read_status(folder: Path) -> RunStatus:
     records = read_metrics(metrics) if metrics.exists() else []
     names = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/*"))
     steps = [int(found[1]) for found in names if found]
-    evaluations = read_appended(folder / "evaluations.jsonl", json.loads, "evaluation")
+    evaluations = read_appended(folder / "evaluations.jsonl", _parse_evaluation, "evaluation")
     step = records[-1].step if records else 0
     state: State = "running" if is_locked(folder) else "stopped"
     if state == "stopped" and _is_finished(folder, num_steps, step, evaluations):
@@ -107,7 +106,9 @@ def read_status(folder: Path) -> RunStatus:
 def _num_steps(folder: Path) -> int:
     """Returns run.num_steps, also of a run whose other keys this TLT does not know any more."""
     try:
-        num_steps = json.loads(read_file(folder / "config.json"))["run"]["num_steps"]
+        num_steps = parse_json(read_file(folder / "config.json").decode())["run"]["num_steps"]
+        if type(num_steps) is not int or not 0 <= num_steps < 10**18:
+            raise ValueError("run.num_steps is no number of steps")
     except FileNotFoundError:
         raise UserError(
             f"{folder}: holds no run (no config.json); give the folder of one (run.out_dir)"
@@ -116,7 +117,18 @@ def _num_steps(folder: Path) -> int:
         raise UserError(
             f"{folder}/config.json: cannot be read ({error!r}); bring the run's file back"
         ) from None
-    return int(num_steps)
+    return num_steps
+
+
+def _parse_evaluation(line: str) -> dict[str, Any]:
+    """Reads a line of evaluations.jsonl: the fields that are told."""
+    values = parse_json(line)
+    refuse_endless(values)
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        raise ValueError("it has no step")
+    if any(type(values.get(name)) not in (int, float, type(None)) for name in ("solve_rate", "reward")):
+        raise ValueError("solve_rate or reward is no number")
+    return values
 
 
 def _is_finished(folder: Path, num_steps: int, step: int, evaluations: Sequence[object]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tlt.io.files import dumps, read_appended, write_jsonl
+from tlt.io.files import dumps, parse_json, read_appended, refuse_endless, write_jsonl
 from tlt.report.outcome import Gain
 from tlt.report.record import paired_sign_flip_test
 from tlt.report.words import when
@@ -161,11 +161,12 @@ class Evaluations:
             return None
         last = self.complete[-1]
         first = next(one for one in self.complete if one.by_problem.keys() == last.by_problem.keys())
-        if first is last:
+        if first is last or not last.by_problem:
             return None
         solved = _pair(first.by_problem, last.by_problem)
         both = first.reward_by_problem, last.reward_by_problem
-        rewards = _pair(*both) if all(both) else None  # an older TLT wrote none
+        has_rewards = all(rewards.keys() == last.by_problem.keys() for rewards in both)
+        rewards = _pair(*both) if has_rewards else None  # an older TLT wrote none
         return Gain(
             (first.step, last.step),
             (_mean(solved[0]), _mean(solved[1])),
@@ -194,4 +195,11 @@ def _why_not(evaluation: Evaluation) -> str:
 
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Returns the file's complete lines; none where there is no file."""
-    return read_appended(path, _EVALUATION.validate_json, "evaluation")
+    return read_appended(path, parse_evaluation, "evaluation")
+
+
+def parse_evaluation(line: str) -> Evaluation:
+    """Reads a line. Raises ValueError."""
+    values = parse_json(line)
+    refuse_endless(values)
+    return _EVALUATION.validate_python(values)

@@ -150,3 +150,20 @@ def test_mappings_are_indented_and_lists_of_them_are_tables(
     ]
     assert [line.split() for line in lines[-3:]] == [["depth", "kept"], ["1", "50%"], ["2", "–"]]
     assert max(map(len, lines)) <= 80
+
+
+ESCAPES = "\x1b[2J\x9b31m\u202e\u200b\x07"
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_text_of_a_record_controls_the_terminal(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    """In the headline, a label, a value, a list, a table's heads and cells, and its name."""
+    table = [{f"head{ESCAPES}": f"cell{ESCAPES}", "other": [ESCAPES]}]
+    rows = {f"label{ESCAPES}": f"value{ESCAPES}", "list": [ESCAPES], "in": {ESCAPES: ESCAPES}}
+    record = rows | {f"table{ESCAPES}": table}
+    show(record, lambda found: Summary(f"headline{ESCAPES}", found), as_json)
+    said = capsys.readouterr().out
+    assert [c for c in said if c in ESCAPES and c not in "[2J31m"] == []
+    if as_json:
+        assert json.loads(said) == record
