@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.page.synthetic import DRAFTS, make_coloured, make_run
+from tests.unit.page.synthetic import DRAFTS, make_coloured, make_hostile, make_run
 from tlt.page.charts import COLORS
 from tlt.page.render import make_page
 from tlt.report.record import read_metrics
@@ -20,9 +20,16 @@ from tlt.report.record import read_metrics
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = os.environ.get("TLT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; name it by TLT_CHROMIUM")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 ATTACK = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 NUM_STEPS = 20
+FIND = "name => Bokeh.documents.map(one => one.get_model_by_name(name)).find(Boolean)"
 
 
 class Opened:
@@ -36,13 +43,24 @@ class Opened:
         page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
         page.on("request", lambda request: self.asked.append(request.url))
         page.goto(file.as_uri())
-        page.wait_for_function("window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle")
+        page.set_default_timeout(10_000)
+
+    def draw_all(self) -> Opened:
+        """Draws also the charts that are not in view."""
+        self.page.click("#draw-all")
+        self.page.locator("[data-plot]:not([data-drawn])").first.wait_for(state="detached")
+        return self
 
     def values(self, name: str) -> list[list[float]]:
         """Returns x and y of a line, as Bokeh holds them."""
-        read = "name => { const { x, y } = Bokeh.documents[0].get_model_by_name(name).data; return [[...x], [...y]]; }"
+        read = f"name => {{ const {{ x, y }} = ({FIND})(name).data; return [[...x], [...y]]; }}"
         found: list[list[float]] = self.page.evaluate(read, name)
         return found
+
+    @property
+    def complaints(self) -> list[str]:
+        """Returns what the browser said, but for Bokeh's own notes."""
+        return [said for said in self.said if not said.startswith(("log: [bokeh", "info: [bokeh"))]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +84,19 @@ def opened(browser: Any, run: Path) -> Opened:
     )
 
 
+def test_charts_are_drawn_when_they_come_into_view(opened: Opened) -> None:
+    drawn, page = "[data-plot][data-drawn]", opened.page
+    num_first = page.locator(drawn).count()
+    assert num_first < page.locator("[data-plot]").count() / 3
+    page.locator("#chart-loss").scroll_into_view_if_needed()
+    page.locator(f"#chart-loss {drawn}").wait_for()
+    assert num_first < page.locator(drawn).count()
+    page.evaluate("window.scrollTo(0, 0)")
+
+
 def test_it_draws_without_an_error_and_asks_for_nothing(opened: Opened) -> None:
-    assert [said for said in opened.said if not said.startswith(("log: [bokeh", "info: [bokeh"))] == []
+    opened.draw_all()
+    assert opened.complaints == []
     assert len(opened.asked) == 1
     sizes = opened.page.eval_on_selector_all(
         ".panel:not([hidden]) .plot, .charts .plot",
@@ -120,7 +149,8 @@ def test_another_step_and_a_hidden_line_are_one_click_away(opened: Opened) -> No
     button = page.locator("#panel-1-ranks .legend button").first
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
-    shown = "label => Bokeh.documents[0].get_model_by_name(`panel-1-ranks|${label}`).visible"
+    page.wait_for_timeout(50)
+    shown = f"label => ({FIND})(`panel-1-ranks|${{label}}`).visible"
     assert page.evaluate(shown, button.inner_text()) is False
     assert [said for said in opened.said if said.startswith("error")] == []
 
@@ -131,9 +161,8 @@ def narrow(browser: Any, run: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("pair")
     other = make_run(folder / "other", NUM_STEPS)
     (folder / "both.html").write_text(make_page([run, other]), encoding="utf-8")
-    return Opened(
-        browser.new_page(viewport={"width": 800, "height": 1000}, offline=True), folder / "both.html"
-    )
+    page = browser.new_page(viewport={"width": 800, "height": 1000}, offline=True)
+    return Opened(page, folder / "both.html").draw_all()
 
 
 @pytest.mark.parametrize("chart", ["reward", "held-out"])
@@ -153,7 +182,107 @@ def test_a_legend_hides_all_that_belongs_to_its_line(narrow: Opened, chart: str)
 
 def test_two_runs_on_a_narrow_screen_do_not_make_it_scroll_sideways(narrow: Opened) -> None:
     assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 800
+    narrow.page.locator("#response-table summary").first.click()
+    cut = """all => all.filter(one => one.getBoundingClientRect().right > 800).length"""
+    assert narrow.page.eval_on_selector_all("#response-table td, #response-table pre", cut) == 0
     assert [said for said in narrow.said if said.startswith(("error", "warning"))] == []
+
+
+def test_axes_that_count_have_whole_ticks_and_single_values_no_negative_ones(opened: Opened) -> None:
+    read = f"""name => {{ const {{ below, left, x_range, y_range }} = ({FIND})(name);
+        const ticks = (axis, range) => axis.ticker.get_ticks(range.start, range.end, range, NaN).major;
+        return [ticks(below[0], x_range), ticks(left[0], y_range), y_range.start, y_range.end]; }}"""
+    steps, lengths, *_ = opened.page.evaluate(read, "chart-lengths")
+    assert all(tick == int(tick) for tick in steps + lengths)
+    assert opened.page.evaluate(read, "chart-clip")[2:] == [0, 1]  # never clipped
+
+
+def test_charts_over_steps_move_together(opened: Opened) -> None:
+    opened.page.evaluate(f"({FIND})('chart-entropy').x_range.setv({{ start: 3, end: 7 }})")
+    read = f"name => {{ const {{ start, end }} = ({FIND})(name).x_range; return [start, end]; }}"
+    assert opened.page.evaluate(read, "chart-reward") == [3, 7]
+    assert opened.page.evaluate(read, "panel-0-running") == [0, 10]
+
+
+def test_responses_are_filtered_and_seen_by_group(opened: Opened) -> None:
+    page, rows = opened.page, opened.page.locator("#response-table tbody tr")
+    page.select_option("[name=solved]", "yes")
+    assert rows.count() == 8 * 2
+    page.select_option("[name=step]", "1")
+    assert rows.count() == 2
+    page.fill("[name=least]", "3")
+    assert rows.count() == 1
+    assert page.locator("#response-table td[data-head=tokens]").inner_text() == "4"
+    page.fill("[name=least]", "")
+    page.select_option("[name=solved]", "")
+    page.select_option("[name=view]", "groups")
+    assert rows.count() == 1
+    rows.locator("summary").click()
+    texts = page.locator("#response-table .card pre").all_inner_texts()
+    assert texts == [f"{ATTACK} 1.{sample}" for sample in range(4)]
+    tops = page.eval_on_selector_all(".card", "all => all.map(one => one.getBoundingClientRect().top)")
+    assert len(set(tops)) < 4  # side by side
+    assert page.evaluate("window.hacked") is None
+    page.select_option("[name=view]", "responses")
+    page.select_option("[name=step]", "")
+
+
+HOSTILE = (
+    "<img src=x onerror='window.hacked=1'>",
+    "<script>window.hacked=1</script>",
+    "$$\\alpha$$ \\(x\\)",
+    "@{x}{safe} $x @y",
+    "'\" onmouseover=window.hacked=1 x='",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_runs_files_becomes_markup(browser: Any, tmp_path: Path, text: str) -> None:
+    """In a label, a tooltip, a name of a figure, a key, a table, a note or a response."""
+    folders = [make_hostile(tmp_path / f"{number}{text.replace('/', '⁄')}", text) for number in range(2)]
+    (tmp_path / "report.html").write_text(make_page(folders), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 1400, "height": 1000}, offline=True)
+    opened = Opened(page, tmp_path / "report.html").draw_all()
+    page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    for chart in page.locator("figure.chart:visible").all():
+        chart.locator(".plot").scroll_into_view_if_needed()
+        box = chart.locator(".plot").bounding_box()
+        for share in (0.2, 0.4, 0.6, 0.8):
+            page.mouse.move(box["x"] + share * box["width"], box["y"] + 0.6 * box["height"])
+    page.wait_for_timeout(100)
+    inside = """() => {
+        const found = [], visit = root => root.querySelectorAll("*").forEach(one => {
+            if (one.localName === "img" || one.onerror || one.onmouseover || one.hasAttribute("onmouseover")
+                || (one.localName === "script" && one.textContent.startsWith("window.hacked"))) found.push(one.outerHTML);
+            if (one.shadowRoot) visit(one.shadowRoot);
+        });
+        visit(document);
+        return found;
+    }"""
+    assert page.evaluate(inside) == []
+    assert page.evaluate("window.hacked") is None
+    assert opened.complaints == []
+    assert len(opened.asked) == 1
+    page.close()
+
+
+def test_a_tooltip_shows_a_label_as_it_is_written(browser: Any, tmp_path: Path) -> None:
+    label = "<b>&amp;</b> @x $x"
+    folders = [make_run(tmp_path / str(n) / label.replace("/", "⁄"), NUM_STEPS) for n in range(1)]
+    folders.append(make_run(tmp_path / "other", NUM_STEPS))
+    (tmp_path / "report.html").write_text(make_page(folders), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 1400, "height": 1000}, offline=True)
+    Opened(page, tmp_path / "report.html").draw_all()
+    plot = page.locator("#chart-step-seconds .plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    tips: set[str] = set()
+    for share in range(20, 90, 2):
+        page.mouse.move(box["x"] + share / 100 * box["width"], box["y"] + 0.2 * box["height"])
+        page.wait_for_timeout(20)
+        tips |= set(page.locator(".bk-tooltip-row-value").all_inner_texts())
+    assert f"{label.replace('/', '⁄')}: step" in tips
+    page.close()
 
 
 def test_tokens_are_coloured_as_their_drafts_were_recorded(browser: Any, tmp_path: Path) -> None:

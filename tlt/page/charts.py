@@ -3,6 +3,7 @@ color-blind tell apart, with dashes and hatches beside them."""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,10 +11,16 @@ from functools import singledispatch
 from typing import Any
 
 import numpy as np
-from bokeh.document import Document
-from bokeh.embed import components
-from bokeh.model import Model
-from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, Range1d
+from bokeh.embed import json_item
+from bokeh.models import (
+    BasicTicker,
+    ColumnDataSource,
+    DataRange1d,
+    FactorRange,
+    HoverTool,
+    NumeralTickFormatter,
+    Range1d,
+)
 from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 from bokeh.resources import Resources
@@ -47,6 +54,8 @@ MOST_BARS = 80
 """Stacked areas of at most so many points are drawn as bars."""
 MOST_MARKED = 40
 """Lines of at most so many points have markers."""
+_SMALLEST, _LARGEST = 1e-300, 1e300
+"""Bounds of what is drawn."""
 _LINE_TOOLS = "pan,box_zoom,reset,save"
 
 
@@ -61,51 +70,99 @@ class LegendEntry:
     hatch: str = ""
 
 
-class Charts:
-    """Draws charts; those over steps share one range, so that they are moved and zoomed together."""
+@dataclass(frozen=True)
+class Drawn:
+    """A chart as Bokeh's JSON, which the page draws once the chart comes into view.
 
-    def __init__(self) -> None:
-        self._steps = DataRange1d(range_padding=0.02)
-        self._times: dict[float, Range1d] = {}
+    height: in pixels.
+    together: charts of the same name are moved and zoomed together; empty: the chart stands alone.
+    """
 
-    def draw(self, chart: Chart, key: str) -> tuple[figure, list[LegendEntry]]:
-        """Returns the plot and its legend. key: names it on the page."""
-        ranges: dict[str, Any] = {}
-        height = HEIGHT
-        for shape in chart.shapes:
-            ranges |= _ranges(shape)
-            height = max(height, 110 + ROW_HEIGHT * len(getattr(shape, "rows", ())))
-        if chart.is_by_step:
-            ranges["x_range"] = self._steps
-        elif (end := chart.x_end) is not None:
-            ranges["x_range"] = self._times.setdefault(end, Range1d(start=0, end=end, bounds="auto"))
-        plot = figure(
-            height=height,
-            sizing_mode="stretch_width",
-            output_backend="svg",
-            tools=_LINE_TOOLS,
-            toolbar_location="right",
-            min_border_left=72,
-            x_axis_label=chart.x_label,
-            y_axis_label=chart.y_label or None,
-            y_axis_type="log" if chart.is_log else "auto",
-            name=key,
-            **ranges,
-        )
-        plot.toolbar.logo = None
-        plot.toolbar.autohide = True
-        legend = [entry for shape in chart.shapes for entry in _draw(shape, plot, chart)]
-        _style(plot)
-        return plot, legend if len(legend) > 1 else []
+    item: Any
+    legend: list[LegendEntry]
+    height: int
+    together: str
 
 
-def _style(plot: figure) -> None:
+def draw(chart: Chart, key: str, steps: tuple[float, float]) -> Drawn:
+    """Draws a chart. key: names it on the page.  steps: the first and the last step of all runs."""
+    ranges: dict[str, Any] = {"y_range": _extent(chart)} if _lines(chart) else {}
+    height, together = HEIGHT, ""
+    for shape in chart.shapes:
+        ranges |= _ranges(shape)
+        height = max(height, 110 + ROW_HEIGHT * len(getattr(shape, "rows", ())))
+    if chart.is_by_step:
+        margin = max(0.02 * (steps[1] - steps[0]), 0.5)
+        ranges["x_range"], together = _range(steps[0] - margin, steps[1] + margin), "steps"
+    elif (end := chart.x_end) is not None:
+        ranges["x_range"], together = Range1d(start=0, end=end, bounds="auto"), f"seconds {end}"
+    plot = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        output_backend="svg",
+        tools=_LINE_TOOLS,
+        toolbar_location="right",
+        min_border_left=72,
+        x_axis_label=chart.x_label,
+        y_axis_label=chart.y_label or None,
+        y_axis_type="log" if chart.is_log else "auto",
+        name=key,
+        **ranges,
+    )
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    legend = [entry for shape in chart.shapes for entry in _draw(shape, plot, chart)]
+    _style(plot, chart)
+    return Drawn(json_item(plot), legend if len(legend) > 1 else [], height, together)
+
+
+def _lines(chart: Chart) -> list[Line]:
+    lines = [shape for shape in chart.shapes if isinstance(shape, Line)]
+    return lines + [line.behind for line in lines if line.behind is not None]
+
+
+def _extent(chart: Chart) -> Range1d:
+    """Returns the y axis of lines: never below 0 where no value is, and around a single value too."""
+    parts = [part for line in _lines(chart) for part in (line.y, line.low, line.high) if part is not None]
+    values = np.concatenate([np.asarray(part, dtype=np.float64) for part in parts])
+    values = np.clip(values[np.isfinite(values)], -_LARGEST, _LARGEST)
+    if chart.is_log:
+        values = values[values > 0]
+    if not len(values):
+        return _range(0.1 if chart.is_log else 0.0, 1.0)
+    low, high = float(values.min()), float(values.max())
+    if chart.is_log:
+        return _range(max(low / 1.3, _SMALLEST), high * 1.3)
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    start, end = low - margin, high + margin
+    if low >= 0:
+        start = max(start, 0.0)
+        end = max(end, 1.0) if chart.is_count else end
+    return _range(start, min(end, max(high, 1.02)) if chart.is_share else end)
+
+
+def _range(start: float, end: float) -> Range1d:
+    return Range1d(start=start, end=end)
+
+
+def _style(plot: figure, chart: Chart) -> None:
     plot.grid.grid_line_color = "#E4E4E4"
     plot.outline_line_color = None
     plot.axis.axis_label_text_font_style = "normal"
     for text in ("axis_label", "major_label"):
         setattr(plot.axis, f"{text}_text_font_size", "12px")
         setattr(plot.axis, f"{text}_text_color", "#222222")
+    lines = _lines(chart)
+    if chart.is_by_step or (lines and all(np.array_equal(line.x, np.round(line.x)) for line in lines)):
+        _count_whole(plot.xaxis[0], plot.xgrid[0])
+    if chart.is_count:
+        _count_whole(plot.yaxis[0], plot.ygrid[0])
+
+
+def _count_whole(axis: Any, grid: Any) -> None:
+    """Puts ticks at whole numbers alone."""
+    axis.ticker = grid.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
+    axis.formatter = NumeralTickFormatter(format="0,0")
 
 
 def _ranges(shape: object) -> dict[str, Any]:
@@ -119,6 +176,11 @@ def _ranges(shape: object) -> dict[str, Any]:
     if isinstance(shape, Stretches):
         return {"y_range": FactorRange(factors=shape.rows[::-1])}
     return {"y_range": DataRange1d(start=0)} if isinstance(shape, Areas) else {}
+
+
+def tip(text: str) -> str:
+    """Returns a run's text as it may stand in a tooltip, which Bokeh reads as HTML with places for values."""
+    return html.escape(text).replace("@", "&#64;").replace("$", "&#36;")
 
 
 @singledispatch
@@ -147,7 +209,7 @@ def _strokes(
     look: dict[str, Any] = {"source": source, "color": COLORS[line.color % len(COLORS)], "alpha": alpha}
     dash = DASHES[line.dash % len(DASHES)]
     strokes: list[GlyphRenderer[Any]] = [plot.line("x", "y", line_dash=dash, line_width=width, **look)]
-    tips = [("", line.label), (chart.x_label, "@x{0,0.[00]}"), (chart.y_label, "@y{0,0.[0000]}")]
+    tips = [("", tip(line.label)), (chart.x_label, "@x{0,0.[00]}"), (chart.y_label, "@y{0,0.[0000]}")]
     plot.add_tools(HoverTool(renderers=[*strokes], tooltips=tips, mode="vline", visible=False))
     if np.isfinite(line.y).sum() <= MOST_MARKED:
         strokes.append(plot.scatter("x", "y", size=5, **look))
@@ -156,7 +218,7 @@ def _strokes(
 
 @_draw.register
 def _(shape: Areas, plot: figure, chart: Chart) -> list[LegendEntry]:
-    source = ColumnDataSource({"x": shape.x, **shape.layers}, name=f"data|{plot.name}|layers")
+    source = ColumnDataSource({"x": shape.x}, name=f"data|{plot.name}|layers")
     labels, legend = list(shape.layers), list[LegendEntry]()
     width = 0.85 * (float(np.min(np.diff(shape.x))) if len(shape.x) > 1 else 1.0)
     bottom = np.zeros(len(shape.x))
@@ -166,18 +228,19 @@ def _(shape: Areas, plot: figure, chart: Chart) -> list[LegendEntry]:
         name = f"{plot.name}|{label}"
         look = _filled(color, hatch) | {"name": name}
         if len(shape.x) <= MOST_BARS:
-            source.data[f"{label} from"], source.data[f"{label} to"] = bottom, top
+            low, high, own = f"from{place}", f"to{place}", f"own{place}"
+            source.data.update({low: bottom, high: top, own: shape.layers[label]})
             bars = plot.vbar(
                 "x",
                 width,
-                f"{label} to",
-                f"{label} from",
+                high,
+                low,
                 source=source,
                 line_color=EDGE,
                 line_width=0.3,
                 **look,
             )
-            tips = [("", label), (chart.x_label, "@x"), (chart.y_label, f"@{{{label}}}{{0,0.[000]}}")]
+            tips = [("", tip(label)), (chart.x_label, "@x"), (chart.y_label, f"@{own}{{0,0.[000]}}")]
             plot.add_tools(HoverTool(renderers=[bars], tooltips=tips, visible=False))
         else:
             plot.varea(shape.x, bottom, top, **look)
@@ -249,7 +312,7 @@ def _(shape: Stretches, plot: figure, chart: Chart) -> list[LegendEntry]:
             line_width=0.3,
             **_filled(color, hatch),
         )
-        tips = [("", f"@y: {label}"), ("seconds", "@start{0.00} to @end{0.00}")]
+        tips = [("", f"@y: {tip(label)}"), ("seconds", "@start{0.00} to @end{0.00}")]
         plot.add_tools(HoverTool(renderers=[bars], tooltips=tips, visible=False))
         legend.append(LegendEntry(label, [name], color, hatch=hatch))
     return legend
@@ -271,15 +334,6 @@ def _look(label: str, place: int) -> tuple[str, str]:
 
 def _order(label: str) -> float:
     return [*BY_NAME].index(label) if label in BY_NAME else math.inf
-
-
-def embed(plots: dict[str, Model]) -> tuple[str, dict[str, str]]:
-    """Returns the script that draws the plots, and a place for each by its key."""
-    document = Document()
-    with document.models.freeze():  # else each plot walks through all before it
-        for plot in plots.values():
-            document.add_root(plot)
-    return components(plots, wrap_script=False) if plots else ("", {})
 
 
 def library() -> Iterable[str]:

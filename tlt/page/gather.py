@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt.accounts import NAN
-from tlt.io.files import Record, read_file
+from tlt.io.files import Record, parse_json, read_file
+from tlt.report.environment import read_environments
 from tlt.report.outcome import Gain
 from tlt.report.record import StepRecord, read_metrics
 from tlt.training.evaluations import Evaluation, Evaluations, is_judged_by_reward
 from tlt.types import UserError
 
 Values = NDArray[np.float64]
+
+NO_VARIANCE_SHARE = "update/no_variance_share"
+"""Figure that is derived from two others: the share of an update's groups without variance."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class RunRecords:
     name: what the page calls it.
     config: of config.json; {}: there is none.
     failures: lines of failures.log, the latest last.
+    environments: of each attempt, versions, commit and machine; []: an older TLT has written none.
     """
 
     name: str
@@ -38,6 +42,7 @@ class RunRecords:
     evaluations: list[Evaluation]
     gain: Gain | None
     failures: list[str]
+    environments: list[Record]
 
     @cached_property
     def x(self) -> Values:
@@ -55,6 +60,8 @@ class RunRecords:
 
     def values(self, name: str) -> Values:
         """Returns a figure of every step, NaN where it does not exist."""
+        if name == NO_VARIANCE_SHARE:
+            return np.array([_no_variance_share(record) for record in self.steps], dtype=np.float64)
         return np.array([figures.get(name, NAN) for figures in self._figures], dtype=np.float64)
 
     def group(self, prefix: str) -> dict[str, Values]:
@@ -69,6 +76,11 @@ class RunRecords:
         return found.get(key, default) if isinstance(found, dict) else default
 
 
+def _no_variance_share(record: StepRecord) -> float:
+    num_groups = record.rollout.groups_sampled - record.rollout.groups_discarded
+    return record.update.zero_variance_groups / num_groups if num_groups > 0 else NAN
+
+
 def read_run(folder: Path, name: str) -> RunRecords:
     """Reads a run's folder, also while the run writes to it."""
     path = folder / "metrics.jsonl"
@@ -77,14 +89,23 @@ def read_run(folder: Path, name: str) -> RunRecords:
             f"RUN: {folder} holds no metrics.jsonl; give the folder of a run, as run.out_dir names it"
         )
     config = _read_config(folder / "config.json")
-    functions = config.get("rewards", {}).get("functions") or ()
+    functions = config.get("rewards", {}).get("functions") or []
+    if not isinstance(functions, list) or not all(isinstance(name, str) for name in functions):
+        raise UserError(f"{folder / 'config.json'}: rewards.functions is no list of names; repair the file")
     evaluations = Evaluations(
         folder / "evaluations.jsonl", 1 << 62, writes=False, by_reward=is_judged_by_reward(functions)
     )
     failures = folder / "failures.log"
-    lines = failures.read_text("utf-8", "replace").splitlines() if failures.is_file() else []
+    lines = failures.read_bytes().decode("utf-8", "replace").splitlines() if failures.is_file() else []
     return RunRecords(
-        name, folder, config, read_metrics(path), evaluations.all, evaluations.progress(), lines
+        name,
+        folder,
+        config,
+        read_metrics(path),
+        evaluations.all,
+        evaluations.progress(),
+        lines,
+        read_environments(folder),
     )
 
 
@@ -99,7 +120,7 @@ def _read_config(path: Path) -> Record:
     if not path.exists():
         return {}
     try:
-        config = json.loads(read_file(path))
+        config = parse_json(read_file(path).decode())
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); repair the file, or move it away") from None
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):

@@ -4,14 +4,16 @@ over the run. Their number and their text are bounded, and what is left out is s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tlt.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from tlt.io.files import Record, parse_json
+from tlt.io.files import Record, parse_json, refuse_endless
 from tlt.page.gather import RunRecords
 from tlt.page.tokens import MAX_SHOWN_TOKENS, clip, drafts_within, sum_up
 from tlt.saved.responses import kept_by
@@ -19,8 +21,10 @@ from tlt.types import UserError, read_drafts
 
 MAX_FILES = 8
 """Steps, and evaluations, whose responses are shown."""
-MAX_RESPONSES = 240
+MAX_RESPONSES = 256
 """Responses shown of all runs."""
+_MOST = 1 << 31
+"""Token ids and counts of a response are below."""
 
 
 def spread(items: Sequence[Path], count: int) -> list[Path]:
@@ -52,8 +56,15 @@ def show_responses(runs: Sequence[RunRecords]) -> tuple[list[Record], list[str]]
     return shown, notes
 
 
-def _evenly(lines: Sequence[bytes], count: int) -> Iterable[bytes]:
-    return lines if len(lines) <= count else [lines[i * len(lines) // count] for i in range(count)]
+def _evenly(lines: Sequence[bytes], count: int) -> Sequence[bytes]:
+    """Returns about `count` of a file's lines: whole groups, evenly spread, of which the last may be cut. A
+    group are neighbours with the same problem, which a line names first."""
+    if len(lines) <= count:
+        return lines
+    groups = [[*group] for _, group in groupby(lines, lambda line: line.partition(b'"sample_index"')[0])]
+    num_groups = max(count * len(groups) // len(lines), 1)
+    chosen = [groups[i * len(groups) // num_groups] for i in range(num_groups)]
+    return [line for group in chosen for line in group][:count]
 
 
 class _Reader:
@@ -66,7 +77,7 @@ class _Reader:
     def read(self, line: bytes, path: Path, purpose: str) -> Record:
         """Reads a response. Raises UserError for a line that is none."""
         try:
-            kept = parse_json(line.decode())
+            kept = _checked(parse_json(line.decode()))
             prompt_ids, tokenizer = kept["prompt_ids"], self.tokenizer
             prompt = f"{len(prompt_ids)} token ids" if tokenizer is None else tokenizer.decode(prompt_ids)
             return {
@@ -117,6 +128,27 @@ class _Reader:
             "drafts": drafts_within(drafts, stretches, cache(tokenizer.name_of)),
             "drafted": sum_up(drafts, len(pieces)),
         }
+
+
+def _checked(kept: Any) -> Record:
+    """Returns a line's fields. Raises ValueError or TypeError for those of another kind."""
+    if not isinstance(kept, dict):
+        raise TypeError("it is no object")
+    refuse_endless(kept)
+    for name in ("prompt_ids", "token_ids"):
+        if not isinstance(kept[name], list) or not all(type(i) is int and 0 <= i < _MOST for i in kept[name]):
+            raise ValueError(f"{name} is no list of token ids")
+    if type(kept.get("reward")) not in (int, float, type(None)):
+        raise ValueError("reward is no number")
+    if not all(type(kept[name]) is int for name in ("policy_step", "sample_index")):
+        raise ValueError("policy_step or sample_index is no whole number")
+    if not all(isinstance(kept.get(name, ""), str) for name in ("text", "finish_reason", "reward_error")):
+        raise ValueError("text, finish_reason or reward_error is no text")
+    for draft in read_drafts(kept.get("drafts")) or ():
+        counts = draft.place, draft.num_drafted, draft.num_accepted, draft.rejected or 0
+        if not isinstance(draft.drafter, str) or not all(type(n) is int and 0 <= n < _MOST for n in counts):
+            raise ValueError("drafts: a draft is not (place, drafter, drafted, accepted, rejected)")
+    return kept
 
 
 def _find_tokenizer(run: RunRecords) -> tuple[Tokenizer | None, str]:

@@ -6,17 +6,19 @@ Text of a run enters it escaped, by the template or as JSON; in the page a respo
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from tlt.page import series, speculation, summary, timing
-from tlt.page.charts import Charts, embed, library
+from tlt.page import series, settings, speculation, summary, timing
+from tlt.page.charts import draw, library
 from tlt.page.gather import RunRecords, read_runs
 from tlt.page.kept import show_responses
 from tlt.page.shapes import Chart
@@ -25,6 +27,7 @@ from tlt.page.timing import RunTime
 from tlt.page.tokens import DRAFTERS
 
 ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("charts.js", "responses.js", "watch.js")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Panel:
     charts: list[Placed]
 
 
+@np.errstate(all="ignore")  # a run that diverged has figures whose squares overflow
 def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str | None = None) -> str:
     """Returns the page of one run or several.
 
@@ -68,9 +72,7 @@ def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str 
     panels = _panels(times, len(runs) > 1)
     placed = [one for section in sections for one in section.charts]
     placed += [one for panel in panels for one in panel.charts]
-    charts = Charts()
-    drawn = {one.id: charts.draw(one.chart, one.id) for one in placed}
-    script, divs = embed({key: plot for key, (plot, _) in drawn.items()})
+    drawn = {one.id: draw(one.chart, one.id, _steps_of(runs)) for one in placed}
     responses, response_notes = show_responses(runs)
     environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined)
     return environment.get_template("page.html.jinja").render(
@@ -81,11 +83,13 @@ def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str 
         glance=summary.glance(runs),
         differences=summary.differences(*runs) if len(runs) == 2 else None,
         notes=_notes(runs, times),
+        nonce=secrets.token_urlsafe(16),
+        settings=_settings(runs),
         failures=[(run.name, run.failures) for run in runs if run.failures],
         sections=sections,
         panels=panels,
-        legends={key: legend for key, (_, legend) in drawn.items()},
-        divs={key: Markup(div) for key, div in divs.items()},
+        drawn=drawn,
+        items=in_script({key: {"item": one.item, "together": one.together} for key, one in drawn.items()}),
         response_notes=response_notes,
         drafters=DRAFTERS,
         numbers=[
@@ -94,9 +98,8 @@ def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str 
         ],
         responses=in_script(responses),
         library=Markup("\n".join(library())),
-        script=Markup(script),
         css=Markup((ASSETS / "page.css").read_text("utf-8")),
-        js=Markup((ASSETS / "page.js").read_text("utf-8")),
+        js=Markup("\n".join((ASSETS / name).read_text("utf-8") for name in SCRIPTS)),
     )
 
 
@@ -106,6 +109,23 @@ def in_script(value: Any) -> Markup:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
+
+
+def _steps_of(runs: Sequence[RunRecords]) -> tuple[float, float]:
+    """Returns the first and the last step of all runs, evaluations among them."""
+    steps = [float(one.step) for run in runs for one in run.steps]
+    steps += [float(one.step) for run in runs for one in run.evaluations]
+    return (min(steps), max(steps)) if steps else (0.0, 1.0)
+
+
+def _settings(runs: Sequence[RunRecords]) -> dict[str, summary.Table | None]:
+    is_known = any(run.config for run in runs)
+    return {
+        "differing": settings.differing_keys(runs) if len(runs) > 1 else None,
+        "changed": settings.changed_keys(runs) if is_known else None,
+        "defaults": settings.default_keys(runs) if is_known else None,
+        "machines": settings.machines(runs),
+    }
 
 
 def _sections(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[Section]:
@@ -168,7 +188,14 @@ def _panels(times: Sequence[RunTime], names_run: bool) -> list[Panel]:
 def _notes(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[str]:
     """Returns what the page cannot tell of these runs, and why."""
     notes = []
+    if len(tasks := dict.fromkeys(map(summary.task_of, runs))) > 1:
+        notes.append(
+            f"The runs have different tasks ({', '.join(tasks)}): their rewards, solve rates, lengths and "
+            "times are not comparable."
+        )
     for run, time in zip(runs, times, strict=True):
+        if not run.environments:
+            notes.append(f"{run.name} has no environment.jsonl: its versions and its machine are not known.")
         if not run.steps:
             notes.append(f"{run.name} has done no step yet.")
         elif not time.read:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlt.page.gather import RunRecords, Values
-from tlt.page.shapes import Areas, Chart, Line, Shape, moving_mean
+from tlt.page.gather import NO_VARIANCE_SHARE, RunRecords, Values
+from tlt.page.shapes import SHARES, Areas, Chart, Line, Shape, mean_interval, moving_mean
 
 STEPS = "step"
 NUM_SMOOTHED, NUM_CROWDED = 12, 150
@@ -21,7 +21,8 @@ NUM_SMOOTHED, NUM_CROWDED = 12, 150
 @dataclass(frozen=True)
 class SeriesSpec:
     """A chart of figures over steps. figures: label → name in metrics.jsonl.  is_smoothed: whether the moving
-    average is the line also in a short run, and the steps' own values lie behind it."""
+    average is the line also in a short run, and the steps' own values lie behind it.  is_count: whether the
+    figures count something."""
 
     key: str
     title: str
@@ -30,6 +31,7 @@ class SeriesSpec:
     figures: Mapping[str, str]
     is_smoothed: bool = False
     is_log: bool = False
+    is_count: bool = False
 
 
 LEARNING = (
@@ -49,6 +51,20 @@ LEARNING = (
         {"solved": "rewards/solve_rate"},
         is_smoothed=True,
     ),
+    SeriesSpec(
+        "reward-std",
+        "Scatter of rewards",
+        "The standard deviation of each step's rewards: near 0 nothing can be learned from them.",
+        "reward",
+        {"standard deviation": "rewards/std"},
+    ),
+    SeriesSpec(
+        "no-variance",
+        "Groups without variance",
+        "The share of the update's groups whose responses all have the same advantage: they teach nothing.",
+        "share of groups",
+        {"without variance": NO_VARIANCE_SHARE},
+    ),
 )
 LENGTHS = (
     SeriesSpec(
@@ -62,6 +78,7 @@ LENGTHS = (
             "mean": "rollout/response_tokens/mean",
             "median": "rollout/response_tokens/p50",
         },
+        is_count=True,
     ),
     SeriesSpec(
         "truncated",
@@ -112,7 +129,7 @@ SPECULATION = (
         "accept-length",
         "Accept length",
         "Tokens committed in one verification, the target's own included: 1 means that no draft was kept.",
-        "tokens",
+        "tokens per verification",
         {"accept length": "rollout/accept_length"},
         is_smoothed=True,
     ),
@@ -201,10 +218,12 @@ def series_chart(spec: SeriesSpec, runs: Sequence[RunRecords]) -> Chart | None:
                 width=width_of(number, runs),
             )
             fewest = NUM_SMOOTHED if spec.is_smoothed else NUM_CROWDED
-            shapes.append(smoothed(line) if known.sum() >= fewest else line)
+            is_share = spec.y_label in SHARES
+            shapes.append(smoothed(line, is_share) if known.sum() >= fewest else line)
     if not shapes:
         return None
-    return Chart(spec.key, spec.title, spec.see, STEPS, spec.y_label, shapes, True, spec.is_log)
+    look = {"is_log": spec.is_log, "is_count": spec.is_count}
+    return Chart(spec.key, spec.title, spec.see, STEPS, spec.y_label, shapes, True, **look)
 
 
 def label_of(run: RunRecords, label: str, runs: Sequence[RunRecords]) -> str:
@@ -216,9 +235,9 @@ def width_of(number: int, runs: Sequence[RunRecords]) -> float:
     return 5.0 if number == 0 and len(runs) > 1 else 2.0
 
 
-def smoothed(line: Line) -> Line:
+def smoothed(line: Line, is_share: bool) -> Line:
     """Returns the line's moving average with its band, in front of the line."""
-    mean, low, high = moving_mean(line.y, max(5, len(line.y) // 12))
+    mean, low, high = moving_mean(line.y, max(5, len(line.y) // 12), is_share)
     behind = replace(line, label=f"{line.label}, each step")
     return replace(line, label=f"{line.label}, moving average", y=mean, low=low, high=high, behind=behind)
 
@@ -240,14 +259,11 @@ def _held_out(key: str, figure: str, title: str, runs: Sequence[RunRecords], fie
         found = {step: values for step, values in by_problem.items() if values}
         if not found:
             continue
-        mean = np.array([np.mean(values) for values in found.values()])
-        errors = [
-            np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
-            for values in found.values()
-        ]
-        margin, x = 1.96 * np.array(errors), np.array([*found], dtype=np.float64)
+        intervals = [mean_interval(np.array(values), figure in SHARES) for values in found.values()]
+        mean, low, high = np.array(intervals).T
         label, width = label_of(run, figure, runs), width_of(number, runs)
-        shapes.append(Line(label, x, mean, number, 0, mean - margin, mean + margin, width))
+        x = np.array([*found], dtype=np.float64)
+        shapes.append(Line(label, x, mean, number, 0, low, high, width))
     see = f"The {figure} of problems that are never trained on, with its 95 % interval: it is to rise."
     return Chart(key, title, see, STEPS, figure, shapes, is_by_step=True) if shapes else None
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tlt.page.gather import RunRecords, Values, is_known
 from tlt.page.series import label_of
-from tlt.page.shapes import Bars, Cells, Chart, Line, Shape
+from tlt.page.shapes import Bars, Cells, Chart, Line, Shape, mean_interval
 from tlt.page.time_use import StepTime
 
 MAX_STRATEGIES = 12
@@ -71,13 +71,12 @@ def age_chart(runs: Sequence[RunRecords]) -> Chart | None:
         if len(x) < 2:
             continue
         groups = [lengths[known & (ages == age)] for age in x]
-        mean = np.array([group.mean() for group in groups])
-        margin = np.array([1.96 * g.std(ddof=1) / np.sqrt(len(g)) if len(g) > 1 else np.nan for g in groups])
+        mean, low, high = np.array([mean_interval(group, is_share=False) for group in groups]).T
         label = label_of(run, "accept length", runs)
-        shapes.append(Line(label, x, mean, number, 0, mean - margin, mean + margin))
+        shapes.append(Line(label, x, mean, number, 0, np.maximum(low, 1.0), high))
     see = "The accept length by the updates since the drafter was published: a fall is the price of its age."
-    title = "Acceptance by the drafter's age"
-    return Chart("age", title, see, "updates since publication", "tokens", shapes) if shapes else None
+    title, x_label = "Acceptance by the drafter's age", "updates since publication"
+    return Chart("age", title, see, x_label, "tokens per verification", shapes) if shapes else None
 
 
 def reference_chart(run: RunRecords) -> Chart | None:
@@ -88,7 +87,8 @@ def reference_chart(run: RunRecords) -> Chart | None:
     names = sorted(tokens, key=lambda age: (not age.isdigit(), len(age), age))
     see = "Tokens kept of references, responses drawn earlier with the same noise, by the updates in between."
     bars = Bars("tokens", names, np.array([tokens[name] for name in names]), 0)
-    return Chart("references", "Tokens from references", see, "updates in between", "tokens kept", [bars])
+    title, x_label = "Tokens from references", "updates in between"
+    return Chart("references", title, see, x_label, "tokens kept", [bars], is_count=True)
 
 
 def batch_chart(run: RunRecords, times: Sequence[StepTime]) -> Chart | None:
@@ -120,7 +120,8 @@ def batch_chart(run: RunRecords, times: Sequence[StepTime]) -> Chart | None:
         ]
         for row in zip(shares, spent_SB, made_SB, strict=True)
     ]
-    cells = Cells(rows + (["others"] if rest else []), [_sizes(size) for size in sizes], shares, notes)
+    others = "others" + " " * sum(name.strip() == "others" for name in rows)
+    cells = Cells(rows + ([others] if rest else []), [_sizes(size) for size in sizes], shares, notes)
     see = "The shares of strategies in the engine's time, by batch size: long drafts pay in small batches."
     return Chart("batch", "Strategy by batch size", see, "running responses", "strategy", [cells])
 

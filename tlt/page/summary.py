@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -30,6 +30,8 @@ PRINCIPAL = {
 """Figures of the table by step and of the comparison."""
 MAX_ROWS = 200
 """Rows of the table by step."""
+NOTHING = "–"
+"""Stands for a value that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Table:
 def number(value: float) -> str:
     """Returns a number for people: four digits that count."""
     if not math.isfinite(value):
-        return "–"
+        return NOTHING
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     digits = 0 if value == int(value) else max(0, 3 - math.floor(math.log10(abs(value))))
@@ -63,25 +65,25 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    return f"{100 * value:.1f} %" if math.isfinite(value) else "–"
+    return f"{100 * value:.1f} %" if math.isfinite(value) else NOTHING
 
 
 def glance(runs: Sequence[RunRecords]) -> Table:
     """Returns what each run was and brought, a column for each."""
     facts = [_facts(run) for run in runs]
     names = list(dict.fromkeys(name for fact in facts for name in fact))
-    rows = [(name, [Cell(fact.get(name, "–")) for fact in facts]) for name in names]
+    rows = [(name, [Cell(fact.get(name, NOTHING)) for fact in facts]) for name in names]
     return Table([run.name for run in runs], rows)
 
 
 def _facts(run: RunRecords) -> dict[str, str]:
     facts = {
         "folder": str(run.folder),
-        "model": str(run.setting("model.path", "–")),
-        "task": str(run.setting("task.name", "–")),
-        "algorithm": str(run.setting("algorithm.name", "–")),
-        "speculation": str(run.setting("rollout.speculation", "–")),
-        "ranks": str(run.setting("run.num_ranks", "–")),
+        "model": str(run.setting("model.path", NOTHING)),
+        "task": task_of(run),
+        "algorithm": str(run.setting("algorithm.name", NOTHING)),
+        "speculation": str(run.setting("rollout.speculation", NOTHING)),
+        "ranks": str(run.setting("run.num_ranks", NOTHING)),
         "steps": f"{len(run.steps)} of {run.setting('run.num_steps', '–')}",
     }
     if run.steps:
@@ -97,6 +99,12 @@ def _facts(run: RunRecords) -> dict[str, str]:
     return facts
 
 
+def task_of(run: RunRecords) -> str:
+    """Returns the run's task, with its data where these are a file."""
+    data = run.setting("task.data")
+    return str(run.setting("task.name", NOTHING)) + (f" on {data}" if data else "")
+
+
 def _results(run: RunRecords) -> dict[str, str]:
     seconds, rollout = run.values("step_seconds").sum(), run.values("rollout/seconds").sum()
     idle, trained = run.values("idle/seconds").sum(), np.nansum(run.values("drafter/train_seconds"))
@@ -109,8 +117,8 @@ def _results(run: RunRecords) -> dict[str, str]:
         "last step ended": f"{ended:%Y-%m-%d %H:%M} UTC",
         "tokens generated": f"{tokens:,.0f} in {run.values('rollout/num_responses').sum():,.0f} responses",
         "tokens per second of rollout": number(tokens / rollout),
-        "reward, first → last tenth": _ends(run.values("rewards/mean")),
-        "solve rate, first → last tenth": _ends(run.values("rewards/solve_rate")),
+        "reward at both ends": _ends(run.values("rewards/mean"), number),
+        "solve rate at both ends": _ends(run.values("rewards/solve_rate"), share),
         "rollout's share of the time": share(rollout / seconds),
         "accept length": number(mean_of(run.values("rollout/accept_length"))),
         "idle time, of all ranks": duration(idle),
@@ -124,9 +132,14 @@ def _results(run: RunRecords) -> dict[str, str]:
     return facts
 
 
-def _ends(values: Values) -> str:
-    tenth = max(len(values) // 10, 1)
-    return f"{number(mean_of(values[:tenth]))} → {number(mean_of(values[-tenth:]))}"
+def _ends(values: Values, form: Callable[[float], str]) -> str:
+    """Returns the means of the first and the last steps, which are told: a tenth of the steps, at least five
+    where there are ten."""
+    few = max(len(values) // 10, min(len(values) // 2, 5))
+    if not few:
+        return f"{form(mean_of(values))}, one step"
+    ends = f"{form(mean_of(values[:few]))} → {form(mean_of(values[-few:]))}"
+    return f"{ends}, {'means of the first and last ' + str(few) if few > 1 else 'first and last'} steps"
 
 
 def differences(first: RunRecords, second: RunRecords) -> Table | None:

@@ -128,6 +128,7 @@ def load_charts(chosen: ChosenStep) -> Sequence[Chart]:
             "responses",
             [Line(label, x, running, 0)],
             x_end=chosen.time.seconds,
+            is_count=True,
         ),
         Chart(
             "rate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tests.unit.cli.parts import save_tokenizer
@@ -97,6 +98,48 @@ def make_run(folder: Path, num_steps: int = 6, num_ranks: int = 2, text: str = "
         for step, rate in ((0, 0.0), (num_steps, 1.0))
     ]
     write_jsonl(folder / "evaluations.jsonl", evaluations)
+    return folder
+
+
+def make_hostile(folder: Path, text: str) -> Path:
+    """Writes the folder of a run in whose files this text stands wherever a text may."""
+    make_run(folder, num_steps=5, text=text)
+    config = {
+        "model": {"path": text},
+        "task": {"name": text, "data": text},
+        "run": {"num_steps": 5},
+        text: {text: [text, {text: text}]},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    seconds = {text: 2.0, f"{text}:4x1x4": 3.0, "off": 1.0}
+    ages = {"1": 5, text: 7}
+    records = [
+        replace(
+            step_record(step, strategy_seconds=seconds, strategy_speed=seconds, followed_by_age=ages),
+            algorithm=text,
+            rewards=RewardSummary(0.5, 0.5, 1, text, {text: 1.0}, {text: 2.0}, {text: 0.1}, {text: 0.2}, 0.3),
+            drafter=DrafterCheck(training=text, version=step // 2),
+            idle=IdleRecord(2.0, 0.5, (0.01,), {text: 1.0, "rest": 1.0}, {text: 0.5}),
+        )
+        for step in range(1, 6)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(record.to_json() + "\n" for record in records))
+    for path in folder.glob("timeline*"):
+        rows = [row for step in range(1, 6) for row in span_rows(step)]
+        rows = [[*row[:5], text, *row[6:]] if len(row) > 5 else row for row in rows]
+        path.write_text("".join(dumps(row) + "\n" for row in rows))
+    for step in range(1, 6):
+        kept = [response(step, sample, text, problem=text) for sample in range(4)]
+        drafts = [[0, text, 3, 1, None]]
+        lines = [one | {"finish_reason": text, "reward_error": text, "drafts": drafts} for one in kept]
+        write_jsonl(folder / "responses" / f"rollout-{step:08d}.jsonl", lines)
+    evaluations = [
+        {"step": step, "solve_rate": 0.5, "seconds": 1.0, "by_problem": {text: 0.5}, "by_task": {text: 0.5}}
+        for step in (0, 5)
+    ]
+    write_jsonl(folder / "evaluations.jsonl", evaluations)
+    write_jsonl(folder / "environment.jsonl", [{"began": 1.0, "cpu": text, text: text}])
+    (folder / "failures.log").write_text(f"2026-01-01 00:00:00 {text}\n")
     return folder
 
 

@@ -1,0 +1,21 @@
+"""Every value of a run's files, replaced by each of two dozen odd ones: `tlt status` shows the run or says one
+line; for `tlt report` a large sample is tried, as a page takes a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.unit.page.damage import damages, make_sound, sample, show_page, show_status, surprises
+
+READ_BY_STATUS = ("metrics.jsonl", "evaluations.jsonl", "config.json")
+
+
+def test_status_knows_no_traceback(tmp_path: Path) -> None:
+    sound = make_sound(tmp_path / "run")
+    todo = [one for one in damages(sound) if one[0] in READ_BY_STATUS]
+    assert surprises(sound, todo, show_status) == []
+
+
+def test_report_knows_no_traceback(tmp_path: Path) -> None:
+    sound = make_sound(tmp_path / "run")
+    assert surprises(sound, sample(sound, 200, seed=1), show_page) == []
