@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tlt.hf.config import TOKEN_IDS, config_to_hf
 from tlt.hf.files import CHECKPOINT_FILES, INDEX, WEIGHTS, existing_directory, read_json, write_hf_json
-from tlt.io.files import matches, replace_folder
+from tlt.io.files import matches, replace_folder, set_usual_mode
 from tlt.io.hub import COMPANIONS
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.types import UserError
@@ -257,7 +257,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(whole, path, metadata={"format": "pt"})  # transformers 4 refuses files without the format
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    path.chmod(0o644)  # safetensors creates its files for the owner alone
+    set_usual_mode(path)  # safetensors creates its files for the owner alone
 
 
 def plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:

@@ -75,15 +75,20 @@ def write_atomically(path: Path) -> Iterator[TextIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        partial.chmod(0o666 & ~umask)  # as other files have it, instead of mkstemp's 0600
+        set_usual_mode(partial)
         partial.replace(target)
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)  # gone after the rename
+
+
+def set_usual_mode(path: Path) -> None:
+    """Gives a file that its maker has kept for the owner alone the permissions of any new file."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from tlt.io.files import Record, write_jsonl
@@ -81,26 +82,39 @@ class KeptResponses:
         self.run, self.decode, self.gib, self.say = run, decode, gib, say
         self.in_thought = in_thought
         self._has_said = False
+        self._num_bytes = 0
+
+    @cached_property
+    def _sizes(self) -> dict[Purpose, dict[Path, int]]:
+        """Bytes of the files that are kept, the oldest first. Listed once, when the leader first writes."""
+        sizes = {
+            purpose: {path: path.stat().st_size for path in kept_by(self.run, purpose)}
+            for purpose in _PURPOSES
+        }
+        self._num_bytes = sum(sum(some.values()) for some in sizes.values())
+        return sizes
 
     def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
         """Writes a phase's responses. number: see `path_of`."""
         path = path_of(self.run, purpose, number)
         path.parent.mkdir(exist_ok=True)
+        sizes = self._sizes[purpose]
         pairs = zip(phase.rollouts, phase.rewards, strict=True)
         write_jsonl(path, (self.record(purpose, policy_step, *pair) for pair in pairs))
+        size = path.stat().st_size
+        self._num_bytes += size - sizes.pop(path, 0)
+        sizes[path] = size
         self._make_room(path)
 
     def _make_room(self, latest: Path) -> None:
         """Removes files beyond the bound: those of the oldest steps first, then the oldest evaluations'."""
-        sizes = {path: path.stat().st_size for purpose in _PURPOSES for path in kept_by(self.run, purpose)}
-        excess = sum(sizes.values()) - self.gib * 2**30
-        for path, size in sizes.items():
-            if excess <= 0:
+        while self._num_bytes > self.gib * 2**30:
+            older = (sizes for sizes in self._sizes.values() if next(iter(sizes), latest) != latest)
+            if (sizes := next(older, None)) is None:
                 return
-            if path == latest:
-                continue
-            path.unlink()
-            excess -= size
+            path = next(iter(sizes))
+            path.unlink(missing_ok=True)
+            self._num_bytes -= sizes.pop(path)
             if not self._has_said:
                 self._has_said = True
                 self.say(

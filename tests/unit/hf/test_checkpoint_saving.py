@@ -174,6 +174,18 @@ def test_a_save_that_dies_between_its_two_renames_can_be_repaired(
     assert os.listdir(saved.parent) == ["saved"]
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664), (0o027, 0o640)])
+def test_weights_have_the_permissions_that_the_umask_gives_any_file(
+    umask: int, mode: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        save_small(tmp_path / "saved")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "saved").iterdir()} == {mode}
+
+
 def test_a_directory_with_other_files_is_not_replaced(saved: Path, tmp_path: Path) -> None:
     (saved / "thesis.tex").write_text("years")
     message = refusal(save_small, saved)

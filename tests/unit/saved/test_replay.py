@@ -133,6 +133,26 @@ def test_the_oldest_steps_go_first_where_responses_exceed_their_bound_which_is_s
     assert kept_by(tmp_path, "evaluation") == []
 
 
+def test_a_step_looks_at_none_of_the_files_that_are_kept_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 4):
+        write(tmp_path, "rollout", number, {})
+    written = KeptResponses(tmp_path, str, gib=1.0)
+    written.write("rollout", 4, 4, phase_of(7))
+    monkeypatch.setattr("tlt.saved.responses.kept_by", lambda run, purpose: 1 / 0)
+    path_of(tmp_path, "rollout", 1).unlink()  # by the user
+    looked: list[Path] = []
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **named: (looked.append(path), stat(path, **named))[1])
+    written.write("rollout", 5, 5, phase_of(7))
+    of_responses = {path.name for path in looked if path.parent.name == "responses"}
+    assert of_responses == {"rollout-00000005.jsonl"}
+    written.gib = 0.0
+    written.write("rollout", 6, 6, phase_of(7))
+    assert [path.name for path in (tmp_path / "responses").iterdir()] == ["rollout-00000006.jsonl"]
+
+
 def test_steps_whose_responses_were_removed_are_said_once_and_the_later_ones_are_replayed(
     tmp_path: Path,
 ) -> None:
