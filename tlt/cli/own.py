@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tlt.cli.engine import show_busy
 from tlt.cli.init import print_folder
 from tlt.cli.options import WithOverrides, Written
-from tlt.cli.own_reward import EXACT, TEST_HEAD, TESTS_ANSWERS, TESTS_NUMBERS, TESTS_TEXTS, TO_FILL_IN
+from tlt.cli.own_reward import EXACT, RIGHT_ANSWERS, RIGHT_TEXTS, TEST_HEAD, TO_FILL_IN
+from tlt.cli.own_reward import TEST as TEST_END
 from tlt.config.schema import Config
 from tlt.io.files import write_jsonl
 from tlt.io.recipes import check_free
@@ -166,11 +167,22 @@ def _bare(key: str) -> str:
 # ── the reward ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
+_ANSWERS_OF_VERL = 'answers = [model["ground_truth"] for model in reward_model]'
+
+
 def _write_reward(folder: Path, own: OwnRun, writes_function: bool) -> None:
     """Writes the reward function unless it is the user's, and the test of it."""
-    has_answer = own.choices.reward == "exact"
+    in_verl = all("reward_model" in row and "answer" not in row for row in own.rows)
+    has_answer = in_verl or all("answer" in row for row in own.rows)
     if writes_function:
-        (folder / REWARD).write_text(EXACT if has_answer else TO_FILL_IN, encoding="utf-8")
-    checks = TESTS_NUMBERS if not writes_function else TESTS_ANSWERS if has_answer else TESTS_TEXTS
-    test = TEST_HEAD.replace("reward:reward", own.config.rewards.functions[-1])
-    (folder / TEST).write_text(test + checks, encoding="utf-8")
+        text = EXACT if own.choices.reward == "exact" else TO_FILL_IN
+        if in_verl:
+            text = text.replace("(completions, answer, in", "(completions, reward_model, in")
+            text = text.replace("zip(completions, answer,", "zip(completions, answers,")
+            text = text.replace("    began =", f"    {_ANSWERS_OF_VERL}\n    began =")
+        (folder / REWARD).write_text(text, encoding="utf-8")
+    responses = RIGHT_ANSWERS if has_answer else RIGHT_TEXTS
+    if in_verl:
+        responses = responses.replace("row['answer']", "row['reward_model']['ground_truth']")
+    head = TEST_HEAD.replace("reward:reward", own.config.rewards.functions[-1])
+    (folder / TEST).write_text(head + responses + TEST_END, encoding="utf-8")

@@ -28,7 +28,7 @@ from tlt.plan.fit import fits, judge
 from tlt.plan.sizes import GIB, PlannedRun, short_count
 from tlt.ranks.sharding import choose_layout
 from tlt.tasks.answers import find_answer
-from tlt.tasks.numbers import to_number
+from tlt.tasks.numbers import gold_text, to_number
 from tlt.types import UserError
 
 PROMPTS = ("prompt", "messages", "question", "problem", "query", "instruction", "input", "prompt_ids")
@@ -185,9 +185,10 @@ def _scoring(data: DataFacts, answer: str | None) -> str:
     """Returns how responses can be scored: see `Choices`."""
     if answer is None:
         return "own"
-    answers = (
-        row["reward_model"].get("ground_truth") if answer == _VERL else row[answer] for row in data.rows
-    )
+    found = [row["reward_model"].get("ground_truth") if answer == _VERL else row[answer] for row in data.rows]
+    answers = [str(value) if isinstance(value, bool) else gold_text(value) for value in found]
+    if not all(text and any(map(str.isalnum, text)) for text in answers):
+        return "own"  # a list, say, or nothing that a response can say
     return "task" if data.can_verify and all(_is_mathematics(str(text)) for text in answers) else "exact"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -78,6 +79,82 @@ def test_without_an_answer_the_reward_is_to_fill_in_and_its_test_says_so() -> No
     assert "say in reward.py what a response is worth" in run_test()
 
 
+CHOICES = [{"question": f"Which, {n}?", "answer": "ABCD"[n % 4]} for n in range(16)]
+SAID = {
+    "B": [
+        (
+            "B",
+            "b.",
+            "**B**",
+            "Answer: B",
+            "So the answer is (B).",
+            "It is long.\n\nB",
+            r"\boxed{B}",
+            "#### B",
+        ),
+        (
+            "I choose A, the B side",
+            "A, B, C, D",
+            "A or B",
+            "Answer: A, B",
+            "not B",
+            "",
+            "AB",
+            "B\nor A",
+            "B?A",
+        ),
+    ],
+    "no": [("No.", "Thus, the answer is no"), ("Yes, there is no doubt", "no and yes", "yes", "know")],
+    "5": [("5", "5.0", "Answer: 10/2", "Therefore: 5"), ("12.5", "5 or 6", "1,5", "15", "-5", "five")],
+    "1,234": [("1234", "$1,234.00"), ("1", "234", "1,23,4", "12,34")],
+    "So what": [("so what", "The answer is: so what!"), ("what", "so")],
+    "Two\nlines": [("Here:\ntwo\nlines",), ("two", "lines", "lines\ntwo")],
+    "see 3 + 4\n#### 7": [("Answer: 7", "7"), ("see 3 + 4", "4")],
+    "True": [("true", "Answer: True"), ("untrue", "True or False")],
+}
+
+
+def test_the_reward_that_is_written_pays_the_right_answer_alone() -> None:
+    begin(CHOICES)
+    says = runpy.run_path("mine/reward.py")["says"]
+    for answer, (right, wrong) in SAID.items():
+        assert {said: says(said, answer) for said in (*right, *wrong)} == {
+            **dict.fromkeys(right, True),
+            **dict.fromkeys(wrong, False),
+        }
+    assert says("so it is</think>B", "B", in_thought=True)
+    assert not any(says(text, "B", begun) for text, begun in (("<think>B", False), ("B", True)))
+    with pytest.raises(ValueError, match="give one that can be said"):
+        says("x", " . ")
+
+
+@pytest.mark.parametrize("spoilt", ["return [0.0 for _ in completions]", "return [1.0 for _ in completions]"])
+def test_the_test_of_a_reward_prints_a_right_and_a_wrong_response_of_each_row_and_fails_where_it_is_constant(
+    spoilt: str,
+) -> None:
+    begin(CHOICES)
+    told = run_test()
+    assert "row 1: 1 for 'Answer: A', 0 for 'Answer: B'" in told
+    assert "row 2: 1 for 'Answer: B', 0 for 'Answer: A'" in told
+    assert "passed on 5 rows" in told
+    path = Path("mine/reward.py")
+    path.write_text(path.read_text().replace("    began =", f"    {spoilt}\n    began ="))
+    assert "AssertionError: row 1: the right one is worth no more; correct the reward, or what" in run_test()
+
+
+@pytest.mark.parametrize("answer", [["A", "B"], {"a": 1}, "", "…"])
+def test_answers_that_no_text_can_say_leave_the_reward_to_fill_in(answer: Any) -> None:
+    begin([{"question": f"Which, {n}?", "answer": answer} for n in range(16)])
+    assert "say in reward.py what a response is worth" in run_test()
+
+
+def test_the_answers_of_verls_rows_are_found() -> None:
+    model = [{"ground_truth": f"City {n}", "style": "rule"} for n in range(16)]
+    written = begin([{"prompt": f"The capital of {n}?", "reward_model": one} for n, one in enumerate(model)])
+    assert written["rewards"]["functions"] == ["reward:reward"]
+    assert "row 5: 1 for 'Answer: City 4', 0 for 'Answer: City 0'" in run_test()
+
+
 def test_a_function_of_ones_own_is_copied_and_tested_and_a_given_key_wins() -> None:
     Path("mine.py").write_text("async def close(completions, total):\n    return [0.5 for _ in total]\n")
     written = begin(
@@ -92,6 +169,13 @@ def test_a_function_of_ones_own_is_copied_and_tested_and_a_given_key_wins() -> N
         "test_reward.py",
         "train.toml",
     ]
+    assert "the right one is worth no more" in run_test()  # it is constant, and nobody has said what is right
+    test, reward = Path("mine/test_reward.py"), Path("mine/mine.py")
+    reward.write_text(
+        "async def close(completions, total):\n"
+        "    return [float(c[-1]['content'] == str(t)) for c, t in zip(completions, total)]\n"
+    )
+    test.write_text(test.read_text().replace('"write here what you want"', "str(row['total'])"))
     assert "passed on 5 rows" in run_test()
 
 
