@@ -227,12 +227,17 @@ class EvaluationSection(Section):
     columns: dict[str, str] | None = None
     """That dataset's names of columns by TLT's; None: as in task.columns."""
     samples_per_problem: Samples = 4
-    """Responses to each held-out problem."""
+    """Responses to each held-out problem; at temperature 0, where all are equal, one is drawn."""
     temperature: Temperature = 1.0
     """Sampling temperature of evaluations; at 0 the most probable token is taken."""
     keep_best: bool = True
     """Whether the policy of the best evaluation is kept, too: best by solve rate, or by mean reward where
     rewards.functions alone score."""
+
+    @property
+    def num_samples(self) -> int:
+        """Responses that are drawn of each problem."""
+        return self.samples_per_problem if self.temperature else 1
 
 
 class TrackingSection(Section):

@@ -319,6 +319,7 @@ def _config(values: Mapping[str, Any]) -> Config:
 _WEIGHING = {"run", "parallel", "lora", "rollout", "sampling", "algorithm"} | {
     "evaluation.num_problems",
     "evaluation.samples_per_problem",
+    "evaluation.temperature",
 }
 """Sections and keys that a plan of memory depends on."""
 

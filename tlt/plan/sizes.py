@@ -104,7 +104,7 @@ class PlannedRun:
         """Responses of a step, or of an evaluation where those are more."""
         rollout, evaluation = self.config.rollout, self.config.evaluation
         step = rollout.problems_per_step * rollout.samples_per_problem
-        return max(step, evaluation.num_problems * evaluation.samples_per_problem)
+        return max(step, evaluation.num_problems * evaluation.num_samples)
 
     @property
     def num_slots(self) -> int:

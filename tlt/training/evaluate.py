@@ -76,7 +76,7 @@ def evaluate(run: Run) -> None:
         run.replay.lend("evaluation", policy_step=0, number=run.step),
     ):
         run.drafter_training.foresee(problem.prompt_ids for problem in run.held_out)
-        phase = run.phase.run(run.held_out, settings.samples_per_problem, params, "evaluation", 0)
+        phase = run.phase.run(run.held_out, settings.num_samples, params, "evaluation", 0)
     run.keep_responses("evaluation", phase)
     for rollout in phase.rollouts:  # the next evaluation draws with the same noise
         request = Request(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, params, "evaluation")

@@ -181,6 +181,21 @@ def test_a_run_of_no_steps_only_evaluates_and_can_be_gone_on_with(
     assert [one["ranks"] for one in read_environments(tmp_path / "run")] == [1, 1], "a line for each start"
 
 
+@pytest.mark.parametrize(("temperature", "num_samples"), [(0.0, 1), (0.5, 3)])
+def test_an_evaluation_at_temperature_0_draws_one_response_of_each_problem(
+    base: Path, tmp_path: Path, temperature: float, num_samples: int
+) -> None:
+    config = make_config(base, tmp_path / "run")
+    wanted = {"samples_per_problem": 3, "temperature": temperature}
+    evaluation = config.evaluation.model_copy(update=wanted)
+    run = config.run.model_copy(update={"num_steps": 0})
+    alone = config.model_copy(update={"run": run, "evaluation": evaluation})
+    judges.append(Judge())
+    main(describe_run(alone, Moment.now()), judges[-1].stop)
+    (file,) = (tmp_path / "run" / "responses").glob("evaluation-*.jsonl")
+    assert len(file.read_text().splitlines()) == 2 * num_samples
+
+
 @pytest.mark.parametrize("step", [0, 2, 3])
 def test_a_run_that_was_stopped_in_an_evaluation_begins_with_it_and_is_the_run_never_stopped(
     step: int, straight: Path, base: Path, tmp_path: Path
