@@ -70,17 +70,27 @@ class Measured:
         return self.value == other.value or self.rounds(other) or other.rounds(self)
 
     def rounds(self, other: Measured) -> bool:
-        """Whether this is a decimal of six digits or more that rounds the other, a fraction."""
-        if self.digit is None or self.digit >= 1 or other.digit is not None:
+        """Whether this is a decimal of six digits or more that rounds the other, whose decimals never end."""
+        if self.digit is None or self.digit >= 1 or _is_decimal(other.value.denominator):
             return False
         is_long = abs(self.value) >= self.digit / Fraction(ROUNDED * 10)
         return is_long and abs(self.value - other.value) * 2 <= self.digit
+
+    def as_latex(self) -> str:
+        """Returns the number without its unit, a decimal as a decimal."""
+        if self.value.denominator == 1:
+            return str(self.value)
+        if self.digit is None:
+            return rf"\frac{{{self.value.numerator}}}{{{self.value.denominator}}}"
+        places = len(str(self.digit.denominator)) - 1
+        digits = str(abs(self.value.numerator) * 10**places // self.value.denominator).rjust(places + 1, "0")
+        return f"{'-' * (self.value < 0)}{digits[:-places]}.{digits[-places:]}"
 
 
 def measure(text: str) -> Measured | None:
     r"""Returns the number that a text is, a unit behind it aside: `18 dollars`, `\frac{1}{3}\text{ cm}`,
     `1.6\times 10^{-19}`, `5 million`; None: it is another formula, or none."""
-    text, unit, scale = text.strip().removesuffix("."), "", 1
+    text, unit, scale = text.strip().removesuffix(".").replace("\u2212", "-"), "", 1
     if match := _UNIT.fullmatch(text):
         behind = (match[2] or match[3] or "").lower()
         words = behind.split()
@@ -116,12 +126,13 @@ def is_equal(gold: str, answer: str) -> bool:
     if (wanted and _is_list(answer)) or (given and _is_list(gold)):
         return False
     parse, verify = _math_verify()
-    expected = _parsed(gold)
+    expected = _parsed(gold if wanted is None else wanted.as_latex())
     if not expected:
         raise ValueError(
             f"the answer {gold!r} is no mathematics that math-verify can read; leave the problem out"
         )
-    return bool(verify(expected, parse(_as_latex(answer)), timeout_seconds=None))
+    said = answer if given is None else given.as_latex()
+    return bool(verify(expected, parse(_as_latex(said)), timeout_seconds=None))
 
 
 def _as_word(text: str) -> str | None:
@@ -132,8 +143,10 @@ def _as_word(text: str) -> str | None:
 
 
 def _is_list(answer: str) -> bool:
-    r"""Whether an answer gives several numbers, such as `5, 5`; math-verify takes equal ones for one."""
-    return "=" not in answer and "," in re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer)
+    r"""Whether an answer gives several numbers, such as `5, 5`; math-verify takes equal ones for one.
+    Those in parentheses are a function's or a point's."""
+    outside = re.sub(r"\([^()]*\)", "", re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer))
+    return re.search(r",|;|\b(?:and|or)\b", outside) is not None
 
 
 @lru_cache(maxsize=4096)
@@ -199,13 +212,15 @@ def _are_close(a: Any, b: Any) -> bool:
 
 def _ends(number: Any) -> bool:
     """Whether a number of sympy is a fraction whose decimals end."""
-    if not number.is_Rational:
-        return False
-    rest = int(number.q)
+    return bool(number.is_Rational) and _is_decimal(int(number.q))
+
+
+def _is_decimal(denominator: int) -> bool:
+    """Whether the decimals of a fraction end."""
     for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator == 1
 
 
 def require_math_verify() -> None:
