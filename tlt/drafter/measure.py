@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +31,12 @@ from tlt.types import Rollout
 
 CANARY_TOKENS = 256
 """Response tokens that each rank measures per step. Their prompts are read in addition."""
+
+READ_FOR_EACH = 64
+"""Tokens that are read, prompts included, for each that may be measured: bounds what long prompts cost."""
+
+READ_AT_ONCE = 8192
+"""Tokens that a forward of the target reads, unless a single response with its prompt is longer."""
 
 ARRIVAL_TOKENS = 16
 """Response tokens read in a step that does not measure acceptance: enough to compare the two copies."""
@@ -227,16 +233,21 @@ def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> N
 def draw_counts(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
     """Returns a random sample of the responses: the index of each → how many of its tokens count.
 
-    Whole responses are drawn until `max_tokens` are used up; the last one is cut off. Prompts are not
-    counted, so that something is measured however long they are. A response to a prompt of one token is
-    not drawn, because no pair predicts its first token.
+    Whole responses are drawn until `max_tokens` are used up, the last one cut off, or until `READ_FOR_EACH`
+    times as many would be read with their prompts. The first is drawn however long its prompt is. A response
+    to a prompt of one token is not drawn, because no pair predicts its first token.
     """
     counts: dict[int, int] = {}
+    left_to_read = READ_FOR_EACH * max_tokens
     for index in rng.sample(range(len(rollouts)), len(rollouts)):
-        count = min(len(rollouts[index].token_ids), max_tokens)
-        if count > 0 and len(rollouts[index].prompt_ids) >= FIRST_PREDICTED:
+        rollout = rollouts[index]
+        count = min(len(rollout.token_ids), max_tokens)
+        num_read = len(rollout.prompt_ids) + count
+        if count > 0 and len(rollout.prompt_ids) >= FIRST_PREDICTED:
+            if counts and num_read > left_to_read:
+                break
             counts[index] = count
-            max_tokens -= count
+            max_tokens, left_to_read = max_tokens - count, left_to_read - num_read
     return counts
 
 
@@ -247,22 +258,38 @@ def read_sample(
     capture: tuple[int, ...],
     temperature: float,
 ) -> Sample:
-    """Sends the responses drawn through the target, in one packed forward. The last of a response's
-    counted tokens is predicted but not read."""
+    """Sends the responses drawn through the target, packed, at most `READ_AT_ONCE` tokens at a time. The last
+    of a response's counted tokens is predicted but not read."""
     rows = [[*rollouts[i].prompt_ids, *rollouts[i].token_ids[: count - 1]] for i, count in counts.items()]
     lengths = tuple(len(row) for row in rows)
-    token_ids_N = torch.tensor([token for row in rows for token in row], device=target.device)
-    attend = PackedCausal(target.config, lengths)
-    features_NE, captured_NF = target.forward_capturing(
-        token_ids_N, attend.positions(target.device), attend, capture
-    )
     anchors = []
     for index, length in zip(counts, lengths, strict=True):
         is_response_M = predicts_response(len(rollouts[index].prompt_ids), 0, length)
         anchors.append((is_response_M.nonzero()[:, 0] + TOKEN_AHEAD).tolist())
-    features_RE = features_NE[flatten_anchors(lengths, anchors)]
-    target_RV = distribution(target.logits(features_RE), temperature)
-    return Sample(token_ids_N, captured_NF, lengths, anchors, temperature, target_RV)
+    token_ids, captured, targets = list[Tensor](), list[Tensor](), list[Tensor]()
+    for group in _groups(lengths):
+        ids_N = torch.tensor([token for row in rows[group] for token in row], device=target.device)
+        attend = PackedCausal(target.config, lengths[group])
+        features_NE, captured_NF = target.forward_capturing(
+            ids_N, attend.positions(target.device), attend, capture
+        )
+        features_RE = features_NE[flatten_anchors(lengths[group], anchors[group])]
+        token_ids.append(ids_N)
+        captured.append(captured_NF)
+        targets.append(distribution(target.logits(features_RE), temperature))
+    parts = torch.cat(token_ids), torch.cat(captured)
+    return Sample(*parts, lengths, anchors, temperature, torch.cat(targets))
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[slice]:
+    """Yields consecutive responses of at most `READ_AT_ONCE` tokens together, or a longer one alone."""
+    first, num_tokens = 0, 0
+    for end, length in enumerate(lengths):
+        if num_tokens and num_tokens + length > READ_AT_ONCE:
+            yield slice(first, end)
+            first, num_tokens = end, 0
+        num_tokens += length
+    yield slice(first, len(lengths))
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:

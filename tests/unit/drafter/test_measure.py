@@ -12,7 +12,7 @@ import torch
 from tests.lossless.helpers import CONFIG
 from tests.unit.drafter.watched_parts import POLICY, Parts, make_rollouts
 from tlt.drafter.drafting.suffix_index import count_retrieved
-from tlt.drafter.measure import distribution, draw_counts
+from tlt.drafter.measure import READ_FOR_EACH, distribution, draw_counts, read_sample
 from tlt.models.attention import PackedCausal
 from tlt.types import Rollout
 
@@ -64,6 +64,42 @@ def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
         patch.setattr("tlt.drafter.measure.CANARY_TOKENS", 30)
         check = parts.training.check([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
     assert 0 < check.acceptance < 1
+
+
+@pytest.mark.parametrize(("num_prompt", "num_response"), [(8000, 1), (2000, 1), (300, 2), (40, 1), (2, 1)])
+@pytest.mark.parametrize("max_tokens", [256, 16])
+def test_what_is_read_is_bounded_however_long_prompts_are(
+    num_prompt: int, num_response: int, max_tokens: int
+) -> None:
+    (rollout,) = make_rollouts(1)
+    asked = replace(rollout, prompt_ids=(3,) * num_prompt, token_ids=rollout.token_ids[:num_response])
+    counts = draw_counts([asked] * 400, max_tokens, random.Random(0))
+    num_read = sum(num_prompt + count for count in counts.values())
+    assert num_read <= max(READ_FOR_EACH * max_tokens, num_prompt + num_response)
+    whole = min(max_tokens, 400 * num_response)
+    most = READ_FOR_EACH * max_tokens // (num_prompt + num_response) * num_response
+    assert sum(counts.values()) == min(whole, max(most, num_response))
+
+
+@pytest.mark.parametrize("at_once", [1, 30, 75, 200])
+def test_a_sample_read_in_parts_is_that_read_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, rollouts, read = Parts(), make_rollouts(5), list[int]()
+    counts = draw_counts(rollouts, 100, random.Random(1))
+    target, capture = parts.training.copies.target, parts.model.config.capture
+    whole = read_sample(rollouts, counts, target, capture, 0.7)
+    forward = target.forward_capturing
+    monkeypatch.setattr(
+        target, "forward_capturing", lambda ids, *rest: read.append(len(ids)) or forward(ids, *rest)
+    )
+    monkeypatch.setattr("tlt.drafter.measure.READ_AT_ONCE", at_once)
+    found = read_sample(rollouts, counts, target, capture, 0.7)
+    assert sum(read) == sum(whole.lengths)
+    assert all(num <= max(at_once, *whole.lengths) for num in read)
+    assert (len(read) > 1) is (at_once < sum(whole.lengths))
+    assert torch.equal(found.token_ids_N, whole.token_ids_N)
+    assert (found.lengths, found.anchors) == (whole.lengths, whole.anchors)
+    torch.testing.assert_close(found.captured_NF, whole.captured_NF)
+    torch.testing.assert_close(found.target_RV, whole.target_RV)
 
 
 def test_retrieval_is_counted_where_a_response_or_its_sibling_has_said_the_words_before() -> None:
