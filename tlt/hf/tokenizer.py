@@ -94,8 +94,15 @@ class Tokenizer:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The chat template; the one for chats without tools where there are several."""
-        return ChatTemplate(self.hf.get_chat_template(), dict(self.hf.special_tokens_map))
+        """The chat template; the default one where there are several. Raises UserError for one that cannot be
+        read."""
+        try:
+            template = ChatTemplate(self.hf.get_chat_template(), dict(self.hf.special_tokens_map))
+            assert template.variables is not None  # a mistake in its syntax is raised here
+        except Exception as error:  # jinja2's, and transformers' where none of several is the default
+            reason = f"the chat template cannot be read ({one_line(error, 160)})"
+            raise UserError(f"{self.path}: {reason}; copy the model's files there again") from None
+        return template
 
     @functools.cached_property
     def beginning(self) -> tuple[int, ...]:
@@ -322,7 +329,8 @@ def read_stop_ids(path: str | Path) -> tuple[int, ...]:
 def check_stop_ids(params: SamplingParams, vocab_size: int, place: str = "stop") -> None:
     """Raises UserError for an id that the model does not have."""
     if (bad := max(params.stop_ids, default=0)) >= vocab_size:
-        raise UserError(f"{place}_ids: {bad} is outside the vocabulary of {vocab_size}; give ids below that")
+        key = f"{place}{'-' if place.startswith('--') else '_'}ids"
+        raise UserError(f"{key}: {bad} is outside the vocabulary of {vocab_size}; give ids below that")
 
 
 def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, window: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.hf.chat_parts import NAMES, OPENINGS, some_record, template_of, texts_of, write_tokenizer
 from tlt.hf.prompts import ChatFormat, encode_prompt, encode_prompts
@@ -286,3 +286,36 @@ def test_a_character_without_a_token_is_refused_in_chats_too(tmp_path: Path) -> 
     assert tokenizer.encode_chat([say("user", "aZ\U0001f642")])
     with pytest.raises(UserError, match=r"has no token for 'Z' \(column"):
         load_tokenizer(tmp_path / "chatml").encode_chat([say("user", "aZ\U0001f642")])
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% for m in messages %}", "the chat template cannot be read .TemplateSyntaxError"),
+        ([{"name": "a", "template": "x"}, {"name": "b", "template": "y"}], "cannot be read .ValueError"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_one_line(template: Any, told: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, None, chat_template=template))
+    for variables in ({}, {"enable_thinking": True}):
+        with pytest.raises(UserError, match=told):
+            tokenizer.encode_chat([QUESTION], variables=variables)
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    several = [{"name": "default", "template": template_of("chatml")}, {"name": "tool_use", "template": "x"}]
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, None, chat_template=several))
+    assert tokenizer.decode_all(tokenizer.encode_chat([QUESTION])).endswith("<|im_start|>assistant\n")
+
+
+def test_a_vocabulary_without_tokenizer_json_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """Such folders hold vocab.json and merges.txt alone."""
+    folder = write_tokenizer(tmp_path, template_of("qwen2_5"), tokenizer_class="Qwen2Tokenizer")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+    hf = AutoTokenizer.from_pretrained(folder)
+    assert list(load_tokenizer(folder).encode_text("e\u0301 12 数学")) == hf("e\u0301 12 数学")["input_ids"]
