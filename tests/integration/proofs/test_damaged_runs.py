@@ -18,4 +18,4 @@ def test_status_knows_no_traceback(tmp_path: Path) -> None:
 
 def test_report_knows_no_traceback(tmp_path: Path) -> None:
     sound = make_sound(tmp_path / "run")
-    assert surprises(sound, sample(sound, 200, seed=1), show_page) == []
+    assert surprises(sound, sample(sound, 60, seed=1), show_page) == []
