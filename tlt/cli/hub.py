@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -51,6 +52,12 @@ def run(options: HubPush) -> Record:
     repo = options.repo or (f"OWNER/{folder}" if options.dry_run else own_name(folder))
     licence = options.licence or licence_of(finished.base, asks_hub=not options.dry_run)
     uploads = _uploads(finished, repo, licence, options.what)
+    for what, one in uploads.items():
+        if one.left_out:
+            names = ", ".join(map(repr, one.left_out[:5])) + (", …" if len(one.left_out) > 5 else "")
+            which = f"{names} in {options.run / what}"
+            why = "files of a run's alone are uploaded, and no links"
+            print(f"tlt hub push: {len(one.left_out)} left out, {which}: {why}", file=sys.stderr)
     if options.dry_run:
         for one in uploads.values():
             print(f"{one.name}:")
@@ -63,6 +70,7 @@ def run(options: HubPush) -> Record:
 
 def _uploads(run: FinishedRun, repo: str, licence: str | None, what: str | None) -> dict[str, Upload]:
     """Returns what goes to the hub. repo: the policy's repository."""
+    from tlt.hf.files import CHECKPOINT_FILES, DRAFTER_FILES
     from tlt.io.hub_upload import Upload, files_of
     from tlt.training.model_card import drafter_card, policy_card
 
@@ -70,10 +78,12 @@ def _uploads(run: FinishedRun, repo: str, licence: str | None, what: str | None)
     found = {}
     if what != "drafter":
         card = policy_card(run, repo, drafter if run.has_drafter and what is None else None, licence)
-        found["policy"] = Upload(repo, files_of(run.folder / "policy"), card)
+        files, others = files_of(run.folder / "policy", CHECKPOINT_FILES)
+        found["policy"] = Upload(repo, files, card, others)
     if what != "policy" and run.has_drafter:
         card = drafter_card(run, repo, drafter, licence)
-        found["drafter"] = Upload(drafter, files_of(run.folder / "drafter"), card)
+        files, others = files_of(run.folder / "drafter", DRAFTER_FILES)
+        found["drafter"] = Upload(drafter, files, card, others)
     return found
 
 

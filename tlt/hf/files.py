@@ -9,6 +9,7 @@ from typing import Any
 
 from tlt.io.files import parse_json
 from tlt.io.hub import COMPANIONS
+from tlt.io.text import quoted
 from tlt.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,7 +33,7 @@ def existing_directory(path: Path | str) -> Path:
             raise UserError(
                 f"{directory}: is missing, a save was interrupted; rename {interrupted} to {directory.name}"
             )
-        remedy = f"give a local checkpoint (hf download MODEL --local-dir {directory})"
+        remedy = f"give a local checkpoint (hf download MODEL --local-dir {quoted(directory)})"
         raise UserError(f"{directory}: is no directory; {remedy}")
     return directory
 

@@ -6,11 +6,12 @@ The token is huggingface_hub's: HF_TOKEN, or what `hf auth login` has saved. Eve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt.io.files import matches
 from tlt.io.hub import Repository, quiet
 from tlt.io.text import one_line
 from tlt.types import UserError
@@ -28,12 +29,28 @@ class Upload:
     """The files by their paths in the repository."""
     card: str
     """The text of its README.md."""
+    left_out: Sequence[str] = ()
+    """Names of what else lies in the folder."""
 
 
-def files_of(folder: Path) -> dict[str, Path]:
-    """Returns a folder's files by their relative paths, without a README.md: the card takes its place."""
-    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if name != CARD}
+def files_of(folder: Path, own: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
+    """Returns the files that a run writes in a folder, by their relative paths, and the names of what else
+    lies there: other files, and links, which may lead anywhere. The card takes a README.md's place.
+
+    own: patterns of the names of the run's files.
+    """
+    files: dict[str, Path] = {}
+    others = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        is_linked = any((folder / part).is_symlink() for part in (name, *name.parents) if part != Path())
+        if not path.is_dir() or is_linked:
+            is_own = matches(name.parts[0], own) and path.is_file() and not is_linked
+            if is_own:
+                files[str(name)] = path
+            elif str(name) != CARD:
+                others.append(str(name))
+    return files, others
 
 
 def own_name(name: str) -> str:

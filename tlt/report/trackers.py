@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from tlt.io.extras import how_to_install
 from tlt.io.plugins import describe, get_object
+from tlt.io.text import quoted
 from tlt.types import UserError
 
 
@@ -139,11 +140,15 @@ class Accelerated:
         match self.name:
             case "wandb":
                 at = self._tracker.tracker
-                return f"offline; to upload: wandb sync {Path(at.dir).parent}" if at.offline else at.url or ""
+                return (
+                    f"offline; to upload: wandb sync {quoted(Path(at.dir).parent)}"
+                    if at.offline
+                    else at.url or ""
+                )
             case "tensorboard":
-                return f"tensorboard --logdir {run.folder / 'tensorboard'}"
+                return f"tensorboard --logdir {quoted(run.folder / 'tensorboard')}"
             case "trackio":
-                return f"trackio show --project {run.project}"
+                return f"trackio show --project {quoted(run.project)}"
         return ""
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tlt import __version__
 from tlt.io.files import flush, remove_own, way_out
+from tlt.io.text import quoted
 from tlt.ranks.shards import (
     CODES,
     FileDigest,
@@ -144,7 +145,7 @@ class CheckpointWriter:
             error, self._error = self._error, None
             kept = latest_checkpoint(self.folder)
             left = "there is none before it" if kept is None else f"the one before, {kept}, is whole"
-            remedy = f"{way_out(str(error))}, then tlt train --resume {self.folder.parent}"
+            remedy = f"{way_out(str(error))}, then tlt train --resume {quoted(self.folder.parent)}"
             raise UserError(
                 f"the checkpoint of step {self._step} is not written ({error}); {left}; {remedy}"
             ) from error

@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tlt.io.files import read_file
+from tlt.io.text import quoted
 from tlt.ranks.shards import FileDigest, StoredTensor, digest_of, read_headers
 from tlt.saved.inputs import Inputs
 from tlt.types import LAW_VERSION, UserError
@@ -204,7 +205,7 @@ def damaged(path: Path, file: str, fault: str) -> UserError:
     older = [other for other in all_checkpoints(path.parent) if other.name < path.name]
     remedy = "start a new run in another --run.out_dir: there is no older checkpoint"
     if older:
-        remedy = f"go on from the checkpoint before it: tlt train --resume {older[0]}"
+        remedy = f"go on from the checkpoint before it: tlt train --resume {quoted(older[0])}"
     return UserError(f"{path / file}: {fault}; bring the file back, or {remedy}")
 
 

@@ -17,6 +17,7 @@ from typing import IO, Final
 
 from tlt.hf.files import ADAPTER_FILES, CHECKPOINT_FILES, DRAFTER_FILES
 from tlt.io.files import check_replaceable, matches, parse_json, read_file, remove_own, way_out
+from tlt.io.text import quoted
 from tlt.types import UserError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -147,7 +148,7 @@ def refuse_begun(folder: Path) -> None:
     if has_begun(folder) and (_is_marked(folder) or _describes_run(folder / "config.json")):
         raise UserError(
             f"run.out_dir: {folder} holds a run already;"
-            f" continue it with tlt train --resume {folder}, or give another --run.out_dir"
+            f" continue it with tlt train --resume {quoted(folder)}, or give another --run.out_dir"
         )
 
 
@@ -235,7 +236,7 @@ def explain_os_error(error: OSError, folder: Path) -> UserError | None:
         return _removed(folder)
     if error.errno in _DISK_ERRORS or (error.errno in _IN_THE_WAY and is_inside):
         reason = error.strerror or str(error)
-        remedy = f"{way_out(reason)}, then tlt train --resume {folder}"
+        remedy = f"{way_out(reason)}, then tlt train --resume {quoted(folder)}"
         return UserError(f"{named or folder}: cannot be written ({reason}); {remedy}")
     return None
 
@@ -250,5 +251,5 @@ def _lacks_locks_or_appends(folder: Path, error: OSError) -> UserError:
 def _removed(folder: Path) -> UserError:
     return UserError(
         f"run.out_dir: {folder} has been removed, or moved, under the run; bring it back, "
-        f"then tlt train --resume {folder}, or begin a new run"
+        f"then tlt train --resume {quoted(folder)}, or begin a new run"
     )

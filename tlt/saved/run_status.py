@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from tlt.io.files import parse_json, read_appended, read_file, refuse_endless
+from tlt.io.text import quoted
 from tlt.report.record import StepRecord, read_metrics
 from tlt.types import UserError
 
@@ -61,7 +62,7 @@ class RunStatus:
     @property
     def on_resume(self) -> str:
         """Says what `tlt train --resume` would do."""
-        command = f"tlt train --resume {self.folder}"
+        command = f"tlt train --resume {quoted(self.folder)}"
         if self.state == "running":
             return "refused while it runs"
         if self.state == "finished":

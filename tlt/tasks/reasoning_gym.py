@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tlt.io.extras import how_to_install
 from tlt.io.plugins import describe
-from tlt.io.processes import PYTHON
+from tlt.io.processes import this_python
 from tlt.tasks.answers import find_answer
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, digest, split_of
 from tlt.tasks.thoughts import after_thinking
@@ -130,7 +130,7 @@ def draw_entries(name: str, num: int, seed: int, split: Split, options: Mapping[
     _check_options(name, options)
     if not sys.flags.hash_randomization:
         return _draw_here(name, num, seed, split, options)
-    command = [*PYTHON, "-c", "from tlt.tasks.reasoning_gym import _draw_for_parent as d; d()"]
+    command = [*this_python(), "-c", "from tlt.tasks.reasoning_gym import _draw_for_parent as d; d()"]
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     asked = json.dumps([name, num, seed, split, options])
     done = subprocess.run(

@@ -18,6 +18,7 @@ from tlt.accounts import IdleUse
 from tlt.assembly.world import join_ranks
 from tlt.clock import Moment
 from tlt.config.schema import Config
+from tlt.io.text import quoted
 from tlt.ranks.store import share_stop
 from tlt.ranks.waiting import naming_absent_ranks, on_leader
 from tlt.ranks.world import Rendezvous, broadcast_json, gather_objects, shutdown
@@ -63,7 +64,7 @@ def train(run: Run) -> None:
             done = f"after {run.step} of {config.run.num_steps} steps"
             run.console.note(
                 f"run.time_limit_minutes, {config.run.time_limit_minutes:g}, ends the run {done}; "
-                f"go on with: tlt train --resume {run.out_dir}"
+                f"go on with: tlt train --resume {quoted(run.out_dir)}"
             )
         evaluate(run)
         (finish if config.run.num_steps else finish_evaluation)(run)
@@ -163,7 +164,7 @@ def say_if_done(run: Run) -> None:
     num_steps, folder = run.config.run.num_steps, near(run.out_dir)
     if not run.first_step or run.step < num_steps:
         return
-    more = f"for more of them: tlt train --resume {folder} --run.num_steps {2 * num_steps}"
+    more = f"for more of them: tlt train --resume {quoted(folder)} --run.num_steps {2 * num_steps}"
     if run.config.optimizer.depends_on_num_steps:
         more = f"its learning rate ends there, so more of them are a new run, from {folder}/policy"
     run.console.note(f"nothing is left to do: all {num_steps} steps are done; {more}")
@@ -190,7 +191,8 @@ def stop_early(run: Run, where: str) -> None:
     generated again, token for token."""
     save_state(run)
     run.console.note(
-        f"stopped {where}; {run.step} updates are kept. Continue with: tlt train --resume {run.out_dir}"
+        f"stopped {where}; {run.step} updates are kept. "
+        f"Continue with: tlt train --resume {quoted(run.out_dir)}"
     )
 
 

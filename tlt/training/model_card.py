@@ -17,6 +17,7 @@ from tlt.drafter.formats.layouts import NUM_DRAFT_TOKENS
 from tlt.drafter.shape import Method
 from tlt.io.hub import Repository
 from tlt.io.hub_upload import CARD, read_card
+from tlt.io.text import quoted
 from tlt.report.outcome import Gain, written_p_value
 from tlt.report.record import read_metrics
 from tlt.training.evaluations import Evaluations, is_judged_by_reward
@@ -48,7 +49,7 @@ class FinishedRun:
             raise UserError(f"{folder}: holds no run; give the folder of one (run.out_dir)")
         run = FinishedRun(folder, Config.from_json(file.read_text(encoding="utf-8"), str(file)))
         if not (folder / "policy" / "config.json").is_file():
-            remedy = f"finish it first: tlt train --resume {folder}"
+            remedy = f"finish it first: tlt train --resume {quoted(folder)}"
             raise UserError(f"{folder}: the run has written no policy yet; {remedy}")
         return run
 

@@ -22,6 +22,7 @@ from tlt.drafter.vocabulary import from_pairs
 from tlt.hf.files import read_json
 from tlt.hf.peft import AdaptedTensors, Adapter
 from tlt.hf.weights import content_hash, save_model
+from tlt.io.text import quoted
 from tlt.models.lora import adapter_shapes
 from tlt.ranks.shards import CODES, read_into
 from tlt.saved.manifest import Manifest, all_checkpoints, folder_of, read_manifest, verify_files
@@ -75,7 +76,7 @@ def _newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Manifest]:
             return path, _verified(path)
         except UserError as error:
             say(f"{str(error).partition(';')[0]}; the one before it is served")
-    remedy = f"let it finish a step first, or go on: tlt train --resume {folder}"
+    remedy = f"let it finish a step first, or go on: tlt train --resume {quoted(folder)}"
     raise UserError(f"{folder}: the run has neither ended nor left a whole checkpoint; {remedy}")
 
 

@@ -31,6 +31,7 @@ from tlt.hf.prompts import check_max_tokens, describe_raw
 from tlt.hf.tokenizer import load_tokenizer, writes_date
 from tlt.hf.weights import count_parameters
 from tlt.io.hub import Repository, pin_dataset, pin_model
+from tlt.io.text import quoted
 from tlt.launch.failures import EXIT_USER_ERROR, Restarts
 from tlt.launch.local import is_rank, launch, run_here
 from tlt.launch.place import Place, find_place
@@ -89,7 +90,7 @@ def launch_ranks(config: Config, began: Moment) -> int:
     if on_ray or not is_rank(num_ranks):
         with Console(log=run.out_dir / LOG) as console:
             console.note(f"starting {num_ranks} ranks …")  # they import torch before they can print
-    threads, go_on = run.threads_per_rank, f"tlt train --resume {near(run.out_dir)}"
+    threads, go_on = run.threads_per_rank, f"tlt train --resume {quoted(near(run.out_dir))}"
     with logging_stderr(run.out_dir / LOG):
         if on_ray:
             needs = RankNeeds(threads, num_gpus=int(device_of(config).name == "cuda"))

@@ -183,3 +183,29 @@ def test_every_refusal_is_one_line_with_the_remedy(
     )
     (here / "run" / "policy" / "config.json").unlink()
     assert refused("run").endswith("no policy yet; finish it first: tlt train --resume run")
+
+
+def test_only_the_files_of_a_run_are_uploaded_and_no_link_is_followed(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", {})
+    policy, away = tmp_path / "run" / "policy", tmp_path / "away"
+    (away / "keys").mkdir(parents=True)
+    (away / "keys" / "one").write_text("secret")
+    (away / ".env").write_text("secret")
+    for name in (".env", "notes.txt", "cache/part.bin"):
+        (policy / name).parent.mkdir(exist_ok=True)
+        (policy / name).write_text("secret")
+    (policy / "tokenizer.env").symlink_to(away / ".env")
+    (policy / "additional_chat_templates").mkdir()
+    (policy / "additional_chat_templates" / "tool.jinja").write_text("{}")
+    (policy / "additional_chat_templates" / "keys").symlink_to(away / "keys")
+    (policy / "gone").symlink_to(away / "nothing")
+    assert cli.main(["hub", "push", str(tmp_path / "run"), "--what", "policy"]) == 0
+    sent = hub.files["ada/run"]
+    templates = "additional_chat_templates/tool.jinja"
+    assert {*sent} == {"README.md", "config.json", "model.safetensors", templates}
+    assert b"secret" not in b"".join(sent.values())
+    said = capsys.readouterr().err
+    assert "tlt hub push: 6 left out, '.env', 'additional_chat_templates/keys', 'cache/part.bin', " in said
+    assert "files of a run's alone are uploaded, and no links" in said

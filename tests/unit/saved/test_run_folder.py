@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -127,3 +128,11 @@ def test_what_is_in_the_way_in_a_runs_folder_is_named(way: str, tmp_path: Path) 
     except OSError as error:
         mistake = explain_os_error(error, tmp_path)
     assert str(mistake).startswith(f"{path}: cannot be written (")
+
+
+@pytest.mark.parametrize("name", ["my runs/the first", "a;b", "it's", "plain"])
+def test_a_command_to_type_takes_any_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    explained = explain_os_error(OSError(28, "No space left on device", str(folder / "x")), folder)
+    words = shlex.split(str(explained).partition("; ")[2])
+    assert words[words.index("--resume") + 1] == str(folder)
