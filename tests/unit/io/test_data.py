@@ -362,8 +362,9 @@ def test_held_out_problems_that_are_trained_on_are_said_in_one_line_when_a_run_b
 def test_columns_of_the_training_data_hold_for_the_held_out_data_unless_it_has_its_own(
     tmp_path: Path,
 ) -> None:
-    write_jsonl(tmp_path / "train.jsonl", [{"question": "[2,9:7]"}])
-    write_jsonl(tmp_path / "test.jsonl", [{"problem": "[2,9:11]"}])
+    numbers = [2, 9]
+    write_jsonl(tmp_path / "train.jsonl", [{"question": "[2,9:7]", "numbers": numbers, "target": 7}])
+    write_jsonl(tmp_path / "test.jsonl", [{"problem": "[2,9:11]", "numbers": numbers, "target": 11}])
     task = {"data": str(tmp_path / "train.jsonl"), "columns": {"prompt": "question"}}
     assert len(load_problems(config_of(tmp_path, task), "train")) == 1
     test = str(tmp_path / "test.jsonl")

@@ -118,7 +118,8 @@ def test_a_task_that_is_nowhere_says_where_it_was_sought(
 
 def problems_from(tmp_path: Path, *lines: Any, per_step: int = 1) -> Any:
     file = tmp_path / "problems.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    puzzle = {"numbers": [2, 9, 16], "target": 5}
+    file.write_text("".join(json.dumps({**puzzle, **line}) + "\n" for line in lines))
     values = {
         "model": {"path": str(BASE)},
         "task": {"name": "countdown", "problems_file": str(file)},
@@ -142,7 +143,7 @@ TEXT = {"prompt": "[2,9,16:5]"}
     ("lines", "per_step", "told"),
     [
         ([TEXT], 2, "gives 1 problems, .*problems_per_step, which is 2"),
-        ([{**TEXT, "problem_id": "a"}] * 2, 1, "problems.jsonl:2"),
+        ([{"prompt": text, "problem_id": "a"} for text in ("[2,9,16:5]", "[2,9:7]")], 1, "problems.jsonl:2"),
         ([{"problem_id": "a"}], 1, "problems.jsonl:1"),
         ([{"messages": [{"role": "user", "content": "2"}]}], 1, "no chat template"),
     ],
