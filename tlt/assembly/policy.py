@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt.assembly.model import Model
+from tlt.assembly.model import Model, model_folder
 from tlt.config.schema import Config
-from tlt.hf.weights import StoredTensors
+from tlt.hf.weights import StoredTensors, stored_dtype
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.lora import BaseOf, add_adapters, is_of_adapter, start_value
 from tlt.ranks.sharding import fill, mesh_of, shard
@@ -58,6 +58,16 @@ def reward_spec(config: Config) -> RewardSpec:
 def master_dtype(config: Config) -> torch.dtype:
     """Returns the dtype of trained weights: float32, unless the engine computes in float64."""
     return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
+
+
+def saved_dtype(config: Config) -> torch.dtype:
+    """Returns the dtype that the policy is saved in: run.save_dtype, by default that of the starting model,
+    or float64 where the run computes in it."""
+    if config.run.save_dtype is not None:
+        found: torch.dtype = getattr(torch, config.run.save_dtype)
+        return found
+    trained = master_dtype(config)
+    return trained if trained == torch.float64 else stored_dtype(model_folder(config))
 
 
 def base_dtype(config: Config) -> torch.dtype:

@@ -24,14 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.hf.config import TOKEN_IDS, config_to_hf
+from tlt.hf.config import TOKEN_IDS, config_to_hf, parse_config
 from tlt.hf.files import CHECKPOINT_FILES, INDEX, WEIGHTS, existing_directory, read_json, write_hf_json
 from tlt.io.files import matches, replace_folder, set_usual_mode
 from tlt.io.hub import COMPANIONS
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.types import UserError
 
-STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported number formats, by their safetensors names; any other is a quantization."""
 
 
@@ -103,6 +103,13 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def stored_dtype(path: Path | str) -> torch.dtype:
+    """Returns the type that most numbers of a checkpoint are stored in."""
+    stored = _stored_tensors(_weight_files(existing_directory(path))).values()
+    sizes = {name: sum(t.shape.numel() for t in stored if t.dtype == name) for name in STORED_DTYPES}
+    return STORED_DTYPES[max(sizes, key=sizes.__getitem__)]
 
 
 def is_finite(tensor: Tensor) -> Tensor:
@@ -228,8 +235,8 @@ def save_model(
     """Writes a checkpoint that `load_tensors` and transformers load.
 
     tensors: whole tensors; a lazy mapping is read one shard at a time.
-    source: the original checkpoint, whose tokenizer, chat template, generation config and token ids are
-        copied. None: nothing is copied.
+    source: the original checkpoint, whose tokenizer, chat template and generation config are copied, and
+        whose config.json is kept but for what has changed. None: nothing is copied.
     extra: adds keys to config.json, such as token ids.
 
     An existing checkpoint is replaced when the new one is complete (see `replace_folder`). Raises UserError
@@ -238,16 +245,30 @@ def save_model(
     """
     target = Path(path).resolve()
     origin = None if source is None else existing_directory(source)
-    token_ids = {}
-    if origin is not None and (origin / "config.json").exists():
-        known = read_json(origin / "config.json")
-        token_ids = {key: known[key] for key in TOKEN_IDS if key in known}
-
     with replace_folder(target, CHECKPOINT_FILES) as new:
         _write_tensors(new, config, tensors, dtype, max_shard_bytes)
-        write_hf_json(new / "config.json", config_to_hf(config, dtype, token_ids | dict(extra or {})))
+        write_hf_json(new / "config.json", _described(origin, config, dtype, extra or {}))
         if origin is not None:
             _copy_companions(origin, new)
+
+
+def _described(
+    origin: Path | None, config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns config.json: the original's, with this number type, where it describes the same model; else one
+    of our own, with the original's token ids."""
+    file = None if origin is None else origin / "config.json"
+    known = read_json(file) if file is not None and file.exists() else {}
+    try:
+        is_same = parse_config(known, str(file)) == config
+    except UserError:  # it may hold token ids alone
+        is_same = False
+    if not is_same:
+        ids = {key: known[key] for key in TOKEN_IDS if key in known}
+        return config_to_hf(config, dtype, ids | dict(extra))
+    kept = {key: value for key, value in known.items() if not key.startswith("tlt_")}  # an earlier run's
+    names = [key for key in ("dtype", "torch_dtype") if key in kept] or ["torch_dtype"]
+    return kept | dict.fromkeys(names, str(dtype).removeprefix("torch.")) | dict(extra)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

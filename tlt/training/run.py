@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt.assembly.drafter import watch_drafter
 from tlt.assembly.engine import EngineSettings, build_backend, load_stored_drafter
 from tlt.assembly.model import adapter_folder, drafter_folder, open_start
-from tlt.assembly.policy import build_policy_trainer, master_dtype, reward_spec
+from tlt.assembly.policy import build_policy_trainer, master_dtype, reward_spec, saved_dtype
 from tlt.assembly.world import layout_of
 from tlt.clock import Moment
 from tlt.config.schema import Config
@@ -130,7 +130,7 @@ class Run:
         self.problems = load_problems(config, "train")
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
         check_same_problems(world, self.problems, self.held_out)
-        self.master_dtype = master_dtype(config)
+        self.master_dtype, self.saved_dtype = master_dtype(config), saved_dtype(config)
         model = open_start(config, self.master_dtype)
         self.model_folder = model.path
         assert model.tokenizer is not None, "problems have been encoded with it"
@@ -318,7 +318,7 @@ class Run:
             folder,
             config,
             tensors,
-            dtype=self.master_dtype,
+            dtype=self.saved_dtype,
             source=self.model_folder,
             extra=extra,
         )

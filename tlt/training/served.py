@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt.assembly.engine import load_stored_drafter
 from tlt.assembly.model import Model, drafter_folder, open_model, open_start
-from tlt.assembly.policy import master_dtype
+from tlt.assembly.policy import master_dtype, saved_dtype
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import save_stored
 from tlt.drafter.vocabulary import from_pairs
@@ -109,7 +109,7 @@ def _export_policy(path: Path, manifest: Manifest, config: Config, out: Path) ->
         )
         policy = AdaptedTensors(model.path, model.config, dtype, adapter)
     extra = {_ORIGIN: manifest.digest}
-    save_model(out, model.config, policy, dtype=dtype, source=model.path, extra=extra)
+    save_model(out, model.config, policy, dtype=saved_dtype(config), source=model.path, extra=extra)
 
 
 def _export_drafter(path: Path, manifest: Manifest, config: Config, out: Path) -> Path | None:

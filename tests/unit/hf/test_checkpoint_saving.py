@@ -71,6 +71,55 @@ def test_a_model_saved_as_bfloat16_loads_as_bfloat16(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensors[name].detach().bfloat16()) for name in tensors)
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_config_json_keeps_what_was_there_and_changes_what_has_changed(
+    saved: Path, key: str, tmp_path: Path
+) -> None:
+    file = saved / "config.json"
+    before = {k: v for k, v in json.loads(file.read_text()).items() if k not in ("dtype", "torch_dtype")}
+    before |= {
+        "initializer_range": 0.013,
+        "attention_dropout": 0.1,
+        "use_cache": False,
+        "max_window_layers": 2,
+        "somebody's own": {"deep": [1, None]},
+        "bos_token_id": None,
+        key: "float64",
+    }
+    file.write_text(json.dumps(before | {"tlt_checkpoint": "an earlier run's"}))
+    config = load_model_config(saved)
+    tensors = load_tensors(saved, config)
+    save_model(tmp_path / "a", config, tensors, dtype=torch.bfloat16, source=saved, extra={"tlt_step": 3})
+    written = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert written == before | {key: "bfloat16", "tlt_step": 3}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "a").dtype == torch.bfloat16
+
+
+def test_a_config_json_of_another_shape_is_written_anew(saved: Path, tmp_path: Path) -> None:
+    described = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 7, "mine": 1}))
+    save_small(tmp_path / "target", source=saved)
+    written = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert "mine" not in written
+    assert written["max_position_embeddings"] == described["max_position_embeddings"]
+    assert written["eos_token_id"] == described["eos_token_id"]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:]
+)
+def test_the_type_that_most_numbers_are_stored_in_is_known(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = load_published_small()
+    tensors = dict(Transformer(config).initialize(0).named_parameters())
+    save_model(tmp_path / "target", config, tensors, dtype=dtype, source=None, max_shard_bytes=9_000)
+    assert checkpoint.stored_dtype(tmp_path / "target") == dtype
+    mixed = {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
+    mixed["model.norm.weight"] = mixed["model.norm.weight"].to(torch.float32)
+    (tmp_path / "mixed").mkdir()
+    checkpoint.save_tensors(tmp_path / "mixed" / "model.safetensors", mixed)
+    assert checkpoint.stored_dtype(tmp_path / "mixed") == dtype
+
+
 def test_the_files_of_the_tokenizer_come_along_and_nothing_else(saved: Path, tmp_path: Path) -> None:
     companions = [
         "tokenizer.json",
