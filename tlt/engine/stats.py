@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, fields
 from tlt.accounts import TimedStep
 from tlt.speculative.strategy import NO_EXPECTATION, ExpectedSpeeds, StepOutcome, Strategy
 
+OFF_STEPS, OFF_SECONDS = 100, 2.0
+"""Steps without drafts, and their seconds, from which what they cost is known."""
+
 
 @dataclass
 class StrategyStats:
@@ -134,6 +137,13 @@ class EngineStats:
         without drafts; None: no tuner predicts that."""
         is_predicted = any(stats.predicted_seconds for stats in self.by_strategy.values())
         return 1 + self.saved_seconds / seconds if is_predicted and seconds else None
+
+    def resolved_times_off(self, seconds: float) -> float | None:
+        """Returns `times_off`; None also where too few of these steps were without drafts. The first of those
+        are cold, and make drafts look better than they are."""
+        off = self.by_strategy.get(str(Strategy.OFF))
+        is_resolved = off is not None and off.num_steps >= OFF_STEPS and off.seconds >= OFF_SECONDS
+        return self.times_off(seconds) if is_resolved else None
 
     def add(self, other: EngineStats) -> None:
         """Adds the counts of another engine or phase."""
