@@ -21,7 +21,6 @@ from tlt.io.hub import resolve_model
 from tlt.io.secrets import hide
 from tlt.io.text import visible
 from tlt.kinds import MaxTokens, Problems, Samples, Share, shorten
-from tlt.saved.response_reader import response_ids
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -236,6 +235,8 @@ def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> 
 
 def _read_responses(path: Path, referee: Referee) -> tuple[Rollout, ...]:
     """Reads responses of any engine; `finish_reason` and `logprobs` are optional."""
+    from tlt.saved.response_reader import response_ids
+
     rollouts = []
     sizes = {"vocab_size": referee.vocab_size, "window": referee.window}
     for index, (place, record) in enumerate(read_jsonl(path, "--responses")):

@@ -17,7 +17,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from tlt.config.arguments import read_words
-from tlt.config.mistakes import find_nearest, mistake, section_of
+from tlt.config.elsewhere import find_elsewhere
+from tlt.config.mistakes import find_nearest, mistake, section_of, suggest_key
 from tlt.config.schema import Config
 from tlt.config.section import Explained, split_words
 from tlt.io.files import parse_json
@@ -162,8 +163,17 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
 
 
 def _suggest(command: str, kind: type[Options], given: str) -> str:
-    known = list(map(with_dashes, options_of(kind)))
-    if issubclass(kind, WithOverrides):
+    known = list(map(with_dashes, own := options_of(kind)))
+    other, has_keys = find_elsewhere(given), issubclass(kind, WithOverrides)
+    if given.rpartition(".")[2].replace("-", "_") in own:
+        return f"did you mean --{with_dashes(given.rpartition('.')[2])}?"
+    if has_keys and (meant := suggest_key(Config, given, "--")):
+        return meant
+    if not has_keys and other is not None:
+        ours = other.known.ours.rpartition(".")[2]
+        if same := next((name for name in own if f"{ours}_".startswith(f"{name}_")), None):
+            return other.told(f"--{with_dashes(same)}")
+    if has_keys:
         for name in Config.model_fields:
             known += [f"{name}.{key}" for key in section_of(Config, name).model_fields]
     nearest = find_nearest(given, known)

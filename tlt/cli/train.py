@@ -10,7 +10,7 @@ from tlt.cli.engine import show_busy
 from tlt.cli.options import WithOverrides, Written
 from tlt.cli.own import print_choices
 from tlt.clock import Moment
-from tlt.config.load import load_config, read_overrides
+from tlt.config.load import is_own, load_config, read_overrides
 from tlt.config.schema import DEFAULT_OUT_DIR, Config, RunSection
 from tlt.io.hub import Repository
 from tlt.io.streams import forgiving_output
@@ -57,14 +57,14 @@ def run(options: Train) -> int:
 
 
 def _run(options: Train, began: Moment) -> int:
-    place = find_place()
+    place, overrides = find_place(), options.overrides
+    if options.replay is not None:
+        overrides = (*overrides, f"--rollout.replay={options.replay}")
+    if place is None:
+        _refuse_mistakes(options, overrides)
     with show_busy():
         from tlt.saved.run_identity import read_begun
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
-
-    overrides = options.overrides
-    if options.replay is not None:
-        overrides = (*overrides, f"--rollout.replay={options.replay}")
 
     def resolve(goes_on: bool) -> Config:
         config = resolve_config(options.config, overrides, options.resume, place, goes_on)
@@ -83,6 +83,22 @@ def _run(options: Train, began: Moment) -> int:
     if place is not None:
         return run_started_rank(place, resolve, began, patience_of(options, overrides))
     return launch_ranks(resolve(False), began)
+
+
+def _refuse_mistakes(options: Train, overrides: Sequence[str]) -> None:
+    """Raises UserError for what is wrong in the words and the file, before torch is imported."""
+    if options.config is not None or isinstance(options.resume, Path):
+        resolve_config(options.config, overrides, options.resume)
+    elif options.resume is None:
+        refuse_begun(_out_dir(overrides))
+        _refuse_unconfigured(overrides)
+
+
+def _refuse_unconfigured(overrides: Sequence[str]) -> None:
+    if not is_own(overrides):
+        needed = "--model.path and --task.data or --task.name"
+        remedy = f"write tlt train CONFIG.toml, --resume DIR to continue a run, or {needed}"
+        raise UserError(f"train: no configuration given; {remedy}")
 
 
 def patience_of(options: Train, overrides: Sequence[str]) -> float:
@@ -128,12 +144,9 @@ def _out_dir(overrides: Sequence[str]) -> Path:
 def _chosen_config(overrides: Sequence[str]) -> Config:
     """Returns the configuration of a run without one, by the choices for its model and data, and prints
     these."""
-    from tlt.training.own import choose_own, is_own
+    from tlt.training.own import choose_own
 
-    if not is_own(overrides):
-        needed = "--model.path and --task.data or --task.name"
-        remedy = f"write tlt train CONFIG.toml, --resume DIR to continue a run, or {needed}"
-        raise UserError(f"train: no configuration given; {remedy}")
+    _refuse_unconfigured(overrides)
     own = choose_own(overrides)
     print_choices(own.choices.chosen)
     return own.config

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.arguments import read_words
-from tlt.config.mistakes import Keys, section_of, validate
+from tlt.config.elsewhere import find_elsewhere
+from tlt.config.mistakes import Keys, section_of, suggest_key, validate
 from tlt.config.schema import DEFAULT_OUT_DIR, Config
 from tlt.io.hub import Repository
 from tlt.io.recipes import find_config
@@ -194,12 +195,24 @@ def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[Overrid
     return [_read_override(f"--{name}", name, text) for name, text in named.items()]
 
 
+def is_own(overrides: Sequence[str]) -> bool:
+    """Returns whether the overrides name a model, and data or a task: all that `tlt train` needs without
+    a configuration."""
+    names = {override.keys for override in read_overrides(overrides)}
+    return ("model", "path") in names and bool({("task", "data"), ("task", "name")} & names)
+
+
 def _read_override(place: str, name: str, value: Any) -> Override:
-    keys = tuple(name.split("."))
+    keys, dashes = tuple(name.split(".")), "--" if place.startswith("--") else ""
     keys = _RENAMED.get(keys, keys)
     if len(keys) < 2 or not all(keys):
+        if meant := suggest_key(Config, name, dashes):
+            raise UserError(f"{place}: unknown option; {meant}")
         remedy = "an override is written --section.key value, such as --run.seed 1"
         raise UserError(f"{place}: unknown option; {remedy}")
+    other = find_elsewhere(name)
+    if other is not None and (keys[0] not in Config.model_fields or other.name == name):
+        raise UserError(f"{place}: unknown option; {other.told(dashes + other.known.ours)}")
     if len(keys) > MAX_DEPTH:
         raise UserError(f"{shorten(place)}: names a key of more than {MAX_DEPTH} parts; flatten it")
     if isinstance(value, Path):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from tlt.config.elsewhere import find_elsewhere
 from tlt.kinds import remedy, shorten
 from tlt.types import UserError
 
@@ -40,8 +41,11 @@ def validate(model: type[Model], values: Any, file: str, places: Mapping[Keys, s
 
 
 def find_nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known word that was probably meant; None: nothing is near."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
+    """Returns the known word that was probably meant, of equally near ones the first; None: nothing is
+    near."""
+    ratios = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in known}
+    best = max(ratios, key=lambda name: ratios[name], default=None)
+    return best if best is not None and ratios[best] >= 0.5 else None
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel]:
@@ -75,6 +79,33 @@ def _suggest(model: type[BaseModel], location: Sequence[str]) -> str:
     known, prefix = list(model.model_fields), ""
     if len(location) > 1:
         known, prefix = list(section_of(model, location[0]).model_fields), f"{location[0]}."
-    if nearest := find_nearest(location[-1], known):
+    nearest = find_nearest(location[-1], known)
+    if meant := suggest_key(model, ".".join(location), near=f"{prefix}{nearest}" if nearest else ""):
+        return meant
+    if nearest:
         return f"did you mean {prefix}{nearest}?"
     return f"known {'keys' if prefix else 'sections'} are {', '.join(known)}"
+
+
+def suggest_key(model: type[BaseModel], given: str, dashes: str = "", near: str = "") -> str | None:
+    """Returns the remedy for an unknown key that other sections have, or another trainer; None: neither.
+
+    dashes: what stands before a key.
+    near: the key of the same section that is spelled nearly so; empty: none is.
+    """
+    other = find_elsewhere(given)
+    if other is not None and other.is_whole:
+        if near and near != other.known.ours and given != other.name:
+            return (
+                f"did you mean {dashes}{near}, or {other.trainer}'s {other.name}: {dashes}{other.known.ours}?"
+            )
+        return other.told(f"{dashes}{other.known.ours}")
+    key = given.rpartition(".")[2].replace("-", "_")
+    sections = sorted(model.model_fields, key=lambda name: name in _LESSER)
+    if same := [f"{dashes}{name}.{key}" for name in sections if key in section_of(model, name).model_fields]:
+        return f"did you mean {' or '.join(same)}?"
+    return None if other is None or near else other.told(f"{dashes}{other.known.ours}")
+
+
+_LESSER = ("evaluation", "drafter", "vllm", "rewards", "tracking")
+"""Sections whose keys are meant less often than the same ones of others."""

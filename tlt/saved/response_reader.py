@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlt.drafter.drafting.references import References
 from tlt.io.files import Record, read_jsonl
 from tlt.types import Request, ResponseId, Rollout, UserError, id_of
 
 if TYPE_CHECKING:
+    from tlt.drafter.drafting.references import References
     from tlt.models.decoder import ModelConfig
 
 Ids = tuple[int, ...]
@@ -28,6 +28,8 @@ def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]
 def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
     """Reads references for these requests: responses to the same prompt, by problem and sample. Raises
     UserError if there is none."""
+    from tlt.drafter.drafting.references import References  # here, since it loads NumPy
+
     asked = {(id_of(request), request.prompt_ids): request for request in requests}
     references, num_read = References(None), 0
     for response_id, prompt_ids, token_ids in _read(

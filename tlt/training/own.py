@@ -50,12 +50,6 @@ class OwnRun:
     rows: Sequence[Record]
 
 
-def is_own(overrides: Sequence[str]) -> bool:
-    """Returns whether the overrides name a model, and data or a task: all that `choose_own` needs."""
-    names = {override.keys for override in read_overrides(overrides)}
-    return ("model", "path") in names and bool({("task", "data"), ("task", "name")} & names)
-
-
 def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
     """Chooses all keys but those that the user gives. Raises UserError where nothing scores the responses.
 

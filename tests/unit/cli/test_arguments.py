@@ -113,6 +113,41 @@ def test_json_that_is_nested_without_end_is_one_line(option: str, capsys: pytest
     assert len(message) < 250
 
 
+USAGE_ERRORS = (
+    "train",
+    "train countdown --foo 1",
+    "train no.toml",
+    "train countdown --run.num_step 1",
+    "train countdown --run.seed x",
+    "train countdown --model.path ./nowhere",
+    "train --resume no",
+    "train --learning_rate 1",
+    "generate m --prompts p",
+    "audit m",
+    "plan memory no.toml",
+    "drafter eval d",
+    "serve",
+    "task nonsense --num 1 --out o",
+    "init own d",
+    "gen",
+)
+HEAVY = """
+import shlex, sys
+from tlt.cli.main import main
+for words in sys.argv[1:]:
+    assert main(shlex.split(words)) == 2, words
+    loaded = {name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "transformers", "ray"}
+    assert not loaded, (words, loaded)
+"""
+
+
+def test_a_usage_error_loads_neither_torch_nor_numpy(here: Path) -> None:
+    command = [sys.executable, "-c", HEAVY, *USAGE_ERRORS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tlt: error: ") == len(USAGE_ERRORS)
+
+
 def test_overrides_are_taken_out_of_the_arguments_wherever_they_stand() -> None:
     typed = "--run.seed 3 run.toml '--task.options.a=b c' --resume dir --optimizer.learning_rate -1"
     options = parse_options("train", Train, shlex.split(typed))

@@ -311,7 +311,8 @@ def test_a_run_that_would_neither_train_nor_evaluate_is_refused(folder: Path) ->
     [
         ("--run.seed", "--run.seed: has no value; write --run.seed VALUE"),
         ("--run.seed --run.num_steps 3", "--run.seed: has no value; write --run.seed VALUE"),
-        ("--seed 3", f"--seed: unknown option; {REMEDY}, such as --run.seed 1"),
+        ("--sed 3", f"--sed: unknown option; {REMEDY}, such as --run.seed 1"),
+        ("--seed 3", "--seed: unknown option; did you mean --run.seed?"),
         ("run.seed 3", f"run.seed: unexpected argument; {REMEDY}"),
         (
             "--run. 3",

@@ -12,7 +12,8 @@ from huggingface_hub.utils import close_session
 from tests.standin import Hub, serve_hub
 from tests.unit.cli.parts import write_lines
 from tests.unit.io.test_hub import point_at
-from tlt.training.own import choose_own, is_own
+from tlt.config.load import is_own
+from tlt.training.own import choose_own
 from tlt.types import UserError
 
 MODEL = Path(__file__).parents[3] / "recipes/math/base"
