@@ -111,6 +111,8 @@ def encode_prompt(
     record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN
 ) -> tuple[int, ...]:
     """Encodes one record, which must have exactly one of `PROMPTS`."""
+    if record.get("images"):
+        raise UserError(f"{place}: has images, which a text model does not read; leave that row out")
     kinds = [kind for kind in PROMPTS if record.get(kind) is not None]
     if not kinds:
         raise UserError(f"{place}: has no prompt; {_remedy(record)}")

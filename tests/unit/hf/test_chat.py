@@ -160,6 +160,16 @@ def test_a_rows_tools_reach_the_template_and_one_that_does_not_write_them_refuse
         encode_prompt({**record, "tools": "hammer"}, tokenizer, "here")
 
 
+@pytest.mark.parametrize("row", [{"prompt": "What is it?"}, {"prompt_ids": [5]}, {"messages": [QUESTION]}])
+def test_a_row_with_images_is_refused_since_a_text_model_would_not_see_them(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer = load(tmp_path, "qwen2_5")
+    assert encode_prompt({**row, "images": []}, tokenizer, "here")
+    with pytest.raises(UserError, match=r"^here: has images, which a text model does not read; leave"):
+        encode_prompt({**row, "images": ["a.png"]}, tokenizer, "here")
+
+
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
