@@ -89,23 +89,41 @@ def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
+MOST_TABLED = 2**15
+"""Positions whose cosines and sines are kept. At a million a table takes a gigabyte and seconds."""
+
+
 class Rope:
-    """Cosines and signed sines for every position of the window: rotate(x) = x·cos + roll(x, D/2)·sin."""
+    """Cosines and signed sines of positions: rotate(x) = x·cos + roll(x, D/2)·sin. Those of a window longer
+    than MOST_TABLED are computed when they are asked for."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        positions = torch.arange(config.max_positions, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, rope_inverse_frequencies(config))
-        sin = angles.sin()
-        self.cos_P1D = torch.cat([angles.cos()] * 2, dim=-1)[:, None].to(device=device, dtype=dtype)
-        self.sin_P1D = torch.cat([-sin, sin], dim=-1)[:, None].to(device=device, dtype=dtype)
+        self.dtype, self.device = dtype, device
+        self.frequencies_H = rope_inverse_frequencies(config)
+        self.table: tuple[Tensor, Tensor] | None = None
+        if config.max_positions <= MOST_TABLED:
+            cos_P1D, sin_P1D = self._compute(torch.arange(config.max_positions, device="cpu"))
+            self.table = cos_P1D.to(device), sin_P1D.to(device)
+        else:
+            self.frequencies_H = self.frequencies_H.to(device)
 
     def at(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos_P1D[positions_N], self.sin_P1D[positions_N]
+        if self.table is None:
+            return self._compute(positions_N)
+        cos_P1D, sin_P1D = self.table
+        return cos_P1D[positions_N], sin_P1D[positions_N]
+
+    def _compute(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        angles_NH = torch.outer(positions_N.double(), self.frequencies_H)
+        sin_NH = angles_NH.sin()
+        halves = [angles_NH.cos()] * 2, [-sin_NH, sin_NH]
+        cos_N1D, sin_N1D = (torch.cat(parts, dim=-1)[:, None].to(self.dtype) for parts in halves)
+        return cos_N1D, sin_N1D
 
     @staticmethod
     def matching(x: Tensor, config: ModelConfig, known: Rope | None) -> Rope:
         """Returns tables of x's dtype and device: the known ones if they match, else new ones."""
-        if known is not None and (known.cos_P1D.dtype, known.cos_P1D.device) == (x.dtype, x.device):
+        if known is not None and (known.dtype, known.device) == (x.dtype, x.device):
             return known
         return Rope(config, x.dtype, x.device)
 

@@ -4,6 +4,7 @@ trees; and the engine's copy of it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,15 @@ from tests.unit.models.transformer_parts import (
 )
 from tlt.models import attention, cpu_kernels
 from tlt.models.attention import Cached, PackedCausal
-from tlt.models.decoder import Linear, ModelConfig, Transformer
+from tlt.models.decoder import (
+    MOST_TABLED,
+    Linear,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+    Transformer,
+    rope_inverse_frequencies,
+)
 from tlt.models.packed import PackedLinear, PackedTransformer
 
 
@@ -269,7 +278,8 @@ def test_the_trainable_linear_and_its_gradients_are_those_of_torch(rows: int, ha
 def test_a_model_is_packed_for_its_own_device_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         ours = PackedTransformer(our_config(CASES["llama"]), torch.float32, "cpu")
-    assert ours.rope.cos_P1D.device.type == "cpu"
+    assert ours.rope.table is not None
+    assert ours.rope.table[0].device.type == "cpu"
 
 
 @torch.no_grad()
@@ -285,3 +295,23 @@ def test_a_packed_transformer_reports_its_version_and_refuses_a_policy_with_a_te
             ours.load({other: tensor for other, tensor in tensors.items() if other != name}, version=3)
     ours.load(tensors, version=4)
     assert ours.version == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 8192)], ids=["plain", "llama3"])
+def test_a_long_window_has_the_same_positions_and_keeps_none(
+    scaling: RopeScaling | None, dtype: torch.dtype
+) -> None:
+    short = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 64, rope_scaling=scaling, max_positions=MOST_TABLED)
+    known, cpu = Rope(short, dtype, torch.device("cpu")), torch.device("cpu")
+    for window in (MOST_TABLED + 1, 131_072, 1_010_000):
+        rope = Rope(replace(short, max_positions=window), dtype, cpu)
+        assert rope.table is None
+        positions_N = torch.tensor([0, 1, 7, 4095, MOST_TABLED - 1, 3, 3])
+        for a, b in zip(known.at(positions_N), rope.at(positions_N), strict=True):
+            assert a.dtype == b.dtype == dtype
+            assert torch.equal(a, b)
+        cos_N1D, sin_N1D = rope.at(torch.tensor([window - 1]))
+        angles_H = (window - 1) * rope_inverse_frequencies(short)
+        assert torch.equal(cos_N1D[0, 0, :32], angles_H.cos().to(dtype))
+        assert torch.equal(sin_N1D[0, 0, 32:], angles_H.sin().to(dtype))
