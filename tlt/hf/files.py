@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tlt.io.files import parse_json
+from tlt.io.files import parse_json, read_file
 from tlt.io.hub import COMPANIONS
 from tlt.io.text import quoted
 from tlt.types import UserError
@@ -25,7 +25,8 @@ DRAFTER_FILES = ("config.json", WEIGHTS, COUNTS)
 
 
 def existing_directory(path: Path | str) -> Path:
-    """Returns the path. Raises UserError unless it is a folder."""
+    """Returns the path. Raises UserError unless it is a folder, and for a pipe or a device in it, which a
+    reader would wait for."""
     directory = Path(path)
     if not directory.is_dir():
         interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
@@ -35,6 +36,9 @@ def existing_directory(path: Path | str) -> Path:
             )
         remedy = f"give a local checkpoint (hf download MODEL --local-dir {quoted(directory)})"
         raise UserError(f"{directory}: is no directory; {remedy}")
+    for entry in sorted(directory.iterdir()):
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise UserError(f"{entry}: is a pipe or a device, no file; put the file in its place")
     return directory
 
 
@@ -43,7 +47,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
     try:
-        value = parse_json(file.read_text(encoding="utf-8"))
+        value = parse_json(read_file(file).decode())
     except (OSError, ValueError) as error:  # names no file by itself
         raise UserError(f"{file}: is no JSON ({error}); download it again") from None
     if not isinstance(value, dict):

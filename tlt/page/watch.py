@@ -50,6 +50,8 @@ class PageServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
+    timeout = 10
+    """Seconds that a connection may say nothing; then its thread ends."""
 
     def do_GET(self) -> None:
         hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
@@ -72,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
-        with contextlib.suppress(ConnectionError):  # the browser has left
+        with contextlib.suppress(ConnectionError, TimeoutError):  # the browser has left, or reads nothing
             self.end_headers()
             self.wfile.write(content)
 

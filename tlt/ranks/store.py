@@ -46,7 +46,8 @@ def read_now(store: Store, key: str) -> bytes:
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
     """Returns the ranks' part of the launcher's store, or of rank 0's, which rank 0 opens. Raises UserError
-    if nobody answers there."""
+    if nobody answers there, and OSError where another process has taken a port that the launcher chose: that
+    is no mistake of the user's, and the launcher starts the ranks again with another port."""
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
         store = TCPStore(
@@ -58,6 +59,8 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
             master_listen_fd=_listen(place) if place.is_server else None,
         )
     except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+        if place.is_server and place.secret:
+            raise
         what = "cannot be opened" if place.is_server else f"nobody answered within {timeout_seconds:g} s"
         reason = str(error).splitlines()[0]
         raise UserError(

@@ -11,12 +11,13 @@ reward_error, in_thought, and drafts, the fields of each DraftOutcome (types.py)
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
-from tlt.io.files import Record, write_jsonl
+from tlt.io.files import Record, matches, write_jsonl
 from tlt.rollout.result import PhaseResult
 from tlt.types import Purpose, Reward, Rollout
 
@@ -30,8 +31,11 @@ def path_of(run: Path, purpose: Purpose, number: int) -> Path:
 
 
 def kept_by(run: Path, purpose: Purpose) -> list[Path]:
-    """Returns the files of a run, the earliest first."""
-    return sorted((run / FOLDER).glob(f"{purpose}-{'[0-9]' * 8}.jsonl"))
+    """Returns the files of a run, the earliest first. Pipes and folders with such names are none."""
+    folder, pattern = run / FOLDER, f"{purpose}-{'[0-9]' * 8}.jsonl"
+    entries = os.scandir(folder) if folder.is_dir() else ()
+    files = (entry.name for entry in entries if matches(entry.name, [pattern]) and entry.is_file())
+    return sorted(folder / name for name in files)
 
 
 def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:

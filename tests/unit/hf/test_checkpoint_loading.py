@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from tests.unit.hf.checkpoint_parts import edit_tensors, logits, refusal, theirs
 from tlt.hf.config import load_model_config
-from tlt.hf.weights import content_hash, expected_shapes, load_tensors
+from tlt.hf.tokenizer import load_tokenizer
+from tlt.hf.weights import content_hash, expected_shapes, load_tensors, read_safetensors
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "9KB"])
@@ -157,3 +159,16 @@ def test_a_missing_shard_and_a_broken_file_are_refused(tmp_path: Path) -> None:
     assert "git lfs pull" in refusal(load_tensors, tmp_path, config)
     first.unlink()
     assert f"index.json: shard {first.name} is missing;" in refusal(load_tensors, tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "chat_template.jinja"],
+)
+def test_a_pipe_in_a_models_folder_is_one_line_and_nobody_waits_for_it(name: str, saved: Path) -> None:
+    (saved / name).unlink(missing_ok=True)
+    os.mkfifo(saved / name)
+    for read in (load_model_config, load_tokenizer, read_safetensors):
+        assert refusal(read, saved) == (
+            f"{saved / name}: is a pipe or a device, no file; put the file in its place"
+        )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from tlt.launch.place import find_place
+from tlt.launch.place import Place, find_place
 from tlt.launch.signals import StopRequest
 from tlt.ranks import store as store_module
 from tlt.ranks.store import Attempt, Watch, attempt_store, is_over, meet, open_store, share_stop
@@ -171,3 +171,13 @@ def test_counters_of_an_attempt_do_not_reach_the_next_one() -> None:
             if number == 1:
                 break  # killed
         assert taken == ([0, 1] if number == 1 else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("secret", ["", "known"])
+def test_a_port_that_was_lost_is_the_users_mistake_only_where_the_user_has_chosen_it(secret: str) -> None:
+    """The launcher starts the ranks again after any error but the user's."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = Place(0, 2, 0, 2, master_port=port, is_server=True, secret=secret)
+        with pytest.raises(OSError if secret else UserError, match="Address already in use"):
+            open_store(place, 5.0)
