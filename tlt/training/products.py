@@ -46,7 +46,9 @@ def write_products(run: Run) -> None:
         drafted_from(run, steps),
         TimesOff.of(steps),
     )
-    run.console.summary([*summary_rows(outcome, products)], next_commands(run.config, products))
+    done, asked = run.step, run.config.run.num_steps
+    title = "training complete" if done >= asked else f"ended after {done} of {asked} steps"
+    run.console.summary([*summary_rows(outcome, products)], next_commands(run.config, products), title)
 
 
 def write_evaluation(run: Run) -> None:
