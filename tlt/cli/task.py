@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -127,7 +128,7 @@ class Score(DataOptions):
 
 def score(options: Score) -> Record:
     """Scores every response, prints one line for each problem and returns the summary."""
-    from tlt.rewards.pool import check_scorable
+    from tlt.rewards.pool import check_scorable, describe_constant
     from tlt.rewards.scoring import Completion, RewardSpec, Scorer
 
     if options.out is not None:
@@ -156,6 +157,8 @@ def score(options: Score) -> Record:
         scored.append({**response, **_score_of(found)})
     scorer.close()
     check_scorable([*chain(*scores.values())], options.name, str(options.responses))
+    for line in describe_constant([*chain(*scores.values())], str(options.responses)):
+        print(f"tlt: {line}", file=sys.stderr)
     if options.out is not None:
         write_jsonl(with_folder(options.out), scored)
     return _summarize(scores)

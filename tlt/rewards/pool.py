@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from tlt.accounts import RewardSummary
-from tlt.rewards.scoring import MAX_METRICS, Completion, RewardSpec, Scorer
+from tlt.rewards.scoring import MAX_METRICS, OWN_SCORE, Completion, RewardSpec, Scorer
 from tlt.rewards.worker import Worker, WorkerLost
 from tlt.types import ResponseId, Reward, UserError
 
@@ -80,6 +80,25 @@ def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
             f"task {task}: none of the {len(rewards)} responses of {where} could be scored; the first says "
             f"{summary.first_error!r}; correct the task's score, or rewards.functions"
         )
+
+
+def describe_constant(rewards: Sequence[Reward], where: str) -> list[str]:
+    """Returns a line about each reward function that gives every response the same, from two on: one
+    that compares the responses of a group does, since it sees one at a time. It is no error: a hard task may
+    begin without any reward.
+
+    where: such as "step 1".
+    """
+    scored = [reward.parts for reward in rewards if reward.is_scored]
+    if len(scored) < 2:
+        return []
+    return [
+        f"rewards.functions: {name} gives {value:g} to all {len(scored)} responses of {where}, so nothing is "
+        "learned from it; it sees one response at a time: where it compares those of a group, let it judge "
+        "each alone"
+        for name, value in scored[0].items()
+        if name != OWN_SCORE and all(parts.get(name) == value for parts in scored)
+    ]
 
 
 class Job(NamedTuple):

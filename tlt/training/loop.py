@@ -23,7 +23,7 @@ from tlt.ranks.store import share_stop
 from tlt.ranks.waiting import naming_absent_ranks, on_leader
 from tlt.ranks.world import Rendezvous, broadcast_json, gather_objects, shutdown
 from tlt.report.words import near
-from tlt.rewards.pool import check_scorable
+from tlt.rewards.pool import check_scorable, describe_constant
 from tlt.rl.finite import NonFiniteUpdate
 from tlt.rollout.ahead import AheadOfPolicy
 from tlt.rollout.dynamic import DynamicSampling
@@ -79,6 +79,8 @@ def advance(run: Run) -> PhaseResult:
     off_pair = measure_times_off(run, phase)
     if run.step == 0:
         check_scorable(phase.rewards, run.config.task.name, "step 1")
+        for line in describe_constant(phase.rewards, "step 1"):
+            run.console.note(line)
     with run.timeline.span(SpanName.UPDATE), run.console.status("updating the policy", is_noted=False):
         update = run.trainer.update(*phase.for_update, run.step)
     with run.console.status("publishing the policy", is_noted=False):

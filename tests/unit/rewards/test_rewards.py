@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rewards.parts import children, is_running, score_texts, wait_for_files, wait_until
-from tlt.rewards.pool import RewardPool, RewardSummary, check_scorable, summarize
+from tlt.rewards.pool import RewardPool, RewardSummary, check_scorable, describe_constant, summarize
 from tlt.rewards.scoring import RewardSpec
 from tlt.types import Reward, UserError
 
@@ -218,6 +218,22 @@ def test_means_are_over_the_responses_that_could_be_scored() -> None:
     assert math.isnan(none_scored.mean)
     assert math.isnan(none_scored.std)
     assert math.isnan(none_scored.solve_rate)
+
+
+def test_a_function_that_gives_all_responses_the_same_is_named_as_one_that_compares_a_group_would_be() -> (
+    None
+):
+    def step(*relative: float | None) -> list[Reward]:
+        parts = [
+            {} if value is None else {"relative": value, "task": 0.0, "n": float(i)}
+            for i, value in enumerate(relative)
+        ]
+        return [Reward(0.0, False, parts=one) for one in parts]
+
+    (line,) = describe_constant(step(0.0, 0.0, 0.0), "step 1")
+    assert line.startswith("rewards.functions: relative gives 0 to all 3 responses of step 1, so nothing is")
+    unsure = (step(0.0), step(0.0, 0.5), step(0.0, None), [Reward(0.0, False, "lost")] * 2, [])
+    assert [describe_constant(rewards, "step 1") for rewards in unsure] == [[]] * 5
 
 
 def test_a_step_without_any_score_is_the_users_mistake_and_says_the_first_error() -> None:
