@@ -64,6 +64,9 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     head_dim = fields.integer("head_dim", hidden_size // num_heads if architecture != "qwen3" else None)
     if num_heads % num_kv_heads:
         raise fields.refusal("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
+    if num_heads * head_dim > LARGEST_SIZE:
+        remedy = f"with {num_heads} heads, a layer has more than {LARGEST_SIZE:,} columns; correct either"
+        raise _refusal(source, "head_dim", head_dim, remedy)
     if head_dim % 2:
         raise _refusal(source, "head_dim", head_dim, "rotary positions need an even head size")
     _refuse_sliding_windows(fields, num_layers, max_positions)
@@ -242,7 +245,8 @@ class Fields:
     def integer(self, name: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
         value = default if self.raw.get(name) is None else self.raw[name]
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-            raise self.refusal(name, "it must be a positive integer")
+            bound = f" of at most {most:,}" if isinstance(value, int) and value > most else ""
+            raise self.refusal(name, f"it must be a positive integer{bound}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from types import FrameType
 from tlt.io.secrets import hide
 from tlt.io.text import visible
 from tlt.launch.place import find_place
+from tlt.types import UserError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 120.0
@@ -43,11 +45,17 @@ ranks."""
 
 class SharedStop:
     """The first signal that a process of a launch has heard, in memory that they share. It has no lock, which
-    a killed process might keep."""
+    a killed process might keep. Raises UserError where the system gives none."""
 
     def __init__(self) -> None:
         memory = multiprocessing.get_context("spawn")
-        self._number, self._is_shown = memory.RawValue(ctypes.c_int, 0), memory.RawValue(ctypes.c_bool, False)
+        try:
+            self._number = memory.RawValue(ctypes.c_int, 0)
+            self._is_shown = memory.RawValue(ctypes.c_bool, False)
+        except OSError as error:
+            where = f"/dev/shm or {tempfile.gettempdir()} cannot be written ({error.strerror})"
+            remedy = "make them writable, or give --run.num_ranks 1"
+            raise UserError(f"run.num_ranks: ranks share memory there, and {where}; {remedy}") from None
 
     @property
     def heard(self) -> signal.Signals | None:

@@ -86,7 +86,7 @@ class ThroughHost(Direct):
 
     def carry(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
         with tempfile.NamedTemporaryFile(dir=folder, prefix="tlt-", suffix=".safetensors") as file:
             save_file(tensors, file.name)
             arrived = self.call("tlt_part", is_drafter, file.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -10,7 +11,8 @@ import sys
 
 import pytest
 
-from tlt.launch.signals import STOPPING, StopRequest, handling_stop_signals, restore_terminal
+from tlt.launch.signals import STOPPING, SharedStop, StopRequest, handling_stop_signals, restore_terminal
+from tlt.types import UserError
 
 ORPHAN = """
 import os, threading
@@ -43,3 +45,15 @@ def test_a_terminal_whose_live_lines_were_killed_has_its_cursor_again(
     monkeypatch.setattr(sys, "stdout", screen)
     restore_terminal()
     assert screen.getvalue() == "\r\x1b[2K\x1b[?25h"
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_shared_memory_that_cannot_be_written_is_one_line(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("multiprocessing.heap.Heap.malloc", refuse)
+    with pytest.raises(
+        UserError, match=rf"cannot be written \({os.strerror(code)}\); make them writable, or"
+    ):
+        SharedStop()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.page.synthetic import make_run, step_record
-from tlt.page.watch import PageServer
+from tlt.page.watch import PageServer, _Handler
 from tlt.types import UserError
 
 
@@ -69,7 +69,8 @@ def test_it_listens_on_loopback_and_refuses_a_request_that_names_another_host(se
 def test_a_connection_that_says_nothing_is_closed_and_its_thread_ends(
     server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlt.page.watch._Handler.timeout", 0.1)
+    assert _Handler.timeout is not None
+    monkeypatch.setattr(_Handler, "timeout", 0.1)
     for said in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"):
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as idle:
             idle.sendall(said)
