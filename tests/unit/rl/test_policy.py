@@ -277,6 +277,17 @@ def test_a_large_vocabulary_in_chunks_changes_no_gradient(monkeypatch: pytest.Mo
     assert chunked_metrics[0].entropy == pytest.approx(metrics[0].entropy, abs=1e-12)
 
 
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_the_kl_of_a_step_whose_reward_counts_it_is_that_of_one_epoch(epochs: int) -> None:
+    """It is taken once, before the first epoch."""
+    settings_ = {"name": "rloo", "kl_coefficient": 0.1}
+    once, several = (
+        run([make_batch()], make_model(7), epochs=number, **settings_)[1][0].kl for number in (1, epochs)
+    )
+    assert several == pytest.approx(once, rel=1e-12)
+    assert once > 0
+
+
 def test_responses_without_advantage_get_no_backward_pass_yet_count_as_tokens() -> None:
     """Their gradient is exactly zero; leaving them out of the token count would change the loss."""
     calls = []
