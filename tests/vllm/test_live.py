@@ -201,13 +201,15 @@ def test_a_policy_that_is_pushed_is_the_one_that_answers(live: Any, own: Any) ->
         assert num_same == (0 if version == 1 else len(found))
 
 
-def test_a_policy_that_is_broken_is_refused_in_one_line(live: Any) -> None:
+def test_a_policy_that_is_broken_is_refused_in_one_line_and_the_next_one_is_not(live: Any, own: Any) -> None:
     name = next(name for name in MODEL.tensors if name.endswith("layers.3.mlp.down_proj.weight"))
     live.load_policy({**MODEL.tensors, name: MODEL.tensors[name] * math.nan}, 5)
     with pytest.raises(UserError, match="policy 5 gives logits that are not finite"):
         answers(live, countdown(2, 10))
     live.abort()
     live.load_policy(dict(MODEL.tensors), 0)
+    requests = countdown(12, 40, temperature=0.0)
+    assert_equal(requests, own, answers(live, requests), BASE)
 
 
 def test_a_drafter_that_is_pushed_in_mid_rollout_changes_acceptance_and_no_token(live: Any, own: Any) -> None:
@@ -229,3 +231,20 @@ def test_a_drafter_that_is_pushed_in_mid_rollout_changes_acceptance_and_no_token
     lengths.append(live.stats.accept_length)
     assert tokens_of(found) == tokens_of(expected)
     assert lengths[1] < 2 < 3.5 < min(lengths[0], lengths[2])
+
+
+def spoil_caches(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.fill_(math.nan)
+
+
+def test_a_cache_that_a_broken_policy_has_filled_is_clean_after_the_next_policy(live: Any, own: Any) -> None:
+    name = next(name for name in MODEL.tensors if name.endswith("layers.3.mlp.down_proj.weight"))
+    live.load_policy({**MODEL.tensors, name: MODEL.tensors[name] * math.nan}, 5)
+    with pytest.raises(UserError, match="policy 5 gives logits that are not finite"):
+        answers(live, countdown(2, 10))
+    live.abort()
+    live.link._llm.collective_rpc(spoil_caches)  # as if it had filled every block
+    live.load_policy(dict(MODEL.tensors), 0)
+    requests = countdown(12, 40, temperature=0.0)
+    assert_equal(requests, own, answers(live, requests), BASE)

@@ -68,6 +68,8 @@ class VllmEngine(RolloutBackend):
         self.drafter: VllmDrafter | None = speculation.drafter
         self.target, self.references = speculation.target, speculation.references
         self._running: dict[str, Sequence] = {}
+        self._has_spoilt_caches = False
+        """Whether a broken policy may have left NaN in vLLM's caches."""
         self._reading: set[str] = set()
         """Sequences whose prompt vLLM has not read to its end."""
         self._numbers = itertools.count()
@@ -90,6 +92,9 @@ class VllmEngine(RolloutBackend):
                 deque(passing, maxlen=0)
             else:
                 self.target.load_parts(passing, version)
+        if self._has_spoilt_caches:
+            self.link.call("tlt_clear_caches")
+            self._has_spoilt_caches = False
         if self.drafter is not None:
             self.drafter.follow()
         self.policy_version = version
@@ -232,6 +237,7 @@ class VllmEngine(RolloutBackend):
         """Appends a sequence's new tokens, and records the draft; returns how many tokens were kept."""
         sequence, (draft, num_accepted) = self._running[name], verified
         if not math.isfinite(sum(logprobs)):
+            self._has_spoilt_caches = True
             raise broken_policy(self.policy_version, self.link.dtype, sequence)
         rejected = draft[num_accepted] if num_accepted < len(draft) else None
         verdict = Verdict(token_ids, num_accepted, (), logprobs, len(draft), rejected)

@@ -112,6 +112,13 @@ class TltWorker:
                 pack_heads(model)
             return head_error(model), sorted(self._tlt_awaited)
 
+    def tlt_clear_caches(self) -> None:
+        """Overwrites all keys and values. Attention multiplies those of a block's empty places by 0, so NaN
+        there would reach whichever request is given the block."""
+        for cache in self.model_runner.kv_caches:
+            for part in cache if isinstance(cache, list | tuple) else (cache,):
+                part.zero_()
+
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
         """Returns the captured features of a running request, [num_positions, F]; None where some are
         missing."""
