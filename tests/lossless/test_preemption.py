@@ -229,6 +229,15 @@ def test_the_automatic_budget_is_a_share_of_the_machine_for_each_rank() -> None:
     assert automatic_bytes(torch.device("cpu"), 2) * 4 == pytest.approx(total, abs=8)
 
 
+def test_the_automatic_budget_of_a_gpu_counts_what_pytorch_has_reserved_and_does_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (800, 2000))
+    assert automatic_bytes(torch.device("cuda"), 4) == 800
+
+
 def long_prompts(lengths: Sequence[int]) -> list[Request]:
     rng = random.Random(1)
     return [

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from tests.lossless.helpers import VOCAB, law_probabilities, make_policy, to_transformers
+from tlt.speculative.params import BatchParams, truncate
 from tlt.types import SamplingParams
 
 PARAMS = [
@@ -126,3 +127,15 @@ def test_of_equal_tokens_at_the_border_the_law_keeps_the_lowest_ids(
     assert ours != theirs
     ours, theirs = kept(logits_V, SamplingParams(min_p=0.04))
     assert ours == theirs, "min-p has no border"
+
+
+def test_top_p_adds_up_the_mass_of_a_large_vocabulary_in_float64() -> None:
+    """Each of 100,000 tokens has a mass of about 1e-5; a sum in float32 errs by more than one of them."""
+    num_tokens = 100_000
+    logits_V = torch.linspace(0.0, 0.01, num_tokens).flip(0)
+    masses = logits_V.double().softmax(0).tolist()
+    for num_kept in (10, 60_000, 99_990):
+        top_p = math.fsum(masses[:num_kept]) - 0.5 * masses[num_kept - 1]
+        params = BatchParams([SamplingParams(top_p=top_p)])
+        kept = truncate(params.scale(logits_V[None, None]), params).isfinite()
+        assert int(kept.sum()) == num_kept

@@ -30,15 +30,21 @@ from tlt.hf.weights import content_hash
 from tlt.models.packed import PackedTransformer
 
 
-def test_a_training_step_moves_the_weights_as_plain_adamw_on_that_loss_does() -> None:
+@pytest.mark.parametrize("largest_norm", [1e9, 0.05])
+def test_a_training_step_moves_the_weights_as_plain_adamw_on_that_loss_does(largest_norm: float) -> None:
     model, reference = make_model(5), make_model(5)
-    trainer = DrafterTrainer(model, TARGET, ONE_STEP, 1e-2, clip_grad_norm=1e9)
+    trainer = DrafterTrainer(model, TARGET, ONE_STEP, 1e-2, clip_grad_norm=largest_norm)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     losses = DrafterTrainer(reference, TARGET, ONE_STEP)
     for seed in range(3):
         loss = losses.loss(make_batch(seed=seed))
         optimizer.zero_grad()
         loss.backward()
+        grads = [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
+        norm = float(torch.cat([grad.flatten() for grad in grads]).norm())
+        for grad in grads:
+            grad *= min(1.0, largest_norm * 10.0**seed / (norm + 1e-6))
+        trainer.clip_grad_norm = largest_norm * 10.0**seed
         optimizer.step()
         assert trainer.step(make_batch(seed=seed)) == pytest.approx(loss.item(), abs=1e-10)
     for found, expected in zip(model.parameters(), reference.parameters(), strict=True):

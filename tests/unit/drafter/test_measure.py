@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -88,9 +89,12 @@ def test_a_sample_read_in_parts_is_that_read_at_once(at_once: int, monkeypatch: 
     target, capture = parts.training.copies.target, parts.model.config.capture
     whole = read_sample(rollouts, counts, target, capture, 0.7)
     forward = target.forward_capturing
-    monkeypatch.setattr(
-        target, "forward_capturing", lambda ids, *rest: read.append(len(ids)) or forward(ids, *rest)
-    )
+
+    def watched(ids: torch.Tensor, *rest: Any) -> Any:
+        read.append(len(ids))
+        return forward(ids, *rest)
+
+    monkeypatch.setattr(target, "forward_capturing", watched)
     monkeypatch.setattr("tlt.drafter.measure.READ_AT_ONCE", at_once)
     found = read_sample(rollouts, counts, target, capture, 0.7)
     assert sum(read) == sum(whole.lengths)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.lossless.helpers import Given, by_id, make_engine, make_policy, use_references
 from tlt.drafter.drafting import continuations, ngram, suffix_index
 from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
+from tlt.drafter.drafting.learned import LearnedProposal
 from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
 from tlt.drafter.drafting.references import References
 from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
@@ -580,3 +581,17 @@ def test_branches_grow_the_tree_that_single_tokens_grow(shape: str) -> None:
         strategy = Strategy.parse(f"ngram:{shape}")
         grown = continuations.grow(continuations.branch_out([*found.items()]), strategy)
         assert grown == grown_by_tokens([*found.items()], strategy)
+
+
+def test_the_hybrid_learns_what_the_learned_drafter_brings_from_its_own_rows_alone() -> None:
+    hybrid = make_engine(make_policy(), Fixed(Strategy("hybrid", 4, 1, 4))).drafter
+    assert isinstance(hybrid, HybridDrafter)
+    tree = DraftTree(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64))
+    verdicts = [verdict((1, 2, 3, 4, 5), num) for num in (4, 0, 2)]
+    with patch.object(hybrid.learned, "observe"):
+        hybrid.observe(HybridProposal(tree, (True, False, False), LearnedProposal(tree)), verdicts)
+        keep = 0.99**2
+        assert hybrid.learned_accepted == pytest.approx(keep * 1.0 + (1 - keep) * (0 + 2) / 2)
+        known = hybrid.learned_accepted
+        hybrid.observe(HybridProposal(tree, (True, True, True), LearnedProposal(tree)), verdicts)
+        assert hybrid.learned_accepted == known, "all rows were retrieved"

@@ -16,6 +16,7 @@ from tlt.drafter.training.offline import (
     WEAK_ACCEPTANCE,
     OfflineSettings,
     OfflineSummary,
+    _warm_up_and_down,
     measure_acceptance,
     train_offline,
 )
@@ -99,3 +100,12 @@ def test_a_drafter_whose_outputs_are_not_finite_is_an_error() -> None:
         model.fc.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
         measure_acceptance(model, TARGET, rollouts, 1.0, random.Random(0))
+
+
+def test_the_learning_rate_warms_up_and_then_falls_to_nearly_nothing() -> None:
+    rates = [_warm_up_and_down(step / 100) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[5:52] == [1.0] * 47
+    assert rates[75] == pytest.approx(0.52)
+    assert rates[100] == pytest.approx(0.02)
+    assert rates == sorted(rates[:5]) + rates[5:52] + sorted(rates[52:], reverse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tlt.rl.algorithms import (
     overlong_penalty,
     whitened_advantages,
 )
+from tlt.rl.gradients import Sharded
 
 double = torch.float64
 
@@ -109,3 +110,14 @@ def test_entropy_is_that_of_the_distribution_and_survives_impossible_tokens() ->
 def test_a_masked_response_has_no_tokens_but_is_one_of_the_responses() -> None:
     assert [loss_divisor([0, 6, 3], name, 8) for name in ("token", "sequence", "constant")] == [9, 3, 24]
     assert loss_divisor([0, 0], "token", 8) == 1
+
+
+def test_where_slices_are_reduced_a_missing_gradient_is_0_and_its_parameter_still_decays() -> None:
+    used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+    gradients = Sharded(cast("Any", None), [used, unused], cast("Any", None))
+    used.sum().backward()
+    gradients.reduce()
+    assert used.grad is not None
+    assert used.grad.tolist() == [1, 1]
+    assert unused.grad is not None
+    assert unused.grad.tolist() == [0, 0]

@@ -170,3 +170,11 @@ def test_only_the_constant_schedule_is_the_same_whatever_the_number_of_steps(sch
     config = OptimizerSection(learning_rate=1.0, schedule=schedule, warmup_steps=2)
     short, long = ([learning_rate(config, step, num_steps) for step in range(8)] for num_steps in (8, 16))
     assert config.depends_on_num_steps == (short != long)
+
+
+def test_a_response_without_gradient_costs_a_third_where_ranks_are_balanced() -> None:
+    """Three forwards take as long as one forward and backward: one rank has these, the other that."""
+    responses = [response(0, 90, True, 1.0), *(response(number, 90, False, 1.0) for number in range(1, 4))]
+    shares = [plan_share(responses, CONFIG, 10_000, 2, rank) for rank in range(2)]
+    found = [sorted(r.rollout.problem_id for batch in share for r in batch.responses) for share in shares]
+    assert sorted(found) == [["p0"], ["p1", "p2", "p3"]]

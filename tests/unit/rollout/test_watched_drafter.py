@@ -18,6 +18,7 @@ from tests.unit.drafter.watched_parts import POLICY, TARGET, Parts, make_rollout
 from tlt.accounts import DrafterCheck
 from tlt.assembly.drafter import watch_drafter
 from tlt.config.drafter import DrafterSection
+from tlt.drafter import measure
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.formats.folder import load_drafter, save_drafter
 from tlt.drafter.forms import new_model
@@ -277,3 +278,21 @@ def test_training_publishing_measuring_and_undoing_leave_the_target_alone() -> N
     assert (content_hash(tensors_of(TARGET)), content_hash(POLICY.state_dict())) == before
     assert not any(tensor.requires_grad for tensor in tensors_of(TARGET).values())
     assert not any("embed" in name or "head" in name for name in parts.model.state_dict())
+
+
+def test_each_rank_measures_another_sample_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, draw = list[tuple[int, ...]](), measure.draw_counts
+
+    def watched(*given: Any) -> dict[int, int]:
+        counts = draw(*given)
+        drawn.append((*counts,))
+        return counts
+
+    monkeypatch.setattr(measure, "draw_counts", watched)
+    rollouts = make_rollouts(12)
+    for rank in range(3):
+        training = Parts().training
+        training.ranks = replace(training.ranks, rank=rank)
+        for _ in range(3):
+            training.check(rollouts, 0, 1.0)
+    assert len({*drawn}) == len(drawn) == 9
