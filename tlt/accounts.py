@@ -146,7 +146,7 @@ class RolloutRecord:
     num_tokens: response tokens of all ranks.
     response_tokens: statistics of the responses' lengths.
     truncated_share: share of responses that reached their token limit.
-    tokens_per_second: response tokens per second, without recalled ones.
+    tokens_per_second: response tokens per second; NaN: some were recalled, so there is no rate.
     recalled_tokens: tokens that an earlier attempt had generated, found in the journal.
     num_migrated: moves of a running response to an idle rank.
     num_preemptions: sequences that had to wait again for want of memory (rollout.kv_gib).

@@ -64,6 +64,8 @@ def summarize(record: Record) -> Summary:
     headline = f"{record['state']}: step {record['step']:,} of {record['num_steps']:,}"
     if record["left_seconds"] is not None:
         headline += f", {seconds(record['left_seconds'])} left"
+    elif record["state"] == "running" and record["step"] >= record["num_steps"]:
+        headline += ", evaluates or saves"
     rows: Record = {"folder": record["run"]}
     if record["process"] is not None:
         rows["process"] = str(record["process"])

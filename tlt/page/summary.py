@@ -105,6 +105,15 @@ def task_of(run: RunRecords) -> str:
     return str(run.setting("task.name", NOTHING)) + (f" on {data}" if data else "")
 
 
+def _rate(run: RunRecords) -> float:
+    """Returns response tokens per second of the rollouts that recalled none; NaN: each did."""
+    counts = [
+        (one.rollout.num_tokens, one.rollout.seconds) for one in run.steps if not one.rollout.recalled_tokens
+    ]
+    seconds = sum(seconds for _, seconds in counts)
+    return sum(tokens for tokens, _ in counts) / seconds if seconds else math.nan
+
+
 def _results(run: RunRecords) -> dict[str, str]:
     seconds, rollout = run.values("step_seconds").sum(), run.values("rollout/seconds").sum()
     idle, trained = run.values("idle/seconds").sum(), np.nansum(run.values("drafter/train_seconds"))
@@ -116,7 +125,7 @@ def _results(run: RunRecords) -> dict[str, str]:
         "time of all steps": f"{duration(seconds)}, {number(seconds / len(steps))} s a step",
         "last step ended": f"{ended:%Y-%m-%d %H:%M} UTC",
         "tokens generated": f"{tokens:,.0f} in {run.values('rollout/num_responses').sum():,.0f} responses",
-        "tokens per second of rollout": number(tokens / rollout),
+        "tokens per second of rollout": number(_rate(run)),
         "reward at both ends": _ends(run.values("rewards/mean"), number),
         "solve rate at both ends": _ends(run.values("rewards/solve_rate"), share),
         "rollout's share of the time": share(rollout / seconds),

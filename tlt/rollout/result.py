@@ -175,7 +175,7 @@ class PhaseResult:
             num_tokens=sum(lengths),
             response_tokens=LengthStats.of(lengths),
             truncated_share=sum(r.finish_reason == "length" for r in self.rollouts) / len(lengths),
-            tokens_per_second=(sum(lengths) - self.recalled_tokens) / self.seconds,
+            tokens_per_second=NAN if self.recalled_tokens else sum(lengths) / self.seconds,
             accept_length=_number(stats.accept_length),
             accept_by_depth=tuple(stats.accept_by_depth),
             strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},

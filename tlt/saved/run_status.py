@@ -54,8 +54,9 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds for the steps that are left, without evaluations; None: unknown, or it is not running."""
-        if self.state != "running" or self.seconds_per_step is None:
+        """Seconds for the steps that are left, without evaluations; None: unknown, no step is left, or it is
+        not running."""
+        if self.state != "running" or self.seconds_per_step is None or self.step >= self.num_steps:
             return None
         return (self.num_steps - self.step) * self.seconds_per_step
 

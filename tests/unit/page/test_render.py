@@ -15,7 +15,7 @@ from tests.unit.page.synthetic import make_run, response, step_record
 from tlt.accounts import RewardSummary
 from tlt.io.files import write_jsonl
 from tlt.page import settings, summary
-from tlt.page.gather import read_run, read_runs
+from tlt.page.gather import RunRecords, read_run, read_runs
 from tlt.page.kept import MAX_RESPONSES, show_responses
 from tlt.page.render import in_script, make_page
 from tlt.page.series import LEARNING, series_chart
@@ -69,6 +69,18 @@ def test_the_pages_numbers_are_those_of_metrics(run: Path, text: str) -> None:
     assert (values[name, "first"], values[name, "highest"]) == (by_step[0], max(by_step))
     assert {name for name, _ in values} == set(records[0].figures())
     assert "0.2000 → 0.5000, means of the first and last 3 steps" in text  # rewards 0.1 to 0.6
+
+
+@pytest.mark.parametrize(("recalled", "rate"), [((0, 0), "66.67"), ((390, 0), "66.67"), ((390, 1), "–")])
+def test_a_runs_rate_is_of_the_steps_that_read_nothing_of_the_journal(
+    recalled: tuple[int, int], rate: str
+) -> None:
+    steps = [
+        step_record(step, recalled_tokens=tokens, seconds=0.5 if tokens else 6.0)
+        for step, tokens in enumerate(recalled, 1)
+    ]
+    table = summary.glance([RunRecords("run", Path("run"), {}, steps, [], None, [], [])])
+    assert dict(table.rows)["tokens per second of rollout"][0].text == rate
 
 
 def test_a_response_with_markup_is_text_and_the_page_loads_nothing(text: str) -> None:

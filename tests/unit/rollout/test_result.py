@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from tlt.rollout.result import IncompleteBatch, check_complete
+from tlt.accounts import DrafterReport
+from tlt.engine.stats import EngineStats
+from tlt.rollout.result import IncompleteBatch, PhaseResult, ReplicaReport, check_complete
+from tlt.types import Reward, Rollout
 
 A, B, C, Z = ("a", 0), ("a", 1), ("b", 0), ("z", 0)
 ONE_B = r"such as \('a', 1\)"
@@ -32,3 +37,12 @@ def test_anything_else_is_refused_with_its_phase_the_first_response_and_the_rank
 ) -> None:
     with pytest.raises(IncompleteBatch, match=f"^rollout 3: {message}"):
         check_complete([A, B, C], brought, "rollout 3")
+
+
+@pytest.mark.parametrize(("recalled", "rate"), [(0, 6.0), (1, math.nan), (11, math.nan), (12, math.nan)])
+def test_a_phase_that_read_tokens_of_the_journal_has_no_rate(recalled: int, rate: float) -> None:
+    rollouts = [Rollout("a", i, (1,), (2,) * 6, (0.0,) * 6, "stop", 0) for i in range(2)]
+    replica = ReplicaReport(0.0, 1.5, 2.0, EngineStats(), DrafterReport())
+    phase = PhaseResult(rollouts, [Reward(1.0, True)] * 2, [replica], recalled_tokens=recalled)
+    found = phase.rollout_record().tokens_per_second
+    assert found == pytest.approx(rate, nan_ok=True)
