@@ -180,7 +180,7 @@ def test_a_resumed_run_keeps_what_counts_and_drafts_from_what_was_before(
     ("words", "said"),
     [
         (("--replay", "nowhere"), "does not exist; give the folder of a run"),
-        (("--replay", "."), "holds no run (no config.json that can be read)"),
+        (("--replay", "first/responses"), "holds no run (no config.json that can be read)"),
         (("--replay", "alone"), "has kept no responses; repeat it with --run.keep_responses 1"),
         (("--replay", "first", "--run.seed", "4"), "has run.seed 0, this run 4"),
         (("--replay", "first", "--task.num_problems", "13"), "has task.num_problems 12, this run 13"),

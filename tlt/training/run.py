@@ -84,12 +84,11 @@ class Run:
         began: Moment | None = None,
     ) -> None:
         self.config, self.world = config, world
-        self.began = began or Moment.now()
+        self.began, began_at = began or Moment.now(), time.time()
         self.lock = FolderLock(self.out_dir) if world.is_leader else None
         if world.is_leader:
             with write_atomically(self.out_dir / "config.json") as file:  # a resumed run writes it again
                 file.write(config.to_json())
-            append_environment(self.out_dir, time.time(), world.world_size)
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
         self.console = Console(
             enabled=prints and world.is_leader,
@@ -104,6 +103,8 @@ class Run:
         try:
             with self.console.status("loading model and problems"):
                 self._load(queue, stop)
+            if world.is_leader:  # of a run that begins, not of one that is refused
+                append_environment(self.out_dir, began_at, world.world_size)
         except BaseException:  # Ctrl-C while loading, too: give terminal and folder back
             self._leave()
             raise
