@@ -27,6 +27,11 @@ FEW_TOKENS, SDPA_ADVANTAGE = 16, 4 / 3
 SDPA multiplies faster beyond (benchmarks/results/attention.md)."""
 
 
+MASK_ENTRIES = 2**26
+"""Most entries of a mask that is repeated for the query heads that share keys: 128 MiB in bfloat16. A larger
+batch attends part by part."""
+
+
 def keep_to_steady_kernels() -> None:
     """Disables cuDNN's attention in this process. It plans for some hundred milliseconds for every new
     shape, and every decoding step has one."""
@@ -257,7 +262,12 @@ class Cached:
             self.real_N = real_tokens(counts, self.num_new, columns_BT.device)
             self.rows = self.real_N // self.num_new
             self.columns = columns_BT.flatten()[self.real_N]
-        self.mask = None if mask_BTL is None else mask_BTL.repeat(1, self.group, 1)[:, None]
+        self.mask = None if mask_BTL is None else mask_BTL[:, None]
+        self.rows_at_once = self.batch
+        if self.mask is not None and self.group > 1:
+            self.rows_at_once = max(1, MASK_ENTRIES // (self.group * self.mask[0].numel()))
+            if self.batch <= self.rows_at_once:
+                self.mask = self._for_groups(self.mask)
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
         cache_SKLD = self.layers[layer]
@@ -270,9 +280,22 @@ class Cached:
         k_BKLD, v_BKLD = cache_SKLD[:B, :, : self.length].chunk(2, dim=1)
         q_BTKGD = pad(q_NHD, self.real_N, B * T).view(B, T, K, G, -1)
         q_BKTD = q_BTKGD.permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
-        out_BKTD = F.scaled_dot_product_attention(q_BKTD, k_BKLD, v_BKLD, attn_mask=self.mask)
+        if self.mask is None or self.batch <= self.rows_at_once:
+            out_BKTD = F.scaled_dot_product_attention(q_BKTD, k_BKLD, v_BKLD, attn_mask=self.mask)
+        else:
+            folded = (x.split(self.rows_at_once) for x in (q_BKTD, k_BKLD, v_BKLD, self.mask))
+            out_BKTD = torch.cat(
+                [
+                    F.scaled_dot_product_attention(q, k, v, attn_mask=self._for_groups(mask))
+                    for q, k, v, mask in zip(*folded, strict=True)
+                ]
+            )
         out_NC = out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
         return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
+
+    def _for_groups(self, mask_B1TL: Tensor) -> Tensor:
+        """Returns the mask of the folded queries, [B, 1, G·T, L]."""
+        return mask_B1TL.repeat(1, 1, self.group, 1)
 
 
 def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:

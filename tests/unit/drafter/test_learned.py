@@ -288,6 +288,33 @@ def test_a_long_prompt_that_joins_a_long_response_is_caught_up_within_the_cache(
         assert tree.tokens_BN[slot, 1] == (TARGET.logits(output) / drafter.tau + noise[slot, 0]).argmax()
 
 
+def test_a_catch_up_of_a_large_batch_reads_a_bounded_number_of_pairs_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, lengths = 12, [3, 50, 4, 49, 34, 33, 32, 7, 50, 20, 3, 41]
+    rows = [random_tokens(n, seed) for seed, n in enumerate(lengths)]
+    features = [randn(n, SIZE, seed=100 + seed) for seed, n in enumerate(lengths)]
+    noise = randn(batch, 2, VOCAB).float()
+
+    def drafted(most: int) -> tuple[Tensor, int]:
+        monkeypatch.setattr(pair_cache, "PREFILL_TOKENS", most)
+        drafter = make_drafter(batch)
+        for slot, row in enumerate(rows):
+            drafter.admit(slot, make_request(row[:2]))
+            remember(drafter, slot, features[slot][:1])
+        strategy = Strategy("learned", 1, 1, 1)
+        drafter.propose(context_of([row[:2] for row in rows]), strategy, Given(noise))
+        for slot, row in enumerate(rows):
+            remember(drafter, slot, features[slot][: len(row) - 1])
+        calls = recorded_forward(drafter)
+        tree = drafter.propose(context_of(rows), strategy, Given(noise)).tree
+        return tree.tokens_BN, max(len(output) for _, _, _, output in calls)
+
+    (at_once, many), (in_parts, few) = drafted(8192), drafted(60)
+    assert torch.equal(at_once, in_parts)
+    assert many > 60 >= few
+
+
 def reference_tree(
     tokens: list[int], features: Tensor, strategy: Strategy, noise: Tensor, tau: float
 ) -> set[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.unit.models.transformer_parts import (
     CASES,
@@ -39,6 +39,7 @@ from tlt.models.decoder import (
     rope_inverse_frequencies,
 )
 from tlt.models.packed import PackedLinear, PackedTransformer
+from tlt.speculative.tree import chain_mask
 
 
 @pytest.fixture(params=CASES)
@@ -166,6 +167,40 @@ def test_one_forward_over_a_tree_equals_decoding_each_of_its_paths(case: str, se
 def path_to(parents: Sequence[int], node: int) -> list[int]:
     """Columns from the root to the node, both included."""
     return [node] if node == 0 else [*path_to(parents, parents[node]), node]
+
+
+@pytest.mark.parametrize("counts", [None, [1, 4, 2, 5, 3]])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_batch_whose_mask_is_too_large_to_repeat_attends_in_parts_to_the_same(
+    kv_heads: int, counts: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, starts, num_new = ModelConfig("llama", VOCAB, 32, 48, 1, 4, kv_heads, 8), [7, 0, 20, 3, 11], 5
+    columns_BT = torch.tensor(starts)[:, None] + torch.arange(num_new)
+    length, group = 25, 4 // kv_heads
+    mask = chain_mask(columns_BT, length, torch.float64)
+    num_tokens = sum(counts) if counts else 5 * num_new
+    qkv_NSD = torch.randn(num_tokens, config.num_qkv, config.head_dim, dtype=torch.float64)
+    kept_SKLD = torch.randn(5, 2 * kv_heads, length, config.head_dim, dtype=torch.float64)
+    seen: list[int] = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(*args: Tensor, attn_mask: Tensor) -> Tensor:
+        seen.append(attn_mask.numel())
+        return attend(*args, attn_mask=attn_mask)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+
+    def attended(most: int) -> Tensor:
+        monkeypatch.setattr(attention, "MASK_ENTRIES", most)
+        cache = [kept_SKLD.clone()]
+        return Cached(config, cache, columns_BT, length, mask, counts)(0, qkv_NSD)
+
+    whole = attended(5 * mask[0].numel() * group)
+    assert seen == [5 * mask[0].numel() * group]
+    for most in (2 * mask[0].numel() * group, 1):
+        seen.clear()
+        torch.testing.assert_close(attended(most), whole, rtol=0, atol=1e-12)
+        assert group == 1 or max(seen) <= max(most, mask[0].numel() * group)
 
 
 def test_where_a_gpu_takes_no_grouped_heads_each_query_head_gets_a_key_of_its_own_and_the_result_stays(

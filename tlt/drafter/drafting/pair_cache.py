@@ -29,7 +29,7 @@ from tlt.drafter.drafting.draft_cache import DraftCache, Levels
 from tlt.drafter.eagle import PackedEagle
 from tlt.drafter.pairs import TOKEN_AHEAD
 from tlt.models.attention import StoringPrefill, cached
-from tlt.models.kv_cache import prefill_groups
+from tlt.models.kv_cache import PREFILL_TOKENS, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.strategy import Strategy
@@ -37,7 +37,7 @@ from tlt.speculative.tree import chain_mask, tree_mask
 from tlt.uploads import upload
 
 _CATCH_UP_TOKENS = 256
-"""Most pairs per sequence in one forward; bounds the mask after a late switch on."""
+"""Most pairs per sequence in one forward. All sequences together have at most PREFILL_TOKENS."""
 
 SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
 """Columns behind a sequence's pairs: for a catch-up's padding, and for the drafts."""
@@ -117,9 +117,12 @@ class PairCache(DraftCache):
         device = self.model.device
         missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
         slots, firsts = range(len(missing)), self.firsts[: len(missing)]
-        outputs, done = [], 0
+        most = min(_CATCH_UP_TOKENS, max(1, PREFILL_TOKENS // len(missing)))
+        rows_B = torch.arange(len(missing), device=device)
+        hidden_BE: Tensor | None = None
+        done = 0
         while done < max(missing):
-            width = min(max(missing) - done, _CATCH_UP_TOKENS)
+            width = min(max(missing) - done, most)
             columns = [min(start + done, count) for start, count in zip(starts, num_pairs, strict=True)]
             begins = [first + column for first, column in zip(firsts, columns, strict=True)]
             begun = zip(context.tokens, begins, strict=True)
@@ -134,14 +137,16 @@ class PairCache(DraftCache):
             length = max(columns) + width
             is_plain = width == 1 and len(rows) == 1
             mask = None if is_plain else chain_mask(columns_BT, length, self.model.dtype)
-            outputs.append(
-                self.forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask)
-            )
+            output_BTE = self.forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask)
+            if len(missing) == 1:
+                last_BE = output_BTE[:, -1]
+            else:
+                last_BE = output_BTE[rows_B, (last_B - done).clamp(0, width - 1)]
+            is_read_B1 = (last_B < done)[:, None]
+            hidden_BE = last_BE if hidden_BE is None else torch.where(is_read_B1, hidden_BE, last_BE)
             done += width
-        output_BTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        if len(missing) == 1:
-            return output_BTE[:, missing[0] - 1], ends_B
-        return output_BTE[torch.arange(len(missing), device=device), last_B], ends_B
+        assert hidden_BE is not None, "the last pair of every sequence is missing"
+        return hidden_BE, ends_B
 
     def forward(
         self,
