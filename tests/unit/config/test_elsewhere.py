@@ -63,6 +63,14 @@ def test_another_trainers_name_is_told_ours(name: str, ours: str) -> None:
         ("--trainer.optim.lr 1e-5", "prime-rl's trainer.optim.lr is --optimizer.learning_rate here"),
         ("--lr 1e-5", "verl's actor_rollout_ref.actor.optim.lr is --optimizer.learning_rate here"),
         ("--n_samples_per_prompt 8", "OpenRLHF's n_samples_per_prompt is --rollout.samples_per_problem here"),
+        ("--eval.n_samples_per_prompt 4", "is --evaluation.samples_per_problem here"),
+        ("--actor.adam.lr 1e-5", "OpenRLHF's actor.adam.lr is --optimizer.learning_rate here"),
+        ("--rollout.batch_size 8", "OpenRLHF's rollout.batch_size is --rollout.problems_per_step here"),
+        (
+            "--orchestrator.group_size 8",
+            "prime-rl's orchestrator.group_size is --rollout.samples_per_problem",
+        ),
+        ("--monitors.wandb.project p", "prime-rl's monitors.wandb.project is --tracking.project here"),
         ("--run.max_steps 8", "TRL's max_steps is run.num_steps here"),
         ("--rollout.learning_rate 1", "did you mean optimizer.learning_rate or drafter.learning_rate?"),
         ("--optimizer.beta 0.9", "did you mean optimizer.beta1, or TRL's beta: algorithm.kl_coefficient?"),
@@ -79,7 +87,7 @@ def test_an_unknown_key_is_told_all_sections_that_have_it(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--max_new_tokens 8", "TRL's max_new_tokens is --max-tokens here"),
+        ("--max_new_tokens 8", "OpenRLHF's rollout.max_new_tokens is --max-tokens here"),
         ("--n-samples-per-prompt 8", "OpenRLHF's n_samples_per_prompt is --samples here"),
         ("--sampling.top_p 1", "did you mean --top-p?"),
     ],
