@@ -40,6 +40,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     repository = f"{config.repo_url.rstrip('/')}/blob/main" if config.repo_url else ""
     shown = markdown if name is None else rewrite(name, markdown, pages, repository)
     config.extra.setdefault("plain", {})[page.file.src_uri] = shown
+    if page.file.src_uri.startswith("benchmarks/"):
+        page.meta["search"] = {"boost": 0.1}  # below the pages that say how to do it
     return shown
 
 
