@@ -71,7 +71,8 @@ class BenchTrain(BenchOptions, WithOverrides):
 
 
 def rollout(options: BenchRollout) -> Record:
-    """Measures rollouts (bench/rollout.py); returns the ratios over off, by measurement."""
+    """Measures rollouts (bench/rollout.py); returns the ratios over off with their intervals, by
+    measurement."""
     from tlt.bench.report import header, write_report
     from tlt.bench.rollout import constant, over_off, rollout_markdown
     from tlt.bench.subject import Subject
@@ -91,7 +92,7 @@ def rollout(options: BenchRollout) -> Record:
             print(over_off(measured), flush=True)
             # after each: a later one may be interrupted
             write_report(options.out, report, rollout_markdown(report))
-    return {m["name"]: {name: ratio["mean"] for name, ratio in m["ratios"].items()} for m in measurements}
+    return {m["name"]: {name: _times(one) for name, one in m["ratios"].items()} for m in measurements}
 
 
 def train(options: BenchTrain) -> Record:
@@ -122,7 +123,7 @@ def train(options: BenchTrain) -> Record:
     write_report(options.out, report, train_markdown("Whole steps with and without TLT", report))
     if code:
         raise SystemExit(code)
-    return {name: report["runs"][name]["ratios"]["off"]["mean"] for name in options.variants}
+    return {name: _times(report["runs"][name]["ratios"]["off"]) for name in options.variants}
 
 
 def _load(options: BenchOptions, overrides: tuple[str, ...]) -> Config:
@@ -165,17 +166,44 @@ def _command(name: str) -> str:
     return " ".join([name, *sys.argv[3:]])
 
 
+def _times(ratio: Record) -> Record:
+    """Returns a ratio over off. low, high: its 95 % interval; None: one turn gives none."""
+    low, high = ratio["low"], ratio["high"]
+    return {
+        "times": ratio["mean"],
+        "low": low,
+        "high": high,
+        "is_resolved": low is not None and not low <= 1 <= high,
+    }
+
+
+def _written(one: Record) -> str:
+    interval = "" if one["low"] is None else f" ({one['low']:.2f} – {one['high']:.2f})"
+    return f"{one['times']:.2f}×{interval}" + ("" if one["is_resolved"] else ", not resolved")
+
+
 def summarize_rollouts(record: Record) -> Summary:
-    """Returns the summary for people."""
-    best = max((times, name, variant) for name, by in record.items() for variant, times in by.items())
+    """Returns the summary for people: the highest ratio whose interval excludes 1. Ratios below 1 are the
+    highest only where none is open."""
+    found = [(one, variant, name) for name, by in record.items() for variant, one in by.items()]
+    resolved = [(one["times"], variant, name) for one, variant, name in found if one["is_resolved"]]
+    best = max(resolved, default=(0.0, "", ""))
+    if best[0] > 1 or len(resolved) == len(found):
+        told = f"at most {best[0]:.2f}× ({best[1]}, {best[2]})"
+    else:
+        told = "not resolved; more --rounds narrow the intervals"
     rows = {
-        name: "  ".join(f"{variant} {times:.2f}×" for variant, times in by.items())
+        name: "  ".join(f"{variant} {_written(one)}" for variant, one in by.items())
         for name, by in record.items()
     }
-    return Summary(f"rollouts, times as fast as off: at most {best[0]:.2f}× ({best[2]}, {best[1]})", rows)
+    return Summary(f"rollouts, times as fast as off: {told}", rows)
 
 
 def summarize_steps(record: Record) -> Summary:
     """Returns the summary for people."""
-    times = ", ".join(f"{variant} {times:.2f}×" for variant, times in record.items())
-    return Summary(f"steps, times as fast as off: {times}", {})
+    times = (
+        f"{variant} " + (f"{one['times']:.2f}×" if one["is_resolved"] else "not resolved")
+        for variant, one in record.items()
+    )
+    rows = {variant: _written(one) for variant, one in record.items()}
+    return Summary(f"steps, times as fast as off: {', '.join(times)}", rows)

@@ -93,7 +93,7 @@ def summarize_problems(record: Record) -> Summary:
 
 
 class Score(DataOptions):
-    """Score responses: prints the mean reward and the solve rate, of all and of each problem.
+    """Score responses: prints the mean reward and the solve rate; --out has each response's own.
 
     The reward is the task's own score, the weighted sum of reward functions, or of both, as in a run with
     [rewards].
@@ -127,7 +127,7 @@ class Score(DataOptions):
 
 
 def score(options: Score) -> Record:
-    """Scores every response, prints one line for each problem and returns the summary."""
+    """Scores every response and returns the summary."""
     from tlt.rewards.pool import check_scorable, describe_constant
     from tlt.rewards.scoring import Completion, RewardSpec, Scorer
 
@@ -188,11 +188,6 @@ def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
     from tlt.rewards.pool import summarize
 
     answered = {problem_id: found for problem_id, found in by_problem.items() if found}
-    width = max(map(len, answered))
-    for problem_id, found in answered.items():
-        num_solved = sum(reward.is_solved for reward in found)
-        mean = summarize(found).mean
-        print(f"{problem_id:<{width}}  solved {num_solved}/{len(found)}  mean reward {mean:.3f}")
     rewards = [reward for found in answered.values() for reward in found]
     overall = summarize(rewards)
     if overall.num_errors:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.cli.parts import fail, succeed
 from tlt.cli import main as cli
+from tlt.cli.bench import _times, summarize_rollouts
 from tlt.cli.commands import COMMANDS
 from tlt.cli.summary import Summary, json_alone, label_of, show, written
 from tlt.drafter.training.offline import OfflineSummary
@@ -93,13 +94,35 @@ def test_values_are_rounded_and_wear_the_unit_of_their_name(name: str, value: ob
     assert written(name, value) == text
 
 
+def over_off(mean: float, low: float | None, high: float | None) -> dict[str, Any]:
+    return _times({"mean": mean, "low": low, "high": high})
+
+
+@pytest.mark.parametrize(
+    ("measured", "told"),
+    [
+        ([(1.78, 0.39, 8.03)], "not resolved; more --rounds narrow the intervals"),
+        ([(1.78, None, None)], "not resolved; more --rounds narrow the intervals"),
+        ([(1.01, 0.99, 1.03), (0.8, 0.7, 0.9)], "not resolved; more --rounds narrow the intervals"),
+        ([(1.78, 0.39, 8.03), (1.3, 1.2, 1.4)], "at most 1.30× (adaptive, batch 1)"),
+        ([(0.9, 0.85, 0.95), (0.8, 0.7, 0.9)], "at most 0.90× (adaptive, batch 0)"),
+    ],
+)
+def test_the_headline_of_rollouts_is_a_ratio_whose_interval_excludes_1(measured: list, told: str) -> None:
+    record = {f"batch {i}": {"adaptive": over_off(*ratio)} for i, ratio in enumerate(measured)}
+    assert summarize_rollouts(record).headline == f"rollouts, times as fast as off: {told}"
+
+
 RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     "audit": ({"lossless": None, "modes": {"off": {"lossless": True}}, "device": "cpu"}, "undecided"),
     "bench rollout": (
-        {"batch 1": {"adaptive": 1.5}, "batch 8": {"adaptive": 1.2}},
+        {"batch 1": {"adaptive": over_off(1.5, 1.4, 1.6)}, "batch 8": {"adaptive": over_off(1.2, 1.1, 1.3)}},
         "rollouts, times as fast as off: at most 1.50× (adaptive, batch 1)",
     ),
-    "bench train": ({"tlt": 1.4, "frozen": 1.25}, "steps, times as fast as off: tlt 1.40×, frozen 1.25×"),
+    "bench train": (
+        {"tlt": over_off(1.4, 1.2, 1.6), "frozen": over_off(1.25, 0.39, 8.03)},
+        "steps, times as fast as off: tlt 1.40×, frozen not resolved",
+    ),
     "drafter export": (
         {"format": "vllm-eagle", "engine": "vLLM", "draft_vocab": 24, "out": "served"},
         "drafter for vLLM written to served",
