@@ -12,8 +12,10 @@ line.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import math
+import os
 import re
 import sys
 import time
@@ -251,7 +253,7 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
     # The cause of a LocalEntryNotFoundError says why the hub was not asked, or did not answer.
     if isinstance(error, errors.LocalEntryNotFoundError):
         if constants.is_offline_mode():
-            place = f"is no folder or file here, and not (or not whole) in the cache {constants.HF_HUB_CACHE}"
+            place = f"{_not_here(repository)}, and not (or not whole) in the cache {constants.HF_HUB_CACHE}"
             return f"{place} while HF_HUB_OFFLINE is set; unset it, or {_another_way(repository, kind)}"
         if not isinstance(error.__cause__, errors.HfHubHTTPError):
             return _unreachable(error.__cause__ or error, repository, kind)
@@ -265,7 +267,7 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
             what = f"there is no revision {repository.revision!r} of this {kind}"
             return f"{what}; give a branch, a tag or a commit"
         case errors.RepositoryNotFoundError():
-            what = f"is no folder or file here, and {constants.ENDPOINT} has no such {kind}, or a private one"
+            what = f"{_not_here(repository)}, and {constants.ENDPOINT} has no such {kind}, or a private one"
             return f"{what}; correct the name, or log in with hf auth login, or set HF_TOKEN"
     if status in (401, 403):
         return f"{constants.ENDPOINT} refuses it ({status}); log in with hf auth login, or correct HF_TOKEN"
@@ -279,10 +281,22 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
     return _unreachable(error, repository, kind)
 
 
+def _not_here(repository: Repository) -> str:
+    """Says that no path has the repository's name; where its first half is a folder, with the nearest name in
+    it."""
+    folder, _, name = str(repository).partition("/")
+    if not Path(folder).is_dir():
+        return "is no folder or file here"
+    names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    meant = f" (did you mean {folder}/{near[0]}?)" if near else ""
+    return f"is not in the folder {folder}, which is here{meant}"
+
+
 def _unreachable(error: BaseException, repository: Repository, kind: Kind) -> str:
     from huggingface_hub import constants
 
-    what = f"is no folder or file here, and cannot be downloaded from {constants.ENDPOINT}"
+    what = f"{_not_here(repository)}, and cannot be downloaded from {constants.ENDPOINT}"
     remedy = f"check the network and try again, or {_another_way(repository, kind)}"
     return f"{what} ({one_line(error, 120)}); {remedy}"
 

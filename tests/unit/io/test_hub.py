@@ -170,6 +170,31 @@ def test_what_the_hub_refuses_is_one_line(name: str, hub: Hub) -> None:
     assert refusal(name).startswith(f"{name}: {expected.replace('URL', hub.url)}")
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("sm/bse", "is not in the folder sm, which is here (did you mean sm/base?), and "),
+        ("sm/drafted", "is not in the folder sm, which is here (did you mean sm/drafter?), and "),
+        ("sm/base@v1", "is not in the folder sm, which is here (did you mean sm/base?), and "),
+        ("sm/qqqqq", "is not in the folder sm, which is here, and "),
+        ("empty/base", "is not in the folder empty, which is here, and "),
+        ("file/base", "is no folder or file here, and "),
+        ("ms/base", "is no folder or file here, and "),
+    ],
+)
+@pytest.mark.parametrize("answers", ["hub", "nobody", "offline"])
+def test_a_typo_within_a_folder_that_is_here_is_told_the_nearest_name_in_it(
+    name: str, told: str, answers: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("sm/base", "sm/drafter", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "file").touch()
+    if answers == "nobody":
+        point_at(monkeypatch, "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", answers == "offline")
+    assert refusal(name).startswith(f"{name}: {told}")
+
+
 def test_a_token_of_the_environment_opens_a_gated_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("me/gated", FILES, refusal=(403, "GatedRepo"), token="hf_mine")
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
