@@ -92,11 +92,11 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
     def propose(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
     ) -> HybridProposal:
-        num_rows = len(context.tokens)
+        num_rows, discarded = len(context.tokens), set(unwanted)
         match strategy.drafter:
             case "learned":
                 learned = self.learned.propose(context, strategy, noise, unwanted)
-                is_retrieved = tuple(row in unwanted for row in range(num_rows))
+                is_retrieved = tuple(row in discarded for row in range(num_rows))
                 return HybridProposal(learned.tree, is_retrieved, learned)
             case "ngram":
                 retrieved = self.ngram.propose(context, strategy, noise)
@@ -107,7 +107,7 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
         least = stops_below if strategy.width == 1 else 0.0
         expected = [sum(s for s in row if s >= least) for row in survival]
         is_retrieved = tuple(
-            row in unwanted or tokens > self.learned_accepted for row, tokens in enumerate(expected)
+            row in discarded or tokens > self.learned_accepted for row, tokens in enumerate(expected)
         )
         retrieved = self.ngram.stop(retrieved, survival, stops_below)
         if all(is_retrieved):

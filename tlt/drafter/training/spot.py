@@ -142,6 +142,7 @@ class SpotTrainer:
             before, now = now, time.perf_counter()
             report = report.plus(replace(done, seconds=now - before, max_micro_step_seconds=now - before))
             self._note(before, now)
+        self.trainer.release()
         if report.num_micro_steps == 0:
             return report
         end = time.perf_counter()

@@ -4,6 +4,7 @@ only read."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,20 @@ from tlt.drafter.training.buffer import PackedBatch
 from tlt.drafter.training.lesson import Lesson, Preset
 from tlt.models.adam import adam_state, trained_tensors
 from tlt.models.packed import PackedTransformer
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the target's rows are made of. token_ids: as in `DrafterTrainer`."""
+
+    version: int
+    head_VE: Tensor
+    token_ids: Tensor | None
+
+    def is_same(self, other: _Source) -> bool:
+        """Returns whether both have the same policy and the very same tensors."""
+        same = self.head_VE is other.head_VE and self.token_ids is other.token_ids
+        return same and self.version == other.version
 
 
 class DrafterTrainer:
@@ -41,6 +56,7 @@ class DrafterTrainer:
         )
         self.num_tokens = 0
         self.token_ids: Tensor | None = None
+        self._head: tuple[_Source, Tensor] | None = None  # made for this policy and vocabulary
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -68,10 +84,8 @@ class DrafterTrainer:
     def loss(self, batch: PackedBatch) -> Tensor:
         """Returns the preset's loss. The batch may lie on another device. What the loss draws depends on the
         tokens trained on so far alone, so that a resumed training goes on as it would have."""
-        model, first, head_VE = self.model, self.parameters[0], self.target.head_VE
-        dtype, device = first.dtype, first.device
-        target_VE = model.restrict(head_VE) if self.token_ids is None else head_VE[self.token_ids]
-        target_VE = target_VE.to(dtype)
+        model, target_VE = self.model, self._target_head()
+        dtype, device = self.parameters[0].dtype, self.parameters[0].device
         lesson = Lesson(
             token_ids_N=batch.token_ids_N.to(device),
             captured_NF=batch.captured_NF.to(device, dtype),
@@ -84,6 +98,21 @@ class DrafterTrainer:
             seed=self.num_tokens,
         )
         return self.preset.loss(model, lesson)
+
+    def _target_head(self) -> Tensor:
+        """Returns the target's rows of the draft vocabulary in the drafter's type. Their copy is kept until
+        the policy or the vocabulary changes, or `release`."""
+        source = _Source(self.target.version, self.target.head_VE, self.token_ids)
+        if self._head is None or not source.is_same(self._head[0]):
+            self._head = None  # not two copies at a time
+            head_VE, token_ids = source.head_VE, source.token_ids
+            rows_VE = self.model.restrict(head_VE) if token_ids is None else head_VE[token_ids]
+            self._head = source, rows_VE.to(self.parameters[0].dtype)
+        return self._head[1]
+
+    def release(self) -> None:
+        """Gives back the memory of what is made anew for the next step."""
+        self._head = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that training changes, by name: weights and Adam's moments, not copies."""
