@@ -6,6 +6,7 @@ Error rate: none. Draws are compared one by one, with the noise that the referen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,28 @@ def test_a_tie_is_left_to_the_reference_and_falls_to_the_lowest_id(position: int
     params = BatchParams([SamplingParams()])
     assert compiled.draw(logits_1V, keys_14, positions_1, params)[2].tolist() == [True]
     assert draw(logits_1V, keys_14, positions_1, params)[0].tolist() == [lowest]
+
+
+@pytest.mark.parametrize(("size", "is_tight"), [(0, False), (40, False), (10_000, False), (1e6, True)])
+def test_a_lead_that_float32_could_have_made_up_is_left_to_the_reference(size: float, is_tight: bool) -> None:
+    """Of logits near 0 and of large ones.
+
+    is_tight: the second token is the one whose noise is nearest to the bound by which tokens are passed over.
+    """
+    num_rows, vocab_size = 200, 300
+    keys_R4 = torch.randint(2**32, (num_rows, 4), generator=torch.Generator().manual_seed(8))
+    positions_R = torch.arange(num_rows)
+    noise_RV = gumbel_noise(keys_R4, positions_R[:, None], vocab_size)[:, 0]
+    logits_RV = torch.zeros(num_rows, vocab_size)
+    for logits_V, noise_V in zip(logits_RV, noise_RV, strict=True):
+        uniform_V = -torch.expm1(-torch.exp(-noise_V.double()))
+        above_V = -uniform_V.log2().floor() * math.log(2) - noise_V
+        best, second = (torch.tensor(0), 1 + above_V[1:].argmin()) if is_tight else noise_V.topk(2).indices
+        logits_V[best] = size
+        score = logits_V[best] + noise_V[best]
+        logits_V[second] = torch.nextafter(score, torch.tensor(-torch.inf)) - noise_V[second]
+    params = BatchParams([SamplingParams()] * num_rows)
+    assert compiled.draw(logits_RV, keys_R4, positions_R, params)[2].all()
 
 
 def test_what_is_left_to_the_reference_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

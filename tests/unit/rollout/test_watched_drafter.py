@@ -296,3 +296,13 @@ def test_each_rank_measures_another_sample_at_every_step(monkeypatch: pytest.Mon
         for _ in range(3):
             training.check(rollouts, 0, 1.0)
     assert len({*drawn}) == len(drawn) == 9
+
+
+def test_what_is_undone_leaves_no_gradient_to_the_next_training() -> None:
+    parts = parts_after(1, 1)
+    publisher = parts.training.publisher
+    assert publisher is not None
+    for parameter in parts.trainer.parameters:
+        parameter.grad = torch.full_like(parameter, math.nan)
+    publisher.undo(1)
+    assert all(parameter.grad is None for parameter in parts.trainer.parameters)
