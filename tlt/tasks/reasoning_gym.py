@@ -19,17 +19,13 @@ import difflib
 import io
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tlt.io.extras import how_to_install
-from tlt.io.plugins import describe
-from tlt.io.processes import this_python
 from tlt.tasks.answers import find_answer
+from tlt.tasks.drawing import draw_alike
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, digest, split_of
 from tlt.tasks.thoughts import after_thinking
 from tlt.types import UserError
@@ -125,37 +121,11 @@ class ReasoningGym:
 
 
 def draw_entries(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Returns `num` different questions of a split, the same in every process: where this one's hashes are
-    random, another one draws."""
+    """Returns `num` different questions of a split, the same in every process."""
     _check_options(name, options)
-    if not sys.flags.hash_randomization:
-        return _draw_here(name, num, seed, split, options)
-    command = [*this_python(), "-c", "from tlt.tasks.reasoning_gym import _draw_for_parent as d; d()"]
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    asked = json.dumps([name, num, seed, split, options])
-    done = subprocess.run(
-        command, input=asked, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    mistake, drawn = json.loads(done.stdout)
-    if mistake:
-        raise UserError(mistake)
+    function = f"{__name__}:_draw_here"
+    drawn = draw_alike(f"task reasoning-gym:{name}", function, name, num, seed, split, options)
     return [Drawn(*one) for one in drawn]
-
-
-def _draw_for_parent() -> None:
-    """Runs in the process that draws: reads draw_entries' arguments from stdin, writes (mistake or "",
-    entries)."""
-    name, num, seed, split, options = json.load(sys.stdin)
-    try:
-        answer = ["", _draw_here(name, num, seed, split, options)]
-    except UserError as error:
-        answer = [str(error), []]
-    except Exception as error:  # generators raise anything; the parent says it in one line
-        answer = [
-            f"task reasoning-gym:{name}: the generator failed with options {options} ({describe(error)})",
-            [],
-        ]
-    json.dump(answer, sys.stdout)
 
 
 def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:

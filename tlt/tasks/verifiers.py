@@ -12,11 +12,13 @@ import inspect
 import itertools
 import random
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from tlt.io.extras import how_to_install
 from tlt.io.plugins import describe, see_working_directory
-from tlt.tasks.splits import TEST_ONE_IN, check_split, split_of
+from tlt.tasks.drawing import draw_alike
+from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
 from tlt.types import UserError
 
 _PATIENCE = 32
@@ -53,14 +55,24 @@ class Verifiers:
         options     those of the taskset's configuration
         """
         wanted = check_split(f"verifiers:{self.name}", split)
+        place, function = f"task verifiers:{self.name}", f"{__name__}:_draw"
+        drawn: list[dict[str, Any]] = draw_alike(
+            place, function, self.name, num, seed, wanted, solved_at, options
+        )
+        return drawn
+
+    def draw_here(
+        self, num: int, seed: int, split: Split, solved_at: float, options: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Returns the problems as this process draws them."""
         taskset = self._make(options)
         tasks = iter(taskset)
         if taskset.bounded:
             tasks = iter(random.Random(f"{self.name}/{seed}").sample(found := list(tasks), len(found)))
         else:
             tasks = itertools.islice(tasks, _PATIENCE * TEST_ONE_IN * (num + 1))
-        prompts = ((task, self._prompt(task)) for task in tasks)
-        chosen = ((task, prompt) for task, prompt in prompts if split_of(str(prompt)) == wanted)
+        prompts = ((task, self._prompt(task)) for task in map(partial(self._check, taskset), tasks))
+        chosen = ((task, prompt) for task, prompt in prompts if split_of(str(prompt)) == split)
         problems = [
             {
                 "problem_id": f"{self.name}-{task.data.idx}",
@@ -135,10 +147,31 @@ class Verifiers:
         for hook in ("setup", "finalize"):
             if getattr(self.task_class, hook) is not getattr(Task, hook):
                 yield f"{hook}()"
-        for name, function in inspect.getmembers(self.task_class, callable):
-            is_reward = getattr(function, "reward", False) is True
-            if is_reward and "runtime" in inspect.signature(function).parameters:
-                yield f"a runtime in {name}()"
+        for function in self._rewards(config):
+            runtime = inspect.signature(function).parameters.get("runtime")
+            if runtime is not None and runtime.default is inspect.Parameter.empty:
+                yield f"a runtime in {function.__name__}()"
+
+    def _rewards(self, config: Any) -> list[Any]:
+        """Returns the reward functions: the task's own and those of the option task.rewards."""
+        task = object.__new__(self.task_class)  # what it rewards does not depend on its data
+        task.config = config.task
+        try:
+            return list(task.hooks("reward"))
+        except Exception as error:  # the user's modules are imported, and may raise anything
+            raise UserError(
+                f"task verifiers:{self.name}: option task.rewards: cannot be loaded ({describe(error)}); "
+                "correct it"
+            ) from None
+
+    def _check(self, taskset: Any, task: Any) -> Any:
+        """Returns the task. Raises UserError where it would be scored by other rewards than the taskset's."""
+        of_other_kind = type(task) is not self.task_class
+        if of_other_kind or task.config != taskset.config.task:
+            what = f"is a {type(task).__name__}" if of_other_kind else "has a configuration of its own"
+            remedy = f"give all tasks as {self.task_class.__name__}(data, self.config.task)"
+            raise UserError(f"task verifiers:{self.name}, task {task.data.idx}: {what}; {remedy}")
+        return task
 
     def _prompt(self, task: Any) -> dict[str, Any]:
         """Returns the prompt: text, or messages where there are several or a system message."""
@@ -159,3 +192,7 @@ class Verifiers:
         if data.system_prompt is not None:
             messages = [{"role": "system", "content": data.system_prompt}, *messages]
         return {"messages": messages}
+
+
+def _draw(name: str, *arguments: Any) -> list[dict[str, Any]]:
+    return Verifiers(name).draw_here(*arguments)

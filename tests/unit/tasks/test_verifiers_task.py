@@ -4,6 +4,7 @@ they want more."""
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +42,16 @@ class Sums(vf.Taskset[Task, Config]):
     def load(self):
         for i in range(self.config.count):
             data = Data(prompt=f"{{i}}+1", system_prompt=self.config.system, answer=str(i + 1))
-            yield Task(data, self.config.task)
+            yield {made}
+
+async def plugged(task, trace, runtime=None) -> float:
+    return 1.0
+
+async def ran(task, trace, runtime) -> float:
+    return 1.0
+
+class Other(Task):
+    pass
 
 __all__ = ["Sums"]
 """
@@ -54,15 +64,21 @@ WRONG = {
 }
 
 
+def draw_in_this_process(place: str, function: str, name: str, *arguments: Any) -> list[dict[str, Any]]:
+    """The library takes seconds to import: only the test of other processes draws in one."""
+    return Verifiers(name).draw_here(*arguments)
+
+
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("tlt.tasks.verifiers.draw_alike", draw_in_this_process)
     names = []
 
-    def write(name: str, more: str = "pass") -> None:
+    def write(name: str, more: str = "pass", made: str = "Task(data, self.config.task)") -> None:
         names.append(name)
-        (tmp_path / f"{name}.py").write_text(TASKSET.format(more=more))
+        (tmp_path / f"{name}.py").write_text(TASKSET.format(more=more, made=made))
 
     yield write
     for name in names:
@@ -104,6 +120,64 @@ def test_what_wants_more_than_a_conversation_is_refused(write: Callable[..., Non
     assert f"needs {needs}," in str(refused.value)
 
 
+def test_a_reward_of_the_options_counts_and_is_refused_where_it_needs_a_runtime(
+    write: Callable[..., None],
+) -> None:
+    write("sums_r", "@vf.reward\n    async def offline(self, runtime=None): return 0.25")
+    (problem,) = draw("sums-r", 1, task={"rewards": {"plugged": {"fn": "sums_r:plugged", "weight": 4.0}}})
+    assert get_task("verifiers:sums-r").score(problem, problem["data"]["answer"])["reward"] == 6.25
+    (lighter,) = draw("sums-r", 1, task={"rewards": {"correct": {"weight": 1.0}}})
+    assert get_task("verifiers:sums-r").score(lighter, lighter["data"]["answer"])["reward"] == 1.25
+    for rewards, message in (
+        ({"ran": {"fn": "sums_r:ran"}}, r"needs a runtime in ran\(\), which TLT does not have"),
+        ({"correct": {"fn": "sums_r:ran"}}, r"needs a runtime in correct\(\), which TLT does not have"),
+        ({"other": {"fn": "sums_r:nothing"}}, "option task.rewards: cannot be loaded"),
+        ({"other": {"weight": 1.0}}, "option task.rewards: cannot be loaded"),
+    ):
+        with pytest.raises(UserError, match=message) as refused:
+            draw("sums-r", 1, task={"rewards": rewards})
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("Other(data, self.config.task)", "is a Other"),
+        (
+            "Task(data, vf.TaskConfig(rewards={'p': {'fn': 'x:y'}}))",
+            "has a configuration of its own",
+        ),
+    ],
+)
+def test_a_task_with_other_rewards_than_its_tasksets_is_refused(
+    write: Callable[..., None], made: str, message: str
+) -> None:
+    write("sums_o", made=made)
+    with pytest.raises(UserError, match=rf"task \d+: {message}; give all tasks as Task\("):
+        draw("sums-o", 1)
+
+
+def test_a_taskset_that_walks_through_sets_gives_the_same_problems_in_every_process(
+    write: Callable[..., None], tmp_path: Path
+) -> None:
+    names = '[f"{word} of {i}" for i in range(9) for word in {"red", "blue", "green", "black", "white"}]'
+    write(
+        "sums_s",
+        made=f"Task(Data(prompt=sorted({names}, key=len)[i % 45] + f' {{i}}', answer=''), self.config.task)",
+    )
+    asked = "import json; from tlt.tasks.base import make_problems as m; "
+    asked += "print(json.dumps(m('verifiers:sums-s', 20, 0, {'split': 'train', 'count': 45})))"
+    drawn = []
+    for seed in ("1", "2"):
+        environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        drawn.append(json.loads(done.stdout))
+    assert drawn[0] == drawn[1]
+
+
 def test_a_mistake_is_one_line(write: Callable[..., None]) -> None:
     write("sums_c")
     for name, options, message in (
@@ -140,7 +214,8 @@ def test_an_endless_taskset_that_repeats_itself_ends_in_one_line(monkeypatch: py
     task = object.__new__(Verifiers)
     task.name = "endless"
     monkeypatch.setattr(task, "_make", lambda options: Endless(), raising=False)
+    monkeypatch.setattr(task, "_check", lambda taskset, task: task, raising=False)
     monkeypatch.setattr(task, "_prompt", lambda task: {"prompt": "1+1"}, raising=False)
     other = "test" if split_of(str({"prompt": "1+1"})) == "train" else "train"
     with pytest.raises(UserError, match=f"task verifiers:endless: has 0 {other} problems; ask for no more"):
-        task.problems(8, 0, other)
+        task.draw_here(8, 0, other, 1.0, {})
