@@ -19,7 +19,9 @@ import difflib
 import io
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -116,7 +118,9 @@ class ReasoningGym:
             )
         text = after_thinking(response_text, in_thought=bool(problem.get("in_thought")))
         answer = _extract(text, problem["answer_in"])
-        reward = 0.0 if answer is None else _score(_make_dataset(self.name, settings), answer, entry)
+        reward = (
+            0.0 if answer is None else _score(self.name, _make_dataset(self.name, settings), answer, entry)
+        )
         return {"reward": reward, "solved": reward >= problem["solved_at"]}
 
 
@@ -219,9 +223,39 @@ def _extract(text: str, answer_in: str) -> str | None:
     return answer.strip() if opening and closing else None
 
 
-def _score(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+def _score(name: str, dataset: Any, answer: str, entry: dict[str, Any]) -> float:
     try:
-        score = float(dataset.score_answer(answer, entry))
+        if (correct := CORRECTED.get(name)) is not None:
+            return float(correct(answer, entry))
+        silence = io.StringIO()
+        with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+            score = float(dataset.score_answer(answer, entry))
     except Exception:  # several generators raise at answers that are not of the form they expect
         return 0.0
     return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
+
+
+def _is_same_word(answer: str, entry: Mapping[str, Any]) -> bool:
+    return answer.strip(" .'\"").casefold() == str(entry["answer"]).casefold()
+
+
+def _is_same_chance(answer: str, entry: Mapping[str, Any]) -> bool:
+    return math.isclose(Fraction(answer.replace(",", "")), Fraction(entry["answer"]), rel_tol=1e-3)
+
+
+def _makes_24(answer: str, entry: Mapping[str, Any]) -> bool:
+    """Whether the answer is 24, made of the puzzle's numbers, each of them once."""
+    numbers = sorted(map(int, re.findall(r"\d+", answer)))
+    if numbers != sorted(entry["metadata"]["numbers"]) or re.search(r"[^\d\s()+*/-]|\*\*|//", answer):
+        return False
+    exact = re.sub(r"\d+", r"Fraction(\g<0>)", answer.strip())
+    return bool(eval(exact, {"__builtins__": {}, "Fraction": Fraction}) == 24)  # digits and operators alone
+
+
+CORRECTED: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    "coin_flip": _is_same_chance,
+    "game_of_life_halting": _is_same_word,
+    "puzzle24": _makes_24,
+}
+"""Scores in place of the library's, which at 0.1.25 pay "0" for any chance, any text for a game that halts or
+not, and one solution for all puzzles."""
