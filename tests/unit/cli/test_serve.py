@@ -142,7 +142,7 @@ def test_a_model_and_its_drafter_are_served_and_the_drafter_as_it_is(started: li
     asked = ["serve", str(model), "--drafter", str(drafter), "--name", "m", "--", "--port", "8001", "--help"]
     assert cli.main(asked) == 0
     (words,) = started
-    assert words[4] == str(model)
+    assert value(words, "--model") == str(model)
     assert words[-3:] == ["--port", "8001", "--help"]
     assert json.loads(value(words, "--speculative-config"))["model"] == str(drafter)
     tuner = json.loads(value(words, "--additional-config"))["tlt"]["tuner"]
@@ -200,7 +200,7 @@ def test_without_vllm_one_line_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     have(monkeypatch)
-    said = fail(capsys, "serve", str(COUNTDOWN / "base"), "--print")
+    said = fail(capsys, "serve", str(COUNTDOWN / "base"))
     assert said.startswith("vllm: is not installed here; pip install")
     assert "docs/endpoint.md" in said
 
@@ -216,3 +216,14 @@ def test_the_vllm_on_path_of_another_environment_is_started(
 
 def test_a_command_that_starts_no_other_program_takes_no_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tlt status starts no other program" in fail(capsys, "status", "x", "--", "--port", "1")
+
+
+@pytest.mark.parametrize("more", [(), ("--speculation", "ngram:4x1x4"), ("--speculation", "adaptive")])
+def test_the_command_is_printed_without_vllm_and_says_for_where(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    have(monkeypatch)
+    assert cli.main(["serve", str(COUNTDOWN / "base"), *more, "--print"]) == 0
+    told = capsys.readouterr()
+    assert shlex.split(told.out.replace("\\\n", ""))[:3] == ["vllm", "serve", str(COUNTDOWN / "base")]
+    assert told.err.startswith("tlt: no vLLM is installed here; the command is for a place with vLLM")
