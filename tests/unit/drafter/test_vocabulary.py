@@ -22,6 +22,7 @@ from tests.unit.drafter.parts import (
     MODEL,
     POLICY,
     TARGET,
+    context_of,
     make_batch,
     make_model,
     make_requests,
@@ -30,6 +31,7 @@ from tests.unit.drafter.parts import (
 from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.assembly.cost_prior import cost_prior
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
 from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.formats.layouts import Target
@@ -237,6 +239,19 @@ def test_what_was_counted_before_fades_however_much_it_was() -> None:
         counted(vocabulary, [*range(10)] * 3)
     assert chosen_by(vocabulary) == [*range(10)]
     assert float(vocabulary.counts_V.sum()) == pytest.approx(300, rel=0.05), "ten steps' worth of tokens"
+
+
+def test_an_engine_alone_counts_every_token_of_its_responses_once_however_often_it_looks() -> None:
+    vocabulary = DraftVocabulary(costs_of(CONFIG), 10)
+    model: Any = SimpleNamespace(choose=lambda token_ids: None)
+    choice = VocabularyChoice(model, vocabulary)
+    for tokens in ([20] * 3, [20] * 3 + [30] * 5):
+        choice.admit()
+        choice.look(context_of([[3, 4, *tokens]]))
+    choice.finish(response([20] * 3 + [30] * 5))
+    choice.admit()
+    choice.look(context_of([[3, 4, 40]]))
+    assert {token: int(vocabulary.counts_V[token]) for token in (20, 30, 40)} == {20: 3, 30: 5, 40: 1}
 
 
 def test_ranks_that_were_told_the_same_choose_alike_and_so_does_one_that_was_resumed() -> None:

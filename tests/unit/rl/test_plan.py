@@ -145,13 +145,6 @@ def test_equal_shares_are_the_plain_ones_and_dummies(
             assert (dummy.length, dummy.num_in_loss, {*dummy.advantages}) == (2, 0, {0.0})
 
 
-def test_three_responses_without_a_backward_pass_weigh_as_much_as_one_with_it() -> None:
-    responses = [response(i, 60, needs_grad=i == 2, weight=1.0) for i in range(4)]
-    shares = [plan_share(responses, CONFIG, 10_000, 2, rank) for rank in range(2)]
-    ranks = [[r.needs_grad for batch in share for r in batch.responses] for share in shares]
-    assert sorted(ranks) == [[False, False, False], [True]]
-
-
 def test_learning_rates_follow_the_schedule() -> None:
     def rates(schedule: str, warmup: int) -> list[float]:
         config = OptimizerSection(learning_rate=1.0, schedule=schedule, warmup_steps=warmup)
