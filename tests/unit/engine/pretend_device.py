@@ -138,7 +138,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _wrapped(values: Tensor, known: dict[int, PretendTensor]) -> PretendTensor:
-    return known[id(values)] if id(values) in known else PretendTensor(values)
+    if id(values) in known:
+        return known[id(values)]
+    with torch.inference_mode(False):  # torch makes no view of a normal tensor out of an inference tensor
+        return PretendTensor(values)
 
 
 def _values(value: Any) -> Any:

@@ -14,9 +14,9 @@ from tests.lossless.helpers import CONFIG, make_policy
 from tests.unit.engine.pretend_device import DEVICE, Crossings, PretendTensor, pretended
 from tlt.drafter.drafting.calibration import Calibration
 from tlt.drafter.drafting.hybrid import make_drafter
-from tlt.drafter.drafting.learned import LearnedDrafter
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.forms import new_model, pack_drafter
-from tlt.drafter.shape import drafter_shape
+from tlt.drafter.shape import Method, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
@@ -53,15 +53,22 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.values
 
 
-def make_engine(strategy: Strategy, batch_size: int) -> RolloutEngine:
+def make_engine(
+    strategy: Strategy,
+    batch_size: int,
+    method: Method = "eagle",
+    threshold: float | None = None,
+) -> RolloutEngine:
     """Returns an engine on the pretended GPU whose batch stays full."""
     engine = RolloutEngine(
         PackedTransformer(CONFIG, torch.float32, DEVICE), max_batch_size=batch_size, tuner=Fixed(strategy)
     )
     engine.load_policy(dict(POLICY.float().named_parameters()))
-    model = new_model(drafter_shape(CONFIG)).initialize(2)
+    model = new_model(drafter_shape(CONFIG, method)).initialize(2)
     packed = pack_drafter(model.config, model.state_dict(), torch.float32, DEVICE)
-    engine.load_drafter(make_drafter(LearnedDrafter(packed, engine.model, batch_size), batch_size))
+    settings = LearnedSettings(confidence_threshold=threshold)
+    learned = LearnedDrafter(packed, engine.model, batch_size, settings)
+    engine.load_drafter(make_drafter(learned, batch_size))
     rng = random.Random(0)
     params = SamplingParams(max_tokens=100)
     prompts = [tuple(rng.randrange(CONFIG.vocab_size) for _ in range(3 + i % 4)) for i in range(batch_size)]
@@ -69,12 +76,18 @@ def make_engine(strategy: Strategy, batch_size: int) -> RolloutEngine:
     return engine
 
 
-def crossings_of_a_step(monkeypatch: pytest.MonkeyPatch, strategy: str, batch_size: int) -> Crossings:
+def crossings_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    batch_size: int,
+    method: Method = "eagle",
+    threshold: float | None = None,
+) -> Crossings:
     """Returns the most that any of five steps had, once the batch runs."""
     monkeypatch.setattr(sampling, "kernels", kernels)
     monkeypatch.setattr(draw_module, "kernels", kernels)
     with pretended(monkeypatch) as crossings:
-        engine = make_engine(Strategy.parse(strategy), batch_size)
+        engine = make_engine(Strategy.parse(strategy), batch_size, method, threshold)
         for _ in range(3):
             engine.step()
         most = Crossings()
@@ -94,12 +107,27 @@ MOST_UPLOADS = 18
 """More than any step has, a refill of noise included, and fewer than there are sequences below."""
 
 
+BLOCK_WAITS = [("learned:4x1x4", 0.0, 1), ("learned:4x3x12", None, 1), ("learned:4x1x4", None, 2)]
+"""A strategy, the confidence threshold of its chains, and the synchronizations of a step. A second one tells
+the host how many tokens of each chain to verify: the whole block costs rows of the verification."""
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_synchronizes_once_and_its_uploads_are_no_more_for_more_sequences(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = crossings_of_a_step(monkeypatch, strategy, batch_size=24)
     assert found.down.total() == 1, found.down
+    assert 0 < found.up.total() <= MOST_UPLOADS, found.up
+    assert not found.stalls
+
+
+@pytest.mark.parametrize(("strategy", "threshold", "waits"), BLOCK_WAITS)
+def test_a_block_waits_once_more_only_where_its_chains_may_stop(
+    strategy: str, threshold: float | None, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = crossings_of_a_step(monkeypatch, strategy, 24, "dflash", threshold)
+    assert found.down.total() == waits, found.down
     assert 0 < found.up.total() <= MOST_UPLOADS, found.up
     assert not found.stalls
 
