@@ -32,6 +32,7 @@ from tlt.hf.config import load_model_config
 from tlt.hf.weights import save_model
 from tlt.io.recipes import find_recipe
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.report.console import Console
 from tlt.speculative.strategy import Strategy
 from tlt.tasks.base import get_task
 from tlt.tasks.countdown import TASK
@@ -366,6 +367,18 @@ def test_a_clock_that_is_set_during_a_run_changes_nothing(
     )
     assert 0 <= int(spent[0]) < 3600
     assert spent[1].startswith(("s", "min"))
+
+
+@pytest.mark.parametrize(
+    ("minutes", "title"), [(1e-6, "ended after 0 of 2 steps"), (60.0, "training complete")]
+)
+def test_the_summary_is_titled_by_what_was_done(
+    minutes: float, title: str, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(Console, "summary", lambda console, rows, commands, title: titles.append(title))
+    train(load_config(sections, {"run.time_limit_minutes": minutes}), task=Digits())
+    assert titles == [title]
 
 
 def test_a_run_that_its_time_limit_ends_says_so(
