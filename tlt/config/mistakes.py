@@ -101,10 +101,16 @@ def suggest_key(model: type[BaseModel], given: str, dashes: str = "", near: str 
             )
         return other.told(f"{dashes}{other.known.ours}")
     key = given.rpartition(".")[2].replace("-", "_")
-    sections = sorted(model.model_fields, key=lambda name: name in _LESSER)
-    if same := [f"{dashes}{name}.{key}" for name in sections if key in section_of(model, name).model_fields]:
+    having = [name for name in _sections(model) if key in section_of(model, name).model_fields]
+    if same := [f"{dashes}{name}.{key}" for name in sorted(having, key=lambda name: name in _LESSER)]:
         return f"did you mean {' or '.join(same)}?"
     return None if other is None or near else other.told(f"{dashes}{other.known.ours}")
+
+
+def _sections(model: type[BaseModel]) -> list[str]:
+    """Returns the names of a configuration's sections; none for a section itself."""
+    fields = ((name, field.annotation) for name, field in model.model_fields.items())
+    return [name for name, kind in fields if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 _LESSER = ("evaluation", "drafter", "vllm", "rewards", "tracking")

@@ -238,8 +238,9 @@ def test_what_identifies_the_weights_sees_the_last_bit_of_what_is_frozen() -> No
 
 def test_an_adapter_is_saved_by_pefts_names_and_replaced_whole(tmp_path: Path) -> None:
     policy, config = make_policy(), make_config(targets=ALL_TARGETS[:2], rslora=True)
-    for number in range(2):
-        (tmp_path / "adapter" / f"left-{number}").mkdir(parents=True)
+    (tmp_path / "adapter").mkdir()
+    for _ in range(2):
+        (tmp_path / "adapter" / "adapter_config.json").write_text("of another")
         save_adapter(tmp_path / "adapter", config.lora, trained(policy), "org/base", "main")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",

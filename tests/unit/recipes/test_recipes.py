@@ -150,11 +150,8 @@ def test_a_copy_of_smollm2_holds_the_adapter_that_its_reasoning_starts_from(tmp_
     assert config.model.path == tmp_path / "mine" / "base"
     assert config.model.adapter == tmp_path / "mine" / "warm-up"
     stored = read_adapter(tmp_path / "mine" / "warm-up", SMOLLM2)
-    assert (stored.lora.rank, stored.lora.scale, stored.lora.targets) == (
-        config.lora.rank,
-        config.lora.scale,
-        config.lora.targets,
-    )
+    assert (stored.lora.rank, stored.lora.scale) == (config.lora.rank, config.lora.scale)
+    assert {*stored.lora.targets} == {*config.lora.targets}
     assert sum(file.stat().st_size for file in (tmp_path / "mine" / "warm-up").iterdir()) < 5_000_000
 
 
