@@ -333,15 +333,18 @@ def test_tlt_train_is_the_function_however_the_packages_below_are_imported() -> 
 
 
 def test_a_run_that_cannot_begin_says_what_it_was_doing_and_lets_go_of_its_folder(
-    sections: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A notebook keeps the error, and with it all that the failed run has opened."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "evaluations.jsonl").write_text("no evaluation\n")
-    with pytest.raises(UserError, match=r"evaluations\.jsonl, line 1") as kept:
-        train(load_config(sections), task=Digits())
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise UserError("the engine has no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tlt.training.run.build_backend", fail)
+        with pytest.raises(UserError, match="the engine has no room") as kept:
+            train(load_config(sections), task=Digits())
     assert "loading model and problems" in capsys.readouterr().out
-    (tmp_path / "run" / "evaluations.jsonl").unlink()
     assert train(load_config(sections), task=Digits()).is_finished
     assert kept.tb is not None
 

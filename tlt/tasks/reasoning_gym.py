@@ -13,12 +13,14 @@ and reward workers run, with PYTHONHASHSEED=0.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import difflib
 import io
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -246,10 +248,30 @@ def _is_same_chance(answer: str, entry: Mapping[str, Any]) -> bool:
 def _makes_24(answer: str, entry: Mapping[str, Any]) -> bool:
     """Whether the answer is 24, made of the puzzle's numbers, each of them once."""
     numbers = sorted(map(int, re.findall(r"\d+", answer)))
-    if numbers != sorted(entry["metadata"]["numbers"]) or re.search(r"[^\d\s()+*/-]|\*\*|//", answer):
+    if numbers != sorted(entry["metadata"]["numbers"]) or re.search(r"[^\d\s()+*/-]", answer):
         return False
-    exact = re.sub(r"\d+", r"Fraction(\g<0>)", answer.strip())
-    return bool(eval(exact, {"__builtins__": {}, "Fraction": Fraction}) == 24)  # digits and operators alone
+    return _value(ast.parse(answer.strip(), mode="eval").body) == 24
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def _value(formula: ast.expr) -> Fraction:
+    """Returns the value of a formula of whole numbers and the four operations. Raises ValueError for any
+    other."""
+    match formula:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError("it is no formula of numbers and + - * /")
 
 
 CORRECTED: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
