@@ -36,7 +36,6 @@ _MUCH = 8.0  #                 evidence at depth 1 that halves the doubt about s
 _MEMORY = 100.0  #             span of an octave's curve; retrieval's, in engine steps      2026-11-21, 24
 _MIN_STEPS = 6.0  #            its fewest engine steps: texts of a batch change together    2026-11-24
 _MEMORY_EVERYWHERE = 400.0  #  span of the curve over all batch sizes                       2026-11-24
-_MEMORY_OF_RUN = 4000.0  #     span of a lasting curve, in engine steps                     -
 _UNWATCHED = 4.0  #            factor by which retrieval's fades faster while hybrid runs   2026-11-24
 
 
@@ -89,8 +88,6 @@ class AcceptanceModel:
 
     def __init__(self) -> None:
         self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
-        self.lasting: dict[Curve, _Counts] = defaultdict(_Counts)
-        """The same over the whole run: fades slowly and does not age with versions. For `tlt plan speed`."""
         self.drafts: dict[str, _Counts] = defaultdict(_Counts)
         """By drafter: chains that might have drafted a token at each depth, and chains that did."""
         self._drafted: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
@@ -126,17 +123,12 @@ class AcceptanceModel:
         batch_size = batch_size or len(accepted)
         octave, share = octave_of(batch_size), len(accepted) / batch_size
         num_steps = _MEMORY if strategy.drafter == "ngram" else max(_MEMORY / batch_size, _MIN_STEPS)
-        here, whole_run = math.exp(-share / num_steps), math.exp(-share / _MEMORY_OF_RUN)
-        for counts, where, fade in (
-            (self.counts, None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)),
-            (self.counts, octave, here),
-            (self.lasting, None, whole_run),
-            (self.lasting, octave, whole_run),
-        ):
+        here = math.exp(-share / num_steps)
+        for where, fade in ((None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)), (octave, here)):
             curve = Curve.of(strategy, where)
-            counts[curve].add(tried_D, survived_D, fade)
+            self.counts[curve].add(tried_D, survived_D, fade)
             if strategy.width == 1:
-                counts[curve._replace(where_drafted=True)].add(drafted_D, survived_D, fade)
+                self.counts[curve._replace(where_drafted=True)].add(drafted_D, survived_D, fade)
         if strategy.drafter == "hybrid":  # retrieval alone is not judged meanwhile
             for curve, retrieved in self.counts.items():
                 if curve.drafter == "ngram":
@@ -260,7 +252,7 @@ class AcceptanceModel:
                 known[key if name == "drafts" else Curve(*key)] = _Counts(np.array(tried), np.array(survived))
 
     def _kinds(self) -> dict[str, dict[Any, _Counts]]:
-        return {"latest": self.counts, "lasting": self.lasting, "drafts": self.drafts}
+        return {"latest": self.counts, "drafts": self.drafts}
 
     def _prior(self, curve: Curve) -> Sequence[float]:
         """Returns the rates that are assumed for a curve before it has evidence: those of a similar curve.

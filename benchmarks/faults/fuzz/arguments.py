@@ -21,7 +21,7 @@ SPECULATION = (
 )  # fmt: skip
 HARMLESS = (
     "task", "score", "plan memory", "generate", "drafter export", "train", "audit", "drafter eval",
-    "plan speed", "init",
+    "init",
 )  # fmt: skip
 TYPED = (
     "[" * 5000, "{" * 2000, "'" + "\\" * 3001, "0x", "1_0", "١", "²", "--", "-", "-1", "=", "--=", "a=b",
@@ -74,7 +74,6 @@ def _sound_words(place: Place, name: str) -> tuple[str, ...]:
     return {
         "init": ("countdown", "folder"),
         "train": (config,),
-        "plan speed": (config, "--replicas", "2", "--steps", "2"),
         "plan memory": (config,),
         "generate": (model, "--prompts", prompts, "--out", "out.jsonl", *few),
         "task": ("countdown", "--num", "2", "--out", "out.jsonl"),

@@ -364,23 +364,13 @@ def test_a_tree_is_not_expected_to_stop_where_chains_do() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 64])
-def test_what_lasts_is_what_a_run_was_like_on_the_whole(size: int) -> None:
-    """In the first 1,600 of 2,000 engine steps two of four tokens are accepted, then none; and the policy
-    is another."""
+def test_restored_counts_predict_what_the_saved_ones_did(size: int) -> None:
     acceptance, arm = AcceptanceModel(), Strategy("learned", 4, 1, 4)
-    for step in range(2000):
-        acceptance.observe(arm, [2 if step < 1600 else 0] * size)
-    assert expected(acceptance, arm, size)[0] < 1.3, "the latest count where something is decided"
-    acceptance.age()
+    for _ in range(20):
+        acceptance.observe(arm, [2] * size)
     restored = AcceptanceModel()
     restored.restore(acceptance.counters())
     assert expected(restored, arm, size) == expected(acceptance, arm, size)
-    counters = acceptance.counters()
-    restored.restore({**counters, "latest": counters["lasting"]})
-    shares = [math.exp(-(1999 - step) / 4000) for step in range(2000)]
-    assert expected(restored, arm, size)[0] == pytest.approx(
-        1 + 2 * sum(shares[:1600]) / sum(shares), rel=0.02
-    )
 
 
 def test_a_large_batch_whose_texts_change_is_noticed_within_a_few_steps() -> None:
