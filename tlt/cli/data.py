@@ -57,14 +57,14 @@ class PromptOptions(DataOptions):
         self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
     ) -> list[EncodedPrompt]:
         """Returns the prompts of --prompts as token ids."""
-        from tlt.hf.prompts import ChatFormat, describe_prompts, describe_raw, encode_prompts
+        from tlt.hf.prompts import ChatFormat, describe_prompts, describe_template, encode_prompts
 
         day = None if self.date is None else datetime.date.fromisoformat(self.date)
         chat = ChatFormat(self.chat, self.system_prompt, self.chat_template_kwargs, day)
         records, longest = read_data(self.source(name, "--prompts")), self.max_prompt_tokens
         rows = [record for _, record in records]
-        if raw := describe_raw(rows, tokenizer, chat, "--chat true"):
-            print(f"tlt: {raw}", file=sys.stderr, flush=True)
+        for line in describe_template(rows, tokenizer, chat, "--chat true"):
+            print(f"tlt: {line}", file=sys.stderr, flush=True)
         prompts = encode_prompts(
             records, tokenizer, chat, vocab_size=vocab_size, window=window, longest=longest
         )

@@ -11,8 +11,7 @@ from datetime import date
 from typing import Any
 
 from tlt.config.mistakes import find_nearest
-from tlt.hf.template import GIVEN, ChatTemplate, Message
-from tlt.io.text import one_line
+from tlt.hf.template import GIVEN, ChatTemplate, Message, TemplateRefusal
 from tlt.kinds import shorten
 from tlt.types import UserError
 
@@ -185,7 +184,7 @@ def _check_open(template: ChatTemplate, chat: Chat, place: str, source: str, pro
     answered = [*chat.messages, {"role": "assistant", "content": _END}]
     try:
         text = template.render(answered, chat.variables, chat.day, opens_turn=False)
-    except Exception:  # the template has no answers, so nothing comes before them
+    except TemplateRefusal:  # the template has no answers, so nothing comes before them
         return
     before, ended = text.partition(_END)[0], prompt.rstrip()
     if before.startswith(ended) and before[len(ended) :].strip():
@@ -204,9 +203,10 @@ def _render(
 ) -> str:
     try:
         return template.render(messages, chat.variables, chat.day, opens_turn=opens_turn)
-    except Exception as error:  # templates refuse roles and shapes by jinja2's exceptions, and by any other
-        reason = f"the chat template of {source} refuses them ({one_line(error, 160)})"
-        raise UserError(f"{place}: {reason}; correct them") from None
+    except TemplateRefusal as refusal:
+        raise UserError(
+            f"{place}: the chat template of {source} refuses them ({refusal}); correct them"
+        ) from None
 
 
 # ── what stands in a prompt ─────────────────────────────────────────────────────────────────────────────────

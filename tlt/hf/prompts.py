@@ -145,20 +145,28 @@ def encode_prompt(
     return tokenizer.encode_chat(messages, place, variables, chat.day, kind)
 
 
-def describe_raw(
-    records: Iterable[Mapping[str, Any]], tokenizer: Tokenizer | None, chat: ChatFormat, key: str
-) -> str | None:
-    """Returns one line about texts that go to a chat model without its template; None: there are none. It is
-    no error, since base models often have a template, too.
+def describe_template(
+    records: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, chat: ChatFormat, key: str
+) -> Iterator[str]:
+    """Yields a line about texts that go to a chat model without its template, and one about chats whose
+    answers end at a token that is not known. Both are no errors: base models often have a template, too, and
+    a template may accept these chats alone.
 
-    key: what would put texts into the template.
+    key: what puts texts into the template.
     """
-    if tokenizer is None or not tokenizer.has_template or chat.wraps or chat.system_prompt is not None:
-        return None
-    if not (num := sum(isinstance(record.get("prompt"), str) for record in records)):
-        return None
-    told = f"{num:,} prompts are text and go to the model as they are, though it has a chat template"
-    return f"{told}; {key} puts them into it"
+    if tokenizer is None or not tokenizer.has_template:
+        return
+    num_texts = sum(isinstance(record.get("prompt"), str) for record in records)
+    num_raw = 0 if chat.wraps or chat.system_prompt is not None else num_texts
+    if num_raw:
+        told = f"{num_raw:,} prompts are text and go to the model as they are, though it has a chat template"
+        yield f"{told}; {key} puts them into it"
+    num_ids = sum(record.get("prompt_ids") is not None for record in records)
+    if tokenizer.unknown_end and num_raw + num_ids < len(records):
+        ends = " or ".join(map(tokenizer.name_of, tokenizer.stop_ids)) or "no token"
+        what = f"the chat template refuses a question with its answer ({tokenizer.unknown_end})"
+        remedy = "where answers end at another, add it to eos_token_id in the model's generation_config.json"
+        yield f"{what}: responses end at {ends}; {remedy}"
 
 
 def _remedy(record: Record) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tlt.io.text import one_line
+
 if TYPE_CHECKING:
     import jinja2
 
@@ -20,6 +22,10 @@ GIVEN = frozenset({"messages", "add_generation_prompt", "strftime_now"})
 DATE_FUNCTION = "strftime_now"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's thought, the usual one first."""
+
+
+class TemplateRefusal(Exception):
+    """A chat template cannot be read, or refuses messages. The text says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,12 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads and does not set itself, unless it first asks whether they are."""
-        return _variables(self.text)
+        """Names that the template reads and does not set itself, unless it first asks whether they are.
+        Raises TemplateRefusal for a mistake in its syntax."""
+        try:
+            return _variables(self.text)
+        except Exception as error:  # jinja2's, and those of constant expressions, which it computes here
+            raise TemplateRefusal(one_line(error, 160)) from None
 
     def render(
         self,
@@ -45,8 +55,7 @@ class ChatTemplate:
         *,
         opens_turn: bool = True,
     ) -> str:
-        """Returns the text of messages. Raises jinja2's exceptions, and those of the template's own
-        expressions.
+        """Returns the text of messages. Raises TemplateRefusal where the template raises anything.
 
         day: the date that the template writes; None: today.
         opens_turn: whether the assistant's turn is opened at the end (add_generation_prompt).
@@ -58,7 +67,10 @@ class ChatTemplate:
             DATE_FUNCTION: now.strftime,
         }
         absent = {"tools": None, "documents": None}
-        return _compiled(self.text).render(absent | dict(self.special) | dict(variables) | given)
+        try:
+            return _compiled(self.text).render(absent | dict(self.special) | dict(variables) | given)
+        except Exception as error:  # jinja2's, and those of the template's own expressions
+            raise TemplateRefusal(one_line(error, 160)) from None
 
 
 @functools.lru_cache(maxsize=16)

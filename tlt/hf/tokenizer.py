@@ -19,7 +19,7 @@ import tokenizers
 from tlt.hf.chat import Chat, check_variables, read_messages, write_prompt
 from tlt.hf.files import existing_directory, read_json
 from tlt.hf.limits import read_limits
-from tlt.hf.template import DATE_FUNCTION, ChatTemplate
+from tlt.hf.template import DATE_FUNCTION, ChatTemplate, TemplateRefusal
 from tlt.io.text import one_line
 from tlt.kinds import shorten
 from tlt.tasks.thoughts import OPENING_TAGS, TAGS, ends_in_thought
@@ -43,6 +43,9 @@ class Tokenizer:
     vocab_size: int
     """Rows of the model's embedding; every id is smaller."""
     stop_ids: tuple[int, ...]
+    unknown_end: str = ""
+    """Why the token that ends an answer in the chat template is not among stop_ids; empty: it is, or there is
+    none."""
 
     def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
         """Returns the ids of a text prompt, after the special tokens that the tokenizer begins with (such as
@@ -99,8 +102,9 @@ class Tokenizer:
         try:
             template = ChatTemplate(self.hf.get_chat_template(), dict(self.hf.special_tokens_map))
             assert template.variables is not None  # a mistake in its syntax is raised here
-        except Exception as error:  # jinja2's, and transformers' where none of several is the default
-            reason = f"the chat template cannot be read ({one_line(error, 160)})"
+        except (ValueError, TemplateRefusal) as error:  # transformers' where none of several is the default
+            why = one_line(error, 160) if isinstance(error, ValueError) else error
+            reason = f"the chat template cannot be read ({why})"
             raise UserError(f"{self.path}: {reason}; copy the model's files there again") from None
         return template
 
@@ -247,7 +251,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             " (config.json, vocab_size); use the tokenizer that belongs to this model"
         )
     tokenizer = Tokenizer(hf, backend, path, vocab_size, ())
-    return replace(tokenizer, stop_ids=_find_stop_ids(tokenizer))
+    return _with_stop_ids(tokenizer)
 
 
 def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
@@ -267,13 +271,19 @@ def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
     return hf, backend
 
 
-def _find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the ids that end a response: those of `read_stop_ids`, the tokenizer's own end, and the token
-    after an answer in the chat template."""
+def _with_stop_ids(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns the tokenizer with the ids that end a response: those of `read_stop_ids`, the tokenizer's own
+    end, and the token after an answer in the chat template."""
     eos = tokenizer.hf.eos_token
     own = None if eos is None else tokenizer.backend.token_to_id(eos)
-    found = {*read_stop_ids(tokenizer.path), own, _end_of_turn(tokenizer)}
-    return tuple(sorted(token_id for token_id in found if token_id is not None))
+    end, unknown_end = None, ""
+    try:
+        end = _end_of_turn(tokenizer)
+    except (TemplateRefusal, UserError) as refusal:  # it matters to chats alone: `describe_template` tells
+        unknown_end = str(refusal)
+    found = {*read_stop_ids(tokenizer.path), own, end}
+    stop_ids = tuple(sorted(token_id for token_id in found if token_id is not None))
+    return replace(tokenizer, stop_ids=stop_ids, unknown_end=unknown_end)
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -282,15 +292,13 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """Returns the special token that follows an answer in the chat template; None: there is none."""
+    """Returns the special token that follows an answer in the chat template; None: there is none. Raises
+    TemplateRefusal for a template that does not write a question and an answer."""
     if not tokenizer.has_template:
         return None
     answer = "0123456789"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-    try:
-        text = tokenizer.template.render(messages, {}, opens_turn=False)
-    except Exception:  # such a template has no such chats
-        return None
+    text = tokenizer.template.render(messages, {}, opens_turn=False)
     rest = text.rpartition(answer)[2].lstrip()
     ids = tokenizer.backend.encode(rest, add_special_tokens=False).ids
     return ids[0] if ids and ids[0] in tokenizer.hidden_ids else None

@@ -27,7 +27,7 @@ from tlt.drafter.shape import DrafterShape
 from tlt.drafter.vocabulary import check_wanted
 from tlt.engine.memory import machine_bytes
 from tlt.hf.config import load_model_config
-from tlt.hf.prompts import check_max_tokens, describe_raw
+from tlt.hf.prompts import check_max_tokens, describe_template
 from tlt.hf.tokenizer import load_tokenizer, writes_date
 from tlt.hf.weights import count_parameters
 from tlt.io.hub import Repository, pin_dataset, pin_model
@@ -264,9 +264,9 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         inputs = Inputs.of(config, by_split, model_folder(config), adapter=adapter, resolved=resolved)
         inputs.refuse_other(begun.inputs, config, begun.when)
     texts = [problem.data for problem in (*problems, *held_out)]
-    raw = describe_raw(texts, tokenizer, chat_format(config), "task.chat = true")
+    chats = describe_template(texts, tokenizer, chat_format(config), "task.chat = true")
     read = (*train.notes, *(test.notes if test is not None else ()))
-    notes = filter(None, (*read, describe_overlap(problems, held_out), raw))
+    notes = filter(None, (*read, describe_overlap(problems, held_out), *chats))
     return Findings(model, len(problems), len(held_out), num_adapted, tuple(notes))
 
 

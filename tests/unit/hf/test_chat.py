@@ -14,7 +14,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.hf.chat_parts import NAMES, OPENINGS, some_record, template_of, texts_of, write_tokenizer
-from tlt.hf.prompts import ChatFormat, encode_prompt, encode_prompts
+from tlt.hf.prompts import PLAIN, ChatFormat, describe_template, encode_prompt, encode_prompts
 from tlt.hf.tokenizer import Tokenizer, load_tokenizer, writes_date
 from tlt.types import SamplingParams, UserError
 
@@ -75,6 +75,7 @@ def test_a_template_renders_what_transformers_renders(name: str, tmp_path: Path)
 
 
 QUESTION = say("user", "What is 2 + 2?")
+TURN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "chatml", "gemma", "mistral"])
@@ -246,6 +247,34 @@ def test_a_response_ends_where_the_template_ends_an_answer_too(name: str, end: s
     tokenizer = load_tokenizer(folder)
     ids = {tokenizer.backend.token_to_id(token) for token in (end, "<|endoftext|>")}
     assert set(tokenizer.stop_ids) == {7, *ids}
+
+
+def test_a_template_that_refuses_a_question_with_its_answer_is_told_where_prompts_are_chats(
+    tmp_path: Path,
+) -> None:
+    template = "{% if messages | length > 1 %}{{ raise_exception('one question alone') }}{% endif %}" + TURN
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template))
+    row, texts = {"messages": [QUESTION]}, [{"prompt": "text"}, {"prompt_ids": [3]}]
+    assert encode_prompt(row, tokenizer, "here")
+    (told,) = describe_template([row], tokenizer, PLAIN, "--chat true")
+    assert told.startswith(
+        "the chat template refuses a question with its answer (TemplateError: one question"
+    )
+    assert "responses end at </s>; where answers end at another, add it to eos_token_id" in told
+    assert [line[:22] for line in describe_template(texts, tokenizer, PLAIN, "")] == [
+        "1 prompts are text and"
+    ]
+
+
+def test_an_error_that_is_not_the_templates_is_not_taken_for_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("our own mistake")
+
+    monkeypatch.setattr("tlt.hf.template._with_reasoning", fail)
+    with pytest.raises(RuntimeError, match="our own mistake"):
+        load(tmp_path, "chatml")
 
 
 def test_a_stop_text_that_is_a_special_token_is_its_id_and_one_that_holds_one_is_refused(
