@@ -165,7 +165,7 @@ class RolloutRecord:
     strategy_speed: measured tokens per second of the engine steps under each strategy.
     strategy_predicted: the tuner's prediction of strategy_speed.
     followed_by_age: tokens drafted from references and kept, by the number of updates between the two
-        policies; "replay": references of another run.
+        policies.
     won_seconds: seconds saved by these tokens, summed over ranks: the tuner's prediction without references,
         less the measured seconds.
     busy_seconds: seconds in which ranks had responses to generate, prefills included, summed over ranks.

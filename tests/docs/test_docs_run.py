@@ -117,7 +117,7 @@ def in_small(shown: Shown) -> list[str]:
         elif (name, at) in (("init", 1), ("init own", 0)):
             word = "new"
         elif word.startswith("DIR") or word.startswith("runs/"):
-            is_run = name == "train" and before in ("--resume", "--replay")
+            is_run = name == "train" and before == "--resume"
             word = word.replace("DIR", "run", 1) if is_run else INPUTS.get(word, "drafter")
             word = word.replace("step-N", "step-00000001")
         words.append(INPUTS.get(word, word))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, by_id, make_engine, make_policy, use_references
 from tests.reference_kinds import KINDS, reference_of
 from tlt.drafter.drafting.reference_drafter import ReferenceCursor, ReferenceDrafter
-from tlt.drafter.drafting.references import REPLAY, Reference, References
+from tlt.drafter.drafting.references import Reference, References
 from tlt.engine import tree_forward
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
@@ -168,24 +168,6 @@ def test_a_case_that_is_not_drafted_from_recovers_by_what_is_committed_without_d
         drafter.reference_drafts([tokens])
     (draft,) = drafter.reference_drafts([tokens])
     assert draft.length > 16
-
-
-def test_references_survive_a_restart_and_what_is_damaged_is_none() -> None:
-    references, again = References(None), References(None)
-    references.keep((1, 2, 3, 2**32 - 1), (5, 6, 7), 3, is_whole=True)
-    references.keep((1, 2, 3, 5), (), 4)
-    references.keep((1, 2, 3, 6), (9,), REPLAY)
-    data = references.encode()
-    again.restore(data, VOCAB)
-    kept = [again.get((1, 2, 3, word)) for word in (2**32 - 1, 5, 6)]
-    found = [None if one is None else ([*one.token_ids], one.version, one.is_whole) for one in kept]
-    assert found == [([5, 6, 7], 3, True), ([], 4, False), None]
-    assert References(None).encode() == b""
-    for damaged in (data[:-4], data[:20], b"", data.replace(b"token_ids", b"token_idx")):
-        with pytest.raises(ValueError):
-            again.restore(damaged, VOCAB)
-    with pytest.raises(ValueError, match="not as large"):
-        again.restore(data, 7)
 
 
 def test_references_are_bounded_and_the_first_leave_first() -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tlt.launch.signals import StopRequest
 
 OFF: Changes = {
-    "rollout": {"speculation": "off", "ahead": 0, "replay": None},
+    "rollout": {"speculation": "off", "ahead": 0},
     "drafter": {"path": None, "train": False},
 }
 """Changes the configuration into the same system without TLT: no drafts, no references kept or generated."""

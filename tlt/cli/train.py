@@ -43,10 +43,6 @@ class Train(WithOverrides):
     """Continues the run in this folder with its own configuration; only [tracking], the run's length and its
     machine may change. With a checkpoint, DIR/checkpoints/step-N, the run goes back to that one, and newer
     checkpoints are renamed. auto: continues the run in run.out_dir if there is one, else begins it."""
-    replay: Annotated[Path | None, Written("RUN")] = None
-    """Drafts from the responses of another run with the same seed that has kept them (run.keep_responses),
-    such as one with another learning rate or with older code. Tokens stay the same. Short for
-    --rollout.replay."""
 
 
 def run(options: Train) -> int:
@@ -58,8 +54,6 @@ def run(options: Train) -> int:
 
 def _run(options: Train, began: Moment) -> int:
     place, overrides = find_place(), options.overrides
-    if options.replay is not None:
-        overrides = (*overrides, f"--rollout.replay={options.replay}")
     if place is None:
         _refuse_mistakes(options, overrides)
     with show_busy():

@@ -39,8 +39,8 @@ _PATH_KEYS = (
     ("drafter", "path"),
     ("evaluation", "data"),
 )
-_OUTPUT_KEYS = (("run", "out_dir"), ("rollout", "replay"))
-"""Paths that are taken from the working directory, wherever they are written."""
+_OUTPUT_KEY = "run", "out_dir"
+"""A path that is taken from the working directory, wherever it is written."""
 _SOURCES_OF_PROBLEMS = {("task", "num_problems"): "data", ("task", "data"): "num_problems"}
 _RENAMED: dict[Keys, Keys] = {("task", "problems_file"): ("task", "data")}
 
@@ -77,7 +77,7 @@ def load_config(
             table[new] = table.pop(old)
     if isinstance(run := values.setdefault("run", {}), dict):
         run.setdefault("out_dir", str(DEFAULT_OUT_DIR))
-    for section, key in (*_PATH_KEYS, *_OUTPUT_KEYS):
+    for section, key in (*_PATH_KEYS, _OUTPUT_KEY):
         if isinstance(table := values.get(section), dict) and isinstance(text := table.get(key), str | Path):
             table[key] = _resolve((section, key), str(text), folder)
     places: dict[Keys, str] = {}

@@ -8,7 +8,6 @@ from pydantic import Field, field_validator
 
 from tlt.config.engine import EngineSection
 from tlt.config.mistakes import mistake
-from tlt.config.section import AnyPath
 from tlt.kinds import NonNegativeFloat, NonNegativeInt, Problems, Samples
 from tlt.speculative.strategy import Strategy
 from tlt.types import UserError
@@ -38,10 +37,6 @@ class RolloutSection(EngineSection):
     """Number of coming policy steps whose responses idle ranks generate ahead. When such a step comes, it
     drafts from them and draws the same tokens as without (docs/ahead.md). adaptive: two, where that saves
     more time than other uses of idle ranks."""
-    replay: AnyPath | None = None
-    """Folder of a run with the same seed, task and prompts that has kept its responses
-    (run.keep_responses). Each step drafts from them and draws the same tokens as without (docs/ahead.md).
-    tlt train --replay RUN sets it."""
     references_mib: NonNegativeFloat = 64.0
     """MiB on each rank for responses, at four bytes a token, that later ones are drafted from because they
     draw with the same noise, such as those of the last evaluation (docs/ahead.md); 0: none. Used where
@@ -75,7 +70,7 @@ class RolloutSection(EngineSection):
     def asks_for_references(self) -> bool:
         """Whether the user asks for references, and does not only leave them to adaptive speculation."""
         is_fixed = self.speculation != "adaptive" and may_use_references(self.speculation)
-        return self.steps_ahead > 0 or self.replay is not None or is_fixed
+        return self.steps_ahead > 0 or is_fixed
 
     @field_validator("speculation")
     @classmethod

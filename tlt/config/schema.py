@@ -82,8 +82,8 @@ class RunSection(DeviceSection):
     None: the type that most numbers of model.path are stored in (float64 if run.dtype is)."""
     keep_responses: KeptGib = 1.0
     """GiB for the responses of steps and evaluations with their rewards, as JSON lines in the folder
-    responses: those of the oldest steps are removed where there are more. 0: none are kept. --replay and
-    tlt report read them."""
+    responses: those of the oldest steps are removed where there are more. 0: none are kept. tlt report
+    reads them."""
     show_samples: NonNegativeInt = 0
     """Responses of each step to show: prompt, text and reward, in a line each on the screen, and whole in the
     tables of trackers that have tables (docs/tracking.md)."""
@@ -296,15 +296,10 @@ class Config(Section):
             if other in ("learned", "hybrid") and not has_drafter:
                 what = f"rollout.speculation is {speculation!r} but drafter.path is not set"
                 yield f"{what}: give a drafter folder, or use ngram, which needs none"
-        if not rollout.uses_references:
-            asked = {
-                "ahead": (rollout.ahead, "what is generated"),
-                "replay": (rollout.replay, "that run's responses"),
-            }
+        if rollout.ahead and not rollout.uses_references:
+            what = f"rollout.ahead is {rollout.ahead}, but nothing would draft from what is generated"
             remedy = "leave it out, or give speculation adaptive, tuner cost-model and references_mib above 0"
-            for key, (value, source) in asked.items():
-                if value:
-                    yield f"rollout.{key} is {value}, but nothing would draft from {source}: {remedy}"
+            yield f"{what}: {remedy}"
         if task.data is None and evaluation.data is None and (evaluation.split or evaluation.subset):
             what = "evaluation.split and evaluation.subset need data"
             yield f"{what}: set evaluation.data or task.data, or remove them"

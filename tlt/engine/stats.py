@@ -56,7 +56,7 @@ class EngineStats:
     num_preemptions: sequences that returned to the queue for lack of memory.
     num_reread_tokens: tokens prefilled again after preemptions.
     followed_by_age: accepted tokens of references, by the number of updates between the reference's policy
-        and the current one ("replay": from another run).
+        and the current one.
     won_seconds: seconds that references saved: the predicted time of the same tokens without references,
         less the measured time.
     saved_seconds: seconds that drafts saved: the time of the same tokens at the same batch sizes without
@@ -175,9 +175,9 @@ class EngineStats:
             num_off_steps = outcome.num_tokens / num_running
             self.saved_seconds += outcome.seconds * (expected.off_step * num_off_steps - 1)
 
-    def record_reference(self, version: int | str, now: int, num_accepted: int) -> None:
+    def record_reference(self, version: int, now: int, num_accepted: int) -> None:
         """Counts accepted tokens of a reference. version: of its policy.  now: of the current policy."""
-        self.followed_by_age[str(now - version) if isinstance(version, int) else version] += num_accepted
+        self.followed_by_age[str(now - version)] += num_accepted
 
     def record_verification(self, depth: int, num_drafted: int, num_accepted: int, num_kept: int) -> None:
         """Counts a verification of `num_drafted` tokens, the deepest at `depth`."""

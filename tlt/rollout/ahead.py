@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tlt.accounts import AheadReport
-from tlt.drafter.drafting.references import REPLAY, References
+from tlt.drafter.drafting.references import References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.rollout.ahead_queue import AheadQueue
@@ -42,8 +42,7 @@ class AheadOfPolicy(Ahead):
     ) -> None:
         self.engine, self.references = engine, references
         self.past = [request.noise_key for request in past]
-        offered = [known for known in map(references.get, self.past) if known and known.version != REPLAY]
-        self.num_offered = sum(len(known.token_ids) for known in offered)
+        self.num_offered = sum(len(known.token_ids) for known in map(references.get, self.past) if known)
         by_step = sorted(requests, key=lambda request: request.policy_step)
         nearest: dict[ResponseId, Request] = {}  # the next step's request of a problem comes first
         for request in by_step:

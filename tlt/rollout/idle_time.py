@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tlt.accounts import AheadReport, DrafterCheck, DrafterReport, IdleStretch, IdleUse
-from tlt.drafter.drafting.references import REPLAY
 from tlt.ranks.world import World, gather_objects
 from tlt.report.timeline import Timeline
 from tlt.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
@@ -142,14 +141,12 @@ def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.
     """Returns a phase's idle time in numbers. num_offered: tokens that had been generated ahead for this
     phase."""
     stats, check, seconds = phase.stats, phase.check or DrafterCheck(), phase.seconds
-    followed, foreign = stats.followed_by_age.total(), stats.followed_by_age[REPLAY]
-    own = 1 - foreign / followed if followed else 1.0
     is_won_known = any(s.predicted_seconds for s in stats.by_strategy.values())
     return IdleFacts(
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
         ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
         offered_tokens=num_offered,
-        won_seconds=own * stats.won_seconds if is_won_known else None,
+        won_seconds=stats.won_seconds if is_won_known else None,
         rollout_seconds=seconds,
         busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
         train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),

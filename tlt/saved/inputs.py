@@ -42,7 +42,6 @@ MAY_CHANGE_ON_RESUME = {
         "keep_responses",
         "show_samples",
     },
-    "rollout": {"replay"},
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
 }
 """Keys, by section, that say how long and on what a run runs, not what it computes."""
@@ -208,7 +207,6 @@ def files_of(config: Config) -> dict[str, Path]:
         "drafter.path": config.drafter.path,
         "task.data": config.task.data,
         "evaluation.data": config.evaluation.data,
-        "rollout.replay": config.rollout.replay,
         **{f"the module {module}": path for module, path in code_of(config).items()},
     }
     return {key: path for key, path in named.items() if path is not None and path.exists()}

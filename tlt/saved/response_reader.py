@@ -3,7 +3,7 @@ against a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,6 @@ from tlt.types import Request, ResponseId, Rollout, UserError, id_of
 
 if TYPE_CHECKING:
     from tlt.drafter.drafting.references import References
-    from tlt.models.decoder import ModelConfig
 
 Ids = tuple[int, ...]
 
@@ -44,17 +43,6 @@ def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int,
             "for here; give a file that tlt generate has written for these prompts"
         )
     return references
-
-
-def read_answers(path: Path, prompts: Mapping[str, Ids], model: ModelConfig) -> list[tuple[str, int, Ids]]:
-    """Reads the responses to these prompts, given by problem. Returns (problem, sample, token ids) of
-    each."""
-    read = _read(path, "rollout.replay", vocab_size=model.vocab_size, window=model.max_positions)
-    return [
-        (problem_id, sample_index, token_ids)
-        for (problem_id, sample_index), prompt_ids, token_ids in read
-        if prompts.get(problem_id) == prompt_ids and type(sample_index) is int
-    ]
 
 
 def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[tuple[ResponseId, Ids, Ids]]:

@@ -1,4 +1,4 @@
-"""Writes a run's responses with their rewards as JSON lines, for people and for other runs (replay.py).
+"""Writes a run's responses with their rewards as JSON lines, for people and for `tlt report`.
 
     responses/rollout-00000012.jsonl      of step 12, counted from 1 as on the screen
     responses/evaluation-00000020.jsonl   of the evaluation after 20 updates
@@ -10,10 +10,8 @@ reward_error, in_thought, and drafts, the fields of each DraftOutcome (types.py)
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -41,29 +39,12 @@ def kept_by(run: Path, purpose: Purpose) -> list[Path]:
 def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
     """Removes an earlier attempt's files of steps after `step`, and of evaluations that are not in
     `evaluated`."""
-    if counts_from_zero(run):
-        _count_from_one(run)
     remains_of: dict[Purpose, Container[int]] = {"rollout": range(1, step + 1), "evaluation": evaluated}
     for purpose, remains in remains_of.items():
         for path in kept_by(run, purpose):
             number = path.stem.rpartition("-")[2]
             if number.isdigit() and int(number) not in remains:
                 path.unlink()
-
-
-def counts_from_zero(run: Path) -> bool:
-    """Returns whether an older TLT wrote the files of steps: it counted them from 0."""
-    return path_of(run, "rollout", 0).exists()
-
-
-def _count_from_one(run: Path) -> None:
-    """Renames the files that an older TLT wrote, the latest first. There a file had the number of its lines'
-    policy, so that one which was renamed before a kill is known."""
-    for path in reversed(kept_by(run, "rollout")):
-        with suppress(ValueError, KeyError, TypeError), path.open(encoding="utf-8") as file:
-            version = int(json.loads(file.readline())["policy_version"])
-            if path == path_of(run, "rollout", version):
-                path.rename(path_of(run, "rollout", version + 1))
 
 
 class KeptResponses:

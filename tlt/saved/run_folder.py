@@ -46,7 +46,7 @@ _KEPT_BY_AN_ATTEMPT = (
     "responses",
     "checkpoints",
 )
-WRITTEN: Final = (*_KEPT_BY_AN_ATTEMPT, "timeline.json", "references.safetensors", *_REPLACED)
+WRITTEN: Final = (*_KEPT_BY_AN_ATTEMPT, "timeline.json", *_REPLACED)
 """Patterns of all names that a run writes in its folder, besides its trackers' own."""
 _MARK = "A run of TLT writes in this folder.\n"
 JOURNAL_FILES: Final = ("replica-" + "[0-9]" * 5 + ".*",)

@@ -65,7 +65,7 @@ class Proposal:
     """
 
     tree: DraftTree
-    references: tuple[int | str | None, ...] = field(default=(), kw_only=True)
+    references: tuple[int | None, ...] = field(default=(), kw_only=True)
 
     def drafter_of(self, row: int, strategy: Strategy) -> str:
         """Returns who drafted a row by the proposal's strategy; a drafter made of several says which."""

@@ -73,7 +73,6 @@ def evaluate(run: Run) -> None:
     with (
         run.timeline.span(SpanName.EVALUATE),
         run.console.status(f"evaluating on {len(run.held_out)} held-out problems"),
-        run.replay.lend("evaluation", policy_step=0, number=run.step),
     ):
         run.drafter_training.foresee(problem.prompt_ids for problem in run.held_out)
         phase = run.phase.run(run.held_out, settings.num_samples, params, "evaluation", 0)

@@ -102,10 +102,9 @@ def sample(run: Run) -> PhaseResult:
     plan, steps_left = run.idle_choice.plan(run.step), run.config.run.num_steps - run.step - 1
     idle_work = IdleWork(ahead_work(run, IdleUse.AHEAD in plan.order), plan)
     run.drafter_training.foresee(problem.prompt_ids for problem in problems)
-    with run.replay.lend("rollout", policy_step=run.step, number=run.step + 1):
-        phase = run.phase.run(
-            problems, num_samples, run.params, "rollout", run.step, run.drafter_training, sampling, idle_work
-        )
+    phase = run.phase.run(
+        problems, num_samples, run.params, "rollout", run.step, run.drafter_training, sampling, idle_work
+    )
     run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
     run.idle_choice.observe(facts_of(phase, idle_work.ahead.num_offered, steps_left), phase.slowdown)

@@ -44,8 +44,6 @@ from tlt.rollout.work_queue import WorkQueue, connect_work_queue
 from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.saved.inputs import Inputs, resolved_from
 from tlt.saved.journal import FileJournal
-from tlt.saved.kept_references import keep_references, recall_references
-from tlt.saved.replay import Prompts, Replay, ReplayOf, prompts_of
 from tlt.saved.responses import KeptResponses, forget_responses
 from tlt.saved.run_folder import FolderLock
 from tlt.saved.run_identity import identify_run
@@ -182,7 +180,6 @@ class Run:
         in_thought = model.tokenizer.is_in_thought
         self.responses = KeptResponses(self.out_dir, decode, gib, say, in_thought) if gib else None
         self.decode = decode
-        self.replay = self._replay()
         tell = self.console.progress if world.is_leader else None
         stops, timeline = stop.is_set, self.timeline
         self.phase = RolloutPhase(world, self.engine, queue, receivers, timeline, stops, migrates, tell)
@@ -207,21 +204,10 @@ class Run:
             self.engine.tuner.restore(own[0]["tuner"])
         if self.engine.drafter is not None:
             self.engine.drafter.restore([known["drafting"] for known in own])
-        recall_references(
-            self.out_dir, self.references, self.policy.config.vocab_size, self.world, self.console.note
-        )
         self.checkpoints.saved = Saved(manifest.step, manifest.digest)
         self._follows = manifest.counters["follows"]
         self.console.note(f"resumed after {manifest.step} updates from {path}")
         return manifest.step
-
-    def _replay(self) -> Replay:
-        """Returns the source of another run's responses, as references for this one's."""
-        if (folder := self.config.rollout.replay) is None:
-            return Replay()
-        held_out, shape, say = prompts_of(self.held_out), self.policy.config, self.console.note
-        prompts: dict[Purpose, Prompts] = {"rollout": prompts_of(self.problems), "evaluation": held_out}
-        return ReplayOf(folder, self.references, self.world, prompts, self.params, shape, say)
 
     def _saved(self) -> Saved:
         """Returns the latest complete checkpoint, or the run's beginning."""
@@ -281,8 +267,6 @@ class Run:
         """Saves all that the rest of the run depends on. Every rank calls it and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
             self.check_folder()
-            if self.world.is_leader and self.config.rollout.uses_references:
-                keep_references(self.out_dir, self.references)
             self.checkpoints.wait()  # the new one names the one before
             counters = {
                 "policy": self.trainer.counters(),

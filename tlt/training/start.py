@@ -49,7 +49,6 @@ from tlt.report.words import near
 from tlt.rewards.scoring import Scorer
 from tlt.saved.inputs import Inputs, files_of, resolved_from
 from tlt.saved.manifest import latest_checkpoint
-from tlt.saved.replay import check_replay
 from tlt.saved.retention import go_back_to
 from tlt.saved.run_folder import FolderLock, claim
 from tlt.saved.run_identity import Begun
@@ -256,7 +255,6 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     longest_prompt = max(len(problem.prompt_ids) for problem in problems)
     if trains:
         refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
-    check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
     if begun is not None:
         by_split, adapter = {"train": problems, "test": held_out}, adapter_folder(config)

@@ -57,6 +57,6 @@ class RunningReferences:
 
         return len(self._cursors) == len(running) and all(map(lasts, self._cursors.values()))
 
-    def version(self, name: str) -> int | str:
+    def version(self, name: str) -> int:
         """Returns the version of a sequence's reference."""
         return self._cursors[name].version

@@ -23,7 +23,7 @@ def takes_drafts(device: str) -> bool:
 
 NO_REFERENCES = (
     "engine: vllm keeps drafts on the GPU, where no reference can be put among them;"
-    " leave out --references, --replay, rollout.ahead and strategies ahead…, or use engine tlt"
+    " leave out --references, rollout.ahead and strategies ahead…, or use engine tlt"
 )
 
 

@@ -99,7 +99,6 @@ def benchmarks(place: Place, rng: Random) -> Case:
         (
             {"ahead": 1, "speculation": "ahead+hybrid:64x1x64"},
             {"ahead": "adaptive", "speculation": "ahead+ngram:4"},
-            {"replay": str(place.sound.run), "speculation": "ahead+ngram:4"},
             {"speculation": "off"},
             {"speculation": rng.choice(SPECULATION)},
         )

@@ -87,7 +87,6 @@ MISTAKES = {
     "train no.toml": "no.toml: no such file; give the path of a TOML configuration",
     "train --resume no": "--resume: no holds no run (no config.json); give the folder that the run wrote",
     "train --resume ''": f"--resume: {EMPTY}",
-    "train c --replay ' '": f"--replay: {EMPTY}".replace("''", "' '"),
     "generate '' --prompts p --out o": f"MODEL: {EMPTY}",
     "GENERATE --drafter ''": f"--drafter: {EMPTY}",
     "plan memory ''": f"CONFIG: {EMPTY}",

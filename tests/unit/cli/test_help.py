@@ -85,7 +85,7 @@ def test_a_default_is_shown_as_it_is_typed_and_only_where_it_says_something(
     assert "none: no limit. (default: none)" in text
     assert "--run.num_ranks INT|auto " in text
     assert "--resume DIR|auto Continues" in text
-    assert "else begins it. --replay RUN" in text, "no default without a meaning"
+    assert "else begins it. [run]" in text, "no default without a meaning"
     assert text.index("[vllm]") > text.index("[tracking]"), "rare keys come last"
     assert "uploads nothing and needs no network. --json" in shown(capsys, monkeypatch, "hub", "push")
 

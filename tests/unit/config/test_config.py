@@ -110,7 +110,7 @@ lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 task        max_prompt_tokens date
 rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation migrate tuner ahead
-rollout     references_mib replay times_off_every
+rollout     references_mib times_off_every
 vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching transfer
 sampling    temperature top_k top_p min_p max_tokens stop stop_ids
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm
@@ -163,7 +163,7 @@ def test_a_path_in_an_override_and_out_dir_are_relative_to_the_working_directory
     assert load_config(folder / "run.toml").run.out_dir == Path.cwd() / "runs" / "run"
 
 
-EMPTY = ("run.out_dir", "rollout.replay", "model.path", "task.data", "drafter.path", "evaluation.data")
+EMPTY = ("run.out_dir", "model.path", "task.data", "drafter.path", "evaluation.data")
 
 
 @pytest.mark.parametrize("key", EMPTY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -112,19 +111,17 @@ def test_real_work_ends_a_rest_at_once() -> None:
     assert seconds_of(idle_time, REST) == pytest.approx(0.1, abs=0.011)
 
 
-def test_what_another_runs_references_have_won_is_no_gain_of_generating_ahead() -> None:
-    def facts(age: str, num_own: int = 30, predicted: float | None = 9.0) -> IdleFacts:
-        stats = EngineStats(won_seconds=4.0, followed_by_age=Counter({"1": num_own, age: 10}))
+def test_what_references_have_won_is_known_where_a_tuner_predicts() -> None:
+    def facts(predicted: float | None = 9.0) -> IdleFacts:
+        stats = EngineStats(won_seconds=4.0)
         stats.by_strategy["off"].record(StepOutcome(3, (), (), 1.0), predicted)
         return facts_of(
             PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())]), num_offered=50
         )
 
-    assert facts("2").won_seconds == pytest.approx(4.0)
-    assert facts("replay").won_seconds == pytest.approx(3.0)
-    assert facts("replay", num_own=0).won_seconds == 0.0
-    assert facts("2", predicted=None).won_seconds is None, "no tuner predicts"
-    assert facts("2").offered_tokens == 50
+    assert facts().won_seconds == pytest.approx(4.0)
+    assert facts(predicted=None).won_seconds is None, "no tuner predicts"
+    assert facts().offered_tokens == 50
 
 
 # ── what it is worth ────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ INPUTS = {"model.path": "model", "drafter.path": "drafter", "task.data": "data.j
 _NAMES = (
     *("policy", "best", "adapter", "drafter", "journal", "responses", "checkpoints"),
     *("config.json", "console.log", "metrics.jsonl", "evaluations.jsonl", "timeline.json", ".lock"),
-    *("timeline.rank0.jsonl", "tracking.json", "references.safetensors", ".policy.new", ".drafter.old"),
+    *("timeline.rank0.jsonl", "tracking.json", ".policy.new", ".drafter.old"),
 )
 _INSIDE = {
     **dict.fromkeys(

@@ -15,7 +15,7 @@ from tlt.saved.run_folder import PRODUCTS, FolderLock, claim, forget_journal, re
 from tlt.types import UserError
 
 APPENDED = ("metrics.jsonl", "evaluations.jsonl", "console.log", "timeline.rank0.jsonl")
-REPLACED = ("config.json", "tracking.json", "timeline.json", "references.safetensors")
+REPLACED = ("config.json", "tracking.json", "timeline.json")
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def test_engines_need_as_many_gpus_as_they_are_spread_over(
     with pytest.raises(UserError, match="vLLM computes on this machine's GPUs; give cuda"):
         check(device="cpu")
     with pytest.raises(
-        UserError, match=r"^engine: vllm keeps drafts on the GPU.*; leave out --references, --replay"
+        UserError, match=r"^engine: vllm keeps drafts on the GPU.*; leave out --references, rollout"
     ):
         check(device="cuda", follows=True)
 

@@ -20,7 +20,7 @@ from tlt.assembly import vllm as assembly
 from tlt.assembly.vllm import VllmPlan
 from tlt.config.load import load_config
 from tlt.drafter.drafting.reference_drafter import reference_kinds
-from tlt.drafter.drafting.references import REPLAY, References
+from tlt.drafter.drafting.references import References
 from tlt.speculative.strategy import ExpectedSpeeds, Strategy
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
@@ -46,7 +46,7 @@ def answered(requests: Sequence[Request]) -> dict[tuple[str, int], tuple[int, ..
     return texts(list(VllmEngine(PretendLink(), max_batch_size=SLOTS, window=WINDOW).generate(requests)))  # type: ignore[arg-type]  # the pretend one
 
 
-def references_for(requests: Sequence[Request], kinds: Sequence[str], version: int | str = 0) -> References:
+def references_for(requests: Sequence[Request], kinds: Sequence[str], version: int = 0) -> References:
     rng, references, right = random.Random(1), References(None), answered(requests)
     for index, request in enumerate(requests):
         tokens, kind = right[request.problem_id, request.sample_index], kinds[index % len(kinds)]
@@ -89,12 +89,12 @@ def test_what_was_followed_is_counted_by_the_reference_s_age() -> None:
     for request in LONG[2:4]:
         known = references.get(request.noise_key)
         assert known is not None
-        references.keep(request.noise_key, known.token_ids, REPLAY)
+        references.keep(request.noise_key, known.token_ids, 4)
     engine = engine_with(references, Fixed(BESIDE))
     engine.policy_version = 5
     rollouts = list(engine.generate(LONG))
     assert len(rollouts) == 9
-    assert engine.stats.followed_by_age.keys() == {"2", "replay"}
+    assert engine.stats.followed_by_age.keys() == {"1", "2"}
     followed = engine.stats.followed_by_age
     assert all(2 * 60 - 10 < count < 2 * 60 for count in followed.values()), followed
 
@@ -315,7 +315,7 @@ def test_references_are_followed_where_the_speculation_follows_any(
 
 
 def test_a_run_says_whether_its_user_asks_for_references() -> None:
-    asking = ("ahead=1", "replay=runs/a", "speculation=ahead+learned:8x1x8")
+    asking = ("ahead=1", "speculation=ahead+learned:8x1x8")
     for word in ("speculation=adaptive", "speculation=4x1x4", *asking):
         words = ["--rollout.engine=vllm", f"--rollout.{word}"]
         rollout = load_config("recipes/countdown/quickstart.toml", words).rollout

@@ -2,9 +2,9 @@
 
     key of the noise ─▶ tokens
 
-The reference may come from the last evaluation, from a run with another learning rate, or from the policy of
-one update ago (generated ahead). With the same noise hardly a token differs. A reference is only a draft: a
-wrong one costs time and changes no token.
+The reference may come from the last evaluation, from the policy of one update ago (generated ahead), or from
+a file (`tlt generate --references`). With the same noise hardly a token differs. A reference is only a draft:
+a wrong one costs time and changes no token.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
-
-from tlt.io.text import one_line
 from tlt.types import NoiseKey
-
-REPLAY = "replay"
-"""The version of a reference from another run, whose age cannot be counted in updates."""
 
 DEFAULT_MIB = 64.0
 """Default size of the store in MiB; a token takes four bytes."""
@@ -36,8 +28,8 @@ class Reference:
     """A response drawn before."""
 
     token_ids: Sequence[int]
-    version: int | str = 0
-    """Of the policy that drew it, or REPLAY."""
+    version: int = 0
+    """Of the policy that drew it."""
     is_whole: bool = False
     """Whether the response was drawn to its end."""
 
@@ -53,9 +45,7 @@ class References:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(
-        self, key: NoiseKey, token_ids: Sequence[int], version: int | str = 0, is_whole: bool = False
-    ) -> None:
+    def keep(self, key: NoiseKey, token_ids: Sequence[int], version: int = 0, is_whole: bool = False) -> None:
         """Keeps a response; it replaces what was kept under its key."""
         self.drop(key)
         self._kept[key] = Reference(array(_TYPE, token_ids), version, is_whole)
@@ -67,31 +57,6 @@ class References:
         """Forgets what is kept under a key, if anything."""
         if (dropped := self._kept.pop(key, None)) is not None:
             self.num_tokens -= len(dropped.token_ids)
-
-    def encode(self) -> bytes:
-        """Returns the references that this run drew, as a safetensors file; b"": there are none."""
-        kept = [(key, one) for key, one in self._kept.items() if isinstance(one.version, int)]
-        if not kept:
-            return b""
-        tokens = np.concatenate([np.frombuffer(array(_TYPE, one.token_ids), np.int32) for _, one in kept])
-        numbers = [[*key, int(one.version), int(one.is_whole), len(one.token_ids)] for key, one in kept]
-        return save({"numbers": np.array(numbers, np.int64), "token_ids": tokens})
-
-    def restore(self, data: bytes, vocab_size: int) -> None:
-        """Keeps what `encode` returned. Raises ValueError for damaged data or another vocabulary's tokens."""
-        try:
-            tensors = load(data)
-            numbers, token_ids = tensors["numbers"], tensors["token_ids"]
-            lengths = numbers[:, -1]
-            is_complete = numbers.shape[1] == 7 and lengths.min() >= 0 and lengths.sum() == len(token_ids)
-            is_known = not len(token_ids) or 0 <= token_ids.min() <= token_ids.max() < vocab_size
-            if not (is_complete and is_known):
-                raise ValueError("its tokens are not as many or not as large as they should be")
-            texts = np.split(token_ids, lengths.cumsum()[:-1])
-        except (SafetensorError, KeyError, IndexError) as error:
-            raise ValueError(one_line(error)) from error
-        for (*key, version, is_whole, _), text in zip(numbers.tolist(), texts, strict=True):
-            self.keep((key[0], key[1], key[2], key[3]), text.tolist(), version, bool(is_whole))
 
     def get(self, key: NoiseKey) -> Reference | None:
         """Returns the reference of a key; None: there is none."""

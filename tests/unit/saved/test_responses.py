@@ -1,5 +1,4 @@
-"""Which of a run's own and of another run's responses are drafted from, and what is kept of a step for
-others."""
+"""What a run keeps of its responses, and which files of an earlier attempt go."""
 
 from __future__ import annotations
 
@@ -11,54 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.lossless.helpers import CONFIG
-from tests.unit.saved.saved_parts import ALONE
-from tlt.drafter.drafting.references import REPLAY, References
-from tlt.saved.replay import ReplayOf
 from tlt.saved.responses import KeptResponses, forget_responses, kept_by, path_of
-from tlt.types import Purpose, Request, Reward, Rollout, SamplingParams
-
-PARAMS = SamplingParams(seed=3)
-
-
-def kept(references: References, request: Request) -> tuple[list[int], int | str] | None:
-    found = references.get(request.noise_key)
-    return None if found is None else ([*found.token_ids], found.version)
+from tlt.types import Purpose, Reward, Rollout
 
 
 def write(run: Path, purpose: Purpose, number: int, *records: dict[str, Any]) -> None:
     path = path_of(run, purpose, number)
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-@pytest.mark.parametrize(
-    ("purpose", "expected"),
-    [("rollout", ([11, 12, 9, 10], 4)), ("evaluation", ([7, 8, 9, 10], REPLAY))],
-)
-def test_what_was_generated_ahead_goes_first_and_an_earlier_evaluation_last(
-    purpose: Purpose, expected: tuple[list[int], int | str], tmp_path: Path
-) -> None:
-    step = 5 if purpose == "rollout" else 0
-    own, other, strange = (
-        Request(name, 1, (8, 9), PARAMS, purpose, step) for name in ("own", "other", "strange")
-    )
-    line = {"sample_index": 1, "prompt_ids": [8, 9], "token_ids": [7, 8, 9, 10]}
-    of_others = ({"problem_id": "strange"} | line, {"problem_id": "own", **line, "prompt_ids": [9]})
-    write(tmp_path, purpose, 5, {"problem_id": "own"} | line, {"problem_id": "other"} | line, *of_others)
-    references = References()
-    references.keep(own.noise_key, [11, 12], 4)
-    prompts = {"own": (8, 9), "other": (8, 9)}
-    said: list[str] = []
-    replay = ReplayOf(tmp_path, references, ALONE, {purpose: prompts}, PARAMS, CONFIG, said.append)
-    with replay.lend(purpose, step, 5):
-        assert kept(references, own) == expected
-        assert kept(references, other) == ([7, 8, 9, 10], REPLAY)
-        assert kept(references, strange) is None, "it is no problem of this run"
-    assert [kept(references, one) for one in (own, other)] == [None, None], (
-        "they are of use in this phase alone"
-    )
-    assert not said
 
 
 def test_a_judgement_says_what_was_scored_and_why_not() -> None:
@@ -89,24 +48,6 @@ def test_what_a_later_attempt_contradicts_is_removed(tmp_path: Path) -> None:
         "rollout-00000004.jsonl",
         "evaluation-00000000.jsonl",
     ]
-
-
-def test_an_older_runs_files_which_count_from_0_are_replayed_and_renamed_as_steps_are_counted_now(
-    tmp_path: Path,
-) -> None:
-    line = {"problem_id": "own", "sample_index": 0, "prompt_ids": [8, 9]}
-    for version in range(3):
-        write(tmp_path, "rollout", version, line | {"token_ids": [version], "policy_version": version})
-    references, prompts = References(), {"own": (8, 9)}
-    replay = ReplayOf(tmp_path, references, ALONE, {"rollout": prompts}, PARAMS, CONFIG, print)
-    for step in (1, 2, 3):
-        with replay.lend("rollout", step - 1, step):
-            found = kept(references, Request("own", 0, (8, 9), PARAMS, "rollout", step - 1))
-            assert found == ([step - 1], REPLAY)
-    write(tmp_path, "rollout", 3, line | {"token_ids": [2], "policy_version": 2})  # a kill amid renaming
-    forget_responses(tmp_path, 3, {0})
-    said = {path.name: json.loads(path.read_text())["token_ids"] for path in kept_by(tmp_path, "rollout")}
-    assert said == {f"rollout-0000000{step}.jsonl": [step - 1] for step in (1, 2, 3)}
 
 
 def phase_of(*token_ids: int) -> Any:
@@ -162,21 +103,3 @@ def test_a_step_looks_at_none_of_the_files_that_are_kept_already(
     written.gib = 0.0
     written.write("rollout", 6, 6, phase_of(7))
     assert [path.name for path in (tmp_path / "responses").iterdir()] == ["rollout-00000006.jsonl"]
-
-
-def test_steps_whose_responses_were_removed_are_said_once_and_the_later_ones_are_replayed(
-    tmp_path: Path,
-) -> None:
-    line = {"problem_id": "own", "sample_index": 0, "prompt_ids": [8, 9], "token_ids": [7]}
-    write(tmp_path, "rollout", 3, line)
-    said: list[str] = []
-    prompts = {"own": (8, 9)}
-    replay = ReplayOf(tmp_path, References(), ALONE, {"rollout": prompts}, PARAMS, CONFIG, said.append)
-    for step in (1, 2, 3, 4, 5):
-        with replay.lend("rollout", step, step):
-            request = Request("own", 0, (8, 9), PARAMS, "rollout", step)
-            assert (kept(replay.references, request) is not None) == (step == 3)
-    assert [text.partition("nothing of ")[2] for text in said] == [
-        "step 1; it goes on without until rollout-00000003 (older ones exceeded its run.keep_responses)",
-        "step 4; it goes on without",
-    ]
