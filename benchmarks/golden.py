@@ -26,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,10 @@ def write_sums(tree: Tree, folder: Path, num: int) -> Path:
     """Writes problems of the recipe smollm2, and returns their file."""
     problems = folder / "sums.jsonl"
     options = json.dumps({"operations": ["+"], "digits": [1, 2], "terms": [2, 5], "steps": "checked"})
-    tree.tlt("task", "arithmetic", "--options", options, "--num", str(num), "--seed", "3", "--out", problems)
+    recipe = tree.recipe.parent / "smollm2"
+    named = tomllib.loads((recipe / "reasoning.toml").read_text())["task"]["name"]
+    task = recipe / named if ".py:" in named else named  # earlier trees have it in the package
+    tree.tlt("task", task, "--options", options, "--num", str(num), "--seed", "3", "--out", problems)
     return problems
 
 

@@ -57,7 +57,7 @@ SMALL_REAL = {
     "drafter.train": "false",
 }  # fmt: skip
 """SmolLM2 on sums that it writes out: 16 responses a step, on both of two cores."""
-BY_TASK: Mapping[str, Mapping[str, Any]] = {"countdown": SMALL, "arithmetic": SMALL_REAL}
+BY_TASK: Mapping[str, Mapping[str, Any]] = {"countdown": SMALL, "arithmetic.py:TASK": SMALL_REAL}
 ARMS = {
     "tlt": {"rollout.engine": "tlt"},
     "vllm": {"rollout.engine": "vllm"},

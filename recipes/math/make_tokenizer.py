@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tlt.tasks.wordproblems import DEFAULT_STEPS, ChainLimits, draw_chain, solve, tell_story
+from recipes.math.word_problems import DEFAULT_STEPS, ChainLimits, draw_chain, solve, tell_story
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 VOCABULARY = 800

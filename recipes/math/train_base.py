@@ -23,9 +23,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from recipes.math.make_tokenizer import make_tokenizer
+from recipes.math.word_problems import ChainLimits, draw_chain, solve, tell_story
 from recipes.pretrain import Document, Subject, main, make_parser, weights
 from tlt.tasks.reasoning_gym import draw_entries
-from tlt.tasks.wordproblems import ChainLimits, draw_chain, solve, tell_story
 
 
 def difficulty_at(

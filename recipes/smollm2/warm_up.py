@@ -4,8 +4,18 @@ of rewards.
     tlt init smollm2 mine --from-pypi
     python -m recipes.smollm2.warm_up --base mine/base --out recipes/smollm2/warm-up
 
-The problems are of the training split alone. `tlt/tasks/worked.py` writes their solutions; some have
-mistakes in them that are noticed, and that are not learned themselves. No document comes twice.
+The problems are of the training split alone. Their solutions are running totals, again from each next number
+until two totals agree; some have mistakes that are noticed, and that are not learned themselves:
+
+    47 + 35 = 82           from left to right
+    82 + 18 = 110          here a mistake
+    Again:                 the same numbers, from the second one on
+    35 + 18 = 53
+    53 + 47 = 100
+    Again:                 the totals differ, so once more, from the third one on
+    18 + 47 = 65
+    65 + 35 = 100
+    #### 100
 """
 
 from __future__ import annotations
@@ -14,7 +24,7 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipes.smollm2.arithmetic import CHECKED, Difficulty, Question, ask
 from tlt.assembly.model import Model, open_model
 from tlt.assembly.policy import build_policy
 from tlt.config.lora import LoraSection
@@ -31,14 +42,65 @@ from tlt.hf.tokenizer import Tokenizer
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Transformer
 from tlt.models.lora import add_adapters
-from tlt.tasks.arithmetic import CHECKED, Difficulty, ask
-from tlt.tasks.worked import write_solution
 
 DIFFICULTY = Difficulty.of(["+"], digits=[1, 2], terms=[2, 8])
 """Sums as in reasoning.toml, and somewhat longer ones."""
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 IGNORED = -100
 """The label of what is not learned."""
+MOST_ATTEMPTS = 5
+"""Attempts of a solution at most; the last two have no mistake."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a solution's text."""
+
+    text: str
+    is_learned: bool = True
+    """False for a result that is wrong."""
+
+
+def write_solution(
+    question: Question, *, is_checked: bool, mistakes: float = 0.0, rng: random.Random
+) -> list[Piece]:
+    """Returns the solution of a question, piece by piece; its final answer is right.
+
+    is_checked: whether it begins again until two totals agree.
+    mistakes: share of the results that are wrong; only where is_checked.
+    """
+    pieces: list[Piece] = []
+    totals: list[int] = []
+    is_done = False
+    while not is_done:
+        may_err = is_checked and len(totals) < MOST_ATTEMPTS - 2
+        numbers = question.numbers_from(len(totals))
+        total = _add_steps(pieces, question, numbers, mistakes if may_err else 0.0, rng)
+        is_done = total in totals or not is_checked
+        totals.append(total)
+        pieces.append(Piece(f"#### {question.answer}" if is_done else "Again:\n"))
+    if total != question.answer:  # two mistakes that agree
+        return write_solution(question, is_checked=is_checked, mistakes=mistakes, rng=rng)
+    return pieces
+
+
+def _add_steps(
+    pieces: list[Piece], question: Question, numbers: Sequence[int], mistakes: float, rng: random.Random
+) -> int:
+    """Appends a line for each operation on the total so far, and returns the last total."""
+    total = numbers[0]
+    for number in numbers[1:]:
+        line, result = question.step(total, number)
+        is_wrong = rng.random() < mistakes
+        total = _misread(result, rng) if is_wrong else result
+        pieces += [Piece(f"{line} = "), Piece(str(total), not is_wrong), Piece("\n")]
+    return total
+
+
+def _misread(result: int, rng: random.Random) -> int:
+    """Returns the number with one digit off by 1 or 2, as when a carry is forgotten."""
+    digit: int = 10 ** rng.randrange(len(str(abs(result))))
+    return result + rng.choice((-2, -1, 1, 2)) * digit
 
 
 @dataclass(frozen=True)

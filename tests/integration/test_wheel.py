@@ -93,7 +93,10 @@ def test_the_wheel_carries_the_recipes_and_a_description_without_broken_links(wh
         f"tlt/_recipes/countdown/{part}" for part in ("headline.toml", "drafter/model.safetensors")
     } <= set(names)
     assert "tlt/_recipes/math/base/chat_template.jinja" in names
-    assert not [name for name in names if name.startswith("tlt/_recipes/") and name.endswith((".py", ".md"))]
+    assert {name for name in names if name.startswith("tlt/_recipes/") and name.endswith((".py", ".md"))} == {
+        "tlt/_recipes/math/word_problems.py",
+        "tlt/_recipes/smollm2/arithmetic.py",
+    }
     assert "# TLT" in metadata
     assert re.findall(r"\]\((?!https?://)[^)]*\)", metadata) == []
 

@@ -28,7 +28,7 @@ class WriteProblems(Options):
     """Write a task's problems to a file: those that it makes itself, or those that it makes of data."""
 
     name: TaskName
-    """A task that comes with TLT, such as countdown, or your own as module:object."""
+    """A task that comes with TLT, such as countdown, or your own as module:object or FILE.py:object."""
     num: Problems
     """Number of problems to write; with --data, the first ones."""
     out: Annotated[Path, Written("FILE")]
@@ -100,8 +100,8 @@ class Score(DataOptions):
     """
 
     name: TaskName = "data"
-    """A task that comes with TLT, such as countdown, or your own as module:object; default: data, whose rows
-    --functions alone score."""
+    """A task that comes with TLT, such as countdown, or your own as module:object or FILE.py:object; default:
+    data, whose rows --functions alone score."""
     functions: Annotated[tuple[str, ...], BeforeValidator(split_words), Written("MODULE:FUNCTION,...")] = ()
     """Reward functions in TRL's signature, and task for the task's own score; default: the task's score
     alone."""

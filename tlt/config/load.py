@@ -26,7 +26,9 @@ from tlt.config.arguments import read_words
 from tlt.config.elsewhere import find_elsewhere
 from tlt.config.mistakes import Keys, section_of, suggest_key, validate
 from tlt.config.schema import DEFAULT_OUT_DIR, Config
+from tlt.config.section import split_words
 from tlt.io.hub import Repository
+from tlt.io.plugins import is_file, split_name
 from tlt.io.recipes import find_config
 from tlt.io.secrets import holds_credential
 from tlt.kinds import shorten
@@ -80,10 +82,12 @@ def load_config(
     for section, key in (*_PATH_KEYS, _OUTPUT_KEY):
         if isinstance(table := values.get(section), dict) and isinstance(text := table.get(key), str | Path):
             table[key] = _resolve((section, key), str(text), folder)
+    _resolve_code(values, folder)
     places: dict[Keys, str] = {}
     for override in read_overrides(overrides):
         _assign(values, override)
         places[override.keys] = override.place
+    _resolve_code(values, Path())
     _refuse_unwritable(values, file, places)
     config = validate(Config, values, file, places)
     _check_paths(config, file, places)
@@ -140,13 +144,41 @@ def _resolve(keys: Keys, text: str, folder: Path) -> str:
     if not text.strip():
         return text
     if keys in _PATH_KEYS:
-        for path in (folder / text, Path(text)):
-            with suppress(OSError):  # a name that no file can have is refused with the others
-                if path.exists():
-                    return str(path.absolute())
+        if (path := _find(text, folder)) is not None:
+            return str(path)
         if Repository.parse(text) is not None:
             return text
     return str(Path(text).absolute())
+
+
+def _find(text: str, folder: Path) -> Path | None:
+    for path in (folder / text, Path(text)):
+        with suppress(OSError):  # a name that no file can have is refused with the others
+            if path.exists():
+                return path.absolute()
+    return None
+
+
+def _resolve_code(values: Mapping[str, Any], folder: Path) -> None:
+    """Makes the paths of the user's code absolute: FILE.py:object is an input as any other."""
+    task, rewards, tracking = (values.get(section) for section in ("task", "rewards", "tracking"))
+    options = task.get("options") if isinstance(task, dict) else None
+    for table, key in ((task, "name"), (options, "tasks"), (rewards, "functions"), (tracking, "use")):
+        if isinstance(table, dict) and key in table:
+            named = table[key]
+            table[key] = _with_paths(named if key == "name" else split_words(named), folder)
+
+
+def _with_paths(named: Any, folder: Path) -> Any:
+    """Returns the name of code, names, or the parts of a mixture; anything else stays, to be refused."""
+    if isinstance(named, list):
+        return [_with_paths(one, folder) for one in named]
+    if isinstance(named, dict):
+        return {key: _with_paths(value, folder) if key == "name" else value for key, value in named.items()}
+    if not isinstance(named, str) or not is_file(named):
+        return named
+    file, attribute = split_name(named)
+    return f"{_find(file, folder) or Path(file).absolute()}:{attribute}"
 
 
 def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:

@@ -19,8 +19,8 @@ class RewardsSection(Section):
     functions: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(split_words)
     ] = ()
-    """Reward functions in TRL's signature as "package.module:object", and "task" for the task's own score;
-    none: the task's score alone. On the command line with commas between."""
+    """Reward functions in TRL's signature as "package.module:object" or "FILE.py:object", and "task" for the
+    task's own score; none: the task's score alone. On the command line with commas between."""
     weights: Annotated[
         tuple[Annotated[AnyFloat, Field(strict=False)], ...],
         Field(strict=False),

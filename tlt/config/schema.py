@@ -140,7 +140,8 @@ class TaskSection(Section):
     VALUE sets an option of the task's own; --task.options {} removes all that the file sets."""
 
     name: Annotated[str, Field(min_length=1)] = "data"
-    """A task that comes with TLT, such as countdown, or your own as package.module:object (docs/tasks.md).
+    """A task that comes with TLT, such as countdown, or your own as package.module:object or FILE.py:object
+    (docs/tasks.md).
     data: the rows of task.data, scored by rewards.functions alone."""
     options: dict[str, Any] = Field(default={})
     """The task's own options, which its problems() takes as keyword arguments."""
@@ -249,7 +250,7 @@ class TrackingSection(Section):
 
     use: Annotated[list[str], BeforeValidator(split_words)] = Field(default=[])
     """Any of wandb, tensorboard, trackio, mlflow, swanlab, comet_ml, aim, clearml and dvclive, or your own as
-    "package.module:Class"; on the command line with commas between."""
+    "package.module:Class" or "FILE.py:Class"; on the command line with commas between."""
     project: Annotated[str, Field(min_length=1)] | None = None
     """The tracker's project for the run; None: WANDB_PROJECT, else tlt."""
     run_name: Annotated[str, Field(min_length=1)] | None = None

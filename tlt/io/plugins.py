@@ -1,16 +1,20 @@
-"""Finds the user's own code by name, `package.module:object`: tasks, reward functions and trackers.
+"""Finds the user's own code by name: tasks, reward functions and trackers.
 
-Modules are found where Python finds them, and in the working directory. Every mistake in them is one line
-that names the place.
+    package.module:object    a module, found where Python finds it or in the working directory
+    FOLDER/FILE.py:object    a file, wherever it lies; modules beside it can be imported
+
+Every mistake in them is one line that names the place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,13 +33,17 @@ _CALLERS = (__file__, *(str(_HERE / part) for part in ("tasks/base.py", "rewards
 
 
 def get_object(place: str, spec: str) -> Any:
-    """Returns the object "package.module:object". Raises UserError that begins with `place`."""
-    module_name, colon, attribute = spec.partition(":")
-    if not (module_name and colon and attribute):
-        raise UserError(f"{place}: is no 'package.module:object'; give one")
-    if module_name.partition(".")[0] != "tlt":
-        see_working_directory()
-    module = _import(place, module_name)
+    """Returns the object "package.module:object" or "FILE.py:object". Raises UserError that begins with
+    `place`."""
+    module_name, attribute = split_name(spec)
+    if not (module_name and attribute):
+        raise UserError(f"{place}: is no 'package.module:object' or 'FILE.py:object'; give one")
+    if is_file(spec):
+        module = _load(place, module_name, _run_file)
+    else:
+        if module_name.partition(".")[0] != "tlt":
+            see(Path.cwd())
+        module = _load(place, module_name, importlib.import_module)
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -47,13 +55,30 @@ def get_object(place: str, spec: str) -> Any:
         raise UserError(f"{place}: {what}; correct {module.__file__}") from None
 
 
+def split_name(spec: str) -> tuple[str, str]:
+    """Returns (module or file, object); the first is empty where there is no colon."""
+    module_name, _, attribute = spec.rpartition(":")
+    return module_name, attribute
+
+
+def is_file(spec: str) -> bool:
+    """Returns whether the code is named by its file."""
+    return split_name(spec)[0].endswith(".py")
+
+
+def without_folder(spec: str) -> str:
+    """Returns the name as it is the same on every machine: "word_problems.py:TASK"."""
+    return spec.rpartition("/")[2] if is_file(spec) else spec
+
+
 def source_of(spec: str) -> Path | None:
-    """Returns the file of the module in "package.module:object"; None: a name of another form, or no file
-    of the user's."""
-    module_name, colon, _ = spec.partition(":")
-    if not colon or module_name.partition(".")[0] == "tlt":
+    """Returns the file of the user's code; None: a name of another form, or no file of the user's."""
+    module_name, _ = split_name(spec)
+    if is_file(spec):
+        return Path(module_name).absolute() if Path(module_name).is_file() else None
+    if not module_name or module_name.partition(".")[0] == "tlt":
         return None
-    see_working_directory()
+    see(Path.cwd())
     try:
         found = importlib.util.find_spec(module_name)
     except (ImportError, ValueError):  # ValueError: the module was made in this process
@@ -65,20 +90,38 @@ def source_of(spec: str) -> Path | None:
 def is_importable(spec: str) -> bool:
     """Returns whether other processes can import the object, too: not if its module is this process's script
     or was made in it."""
-    module = sys.modules.get(spec.partition(":")[0])
+    module = sys.modules.get(split_name(spec)[0])
     return module is None or module.__spec__ is not None
 
 
-def see_working_directory() -> None:
-    """Adds the working directory to where Python finds modules; last, so that it hides no installed
-    module."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+def see(folder: Path) -> None:
+    """Adds a folder to where Python finds modules; last, so that it hides no installed module."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
-def _import(place: str, module_name: str) -> ModuleType:
+def _run_file(name: str) -> ModuleType:
+    """Returns the module in a file, which runs once. Raises FileNotFoundError."""
+    file = Path(name).resolve()
+    digest = hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()
+    known = f"{file.stem}_{digest}"  # no module's name: a file math.py hides no library
+    if known not in sys.modules:
+        see(file.parent)
+        found = importlib.util.spec_from_file_location(known, file)
+        assert found is not None, f"{file} ends in .py"
+        assert found.loader is not None, f"{file} ends in .py"
+        sys.modules[known] = importlib.util.module_from_spec(found)  # dataclasses look their module up there
+        try:
+            found.loader.exec_module(sys.modules[known])
+        except BaseException:
+            del sys.modules[known]
+            raise
+    return sys.modules[known]
+
+
+def _load(place: str, module_name: str, load: Callable[[str], ModuleType]) -> ModuleType:
     try:
-        return importlib.import_module(module_name)
+        return load(module_name)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the user's module may raise anything
@@ -86,6 +129,8 @@ def _import(place: str, module_name: str) -> ModuleType:
             what = f"cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH"
             remedy = "run the command in the folder of its file, or add that folder to PYTHONPATH"
             raise UserError(f"{place} {what}; {remedy}") from None
+        if isinstance(error, FileNotFoundError) and error.filename == str(Path(module_name).resolve()):
+            raise UserError(f"{place}: there is no file {error.filename}; correct its path") from None
         raise UserError(f"{place}: cannot be imported ({describe(error)}); correct the file") from None
 
 

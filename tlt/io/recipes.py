@@ -23,8 +23,11 @@ MODEL = "base"
 
 _SHIPPED = Path(__file__).parents[1] / "_recipes"
 _REPOSITORY = Path(__file__).parents[2] / "recipes"
-_LEFT_OUT = shutil.ignore_patterns("*.py", "__pycache__", "README.md", ".*")
-"""The files by which a recipe was made; pyproject.toml leaves them out of the wheel, too."""
+_LEFT_OUT = shutil.ignore_patterns(
+    "make_*.py", "train_*.py", "search.py", "warm_up.py", "__pycache__", "README.md", ".*"
+)
+"""The files by which a recipe was made; pyproject.toml leaves them out of the wheel, too. Other .py files are
+tasks that its configurations name."""
 
 
 def list_configs() -> list[str]:

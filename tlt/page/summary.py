@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from tlt.io.plugins import without_folder
 from tlt.page.gather import RunRecords, Values, is_known, mean_of
 from tlt.report.times_off import TimesOff
 from tlt.report.words import duration
@@ -102,7 +103,7 @@ def _facts(run: RunRecords) -> dict[str, str]:
 def task_of(run: RunRecords) -> str:
     """Returns the run's task, with its data where these are a file."""
     data = run.setting("task.data")
-    return str(run.setting("task.name", NOTHING)) + (f" on {data}" if data else "")
+    return without_folder(str(run.setting("task.name", NOTHING))) + (f" on {data}" if data else "")
 
 
 def _rate(run: RunRecords) -> float:

@@ -308,7 +308,7 @@ def _plan(facts: Facts, values: Mapping[str, Any]) -> PlannedRun:
 
 def _config(values: Mapping[str, Any]) -> Config:
     """Returns a configuration with the values that memory depends on. Raises UserError for a wrong one."""
-    sections: dict[str, dict[str, Any]] = {"model": {"path": Path()}, "task": {"name": "arithmetic"}}
+    sections: dict[str, dict[str, Any]] = {"model": {"path": Path()}, "task": {"name": "countdown"}}
     for key, value in values.items():
         section, name = key.split(".", 1)
         if section in _WEIGHING or key in _WEIGHING:

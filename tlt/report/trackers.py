@@ -226,7 +226,8 @@ def check_trackers(names: Sequence[str]) -> None:
         elif not all(name.partition(":")):
             known = ", ".join(sorted(NAMES))
             raise UserError(
-                f"tracking.use: unknown tracker {name!r}; use {known}, or your own as 'package.module:Class'"
+                f"tracking.use: unknown tracker {name!r}; use {known}, or your own as 'package.module:Class' "
+                "or 'FILE.py:Class'"
             )
         else:
             get_object(f"tracking.use: {name}", name)

@@ -47,9 +47,9 @@ class RewardSpec:
     """The rule by which responses are scored; its values survive JSON."""
 
     task: str
-    """A task that comes with TLT, or "package.module:object"."""
+    """A task that comes with TLT, or the user's own (`tlt.io.plugins`)."""
     functions: Sequence[str] = ()
-    """Reward functions as "package.module:object", and "task" for the task's own score. Empty: that alone."""
+    """The user's functions (`tlt.io.plugins`), and "task" for the task's own score. Empty: that alone."""
     weights: Sequence[float] = ()
     """One for each function; empty: 1 each."""
     solved_at: float = 1.0
@@ -220,7 +220,7 @@ def score_by_task(task: Task, response: Completion) -> tuple[float, bool]:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """Returns the reward function "package.module:object". Raises UserError."""
+    """Returns the reward function of that name (`tlt.io.plugins`). Raises UserError."""
     function: Callable[..., Any] = get_object(f"reward function {spec!r}", spec)
     if not callable(function):
         raise UserError(f"reward function {spec!r} is a {type(function).__name__}; give a function")

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from tlt.config.schema import Config
 from tlt.hf.tokenizer import Tokenizer
-from tlt.io.plugins import source_of
+from tlt.io.plugins import source_of, split_name
 from tlt.kinds import shorten
 from tlt.types import Problem, SamplingParams, UserError
 
@@ -195,7 +195,7 @@ def digest_of_problems(problems: Sequence[Problem], with_prompts: bool = True) -
 
 def code_of(config: Config) -> dict[str, Path]:
     """Returns the files of the user's own tasks and reward functions, by module."""
-    found = {name.partition(":")[0]: source_of(name) for name in _names_of(config)}
+    found = {split_name(name)[0]: source_of(name) for name in _names_of(config)}
     return {module: path for module, path in found.items() if path is not None}
 
 

@@ -12,16 +12,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from tlt.io.files import Record, get_id
-from tlt.io.plugins import describe, get_object
+from tlt.io.plugins import describe, get_object, split_name
 from tlt.types import UserError
 
 BUILTIN = {
-    "arithmetic": "tlt.tasks.arithmetic:TASK",
     "countdown": "tlt.tasks.countdown:TASK",
     "data": "tlt.tasks.data:TASK",
     "math": "tlt.tasks.math:TASK",
     "mixture": "tlt.tasks.mixture:TASK",
-    "word-problems": "tlt.tasks.wordproblems:TASK",
 }
 """The tasks that come with TLT, as "module:object"."""
 
@@ -92,14 +90,14 @@ def warm_up(task: Task, options: Mapping[str, Any]) -> None:
 
 def get_task(name: str) -> Task:
     """Returns the task called `name`: one of ours, a family's such as "reasoning-gym:chain_sum", or the
-    user's own as "package.module:object". Raises UserError."""
+    user's own (`tlt.io.plugins`). Raises UserError."""
     family, colon, member = name.partition(":")
     if colon and family in TASK_FAMILIES:
         make_task: Callable[[str], Task] = get_object(f"task {name!r}", TASK_FAMILIES[family])
         return make_task(member)
-    if name not in BUILTIN and not all(name.partition(":")):
+    if name not in BUILTIN and not all(split_name(name)):
         known = sorted([*BUILTIN, *(f"{family}:NAME" for family in TASK_FAMILIES)])
-        raise UserError(f"unknown task {name!r}: use one of {known} or your own as 'package.module:object'")
+        raise UserError(f"unknown task {name!r}: use one of {known} or your own as FILE.py:object")
     task: Task = get_object(f"task {name!r}", BUILTIN.get(name, name))
     with _blaming(f"task {name!r}: cannot be asked for its methods", "correct it"):  # by its __getattr__
         is_task, *_ = [isinstance(task, kind) for kind in (Task, PreparesRecords, WarmsUp)]

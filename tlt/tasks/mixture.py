@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tlt.io.plugins import without_folder
 from tlt.tasks.base import PreparesRecords, get_task, make_problems, warm_up
 from tlt.types import UserError
 
@@ -146,4 +147,4 @@ def _read_part(place: str, entry: Any) -> MixturePart:
         raise UserError(f"{place}: weight is {weight!r}; it must be a number greater than 0")
     if not isinstance(options, Mapping) or not isinstance(label, str):
         raise UserError(f"{place}: options must be a table, and label text")
-    return MixturePart(entry["name"], weight, options, label or entry["name"])
+    return MixturePart(entry["name"], weight, options, label or without_folder(entry["name"]))

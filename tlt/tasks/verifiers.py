@@ -13,10 +13,11 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tlt.io.extras import how_to_install
-from tlt.io.plugins import describe, see_working_directory
+from tlt.io.plugins import describe, see
 from tlt.tasks.drawing import draw_alike
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
 from tlt.types import UserError
@@ -29,7 +30,7 @@ class Verifiers:
     """The problems of one taskset. A reward is the weighted sum of its reward functions. Raises UserError."""
 
     def __init__(self, name: str) -> None:
-        see_working_directory()
+        see(Path.cwd())
         try:
             from verifiers.v1.utils.loaders import taskset_class
         except ModuleNotFoundError as error:

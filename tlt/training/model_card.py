@@ -17,6 +17,7 @@ from tlt.drafter.formats.layouts import NUM_DRAFT_TOKENS
 from tlt.drafter.shape import Method
 from tlt.io.hub import Repository
 from tlt.io.hub_upload import CARD, read_card
+from tlt.io.plugins import without_folder
 from tlt.io.text import quoted
 from tlt.report.outcome import Gain, written_p_value
 from tlt.report.record import read_metrics
@@ -163,7 +164,7 @@ def _origin(run: FinishedRun, data: str | None) -> dict[str, str | None]:
     rewards = [name for name in config.rewards.functions if name != "task"]
     return {
         "base model": _named_model(run) or Path(run.base).name,
-        "task": config.task.name if config.task.name != "data" else None,
+        "task": without_folder(config.task.name) if config.task.name != "data" else None,
         "data": data,
         "reward functions": ", ".join(rewards) or None,
         "algorithm": f"{config.algorithm.name}, learning rate {config.optimizer.learning_rate:g}, {kind}",

@@ -31,6 +31,7 @@ from tlt.hf.prompts import check_max_tokens, describe_template
 from tlt.hf.tokenizer import load_tokenizer, writes_date
 from tlt.hf.weights import count_parameters
 from tlt.io.hub import Repository, pin_dataset, pin_model
+from tlt.io.plugins import without_folder
 from tlt.io.text import quoted
 from tlt.launch.failures import EXIT_USER_ERROR, Restarts
 from tlt.launch.local import is_rank, launch, run_here
@@ -290,6 +291,7 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
     held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"
     name = _named(config.model.path, config.model.revision)
     start = f", with adapter {_named(config.model.adapter)}" if config.model.adapter else ""
+    task = without_folder(config.task.name)
     why = [device.reason, *([ranks.reason] if ranks.reason else [])]
     responses = "evaluated alone, for run.num_steps is 0"
     if run.num_steps:
@@ -297,7 +299,7 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
         responses = f"{per_step} responses a step, {run.num_steps} steps"
     return {
         "model": f"{name}: {model.architecture}, {short_count(num_parameters)} parameters" + start,
-        "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
+        "task": f"{task}: {findings.num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
         "ranks": f"{ranks.number} on {device.name} ({'; '.join(why)}), {run.dtype}",

@@ -84,7 +84,7 @@ def problems(place: Place, rng: Random) -> Case:
     records = mutated(PROBLEMS, rng)
     text = lines(records).encode() if isinstance(records, list) else json.dumps(records).encode()
     file = place.write("data.jsonl", text if rng.random() < 0.7 else damaged(text, rng))
-    task = rng.choice(("countdown", "math", "data", "word-problems", "mixture"))
+    task = rng.choice(("countdown", "math", "data", "mixture"))
     words = ("task", task, "--num", "2", "--out", "out.jsonl")
     if rng.random() < 0.5:
         named = ({"mix": rng.choice(ODD)}, {"tasks": rng.choice(ODD)}, {"split": "x"})

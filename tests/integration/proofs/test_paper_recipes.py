@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.golds import STORIES
 from tlt.io.recipes import find_recipe
 from tlt.report.record import read_metrics
 
@@ -20,7 +21,7 @@ SMALL = {
     "run.num_ranks": "2",
     "run.num_steps": "2",
     "run.checkpoint_every": "0",
-    "task.name": "word-problems",
+    "task.name": STORIES,
     "task.data": "none",
     "task.split": "none",
     "task.options": "{}",

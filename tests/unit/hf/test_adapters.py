@@ -215,7 +215,7 @@ def test_an_adapter_of_another_model_is_refused_by_its_tensor(saved: Path) -> No
 
 
 def test_the_path_is_taken_from_the_configurations_folder_and_a_missing_one_refused(saved: Path) -> None:
-    config = '[model]\npath = "base"\nadapter = "{}"\n[task]\nname = "arithmetic"\n'
+    config = '[model]\npath = "base"\nadapter = "{}"\n[task]\nname = "countdown"\n'
     (saved / "run.toml").write_text(config.format("adapter"))
     assert load_config(saved / "run.toml").model.adapter == saved / "adapter"
     (saved / "run.toml").write_text(config.format("./no/such/adapter"))

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.golds import SUMS
 from tests.unit.cli.parts import write_lines
 from tlt.cli.main import main
 from tlt.hf.tokenizer import Tokenizer as OurTokenizer
@@ -75,7 +76,7 @@ def test_a_text_opens_a_thought_by_its_last_word_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tags", ["<think> </think>", "[THINK] [/THINK]"])
 @pytest.mark.parametrize("is_special", [False, True])
-@pytest.mark.parametrize("task", ["word-problems", "arithmetic", "math"])
+@pytest.mark.parametrize("task", [SUMS, "math"])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_no_box_within_a_thought_counts_whoever_opened_it_and_whatever_its_tags_are(
     tmp_path: Path, tags: str, is_special: bool, task: str, is_open: bool
@@ -128,7 +129,7 @@ def test_tlt_score_takes_from_a_response_that_its_prompt_has_opened_a_thought(
     write_lines("problems.jsonl", {"problem_id": "a", "prompt": "7 + 8?", "answer": "15"})
     cut = {"problem_id": "a", "text": f"so {ANSWER}"}
     write_lines("responses.jsonl", cut, {**cut, "in_thought": True}, {**cut, "in_thought": False})
-    words = ["score", "word-problems", "--problems", "problems.jsonl", "--responses", "responses.jsonl"]
+    words = ["score", SUMS, "--problems", "problems.jsonl", "--responses", "responses.jsonl"]
     assert main([*words, "--out", "scored.jsonl"]) == 0
     scored = map(json.loads, Path("scored.jsonl").read_text().splitlines())
     assert [line["solved"] for line in scored] == [True, False, True]

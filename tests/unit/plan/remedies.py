@@ -19,7 +19,7 @@ CONFIG = """
 [model]
 path = "model"
 [task]
-name = "arithmetic"
+name = "countdown"
 """
 
 

@@ -14,6 +14,7 @@ from tlt.hf.peft import read_adapter
 from tlt.hf.tokenizer import load_tokenizer
 from tlt.io.recipes import copy_recipe, find_config, find_recipe, list_configs
 from tlt.models.decoder import ModelConfig
+from tlt.tasks.base import make_problems
 from tlt.training.problems import load_problems
 from tlt.types import UserError
 
@@ -83,12 +84,27 @@ def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Pat
     names = [path.name for path in parts]
     assert names[0] == "quickstart.toml"
     assert {"headline.toml", "base", "drafter"} <= set(names)
-    assert not [
-        path for path in (tmp_path / "a").rglob("*") if path.suffix == ".py" or path.name == "README.md"
-    ]
+    assert not [*(tmp_path / "a").rglob("*.py"), *(tmp_path / "a").rglob("README.md")]
     config = load_config(tmp_path / "a" / "mine" / "quickstart.toml")
     assert config.model.path == tmp_path / "a" / "mine" / "base"
     assert config.drafter.path == tmp_path / "a" / "mine" / "drafter"
+
+
+@pytest.mark.parametrize("name", ["math", "smollm2"])
+def test_a_copy_brings_the_file_of_its_task_and_no_other_and_draws_the_same_problems(
+    name: str, tmp_path: Path
+) -> None:
+    copy_recipe(name, tmp_path / "mine")
+    few = {"task.num_problems": 9, "rollout.problems_per_step": 2}
+    ours, copied = (load_config(path, few) for path in (find_recipe(name), tmp_path / "mine/quickstart.toml"))
+    (file,) = (tmp_path / "mine").rglob("*.py")
+    assert copied.task.name == f"{file}:TASK"
+    assert ours.task.name == f"{find_recipe(name).with_name(file.name)}:TASK"
+    drawn = [
+        make_problems(config.task.name, 9, 0, {"split": "train", **config.task.options})
+        for config in (ours, copied)
+    ]
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(

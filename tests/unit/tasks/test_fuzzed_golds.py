@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.golds import wrong_verdicts
+from tests.golds import SUMS, wrong_verdicts
 
 
-@pytest.mark.parametrize("task", ["word-problems", "arithmetic", "math"])
+@pytest.mark.parametrize("task", [SUMS, "math"])
 def test_the_verdict_is_that_of_the_exact_numbers(task: str) -> None:
     if task == "math":
         pytest.importorskip("math_verify")

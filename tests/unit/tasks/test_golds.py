@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.golds import SUMS
 from tlt.cli.main import main
 from tlt.tasks.base import get_task, prepare_records
 from tlt.types import UserError
@@ -36,24 +37,23 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("task", ["word-problems", "arithmetic"])
 @pytest.mark.parametrize("gold", UNREADABLE, ids=repr)
-def test_a_gold_that_is_no_number_is_refused_with_its_row(task: str, gold: Any) -> None:
+def test_a_gold_that_is_no_number_is_refused_with_its_row(gold: Any) -> None:
     rows = [("f:1", {"prompt": "?", "answer": "12"}), ("f:2", {"prompt": "?", "answer": gold})]
-    with pytest.raises(UserError, match=rf"^f:2: task {task}: answer is .*give a number such as 12"):
-        prepare_records(task, rows, {})
+    with pytest.raises(UserError, match=r"^f:2: task arithmetic: answer is .*give a number such as 12"):
+        prepare_records(SUMS, rows, {})
 
 
 @pytest.mark.parametrize(
     ("task", "row", "told"),
     [
-        ("arithmetic", {"prompt": "?"}, "no answer among the columns"),
-        ("arithmetic", {"answer": "1", "search": "last"}, "search is 'last'; use one of"),
-        ("word-problems", {"answer": "1", "thinking_ends": 3}, "thinking_ends is 3; give the tag"),
+        (SUMS, {"prompt": "?"}, "no answer among the columns"),
+        (SUMS, {"answer": "1", "search": "last"}, "search is 'last'; use one of"),
+        (SUMS, {"answer": "1", "thinking_ends": 3}, "thinking_ends is 3; give the tag"),
         ("countdown", {"prompt": "?", "answer": "1"}, "numbers is None and target None; give numbers"),
         ("countdown", {"numbers": [1, "2"], "target": 3}, "numbers is .* and target 3; give numbers"),
         ("mixture", {"prompt": "?", "answer": "1"}, "has no task and scored_by"),
-        ("mixture", {"task": "t", "scored_by": "arithmetic", "answer": "x"}, "answer is 'x'"),
+        ("mixture", {"task": "t", "scored_by": SUMS, "answer": "x"}, "answer is 'x'"),
     ],
 )
 def test_a_row_that_its_task_cannot_score_is_refused(task: str, row: dict[str, Any], told: str) -> None:
@@ -61,7 +61,7 @@ def test_a_row_that_its_task_cannot_score_is_refused(task: str, row: dict[str, A
         prepare_records(task, [("f:1", row)], {})
 
 
-@pytest.mark.parametrize("task", ["word-problems", "arithmetic", "math"])
+@pytest.mark.parametrize("task", [SUMS, "math"])
 @pytest.mark.parametrize("gold", NUMBERS, ids=repr)
 def test_a_gold_that_is_a_number_of_json_is_met_by_that_number_alone(task: str, gold: Any) -> None:
     if task == "math":
@@ -75,7 +75,7 @@ def test_a_gold_that_is_a_number_of_json_is_met_by_that_number_alone(task: str, 
 
 def test_an_unreadable_gold_that_is_scored_all_the_same_is_an_error_and_no_reward() -> None:
     with pytest.raises(UserError, match="answer is '12 apples', which is no plain number"):
-        get_task("arithmetic").score({"answer": "12 apples"}, r"\boxed{no idea}")
+        get_task(SUMS).score({"answer": "12 apples"}, r"\boxed{no idea}")
 
 
 def test_tlt_score_refuses_an_unreadable_gold_with_its_line(
@@ -85,5 +85,5 @@ def test_tlt_score_refuses_an_unreadable_gold_with_its_line(
     rows = [{"problem_id": "a", "prompt": "?", "answer": "12"}, {"problem_id": "b", "answer": "12 apples"}]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     responses.write_text(json.dumps({"problem_id": "b", "text": r"\boxed{no idea}"}) + "\n")
-    assert main(["score", "arithmetic", "--problems", str(problems), "--responses", str(responses)]) == 2
+    assert main(["score", SUMS, "--problems", str(problems), "--responses", str(responses)]) == 2
     assert "problems.jsonl:2: task arithmetic: answer is '12 apples'" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.golds import SUMS
 from tlt.rewards.pool import RewardPool, summarize
 from tlt.rewards.scoring import RewardSpec
 from tlt.tasks.base import get_task, make_problems
@@ -48,6 +49,13 @@ COUNTDOWN = {"name": "countdown", "options": {"max_number": 9, "max_target": 20}
 
 def mix(num: int, *tasks: dict[str, Any], seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
     return make_problems("mixture", num, seed, {"split": split, "tasks": list(tasks)})
+
+
+def test_ids_of_a_part_that_is_a_file_do_not_tell_its_folder() -> None:
+    problems = make_problems("mixture", 2, 0, {"split": "train", "tasks": [{"name": SUMS}]})
+    assert {problem["task"] for problem in problems} == {"arithmetic.py:TASK"}
+    assert problems[0]["problem_id"].startswith("arithmetic.py:TASK/arithmetic-train-0-")
+    assert get_task("mixture").score(problems[0], problems[0]["answer"])["solved"]
 
 
 def test_every_part_has_its_share_all_along_and_the_same_arguments_give_the_same() -> None:

@@ -140,7 +140,7 @@ def ask(question: Question, instruction: str) -> list[dict[str, str]]:
 
 
 class Arithmetic(ExactTask):
-    """The task `arithmetic` (see `tlt.tasks.base.Task`)."""
+    """The task (see `tlt.tasks.base.Task`)."""
 
     name = "arithmetic"
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tlt.tasks.arithmetic import CHECKED, TASK, WITH_STEPS, Question
+from recipes.smollm2.arithmetic import CHECKED, TASK, WITH_STEPS, Question
+from tests.golds import SUMS
 from tlt.tasks.base import make_problems
 from tlt.types import UserError
 
@@ -97,7 +98,7 @@ def test_options_bound_what_is_drawn() -> None:
 )
 def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        make_problems("arithmetic", 100, 0, {"split": "train", **options})
+        make_problems(SUMS, 100, 0, {"split": "train", **options})
 
 
 def test_all_the_problems_there_are_can_be_asked_for() -> None:

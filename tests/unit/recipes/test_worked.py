@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from tlt.tasks.arithmetic import OPERATIONS, TASK, Difficulty
-from tlt.tasks.worked import Piece, write_solution
+from recipes.smollm2.arithmetic import OPERATIONS, TASK, Difficulty
+from recipes.smollm2.warm_up import Piece, write_solution
 
 MIXED = Difficulty.of([*OPERATIONS], [1, 3], [2, 6])
 

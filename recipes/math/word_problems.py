@@ -224,7 +224,7 @@ def solve(chain: Chain, is_worked: bool) -> str:
 
 
 class WordProblems(ExactTask):
-    """The task `word-problems` (see `tlt.tasks.base.Task`)."""
+    """The task (see `tlt.tasks.base.Task`)."""
 
     name = "word-problems"
     search = "boxed"

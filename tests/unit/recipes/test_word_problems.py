@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from recipes.math.word_problems import TASK, Chain, ChainLimits, draw_chain, solve, tell_story
+from tests.golds import STORIES
 from tlt.tasks.base import make_problems
-from tlt.tasks.wordproblems import TASK, Chain, ChainLimits, draw_chain, solve, tell_story
 from tlt.types import UserError
 
 EVERYDAY = ChainLimits({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}, max_number=30, max_result=99)
@@ -86,7 +87,7 @@ def test_options_bound_what_is_drawn() -> None:
 )
 def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], remedy: str) -> None:
     with pytest.raises(UserError, match=remedy):
-        make_problems("word-problems", 50, 0, {"split": "train", **options})
+        make_problems(STORIES, 50, 0, {"split": "train", **options})
 
 
 @pytest.mark.parametrize(
