@@ -26,11 +26,10 @@ import torch
 from benchmarks.command import carry_out, words
 from benchmarks.drafter_forms import Competitor, Subject, loaded, parser_of, read, said
 from benchmarks.real_size.with_law import hash_tokens
-from tlt.bench.measure import in_turns, seconds_of
-from tlt.bench.report import header, markdown, number, ratio_text, speed_text, table, write_report
+from benchmarks.report import header, markdown, number, ratio_text, speed_text, table, write_report
 from tlt.config.schema import Config
 from tlt.engine.stats import EngineStats
-from tlt.report.ratio import Ratio
+from tlt.report.ratio import Ratio, in_turns, seconds_of
 from tlt.training.start import pin
 from tlt.types import Request, Rollout, SamplingParams
 

@@ -29,21 +29,20 @@ from typing import Any
 import torch
 
 from benchmarks.command import carry_out, make_parser, words
+from benchmarks.drafter_growth import grow_drafter
+from benchmarks.grown import Growth, grown_config, plan_growth
 from benchmarks.real_size.serving import Took, Work
 from benchmarks.real_size.with_law import run
+from benchmarks.report import header, markdown, number, ratio_text, speed_text, table, write_report
 from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, model_folder, open_model
-from tlt.bench.geometry import Growth, grown_config, plan_growth
-from tlt.bench.measure import in_turns
-from tlt.bench.report import header, markdown, number, ratio_text, speed_text, table, write_report
 from tlt.config.drafter import DrafterSection
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.drafter.growth import grow_drafter
 from tlt.engine.engine import RolloutEngine
 from tlt.io.files import check_output_file
-from tlt.report.ratio import Ratio
+from tlt.report.ratio import Ratio, in_turns
 from tlt.training.problems import load_problems, problems_of_step
 from tlt.training.start import pin
 from tlt.types import Problem, UserError, resolve_dtype
@@ -123,7 +122,7 @@ def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
         "config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it"
     )
     parser.add_argument("--drafters", type=words, required=True, help="NAME=FOLDER, separated by commas")
-    parser.add_argument("--geometry", help="grow model and drafters, as for tlt bench rollout")
+    parser.add_argument("--geometry", help="grow model and drafters, benchmarks/grown.py")
     parser.add_argument("--tokens", type=int, default=96, help="of every response")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     return parser

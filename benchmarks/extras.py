@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import make_parser
-from tlt.bench.report import environment, markdown, table, write_report
+from benchmarks.report import environment, markdown, table, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = "--run.num_steps 1 --run.num_ranks 1 --rollout.problems_per_step 2 --rollout.samples_per_problem 2" + (

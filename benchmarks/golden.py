@@ -187,7 +187,10 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
         folder / "bench",
     ]
     variants: list[str | Path] = ["--variants", "tlt", "--steps", "2", "--out", folder / "report"]
-    tree.tlt("bench", "train", quickstart, *variants, *exact, *words)
+    if (tree.root / "benchmarks" / "train.py").exists():
+        tree.python("-m", "benchmarks.train", quickstart, *variants, *exact, *words)
+    else:
+        tree.tlt("bench", "train", quickstart, *variants, *exact, *words)
     report = json.loads((folder / "report.json").read_text())
     found["bench train"] = {
         "runs": {name: {key: run[key] for key in BENCH} for name, run in report["runs"].items()},

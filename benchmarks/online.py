@@ -1,5 +1,5 @@
 """Drafters that are trained while the run goes on against the same drafters left as they are: RL runs with one
-seed, which take their steps in turns (tlt/bench/train.py).
+seed, which take their steps in turns (train.py).
 
     python -m benchmarks.online countdown --drafters hass=DIR,dspark=DIR --steps 100 --minutes 13 --out OUT
 
@@ -29,9 +29,9 @@ import numpy as np
 
 from benchmarks.command import carry_out, make_parser, words
 from benchmarks.drafter_forms import said
-from tlt.bench.report import Changes, header, number, ratio_text, table, with_changes, write_report
-from tlt.bench.train import OFF, Plan, launch_runs
-from tlt.bench.train_report import summarize_runs, train_markdown
+from benchmarks.report import Changes, header, number, ratio_text, table, with_changes, write_report
+from benchmarks.train import OFF, Plan, launch_runs
+from benchmarks.train_report import summarize_runs, train_markdown
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.io.files import check_output_file, with_folder, write_jsonl
@@ -117,7 +117,7 @@ def with_harder_problems(config: Config, options: argparse.Namespace) -> Config:
 
 
 def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Summarizes the runs in the folder as `tlt bench train` does; each step also has what its drafter did."""
+    """Summarizes the runs in the folder as train.py does; each step also has what its drafter did."""
     report = summarize_runs(folder, names)
     for name, run in report["runs"].items():
         for step, record in zip(run["steps"], read_metrics(folder / name / "metrics.jsonl"), strict=False):
@@ -136,7 +136,7 @@ def finite(value: float) -> float | None:
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
-    """Returns the report of `tlt bench train`, online against frozen by drafter, and all of it along the run."""
+    """Returns the report of train.py, online against frozen by drafter, and all of it along the run."""
     page = train_markdown("Drafters trained while the run goes on, and left as they are", report)
     return "\n\n".join([page.rstrip(), *online_over_frozen(report), *along_the_run(report)]) + "\n"
 

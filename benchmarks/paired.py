@@ -32,9 +32,8 @@ from typing import Any
 
 from benchmarks.command import make_parser
 from benchmarks.golden import Tree, write_sums
-from tlt.bench.measure import rounds_in_turns
-from tlt.bench.report import environment, markdown, table, write_report
-from tlt.report.ratio import Ratio
+from benchmarks.report import environment, markdown, table, write_report
+from tlt.report.ratio import Ratio, rounds_in_turns
 from tlt.report.record import read_metrics
 
 CHILD = Path(__file__).with_name("paired_longtail.py")

@@ -29,7 +29,7 @@ def main(recipe: Path) -> None:
     )
     read_workload = find("benchmarks.longtail:read_workload", "tlt.bench.longtail:read_workload")
     trace = find("benchmarks.rollout:trace", "benchmarks.traces:trace", "tlt.bench.measure:trace")
-    subject_of = find("tlt.bench.subject:Subject")
+    subject_of = find("benchmarks.subject:Subject", "tlt.bench.subject:Subject")
     subject = subject_of(load_config(recipe / "quickstart.toml"))
     requests = read_workload(recipe / "longtail.json").requests
     trace(subject.engine("adaptive", len(requests)), requests[:8])  # what a fresh process is slow at

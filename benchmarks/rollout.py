@@ -4,8 +4,8 @@
 
     off, adaptive, 4x1x4 │ 4x1x4, adaptive, off │ …
 
-Speculation changes no token, so all variants do the same work (checked). What a user measures of a
-configuration of their own is `tlt bench rollout`. vLLM on the same work: `benchmarks.real_size --workload`.
+Speculation changes no token, so all variants do the same work (checked). At constant batch sizes:
+`benchmarks.constant`. vLLM on the same work: `benchmarks.real_size --workload`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import carry_out, command_of, make_parser, words
+from benchmarks.constant import over_off
 from benchmarks.longtail import Workload, hash_model, read_workload
-from tlt.bench.measure import in_turns
-from tlt.bench.report import header, markdown, ratio_text, table, write_report
-from tlt.bench.rollout import over_off
-from tlt.bench.subject import Subject
+from benchmarks.report import header, markdown, ratio_text, table, write_report
+from benchmarks.subject import Subject
 from tlt.config.load import load_config
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.io.files import check_output_file
-from tlt.report.ratio import Ratio
+from tlt.report.ratio import Ratio, in_turns
 from tlt.training.start import preflight
 from tlt.tuning.tuner import make_tuner
 from tlt.types import Request, Rollout

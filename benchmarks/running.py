@@ -1,6 +1,6 @@
 """The long tail of one step, without TLT and with it: running responses over the seconds of its rollout.
 
-    tlt bench train recipes/countdown/headline.toml --out FOLDER/bench --variants tlt --run.out_dir FOLDER
+    python -m benchmarks.train recipes/countdown/headline.toml --out FOLDER/bench --variants tlt --run.out_dir FOLDER
     python -m benchmarks.running FOLDER
 
 The step is the one whose rollouts' ratio is the median of the measured steps. Read from timelines; drawn by
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import carry_out, command_of, make_parser
-from tlt.bench.report import markdown, table, write_report
+from benchmarks.report import markdown, table, write_report
 from tlt.page.gather import RunRecords, read_run
 from tlt.page.time_use import Piece, read_step
 from tlt.report.record import StepRecord
@@ -109,9 +109,7 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = make_parser("running", __doc__, "benchmarks/results/running")
-    parser.add_argument(
-        "folder", type=Path, help="run.out_dir of `tlt bench train`; its report: FOLDER/bench"
-    )
+    parser.add_argument("folder", type=Path, help="run.out_dir of benchmarks.train; its report: FOLDER/bench")
     options = parser.parse_args()
 
     def work() -> None:

@@ -3,7 +3,7 @@ and on two.
 
     python -m benchmarks.step_at_size countdown --geometry qwen2.5-0.5b --keep DIR --out benchmarks/results/step-at-size
 
-The recipe's model is grown (docs/rollout.md, `--geometry`), and every way is a run of two steps in
+The recipe's model is grown (benchmarks/grown.py), and every way is a run of two steps in
 processes of its own. The second step counts: the first one packs and compiles. Memory is the largest
 resident set of a rank.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import carry_out, make_parser
-from tlt.bench.geometry import grown_config, hold_still, plan_growth
-from tlt.bench.report import header, markdown, number, table, write_report
+from benchmarks.grown import grown_config, hold_still, plan_growth
+from benchmarks.report import header, markdown, number, table, write_report
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.report.record import StepRecord, read_metrics
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument(
         "config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it"
     )
-    parser.add_argument("--geometry", required=True, help="as for tlt bench train")
+    parser.add_argument("--geometry", required=True, help="a name such as qwen2.5-0.5b, or a config.json")
     parser.add_argument("--keep", type=Path, help="folder for what is grown; default: a temporary one")
     parser.add_argument(
         "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="what is trained, on how many ranks"

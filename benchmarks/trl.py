@@ -28,9 +28,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.command import command_of, make_parser
-from tlt.bench.measure import in_turns
-from tlt.bench.report import environment, markdown, ratio_text, table, write_report
-from tlt.report.ratio import Ratio
+from benchmarks.report import environment, markdown, ratio_text, table, write_report
+from tlt.report.ratio import Ratio, in_turns
 
 ARMS = ("trl-tlt", "trl", "tlt")
 NAMES = {"trl": "TRL alone", "trl-tlt": "TRL with TLT", "tlt": "TLT alone"}

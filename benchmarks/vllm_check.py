@@ -27,9 +27,9 @@ import torch
 
 from benchmarks.command import make_parser
 from benchmarks.real_size.competitors import environment_of
+from benchmarks.report import environment, markdown, table, write_report
 from benchmarks.vllm_drafts import compare_drafts, make_random
 from benchmarks.vllm_environment import setup_vllm
-from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterExport, export
 from tlt.cli.drafter_eval import DrafterEval, evaluate
 from tlt.cli.task import WriteProblems, write_problems

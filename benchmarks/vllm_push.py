@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import command_of, make_parser
+from benchmarks.report import environment, markdown, table, write_report
 from benchmarks.side_by_side import NEAR_TIE, Responses, answers, compare, step_by_step
 from tlt.assembly.engine import EngineSettings, build_backend, load_stored_drafter
 from tlt.assembly.model import Model, load_model
-from tlt.bench.report import environment, markdown, table, write_report
 from tlt.config.vllm import VllmSection
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command_of, make_parser
+from benchmarks.report import environment, markdown, number, table, write_report
 from benchmarks.side_by_side import compare
-from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.hf.weights import content_hash
 from tlt.report.record import read_metrics
 from tlt.rollout.dynamic import Group

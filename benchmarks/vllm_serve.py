@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import make_parser
-from tlt.bench.report import environment, markdown, table, write_report
+from benchmarks.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterExport, export
 from tlt.io.files import dumps, with_folder, write_json
 from tlt.tasks.base import make_problems

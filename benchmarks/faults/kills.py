@@ -34,7 +34,7 @@ from benchmarks.faults.compare import difference
 from benchmarks.faults.report import Text, begin, make_parser, write
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, MOMENTS, Kill, read_events
 from benchmarks.faults.workspace import make_models
-from tlt.bench.report import number
+from benchmarks.report import number
 
 TIMEOUT_SECONDS = 1800.0
 """Of a run with all its kills: one that takes longer hangs."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command
-from tlt.bench.report import environment, markdown, table, write_report
+from benchmarks.report import environment, markdown, table, write_report
 
 Text = tuple[str, str, Sequence[str], Iterable[Sequence[Any]]]
 """Title, text, and the table's columns and rows."""

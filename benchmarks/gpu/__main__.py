@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.harness import Outcome, run_parts
 from benchmarks.gpu.parts import SECONDS, parts_of_gpu, parts_of_rehearsal
 from benchmarks.gpu.report import to_markdown
-from tlt.bench.report import write_report
+from benchmarks.report import write_report
 
 
 def main() -> int:

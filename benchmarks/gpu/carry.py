@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.gpu.environment import COMMIT_FILE
-from tlt.bench.report import environment
+from benchmarks.report import environment
 
 PACKAGES = ("annotated-types", "pydantic", "pydantic_core", "typing-inspection")
 PYTHON_VERSION = "3.12"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.harness import Record, seconds_of
-from tlt.bench.report import environment
+from benchmarks.report import environment
 
 PACKAGES = (
     "torch",

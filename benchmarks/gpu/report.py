@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.harness import Outcome
-from tlt.bench.report import ratio_text, table
+from benchmarks.report import ratio_text, table
 
 REHEARSED = "**A rehearsal on a CPU, in small: no figure here says anything of a GPU.**"
 

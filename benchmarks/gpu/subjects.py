@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.drafter_growth import grow_drafter
+from benchmarks.grown import Growth, compare, describe_growth, plan_growth
+from benchmarks.growth import GrownTensors
+from benchmarks.subject import Subject
 from tlt.assembly.model import Model
-from tlt.bench.geometry import Growth, compare, describe_growth, plan_growth
-from tlt.bench.subject import Subject
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.drafter.growth import grow_drafter
-from tlt.hf.growth import GrownTensors
 from tlt.training.start import pin
 from tlt.types import resolve_dtype
 

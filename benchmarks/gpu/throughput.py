@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from benchmarks.constant import constant
 from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import geometry_of, grown_subject, recipe
-from tlt.bench.rollout import constant
 
 
 def measure(record: Record, folder: Path) -> None:

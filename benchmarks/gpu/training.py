@@ -2,7 +2,7 @@
 what `tlt plan memory` says.
 
 The first step warms up, the last one is reported: seconds by phase. Learning rates are almost 0
-(bench/geometry.py).
+(grown.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import geometry_of, recipe
+from benchmarks.grown import HELD_STILL, grown_config, plan_growth
+from benchmarks.subject import plan_subject
+from benchmarks.train_report import phase_seconds
 from tlt.assembly.world import join_ranks
-from tlt.bench.geometry import HELD_STILL, grown_config, plan_growth
-from tlt.bench.memory import plan_subject
-from tlt.bench.train_report import phase_seconds
 from tlt.config.schema import Config
 from tlt.launch.signals import StopRequest
 from tlt.plan.memory import ALWAYS, MemoryPlan, plan_memory

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import geometry_of, recipe
-from tlt.bench.geometry import grown_config, plan_growth
+from benchmarks.grown import grown_config, plan_growth
 from tlt.training.problems import load_problems
 
 

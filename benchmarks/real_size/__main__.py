@@ -30,15 +30,14 @@ from typing import Any
 
 from benchmarks.command import carry_out, make_parser
 from benchmarks.gguf_export import export_gguf
+from benchmarks.grown import grown_config, plan_growth
 from benchmarks.longtail import hash_model, read_workload
 from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Process, check_python
 from benchmarks.real_size.report import Runs, describe_cell, to_markdown
 from benchmarks.real_size.serving import Took, Work
+from benchmarks.report import header, write_report
 from tlt.assembly.engine import load_stored_drafter
 from tlt.assembly.model import drafter_folder, model_folder, open_model
-from tlt.bench.geometry import grown_config, plan_growth
-from tlt.bench.measure import in_turns
-from tlt.bench.report import header, write_report
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.formats.export import FORMATS, export_drafter
@@ -47,6 +46,7 @@ from tlt.hf.config import config_to_hf
 from tlt.hf.weights import content_hash
 from tlt.io.files import check_output_file
 from tlt.models.packed import EMBEDDING, HEAD
+from tlt.report.ratio import in_turns
 from tlt.training.problems import load_problems, problems_of_step
 from tlt.training.start import pin
 from tlt.types import Problem, UserError, resolve_dtype
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument(
         "config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it"
     )
-    parser.add_argument("--geometry", help="grow model and drafter, as for tlt bench rollout")
+    parser.add_argument("--geometry", help="grow model and drafter, benchmarks/grown.py")
     parser.add_argument(
         "--workload", type=Path, help="a file of the long tail: one batch of all its requests"
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.real_size.competitors import BASE, Competitor
 from benchmarks.real_size.serving import Took
-from tlt.bench.report import markdown, number, ratio_text, speed_text, table
+from benchmarks.report import markdown, number, ratio_text, speed_text, table
 from tlt.report.ratio import Ratio
 
 

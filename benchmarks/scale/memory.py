@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.command import command_of, make_parser
 from benchmarks.largest import largest_mib
-from tlt.bench.report import environment, markdown, number, table, write_report
+from benchmarks.report import environment, markdown, number, table, write_report
 from tlt.cli.plan import PlanMemory, planned_run
 from tlt.config.load import load_config
 from tlt.drafter.formats.folder import save_drafter

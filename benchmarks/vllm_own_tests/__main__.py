@@ -25,10 +25,10 @@ from typing import Any
 
 from benchmarks.command import carry_out, command_of, make_parser
 from benchmarks.real_size.competitors import has_packages
+from benchmarks.report import environment, write_report
 from benchmarks.vllm_own_tests.files import FILES
 from benchmarks.vllm_own_tests.hub import make_hub
 from benchmarks.vllm_own_tests.report import WAYS, is_explained, summarize, to_markdown
-from tlt.bench.report import environment, write_report
 from tlt.types import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from benchmarks.report import markdown, table
 from benchmarks.vllm_own_tests.differences import reason_for
 from benchmarks.vllm_own_tests.hub import DESCRIBED, STAND_INS
-from tlt.bench.report import markdown, table
 
 WAYS = ("without", "asleep", "awake")
 Found = Mapping[tuple[str, str], Mapping[str, Any]]

@@ -33,7 +33,6 @@ NOT_RUN = {
     "shout:TASK": "a module that the page shows in parts",
     "quickstart.toml --task.options": "a recipe of smollm2",
     "reasoning-gym": "needs reasoning-gym",
-    "--geometry": "minutes, and gigabytes of memory",
     "tlt bench": "minutes",
     "--watch": "goes on until Ctrl-C",
     "--tracking.use": "needs wandb and tensorboardX",

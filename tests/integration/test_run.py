@@ -265,3 +265,11 @@ def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token(
     assert all(0 < coverage <= 1 for _, coverage in covered)
     assert len(json.loads((whole / "drafter" / "token_counts.json").read_text())["token_ids"]) > 9
     assert "from the 9 most frequent tokens" in (workspace / "nine.txt").read_text()
+
+
+def test_a_run_is_measured_with_its_own_drafter_and_problems(
+    workspace: Path, speculating_run: Path, tlt_here: Tlt, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tlt_here("bench", str(speculating_run), "--num", "2", "--rounds", "1") == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (record["responses"], record["num_different"], record["batch_size"]) == (8, 0, 8)

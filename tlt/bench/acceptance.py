@@ -20,13 +20,12 @@ from torch import Tensor
 
 from tlt.assembly.engine import EngineSettings, build_engine, build_learned
 from tlt.assembly.model import Model
-from tlt.bench.measure import in_turns, seconds_of
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal, OnVerdicts
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.kinds import DraftVocab
-from tlt.report.ratio import Ratio
+from tlt.report.ratio import Ratio, in_turns, seconds_of
 from tlt.speculative.params import BatchParams
 from tlt.speculative.strategy import Strategy
 from tlt.speculative.verify import Noise, Verify, verify

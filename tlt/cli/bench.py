@@ -1,209 +1,163 @@
-"""`tlt bench`: measures what speculation gains on a configuration, and writes OUT.json and OUT.md."""
+"""`tlt bench`: measures what speculation gains on a model or a run, off beside adaptive, in turns."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tlt.cli.engine import show_busy
-from tlt.cli.options import ConfigFile, Names, Numbers, Options, WithOverrides, Written
+from tlt.cli.data import Data, PromptOptions
+from tlt.cli.engine import EngineOptions, SamplingOptions, show_busy
+from tlt.cli.options import AdapterName, File, Written, with_dashes
+from tlt.cli.serve import is_run
 from tlt.cli.summary import Summary
-from tlt.config.load import load_config
-from tlt.io.files import Record, check_output_file
-from tlt.kinds import PositiveFloat, PositiveInt
+from tlt.io.files import Record, check_output_file, with_folder, write_json
+from tlt.io.hub import resolve_model
+from tlt.kinds import PositiveInt, Problems
 from tlt.types import UserError
 
 if TYPE_CHECKING:
-    from tlt.config.schema import Config
+    from tlt.bench.speculation import Subject
 
-Stem = Annotated[Path, Written("OUT")]
-Size = Annotated[str | None, Written("NAME|FILE")]
-
-
-class BenchOptions(Options):
-    """The configuration to measure, and the files of the results."""
-
-    config: ConfigFile
-    """TOML configuration, or the name of a recipe such as countdown."""
-    out: Stem
-    """Where the results go: OUT.json and OUT.md."""
-    geometry: Size = None
-    """Grows model and drafter into the sizes of a larger model: a name such as qwen2.5-0.5b, or a Hugging
-    Face config.json. What has grown generates the same tokens, each at the cost of the larger model."""
+OF_A_RUN = {"model", "num", "rounds", "out"}
 
 
-class BenchRollout(BenchOptions, WithOverrides):
-    """Measure how much faster rollouts are with speculation than without, at batches that stay at one size.
+class Bench(PromptOptions, SamplingOptions, EngineOptions):
+    """Measure how much faster a model or a run generates with adaptive speculation than without.
 
-    Every key of the configuration can be overridden, as for tlt train.
+    Engines with and without it generate the same responses, in turns. A model needs --prompts; a run is
+    measured with its own drafter, problems, sampling and engine.
     """
 
-    variants: Names = ("adaptive",)
-    """Speculations to compare with off: adaptive, or fixed strategies such as 4x1x4 or ngram:8x1x8."""
-    batches: Numbers = (1, 2, 4, 8, 16, 32)
-    """Batch sizes to measure."""
-    rounds: PositiveInt = 8
-    """Number of turns of every variant at each batch size."""
-    seconds: PositiveFloat = 2.0
-    """Length of one turn in seconds."""
+    model: Annotated[Path, Written("MODEL|RUN", is_alone=True)]
+    """A Hugging Face checkpoint folder, OWNER/NAME or OWNER/NAME@REVISION on the hub; or the folder of a run
+    (run.out_dir), whose last policy is measured."""
+    adapter: AdapterName = None
+    """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
+    prompts: Data = None
+    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
+    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
+    num: Problems = 16
+    """Number of prompts of each round; the next round takes the next ones."""
+    rounds: PositiveInt = 6
+    """Number of rounds: in each, the responses are generated once without speculation and once with."""
+    out: File = None
+    """JSON to write: the figures, and the machine they are of."""
 
 
-class BenchTrain(BenchOptions, WithOverrides):
-    """Measure how much faster whole RL steps are with TLT than without speculation.
+def run(options: Bench) -> Record:
+    """Measures and returns the figures."""
+    check_output_file(options.out, "--out")
+    with show_busy():
+        from tlt.bench.speculation import ADAPTIVE, OFF, measure
+        from tlt.report.environment import environment
 
-    The runs take turns and stay in run.out_dir; the same command with more --steps continues them. With
-    --geometry learning rates are almost 0.
-
-    Every key of the configuration can be overridden, as for tlt train.
-    """
-
-    variants: Names = ("tlt", "frozen")
-    """Runs to compare with off: tlt (the configuration as it is), frozen (the drafter is not trained), ahead
-    (with rollout.ahead = "adaptive")."""
-    steps: PositiveInt = 20
-    """RL steps of every run."""
-    minutes: PositiveFloat = 60.0
-    """Time limit in minutes: no step begins that would not end within it."""
-
-
-def rollout(options: BenchRollout) -> Record:
-    """Measures rollouts (bench/rollout.py); returns the ratios over off with their intervals, by
-    measurement."""
-    from tlt.bench.report import header, write_report
-    from tlt.bench.rollout import constant, over_off, rollout_markdown
-    from tlt.bench.subject import Subject
-    from tlt.drafter.drafting.hybrid import drafter_kinds
-    from tlt.tuning.tuner import make_tuner
-
-    config = _load(options, options.overrides)
-    for variant in options.variants:
-        make_tuner(variant, drafter_kinds(config.drafter.path is not None))
-    with _grown(config, options.geometry, num_engines=len(options.variants) + 1) as (config, geometry):
-        measurements: list[Record] = []
-        report = {**header(config, _command("tlt bench rollout")), **geometry, "measurements": measurements}
-        subject = Subject(config)
-        for batch_size in options.batches:
-            measured = constant(subject, options.variants, batch_size, options.rounds, options.seconds)
-            measurements.append(measured)
-            print(over_off(measured), flush=True)
-            # after each: a later one may be interrupted
-            write_report(options.out, report, rollout_markdown(report))
-    return {m["name"]: {name: _times(one) for name, one in m["ratios"].items()} for m in measurements}
-
-
-def train(options: BenchTrain) -> Record:
-    """Runs the variants in turns (bench/train.py); returns off's step time over each variant's. Where the
-    user stops it, it reports what is measured so far and exits as a run does."""
-    from tlt.bench.geometry import hold_still
-    from tlt.bench.report import header, write_report
-    from tlt.bench.train import OFF, VARIANTS, Plan, launch_runs
-    from tlt.bench.train_report import summarize_runs, train_markdown
-
-    for word in options.variants:
-        if word not in VARIANTS:
-            raise UserError(f"--variants: {word!r} is unknown; give some of {', '.join(VARIANTS)}")
-    config = _load(options, options.overrides if options.geometry is None else hold_still(options.overrides))
-    if config.rollout.speculation == "off":
-        raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
-    if "frozen" in options.variants and not config.drafter.train:
-        what = "frozen differs from tlt only where drafter.train is true"
-        raise UserError(f"--variants: {what}; set it, or leave frozen out")
-    runs = {"off": OFF, **{name: VARIANTS[name] for name in options.variants}}
-    keep = config.run.out_dir / "grown"
-    with _grown(config, options.geometry, num_runs=len(runs), keep=keep) as (config, geometry):
-        code = launch_runs(config, Plan(runs, options.steps, options.minutes))
-    if code not in (0, 130, 143):
-        raise SystemExit(code)
-    summary = summarize_runs(config.run.out_dir, tuple(runs))
-    report = {**header(config, _command("tlt bench train")), **geometry, **summary}
-    write_report(options.out, report, train_markdown("Whole steps with and without TLT", report))
-    if code:
-        raise SystemExit(code)
-    return {name: _times(report["runs"][name]["ratios"]["off"]) for name in options.variants}
-
-
-def _load(options: BenchOptions, overrides: tuple[str, ...]) -> Config:
-    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
-    return load_config(options.config, overrides)
-
-
-@contextlib.contextmanager
-def _grown(
-    config: Config, size: str | None, num_engines: int = 0, num_runs: int = 0, keep: Path | None = None
-) -> Iterator[tuple[Config, Record]]:
-    """Yields the configuration, with model and drafter grown where a size is given, and their lines for the
-    report. Refuses what it can before anything grows or is measured.
-
-    num_engines, num_runs: how many lie in memory side by side; 0: none.
-    keep: folder that keeps the grown model; None: it is removed.
-    """
-    from tlt.bench.geometry import grown_config, plan_growth
-    from tlt.bench.memory import plan_subject, refuse_engines, refuse_runs
-    from tlt.training.start import pin, preflight
-
-    config, growth = pin(config), None
-    with show_busy("reading model and problems"):
-        preflight(config, trains=size is None and num_runs > 0)
-        run = plan_subject(config)
-        if size is not None:
-            growth = plan_growth(config, size)
-            run = replace(run, model=growth.grown.config, drafter=growth.drafter_shape)
-        if num_engines and config.rollout.engine == "tlt":
-            refuse_engines(run, num_engines)
-        if num_runs:
-            refuse_runs(run, num_runs)
-    with grown_config(config, growth, keep) as (config, geometry):
-        for line in geometry.get("geometry", {}).get("lines", ()):
-            print(line, flush=True)
-        yield config, geometry
-
-
-def _command(name: str) -> str:
-    return " ".join([name, *sys.argv[3:]])
-
-
-def _times(ratio: Record) -> Record:
-    """Returns a ratio over off. low, high: its 95 % interval; None: one turn gives none."""
-    low, high = ratio["low"], ratio["high"]
-    return {
-        "times": ratio["mean"],
-        "low": low,
-        "high": high,
-        "is_resolved": low is not None and not low <= 1 <= high,
+        subject = _of_run(options) if is_run(options.model) else _of_model(options)
+    with show_busy("starting the engines"):
+        engines = subject.engines()
+    try:
+        measured = measure(engines, lambda i: subject.requests(i, options.num), options.rounds, _say)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    turns = measured.turns
+    record: Record = {
+        "speedup": asdict(measured.speedup),
+        "tokens_per_second": {
+            name: sum(turn.num_tokens for turn in taken) / sum(turn.seconds for turn in taken)
+            for name, taken in turns.items()
+        },
+        "accept_length": measured.stats.accept_length,
+        "responses": sum(len(turn.token_ids) for turn in turns[OFF]),
+        "tokens": sum(turn.num_tokens for turn in turns[OFF]),
+        "num_different": measured.num_different,
+        "batch_size": subject.settings.max_batch_size,
+        "strategy_seconds": {name: one.seconds for name, one in measured.stats.by_strategy.items()},
+        "device": str(engines[ADAPTIVE].device),
     }
+    if options.out is not None:
+        write_json(with_folder(options.out), record | {"environment": environment()})
+    return record
 
 
-def _written(one: Record) -> str:
-    interval = "" if one["low"] is None else f" ({one['low']:.2f} – {one['high']:.2f})"
-    return f"{one['times']:.2f}×{interval}" + ("" if one["is_resolved"] else ", not resolved")
+def _say(line: str) -> None:
+    print(f"tlt: {line}", file=sys.stderr, flush=True)
 
 
-def summarize_rollouts(record: Record) -> Summary:
-    """Returns the summary for people: the highest ratio whose interval excludes 1. Ratios below 1 are the
-    highest only where none is open."""
-    found = [(one, variant, name) for name, by in record.items() for variant, one in by.items()]
-    resolved = [(one["times"], variant, name) for one, variant, name in found if one["is_resolved"]]
-    best = max(resolved, default=(0.0, "", ""))
-    if best[0] > 1 or len(resolved) == len(found):
-        told = f"at most {best[0]:.2f}× ({best[1]}, {best[2]})"
-    else:
-        told = "not resolved; more --rounds narrow the intervals"
-    rows = {
-        name: "  ".join(f"{variant} {_written(one)}" for variant, one in by.items())
-        for name, by in record.items()
-    }
-    return Summary(f"rollouts, times as fast as off: {told}", rows)
+def _of_model(options: Bench) -> Subject:
+    """Returns a model with the options' prompts, sampling and engine."""
+    if options.prompts is None:
+        raise UserError("--prompts: is missing; give the prompts to answer, or the folder of a run")
+    import torch
 
+    from tlt.assembly.engine import load_stored_drafter
+    from tlt.assembly.model import load_model_for
+    from tlt.bench.speculation import ADAPTIVE, Subject
+    from tlt.hf.prompts import check_max_tokens
 
-def summarize_steps(record: Record) -> Summary:
-    """Returns the summary for people."""
-    times = (
-        f"{variant} " + (f"{one['times']:.2f}×" if one["is_resolved"] else "not resolved")
-        for variant, one in record.items()
+    options.check_engine(ADAPTIVE)
+    torch.set_num_threads(options.threads)
+    adapter = options.adapter and resolve_model(options.adapter)
+    model = load_model_for(resolve_model(options.model), options.engine, adapter)
+    vocab_size, window = model.config.vocab_size, model.config.max_positions
+    prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    if "max_tokens" in options.model_fields_set:
+        check_max_tokens(prompts, options.max_tokens, window, "--max-tokens")
+    params = model.with_ends(options.params(options.seed, model.stop_ids), "--stop")
+    longest = max(len(prompt.prompt_ids) for prompt in prompts) + params.max_tokens
+    return Subject(
+        model,
+        load_stored_drafter(options.drafter_folder, model),
+        options.engine_settings(ADAPTIVE, longest),
+        [(prompt.problem_id, prompt.prompt_ids) for prompt in prompts],
+        params,
+        options.samples,
     )
-    rows = {variant: _written(one) for variant, one in record.items()}
-    return Summary(f"steps, times as fast as off: {', '.join(times)}", rows)
+
+
+def _of_run(options: Bench) -> Subject:
+    """Returns a run's newest policy with its drafter, problems, sampling and engine."""
+    if theirs := sorted(options.model_fields_set - OF_A_RUN):
+        has = f"{options.model} is a run, which is measured as its configuration says"
+        raise UserError(f"--{with_dashes(theirs[0])}: {has}; leave it out, or give a model's folder")
+    import torch
+
+    from tlt.assembly.engine import EngineSettings, load_stored_drafter
+    from tlt.assembly.model import open_model
+    from tlt.assembly.policy import master_dtype
+    from tlt.assembly.world import device_of
+    from tlt.bench.speculation import Subject
+    from tlt.training.problems import load_problems
+    from tlt.training.served import open_served
+
+    served = open_served(options.model, None, _say)
+    config = served.config
+    torch.set_num_threads(config.run.threads_per_rank)
+    model = open_model(served.policy, master_dtype(config))
+    return Subject(
+        model,
+        load_stored_drafter(served.drafter, model),
+        EngineSettings.of_run(config, device_of(config).name),
+        [(one.problem_id, one.prompt_ids) for one in load_problems(config, "train", served.policy)],
+        model.with_ends(config.sampling.params(config.run.seed, model.stop_ids)),
+        config.rollout.samples_per_problem,
+    )
+
+
+def summarize(record: Record) -> Summary:
+    """Returns the summary for people."""
+    one, different = record["speedup"], record["num_different"]
+    told = f"{one['mean']:.2f}" + ("" if one["low"] is None else f" ({one['low']:.2f} to {one['high']:.2f})")
+    told = f"speculation: {told} times as fast as without"
+    if one["low"] is None or one["low"] <= 1 <= one["high"]:
+        told += ", not resolved: more --rounds narrow the interval"
+    rows: Record = {
+        "tokens/s": "  ".join(f"{name} {speed:,.1f}" for name, speed in record["tokens_per_second"].items()),
+        "tokens": f"{different} of {record['responses']} responses differ" if different else "the same",
+    }
+    rows |= {name: record[name] for name in ("accept_length", "responses", "batch_size", "device")}
+    rows["strategies"] = [
+        {"strategy": name, "time_seconds": seconds} for name, seconds in record["strategy_seconds"].items()
+    ]
+    return Summary(told, rows)

@@ -84,15 +84,13 @@ COMMANDS = {
     "drafter eval": Command(drafter_eval.DrafterEval, drafter_eval.evaluate, drafter_eval.summarize),
     "serve": Command(serve.Serve, serve.run),
     "hub push": Command(hub.HubPush, hub.run, hub.summarize),
-    "bench rollout": Command(bench.BenchRollout, bench.rollout, bench.summarize_rollouts),
-    "bench train": Command(bench.BenchTrain, bench.train, bench.summarize_steps),
+    "bench": Command(bench.Bench, bench.run, bench.summarize),
     "completion": Command(completion.Completion, complete),
 }
 FAMILIES = {
     "drafter": "Train, export and measure the small model that drafts for a large one.",
     "plan": "Say what a run takes before it begins.",
     "hub": "Share what a run has made.",
-    "bench": "Measure what speculation brings on your own configuration.",
 }
 
 

@@ -22,7 +22,7 @@ from tlt.config.mistakes import find_nearest, mistake, section_of, suggest_key
 from tlt.config.schema import Config
 from tlt.config.section import Explained, split_words
 from tlt.io.files import parse_json
-from tlt.kinds import LONGEST_SHOWN, BatchSize, StopIds, remedy, shorten
+from tlt.kinds import LONGEST_SHOWN, StopIds, remedy, shorten
 from tlt.types import UserError
 
 
@@ -82,7 +82,6 @@ StopWords = Annotated[tuple[str, ...], BeforeValidator(_read_texts), Written("TE
 _LISTED = Field(min_length=1), BeforeValidator(split_words)
 StopNumbers = Annotated[StopIds, Field(strict=False), BeforeValidator(split_words), Written("ID,...")]
 Names = Annotated[tuple[str, ...], *_LISTED, Written("NAME,...")]
-Numbers = Annotated[tuple[BatchSize, ...], *_LISTED, Written("N,...")]
 
 
 class Options(Explained):

@@ -86,7 +86,7 @@ def run(options: Serve) -> int:
     if options.speculation is not None:
         refuse_unserved(options.speculation)  # before a policy is exported
     with show_busy():
-        source = _run_source(options) if _is_run(options.source) else _model_source(options)
+        source = _run_source(options) if is_run(options.source) else _model_source(options)
         served = _served(options, source)
     words, variables = command(installed, served, options.rest), environment_for(os.environ)
     if options.print:
@@ -101,7 +101,8 @@ def _say(line: str) -> None:
     print(f"tlt: {line}", file=sys.stderr, flush=True)
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Returns whether the folder is a run's, not a model's."""
     return (folder / "config.json").is_file() and "run" in read_json(folder / "config.json")
 
 

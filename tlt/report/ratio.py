@@ -1,11 +1,18 @@
-"""The ratio of paired measurements, with its interval."""
+"""Measurements in turns, and the ratio of what is paired, with its interval.
+
+off ▕ on ▕ on ▕ off ▕ off ▕ on …
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _T_975 = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
@@ -39,3 +46,25 @@ class Ratio:
     def between(base: Sequence[float], other: Sequence[float]) -> Ratio:
         """Returns base / other, pair by pair."""
         return Ratio.of([a / b for a, b in zip(base, other, strict=True)])
+
+
+def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> Iterator[dict[str, list[T]]]:
+    """Runs every task once in each round, in alternating order. Yields all results after each round."""
+    results: dict[str, list[T]] = {name: [] for name in tasks}
+    for index in range(num_rounds):
+        for name in tasks if index % 2 == 0 else reversed(list(tasks)):
+            results[name].append(tasks[name]())
+        yield results
+
+
+def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
+    """Runs every task once in each round, in turns; returns each task's results, round by round."""
+    *_, results = rounds_in_turns(tasks, num_rounds)
+    return results
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Returns the seconds that a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -73,7 +73,7 @@ def train(run: Run) -> None:
 
 
 def advance(run: Run) -> PhaseResult:
-    """Takes one step. `tlt bench train` measures this very function."""
+    """Takes one step."""
     started, cpu_started = time.perf_counter(), time.process_time()
     phase = sample(run)
     off_pair = measure_times_off(run, phase)

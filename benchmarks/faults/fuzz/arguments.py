@@ -12,7 +12,6 @@ from tlt.cli.commands import COMMANDS
 
 AMOUNTS = {
     "num", "num_problems", "samples", "steps", "rounds", "seconds", "minutes", "epochs", "max_tokens",
-    "replicas", "batches",
 }  # fmt: skip
 """More of these is more work, which takes its time: they are given what is too little, or no number."""
 SPECULATION = (
@@ -21,7 +20,7 @@ SPECULATION = (
 )  # fmt: skip
 HARMLESS = (
     "task", "score", "plan memory", "generate", "drafter export", "train", "audit", "drafter eval",
-    "init",
+    "init", "bench",
 )  # fmt: skip
 TYPED = (
     "[" * 5000, "{" * 2000, "'" + "\\" * 3001, "0x", "1_0", "١", "²", "--", "-", "-1", "=", "--=", "a=b",
@@ -80,39 +79,13 @@ def _sound_words(place: Place, name: str) -> tuple[str, ...]:
         "score": ("countdown", "--problems", prompts, "--responses", responses),
         "audit": (model, "--prompts", prompts, *few),
         "drafter export": (drafter, "--target", model, "--to", "exported", "--format", "vllm-eagle"),
+        "bench": (model, "--prompts", prompts, "--num", "2", "--rounds", "1", *few),
         "drafter eval": (drafter, "--model", model, "--prompts", prompts, *few),
     }[name]
 
 
 def strange_commands(place: Place, rng: Random) -> Case:
     """Words that are no command, or one without what it needs."""
-    families = ",drafter,plan,bench,--help,--version,-h,train --help,help,TRAIN,bench train,bench rollout"
+    families = ",drafter,plan,bench,--help,--version,-h,train --help,help,TRAIN,bench"
     words = rng.choice(families.split(",")).split() + [_odd_word(rng) for _ in range(rng.randrange(3))]
     return Case(tuple(word for word in words if "\0" not in word or rng.random() < 0.5))
-
-
-def benchmarks(place: Place, rng: Random) -> Case:
-    """A benchmark of a configuration that drafts from what it has generated, or is otherwise seldom
-    measured."""
-    config = place.config()
-    config["rollout"] |= rng.choice(
-        (
-            {"ahead": 1, "speculation": "ahead+hybrid:64x1x64"},
-            {"ahead": "adaptive", "speculation": "ahead+ngram:4"},
-            {"speculation": "off"},
-            {"speculation": rng.choice(SPECULATION)},
-        )
-    )
-    file = str(place.write("run.toml", to_toml(config)))
-    if rng.random() < 0.5:
-        return Case(("bench", "train", file, "--out", "bench", "--steps", rng.choice(("2", "1", "0"))))
-    parts = rng.choice(("constant", "workload", "x", ""))
-    few = (
-        "--batches",
-        rng.choice(("1", "2", "0", "x")),
-        "--rounds",
-        rng.choice(("1", "2")),
-        "--seconds",
-        "0.1",
-    )
-    return Case(("bench", "rollout", file, "--out", "bench", "--parts", parts, *few, "--steps", "2"))

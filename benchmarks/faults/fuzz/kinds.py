@@ -20,7 +20,6 @@ INPUTS: dict[str, tuple[Kind, int]] = {
     "a model's tokenizer": (inputs.tokenizer, 60),
     "a drafter": (inputs.drafter, 60),
     "arguments": (arguments.commands, 200),
-    "benchmarks": (arguments.benchmarks, 12),
     "strange commands": (arguments.strange_commands, 60),
     "variables of launchers": (surroundings.started_by_others, 120),
     "environment": (surroundings.environments, 25),

@@ -55,7 +55,7 @@ def test_the_help_of_train_lists_every_key_of_the_configuration(capsys: pytest.C
     assert "--task.options.KEY" in shown
 
 
-@pytest.mark.parametrize("family", ["drafter", "bench", ""])
+@pytest.mark.parametrize("family", ["drafter", "hub", ""])
 def test_tlt_or_a_family_alone_lists_its_commands(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = family.split()
     for arguments, code in ((words, 2), ([*words, "--help"], 0), (["-h", *words], 0)):

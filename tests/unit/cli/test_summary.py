@@ -11,7 +11,6 @@ import pytest
 
 from tests.unit.cli.parts import fail, succeed
 from tlt.cli import main as cli
-from tlt.cli.bench import _times, summarize_rollouts
 from tlt.cli.commands import COMMANDS
 from tlt.cli.summary import Summary, json_alone, label_of, show, written
 from tlt.drafter.training.offline import OfflineSummary
@@ -40,10 +39,10 @@ def test_on_a_terminal_the_headline_comes_first_and_no_json(capsys: pytest.Captu
 def test_with_json_it_stands_alone_on_stdout_even_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*TASK, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == 3
-    assert cli.main(["plan", "speed", "countdown", "--steps", "1", "--replicas", "1", "--json"]) == 0
+    assert cli.main(["plan", "memory", "countdown", "--json"]) == 0
     said = capsys.readouterr()
-    assert "replicas" in json.loads(said.out)
-    assert "assumed:" in said.err
+    assert "fits" in json.loads(said.out)
+    assert "memory of a rank in GiB" in said.err
 
 
 def test_what_started_processes_print_is_no_part_of_the_json(capfd: pytest.CaptureFixture[str]) -> None:
@@ -94,34 +93,20 @@ def test_values_are_rounded_and_wear_the_unit_of_their_name(name: str, value: ob
     assert written(name, value) == text
 
 
-def over_off(mean: float, low: float | None, high: float | None) -> dict[str, Any]:
-    return _times({"mean": mean, "low": low, "high": high})
-
-
-@pytest.mark.parametrize(
-    ("measured", "told"),
-    [
-        ([(1.78, 0.39, 8.03)], "not resolved; more --rounds narrow the intervals"),
-        ([(1.78, None, None)], "not resolved; more --rounds narrow the intervals"),
-        ([(1.01, 0.99, 1.03), (0.8, 0.7, 0.9)], "not resolved; more --rounds narrow the intervals"),
-        ([(1.78, 0.39, 8.03), (1.3, 1.2, 1.4)], "at most 1.30× (adaptive, batch 1)"),
-        ([(0.9, 0.85, 0.95), (0.8, 0.7, 0.9)], "at most 0.90× (adaptive, batch 0)"),
-    ],
-)
-def test_the_headline_of_rollouts_is_a_ratio_whose_interval_excludes_1(measured: list, told: str) -> None:
-    record = {f"batch {i}": {"adaptive": over_off(*ratio)} for i, ratio in enumerate(measured)}
-    assert summarize_rollouts(record).headline == f"rollouts, times as fast as off: {told}"
-
-
 RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     "audit": ({"lossless": None, "modes": {"off": {"lossless": True}}, "device": "cpu"}, "undecided"),
-    "bench rollout": (
-        {"batch 1": {"adaptive": over_off(1.5, 1.4, 1.6)}, "batch 8": {"adaptive": over_off(1.2, 1.1, 1.3)}},
-        "rollouts, times as fast as off: at most 1.50× (adaptive, batch 1)",
-    ),
-    "bench train": (
-        {"tlt": over_off(1.4, 1.2, 1.6), "frozen": over_off(1.25, 0.39, 8.03)},
-        "steps, times as fast as off: tlt 1.40×, frozen not resolved",
+    "bench": (
+        {
+            "speedup": {"mean": 1.5, "low": 1.4, "high": 1.6},
+            "tokens_per_second": {"off": 100.0, "adaptive": 150.0},
+            "accept_length": 2.5,
+            "responses": 8,
+            "num_different": 0,
+            "batch_size": 8,
+            "strategy_seconds": {"4x1x4": 1.0},
+            "device": "cpu",
+        },
+        "speculation: 1.50 (1.40 to 1.60) times as fast as without",
     ),
     "drafter export": (
         {"format": "vllm-eagle", "engine": "vLLM", "draft_vocab": 24, "out": "served"},

@@ -36,7 +36,6 @@ from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabu
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import new_model, pack_drafter
-from tlt.drafter.growth import grow_drafter
 from tlt.drafter.measure import Measurement, check_arrival
 from tlt.drafter.shape import Method, drafter_shape
 from tlt.drafter.training.losses import PRESETS
@@ -458,7 +457,7 @@ def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_
 # ── in folders ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_folder_keeps_the_counts_and_a_grown_drafter_has_them_too(tmp_path: Path) -> None:
+def test_a_folder_keeps_the_counts(tmp_path: Path) -> None:
     counts_V = torch.zeros(VOCAB)
     counts_V[[3, 9, 60]] = torch.tensor([4.0, 2.25, 1.0])
     save_drafter(tmp_path / "a", MODEL, torch.float32, {}, counts_V)
@@ -467,10 +466,6 @@ def test_a_folder_keeps_the_counts_and_a_grown_drafter_has_them_too(tmp_path: Pa
     assert torch.equal(found.counts_V, counts_V)
     save_drafter(tmp_path / "b", MODEL, torch.float32)
     assert load_drafter(tmp_path / "b", CONFIG).counts_V is None
-    larger = ModelConfig("llama", 2 * VOCAB, 64, 96, 2, 4, 2, 16, max_positions=CONFIG.max_positions)
-    grown = grow_drafter(found, CONFIG, dict(POLICY.state_dict()), larger, torch.float32)
-    assert grown.counts_V is not None
-    assert (len(grown.counts_V), float(grown.counts_V.sum())) == (2 * VOCAB, 7.25)
 
 
 COUNTS_OF = '{"token_ids": %s, "counts": %s}'

@@ -211,7 +211,7 @@ def test_training_it_is_refused_before_anything_starts(
         ("generate", "MODEL", "--prompts", "prompts.jsonl", "--out", "out.jsonl"),
         ("drafter", "train", "MODEL", "--responses", "prompts.jsonl", "--out", "drafter"),
         ("plan", "memory", str(RECIPE), "--model.path", "MODEL"),
-        ("bench", "rollout", str(RECIPE), "--out", "bench", "--model.path", "MODEL"),
+        ("bench", "MODEL", "--prompts", "prompts.jsonl"),
     ],
     ids=lambda command: " ".join(command[:2]),
 )

@@ -10,7 +10,7 @@ import pytest
 
 from tlt.config.load import load_config
 from tlt.hf.config import load_model_config
-from tlt.hf.geometry import GEOMETRIES
+from tlt.models.decoder import ModelConfig
 from tlt.plan.choices import Choices, DataFacts, Facts, MachineFacts, ModelFacts, _plan, choose
 from tlt.plan.memory import plan_memory
 from tlt.types import UserError
@@ -200,9 +200,16 @@ def test_every_choice_is_a_key_with_a_reason_that_the_configuration_takes(machin
 # ── the table of docs/memory.md ─────────────────────────────────────────────────────────────────────────────
 
 
+QWENS = {
+    "0.5B": ModelConfig("qwen2", 151_936, 896, 4864, 24, 14, 2, 64, tie_embeddings=True),
+    "1.5B": ModelConfig("qwen2", 151_936, 1536, 8960, 28, 12, 2, 128, tie_embeddings=True),
+    "7B": ModelConfig("qwen2", 152_064, 3584, 18_944, 28, 28, 4, 128),
+}
+
+
 def told(size: str, machine: MachineFacts) -> str:
     """Returns a row of the table: what is chosen for a Qwen2.5, and what the plan of memory says of it."""
-    shape = replace(GEOMETRIES[f"qwen2.5-{size.lower()}"], max_positions=32_768)
+    shape = replace(QWENS[size], max_positions=32_768)
     facts = Facts(
         ModelFacts(shape, True, "bfloat16"),
         DataFacts([{"question": "1?", "answer": "2"}], 1000),
@@ -235,7 +242,7 @@ def test_the_page_on_memory_shows_what_is_chosen_for_three_models_on_three_machi
 
 def test_the_plan_that_choices_rest_on_counts_parameters_as_arithmetic_by_hand_does() -> None:
     """Of a 7B that eight GPUs share: float32 slices, Adam's two moments, and the engine's whole bfloat16."""
-    shape = replace(GEOMETRIES["qwen2.5-7b"], max_positions=32_768)
+    shape = replace(QWENS["7B"], max_positions=32_768)
     facts = Facts(
         ModelFacts(shape, True), DataFacts([{"question": "1?", "answer": "2"}], 1000), EIGHT_GPUS, 100
     )

@@ -141,7 +141,7 @@ def test_the_command_says_what_lies_there_and_what_to_run_next(
     assert capsys.readouterr().err.startswith(f"tlt: error: {tmp_path / 'mine'}: ")
 
 
-@pytest.mark.parametrize("command", [("train",), ("plan", "memory"), ("plan", "speed"), ("init",)])
+@pytest.mark.parametrize("command", [("train",), ("plan", "memory"), ("init",)])
 def test_every_command_that_takes_a_configuration_lists_the_names_where_one_is_unknown(
     command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from tlt.hf.geometry import kv_sources, query_places
+from benchmarks.geometry import kv_sources, query_places
 from tlt.hf.weights import expected_shapes
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer

@@ -1,4 +1,6 @@
-"""`tlt bench train`: whole RL runs side by side, with TLT and without, step by step in turns.
+"""Whole RL runs side by side, with TLT and without, step by step in turns.
+
+    python -m benchmarks.train recipes/countdown/headline.toml --out RESULT --variants tlt,frozen --steps 20
 
     step k        tlt: rollout │ update │ publish │ record        off: rollout │ update │ publish │ record
     step k + 1    off: …                                          tlt: …
@@ -16,17 +18,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.command import carry_out, command_of, make_parser, words
+from benchmarks.grown import grown_config, hold_still, plan_growth
+from benchmarks.report import Changes, header, side_by_side, with_changes, write_report
+from benchmarks.train_report import Turn, read_turns, summarize_runs, train_markdown
 from tlt.assembly.world import join_ranks
-from tlt.bench.report import Changes, side_by_side, with_changes
-from tlt.bench.train_report import Turn, read_turns
+from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.ranks.world import World, any_rank, gather_objects, shutdown
 from tlt.report.console import Console
@@ -37,6 +44,7 @@ from tlt.saved.inputs import files_of
 from tlt.saved.run_folder import claim
 from tlt.training.loop import advance
 from tlt.training.run import Run
+from tlt.training.start import pin, preflight
 from tlt.types import UserError
 
 if TYPE_CHECKING:
@@ -93,7 +101,7 @@ def launch_runs(config: Config, plan: Plan) -> int:
             )
         claim(folder / name, files_of(changed), goes_on=written.exists())
     argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
-    return launch(argument, all_ranks(config), "tlt.bench.train:run_rank", config.run.threads_per_rank)
+    return launch(argument, all_ranks(config), "benchmarks.train:run_rank", config.run.threads_per_rank)
 
 
 def run_rank(argument: str, stop: StopRequest) -> None:
@@ -200,3 +208,36 @@ def describe_round(turns: Sequence[Turn]) -> str:
     different = sum(turn.num_different for turn in turns)
     same = "same tokens" if not different else f"{different} responses differ"
     return f"step {turns[0].step}: {', '.join(f'{t.run} {t.seconds:.1f} s' for t in turns)}; {same}"
+
+
+def main() -> int:
+    parser = make_parser("train", __doc__)
+    parser.add_argument(
+        "config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it"
+    )
+    parser.add_argument("--geometry", help="grow model and drafter (grown.py); learning rates are almost 0")
+    parser.add_argument("--variants", type=words, default=("tlt", "frozen"), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="of every run, those of earlier sessions included"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="no step begins that would not end in time"
+    )
+    options, overrides = parser.parse_known_args()
+    if unknown := set(options.variants) - VARIANTS.keys():
+        raise UserError(f"--variants: {min(unknown)!r} is unknown; give some of {', '.join(VARIANTS)}")
+    config = pin(load_config(options.config, hold_still(overrides) if options.geometry else overrides))
+    preflight(config, trains=options.geometry is None)
+    runs = {"off": OFF, **{name: VARIANTS[name] for name in options.variants}}
+    growth = None if options.geometry is None else plan_growth(config, options.geometry)
+    with grown_config(config, growth, keep=config.run.out_dir / "grown") as (config, geometry):
+        code = launch_runs(config, Plan(runs, options.steps, options.minutes))
+    if code in (0, 130, 143):
+        summary = summarize_runs(config.run.out_dir, tuple(runs))
+        report = {**header(config, command_of(parser)), **geometry, **summary}
+        write_report(options.out, report, train_markdown("Whole steps with and without TLT", report))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(carry_out("train", main))

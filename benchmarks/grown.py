@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.drafter_growth import grow_drafter, grow_shape
+from benchmarks.geometry import OPTION, Geometry, Grown, find_geometry, grow_config
+from benchmarks.growth import NOISE, GrownTensors
+from benchmarks.report import with_changes
 from tlt import __version__
 from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, adapter_folder, drafter_folder, load_model, model_folder, open_model
 from tlt.assembly.policy import master_dtype
 from tlt.assembly.world import device_of, engine_dtype
-from tlt.bench.report import with_changes
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter, save_stored
-from tlt.drafter.growth import grow_drafter, grow_shape
 from tlt.drafter.shape import DrafterShape
 from tlt.hf.config import config_to_hf
-from tlt.hf.geometry import OPTION, Geometry, Grown, find_geometry, grow_config
-from tlt.hf.growth import NOISE, GrownTensors
 from tlt.hf.weights import content_hash, expected_shapes, save_model
 from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
@@ -162,9 +162,7 @@ def check_disk(folder: Path, geometry: Geometry, num_bytes: int) -> None:
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if (free := shutil.disk_usage(place).free) < num_bytes:
         sizes = f"takes {num_bytes / 1e9:.1f} GB of disk in {place}, where {free / 1e9:.1f} GB are free"
-        remedy = (
-            "set run.out_dir or, for tlt bench rollout, TMPDIR to a larger disk, or run.dtype to bfloat16"
-        )
+        remedy = "set run.out_dir or TMPDIR to a larger disk, or run.dtype to bfloat16"
         raise UserError(f"{OPTION}: {geometry.name} {sizes}; {remedy}")
 
 

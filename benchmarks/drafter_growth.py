@@ -1,4 +1,4 @@
-"""Grows a drafter along with its target (hf/growth.py). It proposes the same tokens, at the cost of the
+"""Grows a drafter along with its target (growth.py). It proposes the same tokens, at the cost of the
 larger geometry. The number of its layers stays.
 
     fc             its input is several vectors side by side, e + e → E + E: each grows in place. In EAGLE's
@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.geometry import OPTION, Geometry, check_geometry
+from benchmarks.growth import NOISE, Axis, FillNoise, Form, Widening, probe_tokens
 from tlt.drafter.block import BlockModel, run_blocks
 from tlt.drafter.eagle import EagleModel
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import BlockShape, DrafterShape, EagleShape, markov_rank
-from tlt.hf.geometry import OPTION, Geometry, check_geometry
-from tlt.hf.growth import NOISE, Axis, FillNoise, Form, Widening, probe_tokens
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer

@@ -1,4 +1,4 @@
-"""Reports the turns of `tlt bench train`, from their files: ratios of step seconds, phases, differences."""
+"""Reports the turns of train.py, from their files: ratios of step seconds, phases, differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.report import markdown, number, ratio_text, table
+from benchmarks.report import markdown, number, ratio_text, table
 from tlt.io.files import read_appended
 from tlt.report.ratio import Ratio
 from tlt.report.record import StepRecord, read_metrics

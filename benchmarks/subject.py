@@ -9,16 +9,19 @@ import dataclasses
 
 import torch
 
+from benchmarks.report import side_by_side
 from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, adapter_folder, drafter_folder, model_folder, open_model
 from tlt.assembly.policy import master_dtype
 from tlt.assembly.world import device_of
-from tlt.bench.report import side_by_side
 from tlt.config.schema import Config
-from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.formats.folder import StoredDrafter, load_shape
 from tlt.engine.backend import RolloutBackend
+from tlt.hf.config import load_model_config
 from tlt.models.packed import PackedTransformer
+from tlt.plan.sizes import PlannedRun
 from tlt.training.problems import load_problems, problems_of_step
+from tlt.training.start import plan_run
 from tlt.types import Request
 
 
@@ -57,3 +60,11 @@ class Subject:
         """Returns the `helping`-th share of endless work: one response to each of `num` problems."""
         chosen = problems_of_step(self.problems, helping, min(num, len(self.problems)), seed=1)
         return [Request(p.problem_id, 0, p.prompt_ids, self.params, "rollout", helping) for p in chosen]
+
+
+def plan_subject(config: Config) -> PlannedRun:
+    """Returns the run that the memory plan of a configuration is about."""
+    model, folder = load_model_config(model_folder(config)), drafter_folder(config)
+    drafter = None if folder is None else load_shape(folder, model)
+    longest_prompt = max(len(problem.prompt_ids) for problem in load_problems(config, "train"))
+    return plan_run(config, model, drafter, longest_prompt)

@@ -1,21 +1,32 @@
-"""`tlt bench rollout`: tokens per second at a constant batch size, of off and of the variants, in turns."""
+"""Tokens per second at constant batch sizes, of off and of the variants, in turns.
+
+python -m benchmarks.constant countdown --out RESULT --variants adaptive,4x1x4 --batches 1,4,16
+python -m benchmarks.constant countdown --out RESULT --geometry qwen2.5-0.5b     # grown.py
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tlt.bench.measure import in_turns
-from tlt.bench.report import markdown, number, ratio_text, speed_text, table
-from tlt.bench.subject import Subject
+from benchmarks.command import carry_out, command_of, make_parser, words
+from benchmarks.grown import grown_config, plan_growth
+from benchmarks.report import header, markdown, number, ratio_text, speed_text, table, write_report
+from benchmarks.subject import Subject
+from tlt.config.load import load_config
+from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.report.ratio import Ratio
+from tlt.report.ratio import Ratio, in_turns
+from tlt.training.start import pin, preflight
+from tlt.tuning.tuner import make_tuner
 from tlt.types import Request
 
 
@@ -88,7 +99,7 @@ def over_off(measured: Mapping[str, Any]) -> str:
     return f"{measured['name']}: off {speed_text(measured['tokens_per_second']['off'])} tokens/s; {words}"
 
 
-def rollout_markdown(report: Mapping[str, Any]) -> str:
+def to_markdown(report: Mapping[str, Any]) -> str:
     """Returns the report as Markdown."""
     measurements = report["measurements"]
     names = list(measurements[0]["ratios"])
@@ -100,3 +111,35 @@ def rollout_markdown(report: Mapping[str, Any]) -> str:
     said = "Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval)."
     batches = table(["batch", "off, tokens/s", *names], rows)
     return markdown("Rollout benchmark", report, said, "## Constant batch", batches)
+
+
+def main() -> None:
+    parser = make_parser("constant", __doc__)
+    parser.add_argument(
+        "config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it"
+    )
+    parser.add_argument("--geometry", help="grow model and drafter (grown.py)")
+    parser.add_argument(
+        "--variants", type=words, default=("adaptive",), help="besides off: adaptive, 4x1x4, …"
+    )
+    parser.add_argument("--batches", type=words, default=("1", "4", "16"), help="batch sizes")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of every variant at each batch size")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one turn")
+    options, overrides = parser.parse_known_args()
+    config = pin(load_config(options.config, overrides))
+    for variant in options.variants:
+        make_tuner(variant, drafter_kinds(config.drafter.path is not None))
+    preflight(config)
+    growth = None if options.geometry is None else plan_growth(config, options.geometry)
+    with grown_config(config, growth) as (config, geometry):
+        measurements: list[dict[str, Any]] = []
+        report = {**header(config, command_of(parser)), **geometry, "measurements": measurements}
+        subject = Subject(config)
+        for batch in map(int, options.batches):
+            measurements.append(constant(subject, options.variants, batch, options.rounds, options.seconds))
+            print(over_off(measurements[-1]), flush=True)
+            write_report(options.out, report, to_markdown(report))
+
+
+if __name__ == "__main__":
+    sys.exit(carry_out("constant", main))
