@@ -126,7 +126,12 @@ def make_drafter(model: Path, folder: Path, method: str = "eagle", seed: int = 2
 
 
 def vllm_engine(
-    model: Path, speculation: str, drafter: Path | None = None, batch: int = 8, **vllm: Any
+    model: Path,
+    speculation: str,
+    drafter: Path | None = None,
+    batch: int = 8,
+    window: int = 400,
+    **vllm: Any,
 ) -> Any:
     settings = EngineSettings(
         speculation,
@@ -135,7 +140,7 @@ def vllm_engine(
         drafting=DrafterSection(train=drafter is not None),
         kv_gib=0.25,
         vllm=VllmSection(**{"compile": False} | vllm),
-        window=400,
+        window=window,
     )
     return load_engine(load_model_for(model, "vllm"), settings, drafter)
 

@@ -1,5 +1,5 @@
 """What vLLM says of its drafts is what happened, and log-probabilities stay while it drafts: under the law,
-with the tuner, and with references longer than any draft of vLLM's own.
+with the tuner.
 
 What happened is counted from the tokens alone: a draft's tokens are accepted as far as they are those of the
 response that our own engine gives without drafts.
@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.side_by_side import RandomLengths, answers
-from tests.vllm.parts import in_vllm
-from tests.vllm.test_references import REQUESTS, WINDOW, engine_with
-from tlt.drafter.drafting.references import References
+from tests.vllm.parts import BASE, DRAFTER, in_vllm, vllm_engine
+from tlt.assembly.model import load_model
 from tlt.speculative.strategy import BatchState, Strategy
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request
@@ -27,14 +27,27 @@ pytestmark = in_vllm
 
 SPARE = 16
 """Tokens behind a response's end that a last draft may reach."""
-NUM_TOKENS = 90
+NUM_TOKENS, WINDOW = 90, 240
+PARAMS = (OurParams(1.0), OurParams(0.0), OurParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
+
+
+def requests_for(num: int) -> list[Request]:
+    """Without stop tokens: long responses."""
+    tokenizer = load_model(BASE, torch.float32).tokenizer
+    assert tokenizer is not None
+    prompts = [tuple(tokenizer.encode_text(f"[{i + 1},{i + 3},7:{20 + i}]")) for i in range(num)]
+    params = [replace(one, max_tokens=NUM_TOKENS, seed=6) for one in PARAMS]
+    return [Request(f"f{i}", 0, prompt, params[i % 3]) for i, prompt in enumerate(prompts)]
+
+
+REQUESTS = requests_for(9)
 Steps = dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]
 """By prompt: every verified draft, after the number of the response's tokens before it."""
 
 
 @pytest.fixture(scope="module")
 def telling() -> Iterator[Any]:
-    """vLLM with the tuner in its scheduler, EAGLE and references, which keeps and tells its counts."""
+    """vLLM with the tuner in its scheduler and EAGLE, which keeps and tells its counts."""
     from tlt.vllm import start
     from tlt.vllm.inside.tuned import TunedScheduler
 
@@ -43,7 +56,7 @@ def telling() -> Iterator[Any]:
     told |= {"per_request_spec_decode_metrics": "detailed", "max_logprobs": 6}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "arguments", lambda settings: {**quiet(settings), **told})
-        engine = engine_with("EAGLE beside", References(None), own_process=True)
+        engine = vllm_engine(BASE, "8x1x8", DRAFTER, 6, window=WINDOW, own_process=True)
     yield engine
     engine.close()
 
@@ -98,52 +111,20 @@ def counted(steps: Sequence[tuple[int, int]], num_positions: int) -> Counter[str
     return found + Counter(f"position-{i}" for num in accepted for i in range(min(num, num_positions)))
 
 
-def test_long_references_are_counted_in_full(
-    telling: Any, own: Any, verified: Steps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of every other request; the positions that vLLM counts one by one end with its own longest draft."""
-    right, engine = answers(own, REQUESTS), telling.link._engine
-    for request in REQUESTS[::2]:
-        token_ids = right[request.problem_id, 0].token_ids
-        telling.references.kept.keep(request.noise_key, token_ids)
-    told, step, before = {}, engine.step, counters(telling)
-
-    def heard() -> Any:
-        outputs = step()
-        told.update({o.request_id: o.outputs[0].spec_decode_metrics for o in outputs if o.finished})
-        return outputs
-
-    monkeypatch.setattr(engine, "step", heard)
-    monkeypatch.setattr(telling, "stats", type(telling.stats)())
-    found = answers(telling, REQUESTS)
-    assert {key: one.token_ids for key, one in found.items()} == {
-        key: one.token_ids for key, one in right.items()
-    }
-    want = happened(verified, own, REQUESTS)
-    every = [step for steps in want for step in steps]
-    assert max(accepted for accepted, _ in every) > telling.link.max_depth
-    assert counters(telling) - before == counted(every, telling.link.max_depth)
-    assert telling.stats.num_drafted_tokens == sum(drafted for _, drafted in every)
-    steps_of = [list(zip(one.per_step_accepted, one.per_step_drafted, strict=True)) for one in told.values()]
-    assert sorted(steps_of) == sorted(want)
-    for one in told.values():
-        assert one.to_dict()["mean_acceptance_length"] == pytest.approx(
-            1 + sum(one.per_step_accepted) / len(one.per_step_accepted)
-        )
-
-
 def test_a_response_near_the_window_s_end_stops_nobody_s_drafts(
     telling: Any, own: Any, verified: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One has a reference, and reaches the end early; vLLM would have the others verify zeros from then on."""
+    """One has a long prompt, and reaches the end early; vLLM would have the others verify zeros from then
+    on."""
     monkeypatch.setattr(telling.link._scheduler, "tuner", Fixed(Strategy("learned", 4, 1, 4)))
-    rooms = [WINDOW - len(request.prompt_ids) for request in REQUESTS[:3]]
+    prompts = [request.prompt_ids for request in REQUESTS[:3]]
+    prompts[0] = (prompts[0] * WINDOW)[: WINDOW // 2]
+    rooms = [WINDOW - len(prompt) for prompt in prompts]
     requests = [
-        replace(r, params=replace(r.params, max_tokens=room))
-        for r, room in zip(REQUESTS[:3], rooms, strict=True)
+        replace(r, prompt_ids=prompt, params=replace(r.params, max_tokens=room))
+        for r, prompt, room in zip(REQUESTS, prompts, rooms, strict=False)
     ]
     right = answers(own, requests)
-    telling.references.kept.keep(requests[0].noise_key, right[requests[0].problem_id, 0].token_ids)
     found = answers(telling, requests)
     assert {key: one.token_ids for key, one in found.items()} == {
         key: one.token_ids for key, one in right.items()

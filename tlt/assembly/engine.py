@@ -163,7 +163,7 @@ def build_backend(
     """Builds the engine that the settings name, with the model as its policy. Raises UserError where that is
     impossible.
 
-    references: earlier responses to draft from, unless speculation is off; vLLM on a GPU ignores them.
+    references: earlier responses to draft from, unless speculation is off; for engine tlt.
     """
     if settings.engine == "tlt":
         assert isinstance(model, Model), "load_model_for refuses others"
@@ -185,7 +185,7 @@ def build_backend(
             engine.load_drafter(ReferenceDrafter(engine.drafter, references, settings.max_batch_size))
         return engine
     assert verify is verify_by_the_law, "vLLM verifies for itself"
-    return _build_vllm(model, settings, drafter, on_span, references)
+    return _build_vllm(model, settings, drafter, on_span)
 
 
 def _build_vllm(
@@ -193,12 +193,10 @@ def _build_vllm(
     settings: EngineSettings,
     drafter: StoredDrafter | None,
     on_span: Callable[[Span], None] | None,
-    references: References | None,
 ) -> RolloutBackend:
     from tlt.assembly.vllm import Learned, VllmPlan, build_vllm
     from tlt.vllm.link import needs_own_process
     from tlt.vllm.settings import VllmSettings
-    from tlt.vllm.strategies import takes_drafts
 
     drafting, window = settings.drafting, model.config.max_positions
     vllm = VllmSettings(
@@ -213,10 +211,7 @@ def _build_vllm(
         section=settings.vllm,
         own_process=settings.vllm.own_process or needs_own_process(),
     )
-    references = references if takes_drafts(torch.device(settings.device).type) else None
-    plan = VllmPlan(
-        vllm, settings.speculation, settings.tuner, trains=drafter is not None, references=references
-    )
+    plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None)
     if not isinstance(model, Model):
         return build_vllm(plan, model.config.vocab_size, {}, on_span=on_span, decode=model.decode)
     learned = None if drafter is None else Learned(drafter, model.config)

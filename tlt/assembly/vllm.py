@@ -13,9 +13,6 @@ from torch import Tensor
 
 from tlt.assembly.cost_prior import cost_prior
 from tlt.assembly.model import open_model
-from tlt.config.rollout import may_use_references
-from tlt.drafter.drafting.reference_drafter import reference_kinds
-from tlt.drafter.drafting.references import References
 from tlt.drafter.formats.folder import ARCHITECTURE, StoredDrafter, load_drafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import pack_drafter
@@ -32,14 +29,11 @@ from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
 from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.link import Link
-from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
-from tlt.vllm.strategies import NO_REFERENCES, draft_depths, vllm_kinds
+from tlt.vllm.strategies import draft_depths, vllm_kinds
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 """vLLM's n-gram proposer, which searches the sequence's own text."""
-NOTHING: Mapping[str, Any] = {"method": "custom_class", "model": "tlt.vllm.inside.given.NoDrafts"}
-"""The proposer with which vLLM verifies drafts from references alone."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +50,6 @@ class VllmPlan:
     """Whether the drafter is trained or measured here, which needs a copy of the policy in our layout."""
     prior: CostPrior = UNKNOWN
     """Sizes of the drafter relative to the target."""
-    references: References | None = None
-    """References that drafts may come from; None: there are none."""
-
-    @property
-    def used_references(self) -> References | None:
-        """The references, if the speculation uses any."""
-        return self.references if may_use_references(self.speculation, self.tuner) else None
 
 
 @dataclass(frozen=True)
@@ -93,7 +80,7 @@ def build_vllm(
     policy: tensors by Hugging Face names; empty: vLLM keeps the folder's weights.
     learned: None: there is no learned drafter.
     """
-    kinds, references = vllm_kinds(plan.speculation, learned is not None), plan.used_references
+    kinds = vllm_kinds(plan.speculation, learned is not None)
     settings, dtype = plan.settings, plan.settings.dtype
     drafts_by = learned if kinds == ("learned",) else None
     block = Strategy.MAX_DEPTH if drafts_by is None else drafts_by.stored.config.max_depth
@@ -107,20 +94,15 @@ def build_vllm(
             head_VE = policy[drafts_by.head].detach().cpu()
             target = Target(settings.model.name, drafts_by.target.architecture, head_VE)
             drafting = export_for_vllm(drafts_by.stored, target, Path(folder))
-        elif kinds or references is not None:
-            drafting = NGRAM if kinds else NOTHING
+        elif kinds:
+            drafting = NGRAM
         link = Link(dataclasses.replace(settings, drafter=drafting, depths=depths))
-    if references is not None and link.is_v2:
-        link.close()
-        raise UserError(NO_REFERENCES)
-    copy, drafter, running = None, None, None
+    copy, drafter = None, None
     if drafts_by is not None:
         stored = drafts_by.stored
         packed = pack_drafter(stored.config, stored.tensors, dtype, link.device)
         drafter = VllmDrafter(packed, stored, link.weights.load_drafter, drafts_by.head)
         copy = PackedTransformer(drafts_by.target, dtype, link.device) if plan.trains else None
-    if references is not None:
-        kinds, running = reference_kinds(kinds), RunningReferences(references, vocab_size)
     tuner = make_tuner(
         plan.speculation,
         kinds or ("ngram",),
@@ -133,7 +115,7 @@ def build_vllm(
         link,
         max_batch_size=settings.max_batch_size,
         window=settings.window,
-        speculation=Speculation(tuner, drafter, copy, running),
+        speculation=Speculation(tuner, drafter, copy),
         on_span=on_span,
         decode=decode,
     )

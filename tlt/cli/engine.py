@@ -71,7 +71,7 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
             device, has_drafter = self.choose_device().type, self.drafter is not None
             dtype = resolve_dtype(self.dtype, device)
-            check_vllm(speculation, has_drafter, dtype, device, self, follows=has_references)
+            check_vllm(speculation, has_drafter, dtype, device, self)
         kinds = drafter_kinds(self.drafter is not None)
         make_tuner(speculation, reference_kinds(kinds) if has_references else kinds)
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:

@@ -50,6 +50,10 @@ def run(options: Generate) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     start = time.perf_counter()
     check_output_file(options.out, "--out")
+    if options.references is not None and options.engine == "vllm":
+        raise UserError(
+            "--references: with --engine vllm nothing is drafted from them; give tlt, or leave it out"
+        )
     if options.references is not None and not may_use_references(options.speculation):
         told = f"with --speculation {options.speculation} nothing is drafted from them"
         raise UserError(f"--references: {told}; give adaptive or ahead:64x1x64, or leave it out")

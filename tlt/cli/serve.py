@@ -74,17 +74,17 @@ def run(options: Serve) -> int:
         environment_for,
         find_vllm,
         is_installed,
-        refuse_unserved,
         replace_process,
         to_paste,
     )
+    from tlt.vllm.strategies import check_speculation
 
     is_elsewhere = options.print and not is_installed()
     if is_elsewhere:
         _say("no vLLM is installed here; the command is for a place with vLLM for GPUs and tlt-rl")
     installed = ELSEWHERE if is_elsewhere else find_vllm()
     if options.speculation is not None:
-        refuse_unserved(options.speculation)  # before a policy is exported
+        check_speculation(options.speculation, has_learned=True)  # before a policy is exported
     with show_busy():
         source = _run_source(options) if is_run(options.source) else _model_source(options)
         served = _served(options, source)

@@ -40,7 +40,7 @@ class RolloutSection(EngineSection):
     references_mib: NonNegativeFloat = 64.0
     """MiB on each rank for responses, at four bytes a token, that later ones are drafted from because they
     draw with the same noise, such as those of the last evaluation (docs/ahead.md); 0: none. Used where
-    rollout.tuner is cost-model."""
+    rollout.tuner is cost-model and rollout.engine is tlt."""
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
     """How adaptive speculation chooses drafts: by measured costs and acceptance (cost-model), or by the
     bandit of the TLT paper (beg-mab)."""
@@ -64,13 +64,8 @@ class RolloutSection(EngineSection):
     @property
     def uses_references(self) -> bool:
         """Whether drafts come from references: earlier responses drawn with the same noise."""
-        return self.references_mib > 0 and may_use_references(self.speculation, self.tuner)
-
-    @property
-    def asks_for_references(self) -> bool:
-        """Whether the user asks for references, and does not only leave them to adaptive speculation."""
-        is_fixed = self.speculation != "adaptive" and may_use_references(self.speculation)
-        return self.steps_ahead > 0 or is_fixed
+        is_used = may_use_references(self.speculation, self.tuner)
+        return is_used and self.references_mib > 0 and self.engine == "tlt"
 
     @field_validator("speculation")
     @classmethod

@@ -299,8 +299,8 @@ class Config(Section):
                 yield f"{what}: give a drafter folder, or use ngram, which needs none"
         if rollout.ahead and not rollout.uses_references:
             what = f"rollout.ahead is {rollout.ahead}, but nothing would draft from what is generated"
-            remedy = "leave it out, or give speculation adaptive, tuner cost-model and references_mib above 0"
-            yield f"{what}: {remedy}"
+            needs = "engine tlt, speculation adaptive, tuner cost-model and references_mib above 0"
+            yield f"{what}: leave it out, or give {needs}"
         if task.data is None and evaluation.data is None and (evaluation.split or evaluation.subset):
             what = "evaluation.split and evaluation.subset need data"
             yield f"{what}: set evaluation.data or task.data, or remove them"

@@ -232,9 +232,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         has_learned, dtype = config.drafter.path is not None, engine_dtype(config)
         is_in_group = layout.is_sharded or all_ranks(config) > 1
         place = device_of(config).name, config.vllm, local_ranks(config), is_in_group
-        check_vllm(
-            config.rollout.speculation, has_learned, dtype, *place, follows=config.rollout.asks_for_references
-        )
+        check_vllm(config.rollout.speculation, has_learned, dtype, *place)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config))
     num_adapted = count_adapters(model, config.lora) if config.lora.rank else None

@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: a RolloutBackend over an unmodified vLLM with our law inside.
 
     add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ new tokens ─▶ Sequence ─▶ Finished
-                        ▲ draft lengths from the tuner, drafts from references.py
+                        ▲ draft lengths from the tuner
 
 vLLM has the kernels, the caches and the tensor parallelism. This engine decides what a response is, where it
 ends and which draft length comes next.
@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from tlt.drafter.drafting.reference_drafter import REFERENCE
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.sequence import Decode, Sequence, broken_policy
 from tlt.models.packed import PackedTransformer
@@ -29,10 +28,9 @@ from tlt.spans import Span
 from tlt.speculative.strategy import NO_EXPECTATION, BatchState, StepOutcome, Strategy, StrategyTuner
 from tlt.types import Finished, Verdict
 from tlt.vllm.drafter import VllmDrafter
-from tlt.vllm.inside.given import Verified
 from tlt.vllm.inside.law import RowLaw
+from tlt.vllm.inside.verified import Verified
 from tlt.vllm.link import Link
-from tlt.vllm.references import RunningReferences
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class Speculation:
     """The learned drafter; None: there is none."""
     target: PackedTransformer | None = None
     """A copy of the policy in our own layout, to train and measure the drafter; None: this is not done."""
-    references: RunningReferences | None = None
-    """References that drafts may come from; None: there are none."""
 
 
 class VllmEngine(RolloutBackend):
@@ -66,7 +62,7 @@ class VllmEngine(RolloutBackend):
         super().__init__(max_batch_size, window, tuner=speculation.tuner, on_span=on_span, decode=decode)
         self.link, self.device = link, link.device
         self.drafter: VllmDrafter | None = speculation.drafter
-        self.target, self.references = speculation.target, speculation.references
+        self.target = speculation.target
         self._running: dict[str, Sequence] = {}
         self._has_spoilt_caches = False
         """Whether a broken policy may have left NaN in vLLM's caches."""
@@ -74,8 +70,6 @@ class VllmEngine(RolloutBackend):
         """Sequences whose prompt vLLM has not read to its end."""
         self._numbers = itertools.count()
         self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
-        self._otherwise: dict[Strategy, float | None] = {}
-        """By strategy: the speed that was expected without it when it was chosen last."""
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -140,12 +134,11 @@ class VllmEngine(RolloutBackend):
         batch = self._batch_state()
         self._choose(batch)
         self._verified_by, self._drafted_by = self._drafted_by, self._strategy
-        self._give_drafts()
         limits = {} if self.tuner is None else self.tuner.limits
         self.link.limit({name: limits[name] for name in self._running if name in limits})
         outputs = self.link.step()
         num_tokens = 0
-        rows: list[tuple[int, int, bool, str]] = []  # accepted, drafted, from a reference, name
+        rows: list[tuple[int, int, str]] = []  # accepted, drafted, name
         for name, (token_ids, logprobs) in outputs.items():
             verified = self.link.verified(name)
             num_drafted, num_accepted = len(verified.draft), verified.num_accepted
@@ -153,17 +146,14 @@ class VllmEngine(RolloutBackend):
             num_tokens += num_kept
             # a strategy that found nothing to draft for a sequence has that as its outcome
             if num_drafted or not (self._verified_by.is_off or name in self._reading):
-                used = self._note_reference(name, num_accepted)
-                rows.append((num_accepted, num_drafted, used, name))
+                rows.append((num_accepted, num_drafted, name))
                 self.stats.record_verification(num_drafted, num_drafted, num_accepted, num_kept)
         self._reading -= outputs.keys()
-        accepted, drafted, from_reference, names = zip(*rows, strict=True) if rows else ((),) * 4
+        accepted, drafted, names = zip(*rows, strict=True) if rows else ((),) * 3
         seconds = time.perf_counter() - start
         depth = self._verified_by.depth
         allowed = tuple(min(limits.get(name, depth), depth) for name in names) if limits else ()
-        outcome = StepOutcome(
-            num_tokens, accepted, drafted, seconds, from_reference, names=names, limits=allowed
-        )
+        outcome = StepOutcome(num_tokens, accepted, drafted, seconds, names=names, limits=allowed)
         self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
 
@@ -182,22 +172,18 @@ class VllmEngine(RolloutBackend):
             self.link.add(name, sequence.tokens, sequence.num_left, stop_ids, law)
             self._running[name] = sequence
             self._reading.add(name)
-            if self.references is not None:
-                self.references.enter(name, request)
         return ended
 
     def _batch_state(self) -> BatchState:
         running = self._running.values()
         mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
         version = 0 if self.drafter is None else self.drafter.version
-        references = () if self.references is None else self.references.reference_drafts(self._running)
         sequences, num_left = self._left(self._running.items())
         return BatchState(
             len(running),
             mean_length,
             self.policy_version,
             version,
-            reference_drafts=references,
             num_left=num_left,
             sequences=sequences,
         )
@@ -205,31 +191,13 @@ class VllmEngine(RolloutBackend):
     def _choose(self, batch: BatchState) -> None:
         """Chooses the length of the drafts at the end of this step.
 
-        A choice is kept for at least two steps, of which the second both drafts and verifies by it. Drafts
-        from references follow the same rule, though they are looked up only when they are verified.
+        A choice is kept for at least two steps, of which the second both drafts and verifies by it.
         """
         if self.tuner is None:
             return
         if self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
-            self._otherwise[self._strategy] = self.tuner.expected.otherwise
-        depth = min(self._strategy.without_reference.depth, self.link.max_depth)
-        if depth and self.references is not None and self._strategy.uses_references:
-            # where each will have a reference to draft from, nobody would verify what vLLM drafts
-            depth *= not self.references.cover(self._running, self._drafted_by.depth)
-        self.link.draft(depth)
-
-    def _give_drafts(self) -> None:
-        """Gives vLLM the references' next tokens, where this step verifies by a strategy that uses them."""
-        if self.references is not None:
-            self.link.give(self.references.drafts(self._running, self._verified_by))
-
-    def _note_reference(self, name: str, num_accepted: int) -> bool:
-        """Counts the accepted tokens of a sequence's reference; returns whether the draft came from it."""
-        if self.references is None or not self.link.used_reference(name):
-            return False
-        self.stats.record_reference(self.references.version(name), self.policy_version, num_accepted)
-        return True
+        self.link.draft(min(self._strategy.depth, self.link.max_depth))
 
     def _commit(
         self, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...], verified: Verified
@@ -241,8 +209,7 @@ class VllmEngine(RolloutBackend):
             raise broken_policy(self.policy_version, self.link.dtype, sequence)
         rejected = draft[num_accepted] if num_accepted < len(draft) else None
         verdict = Verdict(token_ids, num_accepted, (), logprobs, len(draft), rejected)
-        own = self._verified_by.without_reference.drafter
-        return sequence.commit(verdict, self.decode, REFERENCE if self.link.used_reference(name) else own)
+        return sequence.commit(verdict, self.decode, self._verified_by.drafter)
 
     def _account(
         self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool
@@ -252,7 +219,6 @@ class VllmEngine(RolloutBackend):
         is_typical = outcome.num_tokens > 0 and not read_prompts
         is_steady = is_typical and strategy == self._strategy
         expected = self.tuner.expected if self.tuner is not None and is_steady else NO_EXPECTATION
-        expected = expected._replace(otherwise=self._otherwise.get(strategy))
         self._count_step(strategy, batch, outcome, start, expected)
         self.stats.num_preemptions += self.link.take_preemptions()
         if self.tuner is not None and is_typical:
@@ -275,7 +241,5 @@ class VllmEngine(RolloutBackend):
         if names:
             self.link.abort(names)
         self._reading -= set(names)
-        if self.references is not None:
-            self.references.leave(names)
         for name in names:
             del self._running[name]

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tlt.io.processes import how_it_ended
-from tlt.vllm.inside.given import Verified
 from tlt.vllm.inside.law import Recorded
 from tlt.vllm.inside.release import check_installed
+from tlt.vllm.inside.verified import Verified
 from tlt.vllm.settings import VllmSettings
 from tlt.vllm.transfer import make_carrier
 from tlt.vllm.weights import Weights
@@ -120,14 +120,6 @@ class Link:
         second runner drafts are on the device, and are verified whole."""
         if not self.is_v2:
             self._scheduler.limits = {self._internal_ids[name]: length for name, length in lengths.items()}
-
-    def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Gives requests drafts that the next step verifies in place of vLLM's own."""
-        self._scheduler.given = {self._internal_ids[name]: list(tokens) for name, tokens in drafts.items()}
-
-    def used_reference(self, name: str) -> bool:
-        """Returns whether the latest step verified a draft that was given for this request."""
-        return self._internal_ids[name] in self._scheduler.followed
 
     def verified(self, name: str) -> Verified:
         """Returns the draft of this request that the latest step verified. In vLLM's second runner its tokens

@@ -7,7 +7,7 @@ import torch
 from tlt.config.vllm import VllmSection
 from tlt.types import UserError
 from tlt.vllm.inside.release import check_installed
-from tlt.vllm.strategies import check_speculation, refuse_references
+from tlt.vllm.strategies import check_speculation
 from tlt.vllm.transfer import choose_way
 
 VLLM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,19 +21,15 @@ def check_vllm(
     section: VllmSection,
     num_engines: int = 1,
     is_in_group: bool = False,
-    follows: bool = False,
 ) -> None:
     """Raises UserError for a vLLM engine that could not work.
 
     device: "cpu" or "cuda".
     num_engines: engines on this machine.
     is_in_group: whether the driving process has a process group, so that vLLM's worker needs its own process.
-    follows: whether the user asks for drafts from references.
     """
     check_installed()
     check_speculation(speculation, has_learned)
-    if follows:
-        refuse_references(device)
     if dtype not in VLLM_DTYPES:
         name = str(dtype).removeprefix("torch.")
         raise UserError(

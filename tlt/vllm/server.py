@@ -25,7 +25,7 @@ from tlt.vllm.environment import PLUGIN, read_facts
 from tlt.vllm.inside.release import is_supported, supported
 from tlt.vllm.inside.served import CONFIG_KEY, TUNED, to_json
 from tlt.vllm.settings import CPU_KV_GIB, speculative_config
-from tlt.vllm.strategies import check_speculation, draft_depths
+from tlt.vllm.strategies import draft_depths
 
 SPECULATIVE = ("--speculative-config", "-sc")
 """vLLM's names of the option that says what drafts."""
@@ -194,13 +194,6 @@ def to_paste(words: Sequence[str], variables: Mapping[str, str]) -> str:
             lines.append(["   "])
         lines[-1].append(shlex.quote(word))
     return " \\\n".join(" ".join(line) for line in lines)
-
-
-def refuse_unserved(speculation: str) -> None:
-    """Raises UserError for a strategy that a server cannot carry out, whatever its drafter."""
-    if speculation not in ("off", "adaptive") and Strategy.parse(speculation).uses_references:
-        raise UserError(f"--speculation: is {speculation}, and a server has no references; give adaptive")
-    check_speculation(speculation, has_learned=True)
 
 
 def replace_process(words: Sequence[str], variables: Mapping[str, str]) -> None:

@@ -66,14 +66,13 @@ def speculative_config(drafter: Mapping[str, Any] | None, depths: Sequence[int])
     """Returns vLLM's speculative_config. drafter and depths: as in VllmSettings.
 
     It names every draft length that may be chosen, so that vLLM captures graphs for it. vLLM takes lengths by
-    batch size; scheduler.py overwrites these. The smallest length that vLLM allows is 1, also where nothing
-    drafts; given drafts (given.py) may be longer than all. A block drafter names its own length, which vLLM's
-    second runner always drafts.
+    batch size; scheduler.py overwrites these. A block drafter names its own length, which vLLM's second
+    runner always drafts.
     """
     if drafter is None:
         return None
     return {
         **drafter,
-        "num_speculative_tokens": max(depths[-1], 1, drafter.get("num_speculative_tokens", 0)),
+        "num_speculative_tokens": max(depths[-1], drafter.get("num_speculative_tokens", 0)),
         "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(depths, start=1)],
     }

@@ -1,4 +1,4 @@
-"""The strategies that vLLM can carry out: chains of one drafter per engine, and drafts from references."""
+"""The strategies that vLLM can carry out: chains of one drafter per engine."""
 
 from __future__ import annotations
 
@@ -8,23 +8,6 @@ from tlt.drafter.shape import Method
 from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import check_depth, default_arms
 from tlt.types import UserError
-
-
-def refuse_references(device: str) -> None:
-    """Raises UserError where vLLM cannot draft from references. device: "cpu" or "cuda"."""
-    if not takes_drafts(device):
-        raise UserError(NO_REFERENCES)
-
-
-def takes_drafts(device: str) -> bool:
-    """Returns whether the device's model runner takes drafts from the scheduler, as references need."""
-    return device == "cpu"
-
-
-NO_REFERENCES = (
-    "engine: vllm keeps drafts on the GPU, where no reference can be put among them;"
-    " leave out --references, rollout.ahead and strategies ahead…, or use engine tlt"
-)
 
 
 def check_speculation(speculation: str, has_learned: bool) -> None:
@@ -48,11 +31,8 @@ def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
     kind = "learned" if has_learned else "ngram"
     if speculation == "adaptive":
         return (kind,)
-    strategy = Strategy.parse(speculation, kind)
-    asked = strategy.drafter.partition("+")[2] if strategy.uses_references else strategy.drafter
-    if not asked:
-        return ()
-    if asked == "hybrid" or (asked == "learned" and not has_learned):
+    asked = Strategy.parse(speculation, kind).drafter
+    if asked not in (kind, "ngram"):
         remedy = "give learned or ngram" if has_learned else "give a drafter, or ngram"
         raise UserError(
             f"speculation: {speculation!r} names the drafter {asked}, which engine vllm does not have here; "
@@ -75,8 +55,6 @@ def draft_depths(
         most = min(max_draft_tokens, block)
         return tuple(sorted({arm.depth for arm in default_arms(kinds, most, trees=False)}))
     strategy = Strategy.parse(speculation)
-    if strategy.uses_references:
-        return 0, min(strategy.without_reference.depth, block)
     if strategy.width > 1 or strategy.budget > strategy.depth:
         chain = f"{strategy.depth}x1x{strategy.depth}"
         raise UserError(

@@ -128,7 +128,7 @@ def test_a_strategy_that_no_server_has_is_refused_before_anything_is_exported(
     for asked, sentence in (
         ("3x2x5", "is a tree"),
         ("9", "is no strategy"),
-        ("ahead:8x1x8", "no references"),
+        ("ahead:8x1x8", "names the drafter ahead"),
     ):
         assert sentence in fail(capsys, "serve", str(run), "--step", "1", "--speculation", asked)
     assert not (run / "served").exists()
@@ -171,7 +171,7 @@ def test_print_shows_the_command_and_starts_nothing(printed: Print) -> None:
     [
         (["--step", "3"], "is a model, not a run's folder"),
         (["--speculation", "3x2x5"], "is a tree, and vLLM drafts chains"),
-        (["--speculation", "ahead:64x1x64"], "a server has no references"),
+        (["--speculation", "ahead:64x1x64"], "names the drafter ahead"),
         (["--speculation", "hybrid:4x1x4"], "names the drafter hybrid"),
         (["--speculation", "learned:4x1x4"], "give a drafter, or ngram"),
         (["--max-draft-tokens", "0"], "--max-draft-tokens"),

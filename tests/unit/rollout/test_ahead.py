@@ -162,7 +162,12 @@ def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dr
 
 @pytest.mark.parametrize(
     "words",
-    [["--rollout.speculation=off"], ["--rollout.speculation=4x1x4"], ["--rollout.tuner=beg-mab"]],
+    [
+        ["--rollout.speculation=off"],
+        ["--rollout.speculation=4x1x4"],
+        ["--rollout.tuner=beg-mab"],
+        ["--rollout.engine=vllm"],
+    ],
 )
 def test_what_nothing_would_draft_from_is_not_generated_ahead(words: list[str]) -> None:
     with pytest.raises(
@@ -172,15 +177,17 @@ def test_what_nothing_would_draft_from_is_not_generated_ahead(words: list[str]) 
 
 
 def test_what_follows_references_may_be_generated_ahead_for() -> None:
-    for words in ([], ["--rollout.speculation=ahead+hybrid:64x1x64"], ["--rollout.engine=vllm"]):
+    for words in ([], ["--rollout.speculation=ahead+hybrid:64x1x64"]):
         assert (
             load_config("recipes/countdown/quickstart.toml", ["--rollout.ahead=1", *words]).rollout.ahead == 1
         )
 
 
-@pytest.mark.parametrize("speculation", ["off", "4x1x4"])
-def test_references_that_nothing_drafts_from_are_refused(speculation: str, tmp_path: Path) -> None:
-    out = tmp_path / "o.jsonl"
-    asked = {"model": "m", "prompts": "p", "out": out, "references": "r", "speculation": speculation}
+@pytest.mark.parametrize(
+    "option",
+    [{"speculation": "off"}, {"speculation": "4x1x4"}, {"speculation": "adaptive", "engine": "vllm"}],
+)
+def test_references_that_nothing_drafts_from_are_refused(option: dict[str, str], tmp_path: Path) -> None:
+    asked = {"model": "m", "prompts": "p", "out": tmp_path / "o.jsonl", "references": "r", **option}
     with pytest.raises(UserError, match="nothing is drafted from them"):
         generate(Generate.model_validate(asked))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import STOP, VOCAB, Switching, make_requests
+from tests.unit.engine.test_sequence import assert_account_for_all
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.speculative.strategy import BatchState, StepOutcome, Strategy, StrategyTuner
@@ -26,8 +27,8 @@ from tlt.tuning.tuner import Fixed
 from tlt.types import Request, Rollout, SamplingParams, UserError
 from tlt.vllm.check import check_law, probes
 from tlt.vllm.engine import Speculation, VllmEngine
-from tlt.vllm.inside.given import Verified
 from tlt.vllm.inside.law import LawTable, RowLaw
+from tlt.vllm.inside.verified import Verified
 
 WINDOW = 80
 SLOTS = 6
@@ -60,9 +61,7 @@ class PretendLink:
         self.requests: dict[str, Pretended] = {}
         self.depth, self.num_preempted, self.log = max_depth, 0, list[str]()
         self.drafted: dict[str, Verified] = {}
-        self.given: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}
-        self.followed = frozenset[str]()
         self.draft_depths: list[int] = []
         self.off_by = 0  # a fault: the position whose noise is used
 
@@ -88,12 +87,6 @@ class PretendLink:
     def limit(self, lengths: Mapping[str, int]) -> None:
         self.limits = dict(lengths)
 
-    def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        self.given = {name: list(tokens) for name, tokens in drafts.items()}
-
-    def used_reference(self, name: str) -> bool:
-        return name in self.followed
-
     def verified(self, name: str) -> Verified:
         return self.drafted.get(name, Verified())
 
@@ -106,10 +99,6 @@ class PretendLink:
         self.table.flush()
         for name, limit in self.limits.items():
             del self.requests[name].drafts[limit:]
-        given, self.given = self.given, {}
-        self.followed = frozenset(name for name in given if self.requests[name].has_read)
-        for name in self.followed:
-            self.requests[name].drafts = given[name]
         self.drafted = {}
         self.draft_depths.append(self.depth)
         for name, request in list(self.requests.items()):
@@ -316,6 +305,13 @@ def test_responses_go_on_in_another_engine(tuner: Any) -> None:
     assert all(len(f.rollout.logprobs) == len(f.rollout.token_ids) for f in found)
 
 
+def test_a_response_records_its_drafts() -> None:
+    engine = engine_over(PretendLink(), Fixed(CHAINS[3]))
+    rollouts = list(engine.generate(REQUESTS[:6]))
+    assert_account_for_all(rollouts, [engine])
+    assert {one.drafter for rollout in rollouts for one in rollout.drafts or ()} == {"ngram"}
+
+
 def test_nothing_is_left_after_an_abort_and_asking_again_gives_the_same() -> None:
     link = PretendLink()
     engine = engine_over(link, Fixed(CHAINS[2]))
@@ -449,7 +445,15 @@ def another_score(link: PretendLink) -> None:
     link.draw = lambda *args: (draw(*args)[0], draw(*args)[1] + 0.01)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("fault", [another_position, another_token, another_temperature, another_score])
+def drafts_are_believed(link: PretendLink) -> None:
+    verify = link.verify
+    link.verify = lambda one: (one.drafts[:2], [-1.0] * 2) if len(one.drafts) > 1 else verify(one)  # type: ignore[method-assign]
+
+
+FAULTS = [another_position, another_token, another_temperature, another_score, drafts_are_believed]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_self_check_refuses_an_engine_that_drifted(fault: Callable[[PretendLink], None]) -> None:
     link = PretendLink()
     fault(link)

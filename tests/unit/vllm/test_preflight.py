@@ -75,10 +75,6 @@ def test_engines_need_as_many_gpus_as_they_are_spread_over(
         check(device="cuda", section=VllmSection(tensor_parallel=3), num_engines=2)
     with pytest.raises(UserError, match="vLLM computes on this machine's GPUs; give cuda"):
         check(device="cpu")
-    with pytest.raises(
-        UserError, match=r"^engine: vllm keeps drafts on the GPU.*; leave out --references, rollout"
-    ):
-        check(device="cuda", follows=True)
 
 
 def test_weights_through_gpu_memory_are_refused_where_no_worker_shares_it(

@@ -177,13 +177,7 @@ def _fits(runner: Any, fits: Callable[[Any], bool], attention: Any) -> bool:
     what they draft there.
     """
     is_as_long = runner.effective_drafter_max_model_len == runner.max_model_len
-    keeps_within = runner.speculative_config.method in (
-        "eagle",
-        "eagle3",
-        "dflash",
-        "ngram",
-        "custom_class",
-    )
+    keeps_within = runner.speculative_config.method in ("eagle", "eagle3", "dflash", "ngram")
     return attention is not None and ((is_as_long and keeps_within) or fits(attention))
 
 

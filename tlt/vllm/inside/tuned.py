@@ -86,10 +86,7 @@ class TunedScheduler(LengthScheduler):
         ]
         accepted, drafted, names = zip(*rows, strict=True) if rows else ((), (), ())
         depth = verified.depth
-        limits = tuple(  # a given draft may be longer than what is allowed
-            min(max(self.limits.get(name, depth), num), depth)
-            for name, num in zip(names, drafted, strict=True)
-        )
+        limits = tuple(min(self.limits.get(name, depth), depth) for name in names)
         outcome = StepOutcome(
             sum(num_sampled.values()), accepted, drafted, seconds, names=names,
             limits=limits if self.limits else (),
