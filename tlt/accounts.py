@@ -230,7 +230,7 @@ class RewardSummary:
     responses; NaN: none was scored.
 
     mean: mean reward.
-    std: standard deviation of the rewards; NaN also in an older TLT's records.
+    std: standard deviation of the rewards.
     solve_rate: share of the responses that solved their problem.
     num_errors: responses that could not be scored.
     first_error: why the first of them could not; empty: all were scored.

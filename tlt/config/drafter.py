@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from tlt.config.mistakes import mistake
 from tlt.config.section import AnyPath, Section
@@ -23,9 +22,6 @@ from tlt.kinds import (
     ProperShare,
 )
 from tlt.types import UserError
-
-_RETIRED = {"gate": None, "refresh_during_rollout": False, "refresh_seconds": 1.0}
-"""Keys of older versions, which their runs have written into config.json, with the default of each."""
 
 
 def _is_vocabulary(value: Any) -> Any:
@@ -111,11 +107,3 @@ class DrafterSection(Section):
     middle of a response."""
     ngram_tokens: NonNegativeInt = 200_000
     """Response tokens that each rank indexes for drafts by retrieval; about 60 bytes each."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_retired(cls, values: Any) -> Any:
-        """Drops the retired keys that hold their default, so that older runs can be resumed and read."""
-        if not isinstance(values, Mapping):
-            return values
-        return {name: value for name, value in values.items() if (name, value) not in _RETIRED.items()}

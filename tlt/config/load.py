@@ -44,7 +44,6 @@ _PATH_KEYS = (
 _OUTPUT_KEY = "run", "out_dir"
 """A path that is taken from the working directory, wherever it is written."""
 _SOURCES_OF_PROBLEMS = {("task", "num_problems"): "data", ("task", "data"): "num_problems"}
-_RENAMED: dict[Keys, Keys] = {("task", "problems_file"): ("task", "data")}
 
 MAX_DEPTH = 64
 """Largest number of tables within each other."""
@@ -74,9 +73,6 @@ def load_config(
     else:
         path = find_config(Path(source))
         file, folder, values = str(path), path.parent, _read_file(path)
-    for (section, old), (_, new) in _RENAMED.items():
-        if isinstance(table := values.get(section), dict) and old in table and new not in table:
-            table[new] = table.pop(old)
     if isinstance(run := values.setdefault("run", {}), dict):
         run.setdefault("out_dir", str(DEFAULT_OUT_DIR))
     for section, key in (*_PATH_KEYS, _OUTPUT_KEY):
@@ -236,7 +232,6 @@ def is_own(overrides: Sequence[str]) -> bool:
 
 def _read_override(place: str, name: str, value: Any) -> Override:
     keys, dashes = tuple(name.split(".")), "--" if place.startswith("--") else ""
-    keys = _RENAMED.get(keys, keys)
     if len(keys) < 2 or not all(keys):
         if meant := suggest_key(Config, name, dashes):
             raise UserError(f"{place}: unknown option; {meant}")

@@ -32,7 +32,7 @@ class RunRecords:
     name: what the page calls it.
     config: of config.json; {}: there is none.
     failures: lines of failures.log, the latest last.
-    environments: of each attempt, versions, commit and machine; []: an older TLT has written none.
+    environments: of each attempt, versions, commit and machine; []: not written yet.
     """
 
     name: str

@@ -109,12 +109,7 @@ class _Reader:
         """Returns the response's text and, where it is known, who drafted its tokens."""
         text, drafts, tokenizer = str(kept["text"]), read_drafts(kept.get("drafts")), self.tokenizer
         if drafts is None:
-            is_vllm = self.run.setting("rollout.engine") == "vllm"
-            self.uncoloured[
-                "vLLM on a GPU does not tell who drafted them, nor did an older TLT"
-                if is_vllm
-                else "an older TLT wrote them"
-            ] += 1
+            self.uncoloured["vLLM on a GPU does not tell who drafted them"] += 1
         if drafts is None or tokenizer is None:
             return {"text": clip(text)[0]}
         pieces = tokenizer.pieces(kept["token_ids"])

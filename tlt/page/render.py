@@ -200,9 +200,4 @@ def _notes(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[str]:
             notes.append(f"{run.name} has done no step yet.")
         elif not time.read:
             notes.append(f"{run.name} has no timeline files: where each second went is not known.")
-        elif not any(spans for step in time.read for spans in step.engine.values()):
-            notes.append(
-                f"An older TLT recorded {run.name}: running responses, tokens per second within a step and "
-                "strategies by batch size are not known."
-            )
     return notes

@@ -92,8 +92,7 @@ def _facts(run: RunRecords) -> dict[str, str]:
     if run.gain is not None:
         (first, last), gain = run.gain.steps, run.gain
         facts["held-out problems solved"] = " → ".join(map(share, gain.solve_rates))
-        if gain.rewards is not None:
-            facts["held-out reward"] = " → ".join(map(number, gain.rewards))
+        facts["held-out reward"] = " → ".join(map(number, gain.rewards))
         facts["chance of such a gain without training"] = (
             f"p = {gain.p_value:.2g}, after {first} → {last} updates"
         )

@@ -114,7 +114,7 @@ def rank_chart(chosen: ChosenStep) -> Chart:
 
 
 def load_charts(chosen: ChosenStep) -> Sequence[Chart]:
-    """Returns running responses and tokens per second over a step; [] where an older TLT wrote the spans."""
+    """Returns running responses and tokens per second over a step; [] where no engine step is recorded."""
     if not any(chosen.time.engine.values()):
         return []
     x, running, tokens = chosen.time.curves()

@@ -43,7 +43,7 @@ def append_environment(folder: Path, began: float, num_ranks: int) -> None:
 
 
 def read_environments(folder: Path) -> list[Record]:
-    """Returns the file's lines, an attempt each; none where an older TLT has written no file."""
+    """Returns the file's lines, an attempt each; none where there is no file."""
     return read_appended(folder / FILE, _parse, "environment")
 
 

@@ -18,14 +18,14 @@ class Gain:
     """The first and the last evaluation of the same held-out problems, as pairs (first, last).
 
     steps: updates done.
-    rewards: mean rewards; None: an older TLT has written none.
+    rewards: mean rewards.
     p_value: of the paired difference in what evaluations are judged by.
     by_reward: whether that is the reward; else it is the solve rate.
     """
 
     steps: tuple[int, int]
     solve_rates: tuple[float, float]
-    rewards: tuple[float, float] | None
+    rewards: tuple[float, float]
     p_value: float
     by_reward: bool = False
 
@@ -79,9 +79,8 @@ def evaluation_rows(
     reward by problem."""
     rate, error = _mean_and_error(solved)
     yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
-    if rewards:  # an older TLT wrote none
-        reward, error = _mean_and_error(rewards)
-        yield "reward", Text(f"{reward:.3f}, standard error {error:.3f}")
+    reward, error = _mean_and_error(rewards)
+    yield "reward", Text(f"{reward:.3f}, standard error {error:.3f}")
     yield "time", Text(duration(seconds))
     yield from _product_rows(products)
 
@@ -100,13 +99,12 @@ def _product_rows(products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
 def _gain_rows(gain: Gain) -> Iterator[tuple[str, Text]]:
     first, last = gain.steps
     between = "before → after" if first == 0 else f"after {first} → {last} updates"
-    rows = [("solved", _rise(*gain.solve_rates, ".1%"), "of")]
-    if gain.rewards is not None:
-        rows.insert(0 if gain.by_reward else 1, ("reward", _rise(*gain.rewards, ".3f"), "on"))
-    (name, judged, link), *others = rows
+    solved = "solved", _rise(*gain.solve_rates, ".1%"), "of"
+    reward = "reward", _rise(*gain.rewards, ".3f"), "on"
+    (name, judged, link), other = (reward, solved) if gain.by_reward else (solved, reward)
     yield name, judged.append(f" {link} held-out problems, {between}", style="dim")
     yield "", Text(f"paired sign-flip test, one-sided: p {written_p_value(gain.p_value)}", style="dim")
-    yield from ((name, other) for name, other, _ in others)
+    yield other[:2]
 
 
 def _rise(before: float, after: float, form: str) -> Text:

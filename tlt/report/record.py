@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, get_type_hints
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class StepRecord:
     update: UpdateMetrics
     drafter: DrafterCheck
     idle: IdleRecord
-    algorithm: str = ""
+    algorithm: str
     off_pair: OffPair = field(default_factory=OffPair)
 
     def to_json(self) -> str:
@@ -62,14 +62,11 @@ class StepRecord:
 
     @staticmethod
     def from_json(line: str) -> StepRecord:
-        """Reads a line, also an older TLT's. Raises ValueError that names the wrong fields."""
+        """Reads a line. Raises ValueError that names the wrong fields."""
         values = parse_json(line)
         refuse_endless(values)
-        values = _nan_for_null(values)
-        if isinstance(values, dict) and "rollout" not in values:
-            values = _nested(values)
         try:
-            record = _counted_from_1(_STEP_RECORD.validate_python(values))
+            record = _STEP_RECORD.validate_python(_nan_for_null(values))
         except ValidationError as error:
             wrong = [(".".join(map(str, one["loc"])) or "line", one["msg"]) for one in error.errors()]
             raise ValueError("; ".join(f"{place}: {message}" for place, message in wrong)) from None
@@ -108,38 +105,9 @@ def _nan_for_null(value: Any) -> Any:
     return NAN if value is None else value
 
 
-# ── lines of an older TLT ───────────────────────────────────────────────────────────────────
-
-_RENAMED = {
-    "reward_errors": "num_errors",
-    "first_reward_error": "first_error",
-    "retrieval_acceptance": "retrieval",
-}
-_RETIRED = ("drafter_refreshes", "drafter_set_aside")
-
-
-def _nested(old: dict[str, Any]) -> dict[str, Any]:
-    """Converts a flat line to today's records. A field had today's name, or that behind its record's
-    (`update_seconds`), except those in `_RENAMED`."""
-    line = {_RENAMED.get(name, name): value for name, value in old.items() if name not in _RETIRED}
-    for part, record in get_type_hints(StepRecord).items():
-        if dataclasses.is_dataclass(record):
-            names = [f.name for f in dataclasses.fields(record)]
-            then = {name: name for name in names} | {f"{part.rstrip('s')}_{name}": name for name in names}
-            line[part] = {then[name]: line.pop(name) for name in then.keys() & line.keys()}
-    return line
-
-
-def _counted_from_1(record: StepRecord) -> StepRecord:
-    """Returns the record with its step counted from 1. An older TLT counted from 0: its steps had the number
-    of the policy that they began with."""
-    is_older = record.step == record.policy_version
-    return dataclasses.replace(record, step=record.step + 1) if is_older else record
-
-
 class MetricsWriter:
     """Appends and flushes one line per step. Opening keeps an earlier attempt's lines up to step `last_kept`,
-    as today's TLT writes them, so that no step stands twice in the file and all are counted alike."""
+    so that no step stands twice in the file."""
 
     def __init__(self, path: str | Path, last_kept: int) -> None:
         self.path = Path(path)

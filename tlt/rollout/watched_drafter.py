@@ -233,9 +233,9 @@ class WatchedDrafter(DrafterTraining):
             self.spot.restore(own)
             self.publisher.keep()
         self._num_checks = counters["watch"]["checks"]
-        self._acceptance = counters.get("acceptance")  # older checkpoints lack it, and the vocabulary
-        if self.choice is not None and (chosen := counters.get("vocabulary")):
-            self.choice.restore(chosen)
+        self._acceptance = counters["acceptance"]
+        if self.choice is not None:
+            self.choice.restore(counters["vocabulary"])
             self._train_what_is_proposed()
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:

@@ -158,13 +158,13 @@ NO_INPUTS: Final = Inputs()
 
 
 def find_change(was: Values, config: Config) -> tuple[str, Any, Any] | None:
-    """Returns (section.key, old value, new value) of the first changed key that a resumed run may not change.
-    A key that only one of two versions of TLT knows does not count."""
+    """Returns (section.key, old value, new value) of the first changed key that a resumed run may not
+    change."""
     for section, values in config.model_dump(mode="json").items():
-        before = was.get(section, {})
         for key, value in values.items():
-            if key in before and before[key] != value and not _may_change(section, key, config):
-                return f"{section}.{key}", before[key], value
+            before = was.get(section, {}).get(key, value)
+            if before != value and not _may_change(section, key, config):
+                return f"{section}.{key}", before, value
     return None
 
 

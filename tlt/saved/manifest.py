@@ -31,8 +31,6 @@ MANIFEST = "manifest.json"
 FORMAT = 3
 _NAME = re.compile(r"step-(\d{8})")
 _FILES = re.compile(r"rank-\d{5}\.(safetensors|json)")
-_OLD_FORMAT = "training.pt"
-"""A file of older versions' checkpoints, a pickle."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,6 @@ def read_manifest(path: Path) -> Manifest:
     try:
         text = read_file(file)
     except FileNotFoundError:
-        if (path / _OLD_FORMAT).exists():
-            raise UserError(
-                f"{path}: was written by an older version of TLT and cannot be resumed; go on with the "
-                "version that wrote it, or start a new run in another --run.out_dir"
-            ) from None
         raise damaged(path, MANIFEST, "is missing") from None
     except OSError as error:
         raise damaged(path, MANIFEST, f"cannot be read ({error.strerror})") from None

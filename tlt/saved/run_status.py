@@ -106,7 +106,7 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def _num_steps(folder: Path) -> int:
-    """Returns run.num_steps, also of a run whose other keys this TLT does not know any more."""
+    """Returns run.num_steps, and reads no other key."""
     try:
         num_steps = parse_json(read_file(folder / "config.json").decode())["run"]["num_steps"]
         if type(num_steps) is not int or not 0 <= num_steps < 10**18:

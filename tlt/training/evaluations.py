@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ class Evaluation:
 
     step: updates done.
     solve_rate: mean over the problems of their solved share; None: nothing was scored.
-    reward: mean over the problems of their mean reward; None: nothing was scored, or an older TLT wrote the
-        line, without rewards.
+    reward: mean over the problems of their mean reward; None: nothing was scored.
     seconds: duration of the evaluation.
     by_problem: solved share of each problem's scored samples; problems without any are left out.
     reward_by_problem: mean reward of the same samples.
@@ -44,10 +43,10 @@ class Evaluation:
     solve_rate: float | None
     seconds: float
     by_problem: dict[str, float]
-    by_task: dict[str, float] = field(default_factory=dict)
-    reward: float | None = None
-    reward_by_problem: dict[str, float] = field(default_factory=dict)
-    num_unscored: int = 0
+    by_task: dict[str, float]
+    reward: float | None
+    reward_by_problem: dict[str, float]
+    num_unscored: int
 
     @staticmethod
     def of(step: int, phase: PhaseResult) -> Evaluation:
@@ -164,33 +163,28 @@ class Evaluations:
         if first is last or not last.by_problem:
             return None
         solved = _pair(first.by_problem, last.by_problem)
-        both = first.reward_by_problem, last.reward_by_problem
-        has_rewards = all(rewards.keys() == last.by_problem.keys() for rewards in both)
-        rewards = _pair(*both) if has_rewards else None  # an older TLT wrote none
+        rewards = _pair(first.reward_by_problem, last.reward_by_problem)
         return Gain(
             (first.step, last.step),
             (_mean(solved[0]), _mean(solved[1])),
-            None if rewards is None else (_mean(rewards[0]), _mean(rewards[1])),
-            paired_sign_flip_test(*(rewards if self.by_reward and rewards else solved)),
+            (_mean(rewards[0]), _mean(rewards[1])),
+            paired_sign_flip_test(*(rewards if self.by_reward else solved)),
             self.by_reward,
         )
 
     def left_out(self) -> list[str]:
         """Returns why `progress` leaves the first or the last evaluation out, one line each."""
         ends = {one.step: one for one in (*self.all[:1], *self.all[-1:]) if self.score(one) is None}
-        return [f"the evaluation {when(step)} is left out: {_why_not(one)}" for step, one in ends.items()]
+        return [
+            f"the evaluation {when(step)} is left out: {one.num_unscored} of its responses have no score"
+            for step, one in ends.items()
+        ]
 
 
 def _pair(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[list[float], list[float]]:
     """Returns the figures of the same problems, in the same order."""
     problems = sorted(before)
     return [before[problem] for problem in problems], [after[problem] for problem in problems]
-
-
-def _why_not(evaluation: Evaluation) -> str:
-    if evaluation.num_unscored:
-        return f"{evaluation.num_unscored} of its responses have no score"
-    return "an older TLT wrote no rewards"
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
@@ -202,4 +196,7 @@ def parse_evaluation(line: str) -> Evaluation:
     """Reads a line. Raises ValueError."""
     values = parse_json(line)
     refuse_endless(values)
-    return _EVALUATION.validate_python(values)
+    found = _EVALUATION.validate_python(values)
+    if found.by_problem.keys() != found.reward_by_problem.keys():
+        raise ValueError("by_problem and reward_by_problem are not of the same problems")
+    return found

@@ -179,12 +179,10 @@ def _scores(run: FinishedRun) -> dict[str, str | None]:
         return {}
     test = f" after {gain.steps[1]} steps; p {written_p_value(gain.p_value)}, paired sign-flip test"
     solved, rewards = gain.solve_rates, gain.rewards
-    rows: dict[str, str | None] = {
-        "solved, held out": f"{solved[0]:.1%} → {solved[1]:.1%}{'' if gain.by_reward else test}"
+    return {
+        "solved, held out": f"{solved[0]:.1%} → {solved[1]:.1%}{'' if gain.by_reward else test}",
+        "reward, held out": f"{rewards[0]:.3f} → {rewards[1]:.3f}{test if gain.by_reward else ''}",
     }
-    if rewards is not None:
-        rows["reward, held out"] = f"{rewards[0]:.3f} → {rewards[1]:.3f}{test if gain.by_reward else ''}"
-    return rows
 
 
 def _named_model(run: FinishedRun) -> str | None:

@@ -198,8 +198,7 @@ class Run:
         own = load_checkpoint(path, manifest, self._tensors(), self.world)
         self.trainer.restore(manifest.counters["policy"])
         self.drafter_training.restore(manifest.counters["drafter"], own[0]["drafter"])
-        if idle := manifest.counters.get("idle"):  # older checkpoints have none
-            self.idle_choice.restore(idle)
+        self.idle_choice.restore(manifest.counters["idle"])
         if self.engine.tuner is not None:
             self.engine.tuner.restore(own[0]["tuner"])
         if self.engine.drafter is not None:

@@ -122,7 +122,7 @@ def _export_drafter(path: Path, manifest: Manifest, config: Config, out: Path) -
     assert stored is not None, "it has a folder"
     about = {**stored.about, "policy_hash": content_hash(model.tensors), "policy_step": manifest.step}
     about |= {"drafter_version": counters["version"]}
-    about |= {"acceptance": counters["acceptance"]} if counters.get("acceptance") is not None else {}
+    about |= {"acceptance": counters["acceptance"]} if counters["acceptance"] is not None else {}
     counts_V = stored.counts_V
     if vocabulary := counters.get("vocabulary"):
         counts_V = from_pairs(vocabulary["counts"], model.config.vocab_size)

@@ -84,7 +84,7 @@ def test_rows_of_a_file_need_no_task_where_functions_score_them(workspace: Path)
     words = (
         "--task.name",
         "data",
-        "--task.problems_file",
+        "--task.data",
         str(workspace / "rows.jsonl"),
         "--evaluation.num_problems",
         "0",

@@ -357,16 +357,15 @@ def test_keys_that_contradict_each_other_are_refused(folder: Path, words: str, p
 
 def test_problems_come_from_one_source(folder: Path) -> None:
     (folder / "problems.jsonl").write_text("{}\n")
-    own = f"{MINIMAL}problems_file = 'problems.jsonl'\n"
+    own = f"{MINIMAL}data = 'problems.jsonl'\n"
     assert "exclude each other" in mistake(write(folder, f"{own}num_problems = 9\n"))
     path = write(folder, own)
     config = load_config(path)
     assert (config.task.num_problems, config.task.data) == (None, folder / "problems.jsonl")
     assert load_config(path, ["--task.num_problems", "9"]).task.data is None
     (folder / "others.jsonl").write_text("{}\n")
-    for key in ("data", "problems_file"):  # the name that `data` had before
-        other = folder / "others.jsonl"
-        assert load_config(path, [f"--task.{key}", str(other)]).task.data == other
+    other = folder / "others.jsonl"
+    assert load_config(path, ["--task.data", str(other)]).task.data == other
 
 
 def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path) -> None:
@@ -395,14 +394,3 @@ def test_lists_may_be_given_with_commas_on_the_command_line(folder: Path) -> Non
     assert config.tracking.use == ["tensorboard"]
     one = load_config(folder / "run.toml", ["--rewards.functions", "mine:brief", "--rewards.weights", "0.5"])
     assert (one.rewards.functions, one.rewards.weights) == (("mine:brief",), (0.5,))
-
-
-def test_the_config_json_of_an_older_run_is_read_without_keys_that_are_retired(folder: Path) -> None:
-    config = load_config(folder / "run.toml")
-    older = json.loads(config.to_json())
-    older["drafter"] |= {"gate": None, "refresh_during_rollout": False, "refresh_seconds": 1.0}
-    (folder / "config.json").write_text(json.dumps(older))
-    assert load_config(folder / "config.json") == config == Config.from_json(json.dumps(older))
-    older["drafter"]["gate"] = 0.5
-    (folder / "config.json").write_text(json.dumps(older))
-    assert "drafter.gate is unknown" in mistake(folder / "config.json")

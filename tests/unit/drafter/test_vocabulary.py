@@ -447,11 +447,6 @@ def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_
     wider.restore(counters, training.own_counters())
     wider.foresee([(30, 31)])
     assert wider.served.model.num_proposed == 15
-    old, _ = watched(10)
-    old.restore(
-        {key: value for key, value in counters.items() if key != "vocabulary"}, training.own_counters()
-    )
-    assert old.served.model.token_ids is None, "an older checkpoint says nothing of it"
 
 
 # ── in folders ──────────────────────────────────────────────────────────────────────────────────────────────

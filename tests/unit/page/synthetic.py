@@ -9,8 +9,9 @@ from pathlib import Path
 from tests.unit.cli.parts import save_tokenizer
 from tlt.accounts import DrafterCheck, IdleRecord, LengthStats, RewardSummary, RolloutRecord, UpdateMetrics
 from tlt.hf.tokenizer import load_tokenizer
-from tlt.io.files import dumps, write_jsonl
+from tlt.io.files import Record, dumps, write_jsonl
 from tlt.report.record import StepRecord
+from tlt.training.evaluations import Evaluation
 
 BEGAN = 1_700_000_000.0
 STEP_SECONDS = 10.0
@@ -93,12 +94,17 @@ def make_run(folder: Path, num_steps: int = 6, num_ranks: int = 2, text: str = "
     for step in range(1, num_steps + 1):
         path = folder / "responses" / f"rollout-{step:08d}.jsonl"
         write_jsonl(path, [response(step, sample, f"{text} {step}.{sample}") for sample in range(4)])
-    evaluations = [
-        {"step": step, "solve_rate": rate, "seconds": 1.0, "by_problem": {"a": rate, "b": 1.0}}
-        for step, rate in ((0, 0.0), (num_steps, 1.0))
-    ]
+    rates = ((0, 0.0), (num_steps, 1.0))
+    evaluations = [evaluation(step, rate, {"a": rate, "b": 1.0}) for step, rate in rates]
     write_jsonl(folder / "evaluations.jsonl", evaluations)
     return folder
+
+
+def evaluation(
+    step: int, rate: float, by_problem: dict[str, float], by_task: dict[str, float] | None = None
+) -> Record:
+    """A line of evaluations.jsonl whose rewards are the solve rates."""
+    return vars(Evaluation(step, rate, 1.0, by_problem, by_task or {}, rate, by_problem, 0))
 
 
 def make_hostile(folder: Path, text: str) -> Path:
@@ -133,10 +139,7 @@ def make_hostile(folder: Path, text: str) -> Path:
         drafts = [[0, text, 3, 1, None]]
         lines = [one | {"finish_reason": text, "reward_error": text, "drafts": drafts} for one in kept]
         write_jsonl(folder / "responses" / f"rollout-{step:08d}.jsonl", lines)
-    evaluations = [
-        {"step": step, "solve_rate": 0.5, "seconds": 1.0, "by_problem": {text: 0.5}, "by_task": {text: 0.5}}
-        for step in (0, 5)
-    ]
+    evaluations = [evaluation(step, 0.5, {text: 0.5}, {text: 0.5}) for step in (0, 5)]
     write_jsonl(folder / "evaluations.jsonl", evaluations)
     write_jsonl(folder / "environment.jsonl", [{"began": 1.0, "cpu": text, text: text}])
     (folder / "failures.log").write_text(f"2026-01-01 00:00:00 {text}\n")

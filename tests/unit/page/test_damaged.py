@@ -18,6 +18,7 @@ from tests.unit.page.damage import (
     show_status,
     surprises,
 )
+from tests.unit.page.synthetic import evaluation
 from tlt.io.files import write_jsonl
 from tlt.types import UserError
 
@@ -63,8 +64,7 @@ def test_a_number_of_steps_that_is_none_is_one_line_of_the_status(
 
 def test_evaluations_without_a_problem_are_shown(tmp_path: Path) -> None:
     folder = make_sound(tmp_path / "run")
-    lines = [{"step": step, "solve_rate": 0.5, "seconds": 1.0, "by_problem": {}} for step in (0, 1)]
-    write_jsonl(folder / "evaluations.jsonl", lines)
+    write_jsonl(folder / "evaluations.jsonl", [evaluation(step, 0.5, {}) for step in (0, 1)])
     show_status(folder)
     show_page(folder)
 

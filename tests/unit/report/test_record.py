@@ -1,11 +1,10 @@
-"""metrics.jsonl, its older lines, and the paired test."""
+"""metrics.jsonl and the paired test."""
 
 import dataclasses
 import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,17 +12,11 @@ import torch
 
 from tests.unit.report.records import record
 from tlt.accounts import (
-    DrafterCheck,
-    IdleRecord,
     LengthStats,
-    RewardSummary,
-    RolloutRecord,
-    UpdateMetrics,
     percentile,
 )
 from tlt.io.files import dumps, write_jsonl
-from tlt.report.console import COLUMNS
-from tlt.report.record import MetricsWriter, StepRecord, paired_sign_flip_test, read_metrics
+from tlt.report.record import MetricsWriter, paired_sign_flip_test, read_metrics
 from tlt.types import UserError
 
 
@@ -53,116 +46,6 @@ def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path:
         "b": 2.5,
         "c": 3,
     }
-
-
-NOT_THERE: Any = pytest.approx(math.nan, nan_ok=True)
-
-OLD = {
-    "step": 4,
-    "policy_version": 3,
-    "algorithm": "grpo",
-    "step_seconds": 3.5,
-    "cpu_seconds": 5.5,
-    "finished_at": 9.0,
-    "rollout_seconds": 1.5,
-    "num_responses": 8,
-    "num_tokens": 80,
-    "truncated_share": 0.125,
-    "tokens_per_second": 53.0,
-    "response_tokens": {"mean": 10.0, "p50": 9.0, "p95": None, "max": 12},
-    "num_migrated": 2,
-    "accept_length": None,
-    "accept_by_depth": [0.5, None],
-    "strategy_seconds": {"off": 1.0},
-    "strategy_speed": {},
-    "strategy_predicted": {},
-    "reward_mean": 0.25,
-    "solve_rate": 0.375,
-    "reward_errors": 1,
-    "first_reward_error": "why",
-    "reward_parts": {"a": 0.5},
-    "solve_rate_by_task": {"sums": 0.5},
-    "zero_variance_groups": 2,
-    "loss": -0.5,
-    "grad_norm": 0.75,
-    "entropy": 0.2,
-    "clip_fraction": 0.0,
-    "kl": None,
-    "lr": 1e-4,
-    "engine_trainer_logprob_gap": 1e-7,
-    "update_seconds": 1.25,
-    "drafter_version": 7,
-    "drafter_acceptance": 0.7,
-    "retrieval_acceptance": 0.3,
-    "drafter_training": "trained",
-    "drafter_set_aside": "",
-    "drafter_loss": 2.5,
-    "drafter_tokens": 40,
-    "drafter_captured_tokens": 30,
-    "drafter_recomputed_tokens": 10,
-    "drafter_train_seconds": 0.5,
-    "drafter_refreshes": 2,
-    "idle_seconds": 0.75,
-    "harvested_share": 0.5,
-    "preemption_seconds": [0.01],
-    "idle_seconds_by_use": {"rest": 0.25},
-    "idle_gain": {"train": 0.1},
-    "ahead_tokens": 5,
-}
-"""A line as it was written while all fields stood side by side, and some did not exist."""
-
-
-def test_a_line_of_an_older_tlt_reads_as_the_records_of_today() -> None:
-    found = StepRecord.from_json(json.dumps(OLD))
-    assert (found.step, found.policy_version, found.algorithm, found.step_seconds) == (4, 3, "grpo", 3.5)
-    assert found.rollout == RolloutRecord(
-        1.5, 8, 80, found.rollout.response_tokens, 0.125, 53.0, NOT_THERE,
-        (0.5, NOT_THERE), {"off": 1.0}, {}, {}, num_migrated=2,
-        draft_acceptance_rate=NOT_THERE, draft_mean_acceptance_length=NOT_THERE,
-    )  # fmt: skip
-    assert found.rollout.response_tokens == LengthStats(10.0, 9.0, NOT_THERE, 12)
-    assert found.rewards == RewardSummary(0.25, 0.375, 1, "why", {"a": 0.5}, solve_rate_by_task={"sums": 0.5})
-    gaps = {"engine_trainer_logprob_gap": 1e-7, "engine_trainer_logprob_gap_max": NOT_THERE}
-    losses = {
-        "loss": -0.5,
-        "grad_norm": 0.75,
-        "entropy": 0.2,
-        "clip_fraction": 0.0,
-        "kl": NOT_THERE,
-        "lr": 1e-4,
-    }
-    assert found.update == UpdateMetrics(**losses, **gaps, zero_variance_groups=2, seconds=1.25)
-    measured = DrafterCheck(7, 0.7, 0.3, "trained", before=NOT_THERE, coverage=NOT_THERE)
-    assert found.drafter == dataclasses.replace(
-        measured, tokens=40, loss=2.5, captured_tokens=30, recomputed_tokens=10, train_seconds=0.5
-    )
-    assert found.idle == IdleRecord(0.75, 0.5, (0.01,), {"rest": 0.25}, {"train": 0.1}, ahead_tokens=5)
-    assert dumps(json.loads(StepRecord.from_json(found.to_json()).to_json())) == found.to_json(), (
-        "written, it is one of today"
-    )
-
-
-@pytest.mark.parametrize("path", sorted(Path("benchmarks/results").glob("*/metrics.jsonl")), ids=str)
-def test_the_records_of_the_published_runs_still_read(path: Path) -> None:
-    records, lines = read_metrics(path), [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(r.rewards.mean, r.update.loss, r.idle.seconds) for r in records] == [
-        (line["reward_mean"], line["loss"], line["idle_seconds"]) for line in lines
-    ]
-
-
-def test_a_step_has_one_number_on_screen_and_in_the_file_and_an_older_file_is_counted_anew(
-    tmp_path: Path,
-) -> None:
-    path, today = tmp_path / "metrics.jsonl", [record(step) for step in (1, 2, 3)]
-    assert [COLUMNS[0].write(one) for one in today] == ["1", "2", "3"]
-    older = [dataclasses.replace(one, step=one.step - 1) for one in today]
-    assert [one.step for one in older] == [one.policy_version for one in older] == [0, 1, 2], "counted from 0"
-    path.write_text("".join(one.to_json() + "\n" for one in older))
-    assert read_metrics(path) == today
-    with MetricsWriter(path, 2) as writer:
-        writer.write(today[2])
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    assert read_metrics(path) == today
 
 
 def test_generated_logprobs_that_are_not_finite_are_null_in_the_users_file(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -220,17 +219,6 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(other: Any, tmp_p
         save(tmp_path, 3)
     expected = f"has format {other!r}, not 3; go on with the version of TLT that wrote it"
     assert refusal(find_checkpoint, tmp_path, ALONE).endswith(expected)
-
-
-def test_a_checkpoint_of_an_older_version_is_named_and_never_unpickled(tmp_path: Path) -> None:
-    old = tmp_path / "step-00000010"
-    old.mkdir()
-    (old / "training.pt").write_bytes(b"\x80\x04cos\nsystem\n")
-    (old / "state.json").write_text(json.dumps({"step": 10, "drafter_version": 1}))
-    message = refusal(find_checkpoint, tmp_path, ALONE)
-    assert message.startswith(
-        f"{old}: was written by an older version of TLT and cannot be resumed; go on with the version"
-    )
 
 
 def test_a_checkpoint_of_another_law_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_a_run_on_messages_is_the_run_on_the_ids_that_the_template_makes_of_them
     hashes, tasks = [], []
     for key, values in (("messages", CHATS), ("prompt_ids", ids)):
         file = write_problems(tmp_path / f"{key}.jsonl", key, values)
-        config = configure(model, tmp_path / key, name=f"{__name__}:DIGITS", problems_file=str(file))
+        config = configure(model, tmp_path / key, name=f"{__name__}:DIGITS", data=str(file))
         assert [list(problem.prompt_ids) for problem in load_problems(config, "train")] == ids
         tasks.append(Digits())
         assert train(config, task=tasks[-1]).is_finished

@@ -102,21 +102,6 @@ def test_an_incomplete_evaluation_is_neither_the_best_nor_compared_and_the_next_
     assert [evaluation.step for evaluation in evaluations.all] == [0, 10, 20, 30, 40]
 
 
-def test_lines_of_an_older_tlt_are_read_and_have_no_reward_to_be_judged_by(tmp_path: Path) -> None:
-    path = tmp_path / "evaluations.jsonl"
-    path.write_text(
-        '{"step": 0, "solve_rate": 0.5, "seconds": 2.5, "by_problem": {"p0": 0.5}, "by_task": {}}\n'
-    )
-    evaluations = Evaluations(path, 0, writes=False)
-    assert evaluations.is_done(0)
-    assert evaluations.all == [Evaluation(0, 0.5, 2.5, {"p0": 0.5})]
-    by_reward = Evaluations(path, 0, writes=False, by_reward=True)
-    assert not by_reward.is_done(0)
-    assert by_reward.left_out() == [
-        "the evaluation before training is left out: an older TLT wrote no rewards"
-    ]
-
-
 @pytest.mark.parametrize(
     ("functions", "is_by_reward"),
     [((), False), (("task",), False), (("m:f", "task"), False), (("m:f", "m:g"), True)],
@@ -146,13 +131,11 @@ def test_a_response_that_could_not_be_scored_is_left_out_and_not_counted_as_unso
 
 
 def test_the_means_and_the_p_value_of_progress_are_over_the_same_problems(tmp_path: Path) -> None:
-    """An older TLT left problems out in silence; such an evaluation is not compared with one of other
-    problems."""
     evaluations = Evaluations(tmp_path / "evaluations.jsonl", 0, writes=False)
-    evaluations.add(Evaluation(0, 0.75, 1.0, {"a": 1.0, "b": 0.5}))
-    evaluations.add(Evaluation(1, 0.5, 1.0, {"b": 0.5, "c": 0.5}))
-    assert evaluations.progress() is None
-    evaluations.add(Evaluation(2, 0.75, 1.0, {"b": 1.0, "c": 0.5}))
+    for step, shares in enumerate(({"a": 1.0, "b": 0.5}, {"b": 0.5, "c": 0.5}, {"b": 1.0, "c": 0.5})):
+        assert evaluations.progress() is None
+        rate = sum(shares.values()) / 2
+        evaluations.add(Evaluation(step, rate, 1.0, shares, {}, rate, shares, 0))
     progress = evaluations.progress()
     assert progress is not None
     assert (progress.steps, progress.solve_rates, progress.p_value) == ((1, 2), (0.5, 0.75), 0.5)

@@ -122,7 +122,7 @@ def problems_from(tmp_path: Path, *lines: Any, per_step: int = 1) -> Any:
     file.write_text("".join(json.dumps({**puzzle, **line}) + "\n" for line in lines))
     values = {
         "model": {"path": str(BASE)},
-        "task": {"name": "countdown", "problems_file": str(file)},
+        "task": {"name": "countdown", "data": str(file)},
         "rollout": {"problems_per_step": per_step},
     }
     return load_problems(load_config(values), "train")

@@ -233,8 +233,7 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
         self.inner.restore(counters)
-        if REFERENCE in counters[0]:  # an earlier attempt may have had no references
-            self.acceptance.restore(counters[0][REFERENCE])
+        self.acceptance.restore(counters[0][REFERENCE])
 
     def observe(self, proposal: ReferenceProposal, verdicts: Sequence[Verdict]) -> None:
         if proposal.inner is not None:
