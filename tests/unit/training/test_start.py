@@ -250,7 +250,7 @@ def test_what_the_launcher_says_stands_in_the_log_of_the_run_which_the_summary_n
     assert capsys.readouterr().err == "tlt: a rank died\na library talks\n"
     assert (tmp_path / "console.log").read_text() == "  starting 2 ranks …\ntlt: a rank died\n"
     screen = io.StringIO()
-    evaluated = SimpleNamespace(by_problem={"a": 1.0}, reward_by_problem={})
+    evaluated = SimpleNamespace(by_problem={"a": 1.0}, reward_by_problem={"a": 1.0})
     evaluations = SimpleNamespace(all=[evaluated])
     console = Console(stream=screen, environ={})
     run = SimpleNamespace(
