@@ -10,9 +10,10 @@ import dataclasses
 import torch
 
 from benchmarks.report import side_by_side
-from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored_drafter
+from tlt.assembly.engine import build_backend, build_engine, load_stored_drafter
 from tlt.assembly.model import Model, adapter_folder, drafter_folder, model_folder, open_model
 from tlt.assembly.policy import master_dtype
+from tlt.assembly.run_engine import engine_settings
 from tlt.assembly.world import device_of
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter, load_shape
@@ -36,7 +37,7 @@ class Subject:
     ) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
         self.config = config = side_by_side(config)
-        settings = EngineSettings.of_run(config, device_of(config).name)
+        settings = engine_settings(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # keeps nothing for training
         self.settings = dataclasses.replace(settings, drafting=untrained)
         self.model = model or open_model(model_folder(config), master_dtype(config), adapter_folder(config))

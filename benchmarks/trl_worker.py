@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.trl import Job
-from tlt.assembly.drafter import watch_drafter
-from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
+from tlt.assembly.engine import build_engine, load_stored_drafter
 from tlt.assembly.model import load_model
 from tlt.assembly.policy import build_policy_trainer
+from tlt.assembly.run_engine import engine_settings
+from tlt.assembly.watched_drafter import watch_drafter
 from tlt.config.load import load_config
 from tlt.ranks.world import gather_objects, init_process_group_from_env, join_process_group
 from tlt.report.timeline import Timeline
@@ -208,7 +209,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
     trainer = build_policy_trainer(config, model, world)
     timeline, stored = Timeline(world.rank), load_stored_drafter(config.drafter.path, model)
     engine = build_engine(
-        model.config, model.tensors, EngineSettings.of_run(config, "cpu"), stored, on_span=timeline.add
+        model.config, model.tensors, engine_settings(config, "cpu"), stored, on_span=timeline.add
     )
     training = watch_drafter(config.drafter, stored, engine, world, timeline, seed=0)
     queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=600.0)

@@ -17,7 +17,7 @@ from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm, vllm_engine
 from tests.vllm.test_live import MODEL, changed_policy, countdown
 from tlt.drafter.formats.folder import load_drafter
 from tlt.drafter.forms import new_model
-from tlt.ranks.sharding import layer_by_layer
+from tlt.models.packed import layer_by_layer
 from tlt.types import Request, UserError
 from tlt.vllm import link, transfer
 

@@ -1,32 +1,23 @@
-"""Builds the WatchedDrafter of a run: the copy that is trained, its trainer, and what measures both
-copies."""
+"""Builds the copy of a drafter that is trained, and its trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from tlt.config.drafter import DrafterSection
-from tlt.drafter.drafting.suffix_index import count_retrieved
 from tlt.drafter.formats.folder import StoredDrafter, choose_preset
 from tlt.drafter.forms import new_model
-from tlt.drafter.measure import DrafterCopies
 from tlt.drafter.model import DraftModel
 from tlt.drafter.shape import BlockShape, DrafterShape
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import count_tokens, mask_token
-from tlt.engine.backend import RolloutBackend
 from tlt.models.packed import PackedTransformer
-from tlt.ranks.world import World, average_weighted, gather_objects
-from tlt.report.timeline import Timeline
-from tlt.rollout.protocol import DrafterTraining
-from tlt.rollout.watched_drafter import Ranks, WatchedDrafter
 from tlt.spans import Span
 from tlt.types import Rollout
 
@@ -80,33 +71,3 @@ def preset_changes(settings: DrafterSection) -> dict[str, Any]:
     """Returns the preset's constants that the configuration sets."""
     names = ("unrolled_steps", "step_decay", "feature_weight", "distribution_weight")
     return {name: getattr(settings, name) for name in names}
-
-
-def watch_drafter(
-    settings: DrafterSection,
-    stored: StoredDrafter | None,
-    engine: RolloutBackend,
-    world: World,
-    timeline: Timeline,
-    *,
-    seed: int,
-    share: float = 0.0,
-) -> DrafterTraining:
-    """Returns the engine's learned drafter as the run trains and measures it; the base, which does nothing,
-    where the engine has none.
-
-    seed: of the choice of training windows, which differs by rank.
-    share: see WatchedDrafter.
-    """
-    drafter, target = engine.drafter, engine.target
-    if stored is None or drafter is None or drafter.learned is None:
-        return DrafterTraining()
-    assert target is not None, "an engine with a learned drafter keeps the policy for it"
-    model = build_draft_model(stored, world.device)
-    spot = None
-    if settings.train:
-        seed = seed * world.world_size + world.rank
-        spot = build_spot_trainer(settings, stored, model, target, seed, timeline.add)
-    copies = DrafterCopies(model, drafter.learned.model, target, count_retrieved)
-    ranks = Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world))
-    return WatchedDrafter(copies, drafter.learned, spot, ranks, timeline, settings.check_every, share)

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from tlt.assembly.cost_prior import cost_prior
 from tlt.assembly.model import Model, ModelFolder
-from tlt.assembly.ranks import local_ranks
 from tlt.config.drafter import DrafterSection
-from tlt.config.schema import Config
 from tlt.config.vllm import VllmSection
 from tlt.drafter.drafting.hybrid import drafter_kinds, make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings, OnVerdicts
@@ -39,7 +37,7 @@ from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.speculative.verify import Verify
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
-from tlt.types import UserError, resolve_dtype
+from tlt.types import UserError
 from tlt.vllm.inside.law import DEFAULT_TAU
 
 
@@ -74,23 +72,6 @@ class EngineSettings:
         """Returns the bytes that the engine's caches may take."""
         device = torch.device(self.device)
         return automatic_bytes(device, self.num_ranks) if self.kv_gib is None else int(self.kv_gib * 2**30)
-
-    @staticmethod
-    def of_run(config: Config, device: torch.device | str) -> EngineSettings:
-        """Returns the settings in a run's configuration."""
-        rollout, dtype = config.rollout, resolve_dtype(config.run.dtype, torch.device(device).type)
-        return EngineSettings(
-            rollout.speculation,
-            rollout.tuner,
-            dtype,
-            device,
-            rollout.max_batch_size,
-            config.drafter,
-            kv_gib=rollout.kv_gib,
-            num_ranks=local_ranks(config),
-            engine=rollout.engine,
-            vllm=config.vllm,
-        )
 
 
 def build_engine(

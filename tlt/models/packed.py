@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -281,6 +282,17 @@ class PackedTransformer:
     def logits(self, features: Tensor) -> Tensor:
         """Returns logits [..., V]."""
         return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)
+
+
+def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yields the tensors in parts: one part per layer, and one per tensor outside of the layers. A tensor is
+    read when its part is asked for, and not kept."""
+
+    def part_of(name: str) -> str:
+        return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
+
+    for _, names in groupby(tensors, part_of):
+        yield {name: tensors[name] for name in names}
 
 
 def _allocate(

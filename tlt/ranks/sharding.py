@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -131,14 +130,3 @@ def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     cast = tensor.detach().to(dtype or tensor.dtype)
     assert isinstance(cast, DTensor)
     return cast.full_tensor()
-
-
-def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors in parts: one part per layer, and one per tensor outside of the layers. A tensor is
-    read when its part is asked for, and not kept."""
-
-    def part_of(name: str) -> str:
-        return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
-
-    for _, names in groupby(tensors, part_of):
-        yield {name: tensors[name] for name in names}

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt.assembly.drafter import watch_drafter
 from tlt.assembly.engine import EngineSettings, build_engine
+from tlt.assembly.watched_drafter import watch_drafter
 from tlt.config.drafter import DrafterSection
 from tlt.config.mistakes import validate
 from tlt.drafter.formats.folder import load_drafter

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tlt.assembly.drafter import watch_drafter
-from tlt.assembly.engine import EngineSettings, build_backend, load_stored_drafter
+from tlt.assembly.engine import build_backend, load_stored_drafter
 from tlt.assembly.model import adapter_folder, drafter_folder, open_start
 from tlt.assembly.policy import build_policy_trainer, master_dtype, reward_spec, saved_dtype
+from tlt.assembly.run_engine import engine_settings
+from tlt.assembly.watched_drafter import watch_drafter
 from tlt.assembly.world import layout_of
 from tlt.clock import Moment
 from tlt.config.schema import Config
@@ -25,7 +26,8 @@ from tlt.hf.weights import save_model
 from tlt.io.files import write_atomically
 from tlt.launch.signals import STOPPING
 from tlt.models.decoder import Transformer
-from tlt.ranks.sharding import FullTensors, full_tensor, layer_by_layer
+from tlt.models.packed import layer_by_layer
+from tlt.ranks.sharding import FullTensors, full_tensor
 from tlt.ranks.waiting import on_all_ranks, on_leader
 from tlt.ranks.world import World, broadcast_json, gather_objects
 from tlt.report.console import Console
@@ -143,7 +145,7 @@ class Run:
         stored = load_stored_drafter(drafter_folder(config), model)
         longest_prompt = max(len(problem.prompt_ids) for problem in (*self.problems, *self.held_out))
         window = longest_prompt + config.sampling.max_tokens
-        settings = replace(EngineSettings.of_run(config, world.device), window=window)
+        settings = replace(engine_settings(config, world.device), window=window)
         self.references = References(config.rollout.references_mib)
         self.lengths: dict[str, float] = {}
         ahead, compares = config.rollout.steps_ahead > 0, config.rollout.compares_idle_work

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.sequence import Decode, Sequence, broken_policy
-from tlt.models.packed import PackedTransformer
-from tlt.ranks.sharding import layer_by_layer
+from tlt.models.packed import PackedTransformer, layer_by_layer
 from tlt.spans import Span
 from tlt.speculative.strategy import NO_EXPECTATION, BatchState, StepOutcome, Strategy, StrategyTuner
 from tlt.types import Finished, Verdict

@@ -26,11 +26,11 @@ from tlt.hf.peft import save_adapter
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.lora import BaseOf, adapted, count_adapters, is_of_adapter, start_value
-from tlt.models.packed import PackedTransformer
+from tlt.models.packed import PackedTransformer, layer_by_layer
 from tlt.plan.fit import fits, judge
 from tlt.plan.memory import plan_memory
 from tlt.plan.sizes import PlannedRun
-from tlt.ranks.sharding import FullTensors, layer_by_layer
+from tlt.ranks.sharding import FullTensors
 from tlt.ranks.world import World
 from tlt.rl.update import PolicyTrainer
 from tlt.training.start import describe_lora

@@ -22,13 +22,12 @@ from tlt.config.schema import AlgorithmSection, OptimizerSection
 from tlt.hf.weights import StoredTensors, save_model
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.packed import PackedTransformer
+from tlt.models.packed import PackedTransformer, layer_by_layer
 from tlt.ranks.sharding import (
     FullTensors,
     choose_layout,
     fill,
     full_tensor,
-    layer_by_layer,
     local_rows,
     mesh_of,
     shard,

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
 from tests.unit.drafter.watched_parts import POLICY, TARGET, Parts, make_rollouts
 from tlt.accounts import DrafterCheck
-from tlt.assembly.drafter import watch_drafter
+from tlt.assembly.watched_drafter import watch_drafter
 from tlt.config.drafter import DrafterSection
 from tlt.drafter import measure
 from tlt.drafter.drafting.hybrid import HybridDrafter
