@@ -123,9 +123,10 @@ def _of_run(options: Bench) -> Subject:
         raise UserError(f"--{with_dashes(theirs[0])}: {has}; leave it out, or give a model's folder")
     import torch
 
-    from tlt.assembly.engine import EngineSettings, load_stored_drafter
+    from tlt.assembly.engine import load_stored_drafter
     from tlt.assembly.model import open_model
     from tlt.assembly.policy import master_dtype
+    from tlt.assembly.run_engine import engine_settings
     from tlt.assembly.world import device_of
     from tlt.bench.speculation import Subject
     from tlt.training.problems import load_problems
@@ -138,7 +139,7 @@ def _of_run(options: Bench) -> Subject:
     return Subject(
         model,
         load_stored_drafter(served.drafter, model),
-        EngineSettings.of_run(config, device_of(config).name),
+        engine_settings(config, device_of(config).name),
         [(one.problem_id, one.prompt_ids) for one in load_problems(config, "train", served.policy)],
         model.with_ends(config.sampling.params(config.run.seed, model.stop_ids)),
         config.rollout.samples_per_problem,
