@@ -143,10 +143,11 @@ def read_tools(value: Any, place: str) -> list[Message]:
 
 def write_prompt(template: ChatTemplate, chat: Chat, place: str, source: str) -> str:
     """Returns the text of a chat, up to where the assistant goes on. Raises UserError where the template
-    refuses the messages, drops a text, or opens no turn.
+    does not read a variable, refuses the messages, drops a text, or opens no turn.
 
     source: the template, for errors.
     """
+    check_variables(template, chat.variables, place)
     messages = chat.messages
     if chat.is_continued:
         text = _render(template, chat, place, source, [*messages[:-1], _end_with(messages[-1], _END)], False)

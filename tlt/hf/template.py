@@ -1,11 +1,13 @@
 """A chat template as a function of messages, variables and a date. It renders what transformers renders, but
-for the date, which here is an argument."""
+for the date, which here is an argument. What reads or renders a template runs in a process of its own
+(limited.py)."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -40,12 +42,8 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads and does not set itself, unless it first asks whether they are.
-        Raises TemplateRefusal for a mistake in its syntax."""
-        try:
-            return _variables(self.text)
-        except Exception as error:  # jinja2's, and those of constant expressions, which it computes here
-            raise TemplateRefusal(one_line(error, 160)) from None
+        """Names that the template reads and does not set itself, unless it first asks whether they are."""
+        return find_variables(self.text)
 
     def render(
         self,
@@ -67,10 +65,19 @@ class ChatTemplate:
             DATE_FUNCTION: now.strftime,
         }
         absent = {"tools": None, "documents": None}
-        try:
+        with _refusals():
             return _compiled(self.text).render(absent | dict(self.special) | dict(variables) | given)
-        except Exception as error:  # jinja2's, and those of the template's own expressions
-            raise TemplateRefusal(one_line(error, 160)) from None
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises TemplateRefusal for all that jinja2, or a template's own expressions, raise."""
+    try:
+        yield
+    except MemoryError:  # limited.py tells the limit
+        raise
+    except Exception as error:
+        raise TemplateRefusal(one_line(error, 160)) from None
 
 
 @functools.lru_cache(maxsize=16)
@@ -79,13 +86,16 @@ def _compiled(text: str) -> jinja2.Template:
 
 
 @functools.lru_cache(maxsize=16)
-def _variables(text: str) -> frozenset[str]:
+def find_variables(text: str) -> frozenset[str]:
+    """Returns the `ChatTemplate.variables` of a template. Raises TemplateRefusal for one that cannot be
+    read."""
     from jinja2 import meta, nodes
 
-    tree = _environment().parse(text)
-    tested = {test.node.name for test in tree.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
-    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
-    return frozenset(meta.find_undeclared_variables(tree) - (stored - tested))
+    with _refusals():
+        tree = _environment().parse(text)
+        tested = {test.node.name for test in tree.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
+        stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+        return frozenset(meta.find_undeclared_variables(tree) - (stored - tested))
 
 
 @functools.lru_cache(maxsize=1)

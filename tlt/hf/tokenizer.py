@@ -16,10 +16,11 @@ from typing import Any
 
 import tokenizers
 
-from tlt.hf.chat import Chat, check_variables, read_messages, write_prompt
+from tlt.hf.chat import Chat, read_messages
 from tlt.hf.files import existing_directory, read_json
+from tlt.hf.limited import LimitExceeded, call_limited
 from tlt.hf.limits import read_limits
-from tlt.hf.template import DATE_FUNCTION, ChatTemplate, TemplateRefusal
+from tlt.hf.template import DATE_FUNCTION, ChatTemplate, Message, TemplateRefusal
 from tlt.io.text import one_line
 from tlt.kinds import shorten
 from tlt.tasks.thoughts import OPENING_TAGS, TAGS, ends_in_thought
@@ -75,20 +76,19 @@ class Tokenizer:
             remedy = "give prompt (text) or prompt_ids instead"
             raise UserError(f"{place}: {self.path} has no chat template; {remedy}")
         template = self.template
-        check_variables(template, chat.variables, place)
         for number, message in enumerate(chat.messages, start=1):
             if (found := self._control.search(str(message.get("content")))) is not None:
                 what = f"message {number} holds {found[0]}, which the chat template writes itself"
                 remedy = "remove it, or give the whole prompt as text without the template"
                 raise UserError(f"{place}: {what}; {remedy}")
-        text = write_prompt(template, chat, place, str(self.path))
+        text = self._limited("tlt.hf.chat:write_prompt", template, chat, place, str(self.path), place=place)
         return self._begun_once(self._encode(text, place), place)
 
     def check_variables(self, variables: Mapping[str, Any], place: str) -> None:
         """Raises UserError for variables of the chat template that it does not read."""
         if not self.has_template:
             raise UserError(f"{place}: {self.path} has no chat template; remove {', '.join(variables)}")
-        check_variables(self.template, variables, place)
+        self._limited("tlt.hf.chat:check_variables", self.template, variables, place, place=place)
 
     @property
     def has_template(self) -> bool:
@@ -100,13 +100,32 @@ class Tokenizer:
         """The chat template; the default one where there are several. Raises UserError for one that cannot be
         read."""
         try:
-            template = ChatTemplate(self.hf.get_chat_template(), dict(self.hf.special_tokens_map))
-            assert template.variables is not None  # a mistake in its syntax is raised here
-        except (ValueError, TemplateRefusal) as error:  # transformers' where none of several is the default
-            why = one_line(error, 160) if isinstance(error, ValueError) else error
-            reason = f"the chat template cannot be read ({why})"
+            return self.read_template()
+        except TemplateRefusal as refusal:
+            reason = f"the chat template cannot be read ({refusal})"
             raise UserError(f"{self.path}: {reason}; copy the model's files there again") from None
-        return template
+
+    def read_template(self) -> ChatTemplate:
+        """Returns the chat template. Raises TemplateRefusal for one that cannot be read."""
+        try:
+            text = self.hf.get_chat_template()
+        except ValueError as error:  # none of several is the default
+            raise TemplateRefusal(one_line(error, 160)) from None
+        self._limited("tlt.hf.template:find_variables", text)  # which finds mistakes of its syntax
+        return ChatTemplate(text, dict(self.hf.special_tokens_map))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Returns the text of messages as the template alone writes it. Raises TemplateRefusal."""
+        function = "tlt.hf.template:ChatTemplate.render"
+        return str(self._limited(function, self.read_template(), messages, {}, opens_turn=False))
+
+    def _limited(self, function: str, *arguments: Any, place: str = "", **options: Any) -> Any:
+        """Calls what reads or renders the template. Raises UserError where that takes too much."""
+        try:
+            return call_limited(function, *arguments, **options)
+        except LimitExceeded as limit:
+            what = f"the chat template of {self.path} {limit}"
+            raise UserError(f"{place}{': ' if place else ''}{what}; put another in its place") from None
 
     @functools.cached_property
     def beginning(self) -> tuple[int, ...]:
@@ -279,7 +298,7 @@ def _with_stop_ids(tokenizer: Tokenizer) -> Tokenizer:
     end, unknown_end = None, ""
     try:
         end = _end_of_turn(tokenizer)
-    except (TemplateRefusal, UserError) as refusal:  # it matters to chats alone: `describe_template` tells
+    except TemplateRefusal as refusal:  # it matters to chats alone: `describe_template` tells
         unknown_end = str(refusal)
     found = {*read_stop_ids(tokenizer.path), own, end}
     stop_ids = tuple(sorted(token_id for token_id in found if token_id is not None))
@@ -298,7 +317,7 @@ def _end_of_turn(tokenizer: Tokenizer) -> int | None:
         return None
     answer = "0123456789"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-    text = tokenizer.template.render(messages, {}, opens_turn=False)
+    text = tokenizer.render(messages)
     rest = text.rpartition(answer)[2].lstrip()
     ids = tokenizer.backend.encode(rest, add_special_tokens=False).ids
     return ids[0] if ids and ids[0] in tokenizer.hidden_ids else None

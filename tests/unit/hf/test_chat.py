@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from datetime import date
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.hf.chat_parts import NAMES, OPENINGS, some_record, template_of, texts_of, write_tokenizer
+from tlt.hf.limited import LimitExceeded, call_limited
 from tlt.hf.prompts import PLAIN, ChatFormat, describe_template, encode_prompt, encode_prompts
+from tlt.hf.template import ChatTemplate
 from tlt.hf.tokenizer import Tokenizer, load_tokenizer, writes_date
 from tlt.types import SamplingParams, UserError
 
@@ -266,15 +270,60 @@ def test_a_template_that_refuses_a_question_with_its_answer_is_told_where_prompt
     ]
 
 
-def test_an_error_that_is_not_the_templates_is_not_taken_for_a_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("our own mistake")
+def test_an_error_that_is_not_the_templates_is_not_taken_for_a_refusal() -> None:
+    with pytest.raises(AttributeError):
+        ChatTemplate(TURN).render(["no message"], {})  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        call_limited("builtins:int", "no number")
 
-    monkeypatch.setattr("tlt.hf.template._with_reasoning", fail)
-    with pytest.raises(RuntimeError, match="our own mistake"):
-        load(tmp_path, "chatml")
+
+LOOPS = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+EQUAL = "{% set n = namespace(a=[], b=[]) %}{% for _ in range(99) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
+DOUBLED = "{% set n = namespace(x='x') %}{% for _ in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        LOOPS,
+        MACRO + "{{ f(60) }}",
+        EQUAL + "{{ n.a == n.b }}",
+        DOUBLED,
+        "{{ (messages | length + 8) ** (9 ** 9 ** 9) }}",
+        "{{ 9 ** (9 ** 9 ** 9) }}",  # computed where it is compiled
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ messages[0].content * 10 ** 10 }}",
+        "{{ 'x' | center(10 ** 10) }}",
+        "{{ 'x'.ljust(10 ** 10) }}",
+        "{{ '%09999999999d' % 1 }}",
+        "{{ (['x' * 10 ** 5] * 10 ** 5) | string }}",
+        "{{ ('x' * 10 ** 5).replace('x', 'y' * 10 ** 5) }}",
+        "{{ range(9999) | join('y' * 10 ** 6) }}",
+        "{% for _ in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
+    ],
+)
+def test_a_template_without_end_is_one_line_within_seconds(
+    bomb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start where constants are computed, otherwise at the row that lights it."""
+    monkeypatch.setattr("tlt.hf.limited.SECONDS", 1)
+    template = "{% if messages[0].content == 'explode' %}" + bomb + "{% endif %}" + TURN
+    told = r"(takes more than 1 s of processor time|needs more than 1 GiB of memory|writes [\d,]+ characters)"
+    with pytest.raises(UserError, match=rf"the chat template of .* {told}; put another") as refused:
+        load_tokenizer(write_tokenizer(tmp_path, template)).encode_chat([say("user", "explode")], "rows:2")
+    assert "\n" not in str(refused.value)
+
+
+def test_texts_are_rendered_after_a_template_was_ended_and_after_a_thread_was(tmp_path: Path) -> None:
+    tokenizer, told = load(tmp_path, "chatml"), []
+    expected = tokenizer.encode_chat([QUESTION])
+    with pytest.raises(LimitExceeded, match="killed by SIGKILL"):
+        call_limited("os:kill", 0, signal.SIGKILL)
+    thread = Thread(target=lambda: told.append(tokenizer.encode_chat([QUESTION])))
+    thread.start()
+    thread.join()
+    assert [*told, tokenizer.encode_chat([QUESTION])] == [expected, expected]
 
 
 def test_a_stop_text_that_is_a_special_token_is_its_id_and_one_that_holds_one_is_refused(
