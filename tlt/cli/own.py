@@ -111,13 +111,13 @@ def print_choices(choices: Iterable[Choice]) -> None:
 
 def to_toml(own: OwnRun) -> str:
     """Returns the configuration's text: a section for each, with the reason beside every key."""
-    about = {choice.key: choice.why for choice in own.choices.chosen}
+    about = _BEGINNING | {choice.key: choice.why for choice in own.choices.chosen}
     given = {key: value for key, value in own.given.items() if key not in _BEGINNING}
     values = _beginning(own.config) | own.choices.values | given
     if own.config.rewards.functions:
         values["rewards.functions"] = list(own.config.rewards.functions)
         about["rewards.functions"] = f"{REWARD}, to fill in" if "rewards.functions" not in given else "yours"
-    about |= {key: "given" for key in given if key not in about} | _BEGINNING
+    about |= {key: "given" for key in given if key not in about}
     lines = [
         "# RL of your model on your data: tlt train train.toml, in this folder. Written by tlt init own."
     ]

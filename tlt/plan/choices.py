@@ -43,6 +43,11 @@ others."""
 LORA = {"lora.rank": 16, "lora.alpha": 32.0}
 MOST_TOKENS = {"cuda": 2048, "cpu": 512}
 """Tokens of a response where the window leaves more: a step then takes minutes, not hours."""
+SHORT_ANSWERS, TOKENS_PER_CHARACTER = 4, 4
+"""A response that is compared with the answer word for word gets 1/4 of MOST_TOKENS, to think, and 4 tokens
+per character of the longest answer."""
+MOST_EPOCHS = 3
+"""Times that a run goes through the rows; TRL's default, too."""
 MICRO_BATCH, MICRO_BATCHES = "algorithm.tokens_per_micro_batch", (8192, 4096, 2048)
 FILLED = 0.85
 """Share of a device's memory that the plan may fill: it was up to a sixth below what was measured."""
@@ -93,12 +98,17 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts. longest_prompt: in tokens, as `choose_data` has prompts read."""
+    """All facts.
+
+    longest_prompt: in tokens, as `choose_data` has prompts read.
+    num_problems: to train on, as it has them read; None: unknown.
+    """
 
     model: ModelFacts
     data: DataFacts
     machine: MachineFacts
     longest_prompt: int = 0
+    num_problems: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,8 +139,8 @@ def choose(facts: Facts, given: Mapping[str, Any]) -> Choices:
     given: the user's values by key, such as {"lora.rank": 8}.
     """
     about_data = choose_data(facts.model, facts.data, given)
-    found = list(about_data.chosen)
-    for choose_more in (_choose_lengths, _choose_weights, _choose_rates, _choose_ranks):
+    found = [*about_data.chosen, *_choose_lengths(facts, about_data.reward, given)]
+    for choose_more in (_choose_steps, _choose_weights, _choose_rates, _choose_ranks):
         values = {choice.key: choice.value for choice in found} | dict(given)
         found += choose_more(facts, values)
     return Choices(tuple(choice for choice in found if choice.key not in given), about_data.reward)
@@ -185,11 +195,16 @@ def _scoring(data: DataFacts, answer: str | None) -> str:
     """Returns how responses can be scored: see `Choices`."""
     if answer is None:
         return "own"
-    found = [row["reward_model"].get("ground_truth") if answer == _VERL else row[answer] for row in data.rows]
-    answers = [str(value) if isinstance(value, bool) else gold_text(value) for value in found]
+    answers = _answers(data, answer)
     if not all(text and any(map(str.isalnum, text)) for text in answers):
         return "own"  # a list, say, or nothing that a response can say
     return "task" if data.can_verify and all(_is_mathematics(str(text)) for text in answers) else "exact"
+
+
+def _answers(data: DataFacts, answer: str) -> list[str | None]:
+    """Returns the texts of a column of answers; None: it is no text or number."""
+    found = [row["reward_model"].get("ground_truth") if answer == _VERL else row[answer] for row in data.rows]
+    return [str(value) if isinstance(value, bool) else gold_text(value) for value in found]
 
 
 def _is_mathematics(text: str) -> bool:
@@ -236,13 +251,30 @@ def _choose_held_out(data: DataFacts, given: Mapping[str, Any]) -> Iterator[Choi
 # ── the training ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _choose_lengths(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
+def _choose_lengths(facts: Facts, reward: str, given: Mapping[str, Any]) -> Iterator[Choice]:
     window, most = facts.model.shape.max_positions, MOST_TOKENS[facts.machine.device]
     room = window - facts.longest_prompt
     why = f"raise it where answers are longer: the window leaves {room:,}"
+    if reward == "exact":
+        columns = given.get("task.columns", {})
+        answers = _answers(facts.data, columns.get("answer") or _answer_column(facts.data) or "")
+        longest = max(len(text or "") for text in answers)
+        most = min(most, most // SHORT_ANSWERS + TOKENS_PER_CHARACTER * longest)
+        why = f"answers have up to {longest} characters: the rest is to think; the window leaves {room:,}"
     if room < most:
         why = f"all that the window of {window:,} leaves after the longest prompt"
     yield Choice("sampling.max_tokens", min(room, most), why)
+
+
+def _choose_steps(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
+    """Yields fewer steps than the default where it would go through few rows again and again."""
+    config, num = _config(values), facts.num_problems
+    if num is None:
+        return
+    most = MOST_EPOCHS * (num // config.rollout.problems_per_step)
+    if 0 < most < config.run.num_steps:
+        rows = f"{MOST_EPOCHS} times through {num:,} rows"
+        yield Choice("run.num_steps", most, f"policy updates: {rows}; raise it while evaluations improve")
 
 
 def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:

@@ -159,6 +159,39 @@ def test_responses_are_as_long_as_the_window_and_the_device_allow() -> None:
     assert chosen(ONE_GPU, of=model()).values["sampling.max_tokens"] == 2048
 
 
+@pytest.mark.parametrize(("gold", "num_tokens"), [("yes", 128 + 12), ("a sentence " * 100, 512)])
+def test_an_answer_that_is_compared_word_for_word_gets_room_for_itself_and_a_thought(
+    gold: str, num_tokens: int
+) -> None:
+    found = chosen(
+        row={"text": "Good?", "verdict": gold},
+        given={"task.columns": {"prompt": "text", "answer": "verdict"}},
+    )
+    (choice,) = [choice for choice in found.chosen if choice.key == "sampling.max_tokens"]
+    assert (found.reward, choice.value) == ("exact", num_tokens)
+    assert f"answers have up to {len(gold)} characters" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("num_problems", "given", "num_steps"),
+    [
+        (53, {}, 18),
+        (1000, {}, None),
+        (53, {"rollout.problems_per_step": 53}, 3),
+        (53, {"run.num_steps": 5}, None),
+        (None, {}, None),
+    ],
+)
+def test_few_rows_are_gone_through_three_times_and_no_more(
+    num_problems: int | None, given: dict[str, Any], num_steps: int | None
+) -> None:
+    data = DataFacts([{"question": "1 + 1?", "answer": "2"}], 60)
+    found = choose(Facts(model("small"), data, CPUS, 100, num_problems), given)
+    assert found.values.get("run.num_steps") == num_steps
+    if num_steps is not None:
+        assert any("3 times through 53 rows" in choice.why for choice in found.chosen)
+
+
 def test_ranks_and_dtype_stay_auto_and_say_what_that_is_here() -> None:
     whys = {choice.key: choice.why for choice in chosen(MachineFacts(0, 4, 64 * GIB)).chosen}
     assert whys["run.num_ranks"] == "here 4: as many as the cores allow"
