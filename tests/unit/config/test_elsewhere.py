@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.parts import fail
-from tlt.config.elsewhere import KNOWN, TRAINERS, as_table
+from tlt.config.elsewhere import TRAINERS, known_keys
 from tlt.config.load import load_config
 from tlt.config.mistakes import section_of
 from tlt.config.schema import Config
@@ -16,7 +16,10 @@ from tlt.types import UserError
 
 ROOT = Path(__file__).parents[3]
 NAMES = [
-    (name, known.ours) for known in KNOWN for column in TRAINERS for name in getattr(known, column).split()
+    (name, known.ours)
+    for known in known_keys()
+    for column in TRAINERS
+    for name in getattr(known, column).split()
 ]
 
 
@@ -25,8 +28,19 @@ def has(key: str) -> bool:
     return section in Config.model_fields and name in section_of(Config, section).model_fields
 
 
+def as_table() -> str:
+    """The names as the page's table."""
+    heads = ["TLT", *TRAINERS.values(), ""]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for known in known_keys():
+        cells = [known.ours, *(getattr(known, column) for column in TRAINERS)]
+        code = [", ".join(f"`{word}`" for word in cell.split()) for cell in cells]
+        lines.append("| " + " | ".join([*code, known.note]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def test_every_entry_is_a_key_of_ours_and_the_page_shows_them_all() -> None:
-    assert all(has(known.ours) for known in KNOWN)
+    assert all(has(known.ours) for known in known_keys())
     assert as_table() in (ROOT / "docs/coming-from.md").read_text()
 
 
@@ -43,7 +57,9 @@ def test_another_trainers_name_is_told_ours(name: str, ours: str) -> None:
         load_config("countdown", {name: "1"})
     told = re.search(r"(?:is|mean) (\w+\.\w+)", str(error.value))
     assert told is not None, error.value
-    meant = {known.ours for known in KNOWN if name in " ".join(getattr(known, c) for c in TRAINERS).split()}
+    meant = {
+        known.ours for known in known_keys() if name in " ".join(getattr(known, c) for c in TRAINERS).split()
+    }
     assert told[1] in meant | {ours}
 
 
