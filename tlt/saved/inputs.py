@@ -14,13 +14,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tlt.config.schema import Config
-from tlt.hf.tokenizer import Tokenizer
 from tlt.io.plugins import source_of, split_name
 from tlt.kinds import shorten
 from tlt.types import Problem, SamplingParams, UserError
+
+if TYPE_CHECKING:
+    from tlt.hf.tokenizer import Tokenizer  # which takes a second
 
 Values = Mapping[str, Mapping[str, Any]]
 """Values of a configuration, by section and key."""

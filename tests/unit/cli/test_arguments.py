@@ -135,7 +135,8 @@ import shlex, sys
 from tlt.cli.main import main
 for words in sys.argv[1:]:
     assert main(shlex.split(words)) == 2, words
-    loaded = {name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "transformers", "ray"}
+    heavy = {"torch", "numpy", "transformers", "tokenizers", "jinja2", "ray"}
+    loaded = {name.partition(".")[0] for name in sys.modules} & heavy
     assert not loaded, (words, loaded)
 """
 
