@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = '''
-import json, os, sys, time
+import json, os, socket, sys, time
 from pathlib import Path
 from tlt.launch.failures import Restarts
 from tlt.launch.local import launch
@@ -47,12 +47,22 @@ def listens_at(pid):
     return sorted(found)
 
 
+def is_free(port):
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def entry(scenario, stop):
     import torch
     from tlt.ranks.world import (
         any_rank, average_weighted, broadcast_json, gather_objects, init_process_group_from_env, refuse_together, shutdown)
     from tlt.types import UserError
 
+    if scenario == "collectives" and os.environ["RANK"] == "0":
+        say(is_free=is_free(int(os.environ["MASTER_PORT"])))
     world = init_process_group_from_env("cpu", timeout_seconds=60)
     rank = world.rank
     gather_objects(world, "all here")
@@ -607,6 +617,11 @@ def test_when_the_parent_is_killed_while_the_ranks_import_they_begin_nothing_and
     assert outcome.code == -signal.SIGKILL
     assert not outcome.of("ready")
     assert not outcome.survivors
+
+
+def test_the_port_of_the_ranks_is_taken_before_they_start(outcomes: dict[str, Outcome]) -> None:
+    """Otherwise another process may take it while they import torch."""
+    assert outcomes["collectives"].of("is_free") == [False]
 
 
 def test_the_ranks_of_one_machine_and_their_launcher_listen_on_its_loopback_alone(

@@ -16,6 +16,7 @@ import logging
 import os
 import pkgutil
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -37,7 +38,7 @@ from tlt.launch.failures import (
     Restarts,
     find_cause,
 )
-from tlt.launch.place import SECRET, find_place
+from tlt.launch.place import LISTENING, SECRET, find_place
 from tlt.launch.signals import (
     GRACE_SECONDS,
     SharedStop,
@@ -51,6 +52,7 @@ from tlt.launch.signals import (
 from tlt.types import UserError
 
 Entry = Callable[[str, StopRequest], object]
+_LOOPBACK = "127.0.0.1"
 
 
 def launch(
@@ -132,9 +134,20 @@ def _resolve(entry: Entry | str) -> Entry:
 
 
 def _run_rank(
-    entry: Entry | str, argument: str, report_dir: str, shared_stop: SharedStop, launcher: int
+    entry: Entry | str,
+    argument: str,
+    report_dir: str,
+    shared_stop: SharedStop,
+    launcher: int,
+    meeting: socket.socket,
 ) -> None:
-    """Runs one launched rank. Reports a failure to the launcher; the exit code says the rest."""
+    """Runs one launched rank. Reports a failure to the launcher; the exit code says the rest.
+
+    meeting: the open port of the ranks' store, which rank 0 serves.
+    """
+    if os.environ["RANK"] == "0":
+        os.environ[LISTENING] = str(meeting.detach())
+    meeting.close()
     stop = StopRequest(shared_stop)
     is_finished = listen_as_rank(stop, launcher)
     os.environ[REPORTS] = report_dir
@@ -163,6 +176,7 @@ def _attempt(
 
     from tlt.launch import local_rendezvous
 
+    meeting = _open_meeting()
     report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
     os.environ[SECRET] = uuid.uuid4().hex
     config = LaunchConfig(
@@ -171,7 +185,8 @@ def _attempt(
         nproc_per_node=supervisor.num_ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend=local_rendezvous.register_rendezvous(),
-        local_addr="127.0.0.1",
+        rdzv_endpoint=f"{_LOOPBACK}:{meeting.getsockname()[1]}",
+        local_addr=_LOOPBACK,
         max_restarts=0,  # the agent's own restarts know no user's mistakes, and would share a store
         monitor_interval=monitor_seconds,
         start_method="spawn",
@@ -179,7 +194,8 @@ def _attempt(
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     try:
-        elastic_launch(config, _run_rank)(entry, argument, report_dir, supervisor.stop, os.getpid())
+        given = argument, report_dir, supervisor.stop, os.getpid(), meeting
+        elastic_launch(config, _run_rank)(entry, *given)
         return _exit_code(supervisor.stop.heard)
     except SignalException as quit:
         return 128 + int(quit.sigval)
@@ -193,7 +209,25 @@ def _attempt(
         reports = [RankFailure.read(path) for path in Path(report_dir).glob("rank*.json")]
         return find_cause(reports, first, lambda rank: how_it_ended(exit_codes.get(rank)))
     finally:
+        meeting.close()
         shutil.rmtree(report_dir, ignore_errors=True)
+
+
+def _open_meeting() -> socket.socket:
+    """Returns a port of the loopback for the ranks' store, open from now on, so that no other process takes
+    it. Raises UserError for a machine without a loopback, where ranks would look for each other in vain."""
+    meeting = socket.socket()
+    try:
+        meeting.bind((_LOOPBACK, 0))
+        meeting.listen()
+        with socket.create_connection(meeting.getsockname(), timeout=10.0):
+            meeting.accept()[0].close()
+    except OSError as error:
+        meeting.close()
+        what = f"the ranks of this machine cannot meet at {_LOOPBACK} ({error.strerror})"
+        remedy = "bring its loopback up (ip link set lo up), or give --run.num_ranks 1"
+        raise UserError(f"run.num_ranks: {what}; {remedy}") from None
+    return meeting
 
 
 @contextmanager

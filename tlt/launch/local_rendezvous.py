@@ -16,14 +16,14 @@ NAME = "tlt-one-machine"
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous of one agent, which gives its ranks a free port of the loopback."""
+    """A rendezvous of one agent, whose ranks meet at its endpoint."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
+        self._run_id, self._endpoint = parameters.run_id, parameters.endpoint
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = HashStore()
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, local_addr="127.0.0.1"))
+        host, _, port = self._endpoint.rpartition(":")
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(host, int(port)))
 
     def get_backend(self) -> str:
         return NAME

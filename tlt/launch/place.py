@@ -22,6 +22,8 @@ ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Variables in which launchers count restarts of the same ranks."""
 SECRET = "TLT_SECRET"
 """Variable by which a launcher gives its ranks a secret."""
+LISTENING = "TLT_LISTENING"
+"""Variable by which rank 0 is told the file descriptor of the port that the launcher has opened for it."""
 MAX_HOSTS = 2**16
 """Slurm's most nodes; a longer list is a mistake, and is not expanded in memory."""
 
@@ -35,7 +37,8 @@ class Place:
     local_rank: its number among the ranks of its machine.
     local_world_size: number of ranks of its machine.
     master_addr, master_port: where the ranks meet.
-    is_server: whether this process opens that port; otherwise the launcher does.
+    is_server: whether this process serves that port; otherwise the launcher does.
+    listening: file descriptor of that port where the launcher has opened it for this process.
     has_own_gpu: whether the launcher shows each rank its own GPU alone.
     is_restart: whether the launcher has started these ranks before.
     secret: prefix of the ranks' part of the store, which other users do not know; empty: no prefix.
@@ -48,6 +51,7 @@ class Place:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     is_server: bool = False
+    listening: int | None = None
     has_own_gpu: bool = False
     is_restart: bool = False
     secret: str = ""
@@ -138,6 +142,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
         address,
         port,
         is_server=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        listening=read_number(environ, LISTENING) if LISTENING in environ else None,
         has_own_gpu=environ.get("TLT_OWN_GPU") == "1",
         is_restart=_is_restart(environ),
         secret=environ.get(SECRET, ""),

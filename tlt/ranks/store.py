@@ -46,8 +46,8 @@ def read_now(store: Store, key: str) -> bytes:
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
     """Returns the ranks' part of the launcher's store, or of rank 0's, which rank 0 opens. Raises UserError
-    if nobody answers there, and OSError where another process has taken a port that the launcher chose: that
-    is no mistake of the user's, and the launcher starts the ranks again with another port."""
+    if nobody answers there, and OSError where another process has taken a port that Ray's driver found free:
+    that is no mistake of the user's, and the ranks are started again with another port."""
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
         store = TCPStore(
@@ -70,8 +70,11 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
 
 
 def _listen(place: Place) -> int | None:
-    """Opens the store's port on the loopback, if the ranks meet there. None: torch opens it to all networks;
-    the user is told, because the store does not authenticate."""
+    """Returns the store's open port: the launcher's, else one that is opened on the loopback, if the ranks
+    meet there. None: torch opens it to all networks; the user is told, because the store does not
+    authenticate."""
+    if place.listening is not None:
+        return place.listening
     if place.master_addr != "localhost" and not place.master_addr.startswith("127."):
         say(
             f"the ranks' store listens on port {place.master_port} of all networks; "

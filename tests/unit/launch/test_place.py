@@ -38,7 +38,10 @@ def test_torchrun_says_all_of_it_and_its_agent_has_the_store() -> None:
     assert find_place(TORCHRUN) == Place(5, 8, 1, 4, "host0", 29500)
     first = find_place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert first is not None
-    assert (first.is_leader, first.is_server, first.is_restart) == (True, True, False)
+    assert (first.is_leader, first.is_server, first.is_restart, first.listening) == (True, True, False, None)
+    of_launcher = find_place({**TORCHRUN, "RANK": "0", "TLT_LISTENING": "9"})
+    assert of_launcher is not None
+    assert of_launcher.listening == 9
 
 
 def test_a_process_to_a_machine_needs_no_local_rank_and_one_alone_no_address() -> None:

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tlt.launch.local import launch
 from tlt.launch.signals import STOPPING, SharedStop, StopRequest, handling_stop_signals, restore_terminal
 from tlt.types import UserError
 
@@ -25,6 +26,22 @@ _leave_when_orphaned(os.getppid() + 1, stop, is_finished, grace_seconds=0.05)
 def test_an_orphaned_rank_that_waits_for_one_that_has_died_leaves_when_its_grace_is_over() -> None:
     """Its main thread would wait for the other's part of a checkpoint, for an hour."""
     assert subprocess.run([sys.executable, "-c", ORPHAN], timeout=60, check=False).returncode == 143
+
+
+def test_a_machine_without_a_loopback_is_refused_before_its_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would look for each other for five minutes."""
+
+    def connect(*_: object, **__: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    told = (
+        r"^run\.num_ranks: .* cannot meet at 127\.0\.0\.1 \(Network is unreachable\); bring its loopback up"
+    )
+    with pytest.raises(UserError, match=told):
+        launch("", 2, "no:entry")
 
 
 def test_a_stop_that_the_live_lines_show_is_not_said_between_them(capsys: pytest.CaptureFixture[str]) -> None:
