@@ -52,3 +52,13 @@ def test_without_numba_the_reference_draws(monkeypatch: pytest.MonkeyPatch) -> N
     draw_module.compiled_loops.cache_clear()
     assert draw_module.compiled_loops() is None
     draw_module.compiled_loops.cache_clear()
+
+
+def test_a_numba_that_cannot_be_loaded_is_no_reason_to_do_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tlt.speculative.compiled", None)
+    monkeypatch.delattr(speculative, "compiled", raising=False)
+    draw_module.compiled_loops.cache_clear()
+    with pytest.raises(ImportError):
+        draw_module.compiled_loops()

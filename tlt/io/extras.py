@@ -1,13 +1,19 @@
-"""How optional packages are installed: the extras of pyproject.toml, which the installed TLT names."""
+"""Optional packages: the extras of pyproject.toml, which the installed TLT names, how they are installed, and
+why an installed one may not load."""
 
 from __future__ import annotations
 
+import resource
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tlt.io.text import one_line
+from tlt.types import UserError
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -61,3 +67,18 @@ def how_to_install(extra: str) -> str:
     if not packages:
         return f"pip install '.[{extra}]' in the folder of TLT's source"
     return f"pip install {shlex.join(packages)}"
+
+
+@contextmanager
+def loading_numba() -> Iterator[None]:
+    """Raises UserError where Numba, which is installed, cannot be loaded. Where memory is limited, llvmlite
+    says that its library is not found."""
+    try:
+        yield
+    except (ImportError, OSError) as error:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            remedy = "install it again, or uninstall it: loops then take longer"
+            raise UserError(f"numba: cannot be loaded ({one_line(error, 160)}); {remedy}") from None
+        what = f"cannot be loaded within the limit of {limit / 2**30:.1f} GiB of memory for a process"
+        raise UserError(f"numba: {what}; raise it (ulimit -v unlimited)") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.io.extras import loading_numba
 from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
 from tlt.uploads import upload
@@ -186,10 +188,10 @@ class StoringPrefill(SharedPrompts):
 @cache
 def attention_loops() -> ModuleType | None:
     """Returns compiled_attention.py; None without Numba, which compiles it: then SDPA attends."""
-    try:
-        from tlt.models import compiled_attention
-    except ImportError:
+    if find_spec("numba") is None:
         return None
+    with loading_numba():
+        from tlt.models import compiled_attention
     return compiled_attention
 
 

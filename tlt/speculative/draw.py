@@ -27,7 +27,9 @@ def compiled_loops() -> ModuleType | None:
     then draws, thirty times slower at large vocabularies."""
     try:
         from tlt.speculative import compiled
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
         return None
     compiled.load()
     return compiled

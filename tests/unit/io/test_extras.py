@@ -4,14 +4,16 @@ installs from TLT's source."""
 from __future__ import annotations
 
 import re
+import resource
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tlt.io import extras
-from tlt.io.extras import PURPOSES, how_to_install
+from tlt.io.extras import PURPOSES, how_to_install, loading_numba
 from tlt.report.trackers import EXTRAS as TRACKERS
+from tlt.types import UserError
 
 ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -59,3 +61,21 @@ def test_a_hint_names_the_packages_of_the_extra_or_the_source_where_tlt_is_not_i
     assert how_to_install("data") == "pip install 'datasets>=4' x"
     monkeypatch.setattr(extras, "requires", lambda name: None)
     assert how_to_install("data") == "pip install '.[data]' in the folder of TLT's source"
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        (
+            2 * 2**30,
+            r"^numba: cannot be loaded within the limit of 2\.0 GiB of memory for a process; raise it",
+        ),
+        (resource.RLIM_INFINITY, r"^numba: cannot be loaded \(OSError: .*libllvmlite.*\); install it again"),
+    ],
+)
+def test_why_an_installed_numba_cannot_be_loaded_is_one_line(
+    limit: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras.resource, "getrlimit", lambda _: (limit, limit))
+    with pytest.raises(UserError, match=told), loading_numba():
+        raise OSError("Could not find/load shared object file 'libllvmlite.so'")
