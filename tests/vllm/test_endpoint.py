@@ -154,6 +154,23 @@ def logprobs_of(answer: Any) -> list[float]:
     return [] if choice.logprobs is None else list(choice.logprobs.token_logprobs)
 
 
+def test_a_response_that_a_stop_text_ended_says_what_was_drafted_for_it(url: str) -> None:
+    client, num_told = client_of(url), 0
+    for seed in range(16):
+        whole = text_of(ask(client, seed))
+        stop = whole[len(whole) // 2 :][:3]
+        if len(stop) < 3:
+            continue
+        words = {"model": "m", "prompt": asked()[seed % 16], "seed": seed, "max_tokens": MAX_TOKENS}
+        law = {"temperature": 0.7, "top_p": 0.9} if seed % 3 == 2 else {"temperature": 1.0}
+        found = client.completions.create(**words, **law, stop=[stop])
+        assert text_of(found) == whole[: whole.index(stop)]
+        steps = told_by([found])
+        num_told += steps["drafts"] > 0
+        assert steps["drafts"] + steps["accepted_tokens"] < found.usage.completion_tokens + 8
+    assert num_told > 4
+
+
 def test_neither_company_nor_tuner_nor_leaving_clients_change_a_token(url: str) -> None:
     client, seeds = client_of(url), range(NUM_CLIENTS)
     before = counters(url)

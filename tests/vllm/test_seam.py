@@ -133,10 +133,9 @@ READ = {
     "v1/core/sched/scheduler.py": [
         "self.dynamic_sd_lookup",
         "self.num_spec_tokens",
-        "self.num_lookahead_tokens",
         "request.spec_token_ids",
-        "num_computed_tokens",
-        "self.structured_output_manager",
+        "request.spec_decode_metrics",
+        "self.spec_decode_metrics_level",
         "self.log_stats",
     ],
     "v1/core/sched/output.py": [

@@ -206,7 +206,7 @@ def test_what_vllm_counts_under_a_tuner_is_what_happened(
     told = [answer.outputs[0].spec_decode_metrics for answer in ask(telling, chooses)]
     want = happened(verified, own, served())
     every = [step for steps in want for step in steps]
-    assert len(every) > 20
+    assert len(every) > (20 if tuner in TUNERS else 0)
     assert counters(telling) - before == counted(every, telling.link.max_depth)
     assert [list(zip(one.per_step_accepted, one.per_step_drafted, strict=True)) for one in told] == want
 

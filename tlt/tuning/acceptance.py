@@ -244,11 +244,11 @@ class AcceptanceModel:
         }
 
     def restore(self, counters: Mapping[str, Sequence[Any]]) -> None:
-        """Continues from what `counters` returned; an older checkpoint has no "drafts"."""
+        """Continues from what `counters` returned."""
         self._forget_estimates()
         for name, known in self._kinds().items():
             known.clear()
-            for key, tried, survived in counters.get(name, ()):
+            for key, tried, survived in counters[name]:
                 known[key if name == "drafts" else Curve(*key)] = _Counts(np.array(tried), np.array(survived))
 
     def _kinds(self) -> dict[str, dict[Any, _Counts]]:

@@ -210,10 +210,9 @@ class StepCosts:
         return {"mean": self.mean_P.tolist(), "covariance": self.covariance_PP.tolist(), "num_steps": steps}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continues from what `counters` returned; ignores counters of another version's form."""
-        if len(counters.get("mean", ())) == _NUM:
-            self.mean_P, self.covariance_PP = np.array(counters["mean"]), np.array(counters["covariance"])
-            self.num_steps = {Strategy.parse(arm): num for arm, num in counters["num_steps"].items()}
+        """Continues from what `counters` returned."""
+        self.mean_P, self.covariance_PP = np.array(counters["mean"]), np.array(counters["covariance"])
+        self.num_steps = {Strategy.parse(arm): num for arm, num in counters["num_steps"].items()}
 
 
 def _knots(rows_A: Array) -> Array:

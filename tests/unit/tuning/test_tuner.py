@@ -492,21 +492,6 @@ def test_a_depth_that_is_hardly_reached_is_not_trusted_for_what_it_once_was() ->
     )
 
 
-def test_counters_of_another_form_leave_costs_as_they_are() -> None:
-    """An older version kept seconds by batch size; its checkpoint must not stop a run."""
-    tuner, older = CostModel(ARMS), CostModel(ARMS)
-    play(older, Machine({"learned": 0.8, "ngram": 0.1, "hybrid": 0.8}, 25.0), [4] * 20)
-    for costs in (
-        {},
-        {"seconds": [[1, 0.1]]},
-        {"mean": [0.1, 0.2], "covariance": [[1.0]], "num_steps": {"off": 3}},
-    ):
-        before = tuner.costs.counters()
-        tuner.restore({**older.counters(), "costs": costs})
-        assert tuner.costs.counters() == before
-        assert tuner.choose(BatchState(4, 200.0, 0, 0)) == Strategy.OFF
-
-
 def test_after_three_steps_off_an_arm_is_tried_if_what_is_left_pays_for_what_its_drafter_must_read() -> None:
     tuner, machine = CostModel(ARMS), Machine({"learned": 0.9, "ngram": 0.1, "hybrid": 0.9}, 25.0)
     assert play(tuner, machine, [4] * 3) == [Strategy.OFF] * 3

@@ -26,7 +26,7 @@ from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
 from tlt.speculative.strategy import ReferenceDraft, Strategy
 from tlt.speculative.tree import chain
-from tlt.types import Request, Rollout, UserError, Verdict
+from tlt.types import Request, Rollout, Verdict
 from tlt.uploads import upload
 
 REFERENCE = "ahead"
@@ -57,7 +57,6 @@ class ReferenceCursor:
 
     def __init__(self, reference: Reference, skip: int) -> None:
         self.reference, self.version, self.skip = reference.token_ids, reference.version, skip
-        self.is_whole = reference.is_whole
         self.place = 0
         """Index of the reference's token that is expected next."""
         self.num_read = 0
@@ -142,25 +141,15 @@ class ReferenceAcceptance:
         return ReferenceDraft(rate, min(num_likely, cursor.num_left))
 
     def draft(
-        self,
-        cursor: ReferenceCursor | None,
-        tokens: Sequence[int],
-        request: Request,
-        depth: int,
-        vocab_size: int,
+        self, cursor: ReferenceCursor | None, tokens: Sequence[int], request: Request, depth: int
     ) -> Sequence[int]:
         """Returns the draft of one sequence, no longer than the response may grow and than is likely
-        accepted. Raises UserError for a reference of another vocabulary."""
+        accepted."""
         if cursor is None:
             return ()
         # the target adds a token of its own
         num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1
-        drafted = cursor.next_tokens(max(min(depth, self.possible(cursor).length, num_left), 0))
-        if (bad := next((token for token in drafted if not 0 <= token < vocab_size), None)) is not None:
-            place = f"reference for problem {request.problem_id!r}, sample {request.sample_index}"
-            fault = f"token id {bad} is outside the vocabulary of {vocab_size}"
-            raise UserError(f"{place}: {fault}; keep responses of this model")
-        return drafted
+        return cursor.next_tokens(max(min(depth, self.possible(cursor).length, num_left), 0))
 
     def restore(self, hits: Sequence[Sequence[Sequence[float]]]) -> None:
         """Continues from the `hits` of an earlier attempt of the run."""
@@ -250,7 +239,7 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
             return ReferenceProposal(inner.tree, inner)
         cursors = self.cursors[: len(context.tokens)]
         rows = zip(cursors, context.tokens, context.requests, strict=True)
-        drafts = [self.acceptance.draft(*row, strategy.depth, context.vocab_size) for row in rows]
+        drafts = [self.acceptance.draft(*row, strategy.depth) for row in rows]
         longest, pairs = max(map(len, drafts)), zip(context.tokens, drafts, strict=True)
         nodes = [[tokens[-1], *draft, *[0] * (longest - len(draft))] for tokens, draft in pairs]
         tree = chain(upload(nodes, context.device), [1 + len(draft) for draft in drafts])

@@ -43,11 +43,13 @@ def register() -> None:
     model. May be called several times."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu_worker import Worker
 
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
     _wrap(InputProcessor, "process_inputs", _process_inputs)
+    _wrap(Scheduler, "update_from_output", _update_from_output)
     _wrap(Worker, "load_model", _load_model)
     _wrap(type(current_platform), "register_triton_kernel_overrides", _register_kernels)
 
@@ -82,6 +84,18 @@ def _process_inputs(method: Callable[..., Any], self: Any, *args: Any, **kwargs:
         except UserError as error:  # as vLLM's own kind of error: a server answers with 400, not with 500
             raise VLLMValidationError(str(error)) from None
     return request
+
+
+def _update_from_output(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has a request with stop texts tell its drafts in every step. The scheduler tells them when it ends a
+    request, but a stop text ends it in vLLM's frontend."""
+    outputs = method(self, *args, **kwargs)
+    if law_config(self.vllm_config) is not None and self.spec_decode_metrics_level != "none":
+        for output in (one for each in outputs.values() for one in each.outputs):
+            request = self.requests.get(output.request_id)
+            if request is not None and request.sampling_params is not None and request.sampling_params.stop:
+                output.spec_decode_metrics = request.spec_decode_metrics
+    return outputs
 
 
 def _register_kernels(method: Callable[..., Any], self: Any) -> None:
