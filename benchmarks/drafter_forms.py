@@ -88,7 +88,6 @@ class Competitor:
 
     weights: tensors, or those of another engine, which are shared.
     speculation: see `EngineSettings`.
-    threshold: see `DrafterSection.confidence_threshold`.
     """
 
     def __init__(
@@ -98,14 +97,13 @@ class Competitor:
         batch_size: int,
         drafter: StoredDrafter | None,
         speculation: str,
-        threshold: float | None = None,
     ) -> None:
         settings = EngineSettings(
             dtype=subject.dtype,
             window=subject.window,
             max_batch_size=batch_size,
             speculation=speculation,
-            drafting=DrafterSection(train=False, confidence_threshold=threshold),
+            drafting=DrafterSection(train=False),
         )
         self.engine = build_engine(subject.model.config, weights, settings, drafter)
         self.clock = DraftClock(self.engine)

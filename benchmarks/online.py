@@ -7,8 +7,8 @@ seed, which take their steps in turns (train.py).
     NAME frozen    drafts by the drafter in DIR
     NAME online    the same; idle ranks train it
 
-All else is the configuration's, for all runs alike: to compare accept lengths give chains of one length that are
-not cut short, --rollout.speculation learned:7x1x7 --drafter.confidence_threshold 0. All runs have the same tokens,
+All else is the configuration's, for all runs alike: to compare accept lengths give chains of one length,
+--rollout.speculation learned:7x1x7. All runs have the same tokens,
 rewards and weights by the law; responses that differ are counted. The same command continues the runs.
 
 --harder OPTIONS moves the policy: from step --harder-from on (default: the middle) the problems are those of these

@@ -93,7 +93,6 @@ def make_engine(
     max_batch_size: int = 8,
     ranking: Literal["coupled", "top-k"] = "coupled",
     window: int = 4096,
-    confidence_threshold: float | None = 0.0,
 ) -> RolloutEngine:
     packed = PackedTransformer(policy.config, dtype)
     engine = RolloutEngine(packed, max_batch_size=max_batch_size, tuner=tuner)
@@ -107,9 +106,9 @@ def make_engine(
     if drafter != "ngram":
         model = random_drafter(policy.config, drafter) if isinstance(drafter, str) else drafter
         drafting = pack_drafter(model.config, model.state_dict(), dtype)
-        settings = LearnedSettings(ranking=ranking, window=window, confidence_threshold=confidence_threshold)
+        settings = LearnedSettings(ranking=ranking, window=window)
         learned = LearnedDrafter(drafting, engine.model, max_batch_size, settings)
-    engine.load_drafter(make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold))
+    engine.load_drafter(make_drafter(learned, max_batch_size))
     return engine
 
 

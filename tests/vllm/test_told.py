@@ -18,7 +18,7 @@ import torch
 from benchmarks.side_by_side import RandomLengths, answers
 from tests.vllm.parts import BASE, DRAFTER, in_vllm, vllm_engine
 from tlt.assembly.model import load_model
-from tlt.speculative.strategy import BatchState, Strategy
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request
 from tlt.types import SamplingParams as OurParams
@@ -141,21 +141,7 @@ NUM_LOGPROBS = (None, 0, 1, 5)
 """By request, in turn."""
 
 
-class Limited(Fixed):
-    """Limits what is verified of a request's draft to one token, two or three, by the order of arrival."""
-
-    def __init__(self) -> None:
-        super().__init__(Strategy("learned", 4, 1, 4))
-        self.limits: dict[Any, int] = {}
-
-    def choose(self, batch: BatchState) -> Strategy:
-        for one in batch.sequences:
-            self.limits.setdefault(one.name, 1 + len(self.limits) % 3)
-        return super().choose(batch)
-
-
 TUNERS: dict[str, Any] = {
-    "limited": Limited,
     "fixed": lambda: Fixed(Strategy("learned", 4, 1, 4)),
     "changing": lambda: RandomLengths("learned", 8, 3),
 }
@@ -209,16 +195,6 @@ def test_what_vllm_counts_under_a_tuner_is_what_happened(
     assert len(every) > (20 if tuner in TUNERS else 0)
     assert counters(telling) - before == counted(every, telling.link.max_depth)
     assert [list(zip(one.per_step_accepted, one.per_step_drafted, strict=True)) for one in told] == want
-
-
-def test_requests_of_one_batch_verify_drafts_of_their_own_lengths(
-    telling: Any, own: Any, verified: Steps
-) -> None:
-    right = {one.prompt_ids: one.token_ids for one in own.generate(served())}
-    found = ask(telling, Limited())
-    lengths = {prompt: [len(draft) for _, draft in steps] for prompt, steps in verified.items()}
-    assert [max(lengths[prompt]) for prompt in PROMPTS] == [1 + i % 3 for i in range(len(PROMPTS))]
-    assert {tuple(one.prompt_token_ids): tuple(one.outputs[0].token_ids) for one in found} == right
 
 
 @pytest.mark.parametrize("tuner", TUNERS)

@@ -107,8 +107,7 @@ def build_engine(
     )
     if tuner is not None:
         learned = None if drafter is None else build_learned(engine, drafter, settings)
-        ngram_tokens, threshold = settings.drafting.ngram_tokens, settings.drafting.confidence_threshold
-        engine.load_drafter(make_drafter(learned, settings.max_batch_size, ngram_tokens, threshold))
+        engine.load_drafter(make_drafter(learned, settings.max_batch_size, settings.drafting.ngram_tokens))
     return engine
 
 
@@ -245,7 +244,6 @@ def build_learned(
     learned = LearnedSettings(
         ranking=drafting.ranking,
         tau=drafting.coupling_temperature,
-        confidence_threshold=drafting.confidence_threshold,
         window=drafting.feature_window,
         keep_targets=drafting.train and drafting.features == "captured",
     )

@@ -108,7 +108,7 @@ def build_vllm(
         kinds or ("ngram",),
         plan.tuner,
         max_depth=depths[-1],
-        abilities=Abilities(trees=False, hindsight=False, limits=not link.is_v2),
+        abilities=Abilities(trees=False, hindsight=False),
         prior=plan.prior,
     )
     engine = VllmEngine(

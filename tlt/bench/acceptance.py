@@ -85,8 +85,8 @@ class Chains:
     def engine(
         self, verify: Verify = verify, on_verdicts: OnVerdicts | None = None
     ) -> tuple[RolloutEngine, LearnedDrafter]:
-        """Returns an engine and its drafter. A confidence threshold would cut chains short: none is set."""
-        drafting = DrafterSection(confidence_threshold=0.0, vocabulary=self.draft_vocab)
+        """Returns an engine and its drafter."""
+        drafting = DrafterSection(vocabulary=self.draft_vocab)
         settings = EngineSettings(max_batch_size=self.max_batch_size, drafting=drafting)
         tuner = Fixed(Strategy("learned", self.depth, 1, self.depth))
         engine = build_engine(self.model.config, self.model.tensors, settings, tuner=tuner, verify=verify)

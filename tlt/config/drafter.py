@@ -19,7 +19,6 @@ from tlt.kinds import (
     PositiveFloat,
     PositiveInt,
     PositiveShare,
-    ProperShare,
 )
 from tlt.types import UserError
 
@@ -98,10 +97,6 @@ class DrafterSection(Section):
     sampling noise (coupled), or by log q (top-k, as EAGLE-2 does). Changes the speed alone."""
     coupling_temperature: CouplingTemperature | None = None
     """Temperature tau of the coupled ranking; None: tuned while running."""
-    confidence_threshold: ProperShare | None = None
-    """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never.
-    None: where its next token would bring less than its verification costs, as the tuner knows it. On a GPU
-    an EAGLE drafter drafts whole chains."""
     feature_window: Annotated[PositiveInt, Field(ge=256)] = 4096
     """Latest positions of each sequence whose features are kept, so that the learned drafter can begin in the
     middle of a response."""

@@ -276,8 +276,7 @@ class RolloutEngine(RolloutBackend):
         if strategy.is_off:
             return Proposal(chain(upload([[s.tokens[-1]] for s in running], self.device)))
         law, vocab_size, tokens = self._batch_law(), self.config.vocab_size, [s.tokens for s in running]
-        prices = None if self.tuner is None else self.tuner.prices
-        context = DraftContext(tokens, law.requests, law.params, vocab_size, self.device, prices)
+        context = DraftContext(tokens, law.requests, law.params, vocab_size, self.device)
         noise = StepNoise(law, [*map(len, tokens)], vocab_size)
         proposal: Proposal = self.drafter.propose(context, strategy, noise)
         return proposal

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tlt.speculative.params import BatchParams
-from tlt.speculative.strategy import Hindsight, Prices, ReferenceDraft, Strategy
+from tlt.speculative.strategy import Hindsight, ReferenceDraft, Strategy
 from tlt.types import DraftTree, Request, Rollout, Verdict
 
 
@@ -33,7 +33,6 @@ class DraftContext:
     params:     sampling parameters of the batch.
     vocab_size: of the target.
     device:     of the tree to return.
-    prices:     of drafting more; None: unknown.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -41,7 +40,6 @@ class DraftContext:
     params: BatchParams
     vocab_size: int
     device: torch.device
-    prices: Prices | None = None
 
 
 class DraftNoise(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from tlt.types import UserError
@@ -164,7 +163,6 @@ class StepOutcome:
     drafted_next: the strategy of the drafts that the step made for the next one; None: it made those that it
         verified.
     names: of the sequences of `accepted`, as in `RunningSequence`; (): unknown.
-    limits: tokens that each of them was allowed to draft (`StrategyTuner.limits`); (): the strategy's depth.
     """
 
     num_tokens: int
@@ -174,17 +172,6 @@ class StepOutcome:
     from_reference: tuple[bool, ...] = ()
     drafted_next: Strategy | None = None
     names: tuple[Hashable, ...] = ()
-    limits: tuple[int, ...] = ()
-
-
-class Prices(NamedTuple):
-    """Costs of drafting more, in tokens that the running batch would make in that time."""
-
-    row: float = 0.0
-    """The cost of one more row of the target's forward. A drafted token that is accepted with a lesser chance
-    is not worth verifying."""
-    level: float = 0.0
-    """The cost of drafting one more token for each sequence."""
 
 
 class ExpectedSpeeds(NamedTuple):
@@ -207,10 +194,6 @@ class StrategyTuner:
 
     expected = NO_EXPECTATION
     """Of the latest choice's batch."""
-    limits: Mapping[Hashable, int] = MappingProxyType({})
-    """Tokens that are worth verifying of a sequence's chain, by name; those of the others: all."""
-    prices: Prices | None = None
-    """At the latest choice; None: unknown."""
 
     def choose(self, batch: BatchState) -> Strategy:
         raise NotImplementedError

@@ -49,7 +49,7 @@ class Curve(NamedTuple):
     octave: int | None
     """log2 of the batch size, rounded; None: all batch sizes."""
     where_drafted: bool = False
-    """Whether depths that a chain did not draft, because it stopped early, are left out. Otherwise such a
+    """Whether depths that a chain did not draft, because retrieval found less, are left out. Otherwise such a
     depth counts as not accepted."""
 
     @staticmethod
@@ -101,24 +101,20 @@ class AcceptanceModel:
         accepted: Sequence[int],
         drafted: Sequence[int] = (),
         batch_size: int | None = None,
-        limits: Sequence[int] = (),
     ) -> None:
         """Counts one verification per sequence.
 
         accepted: drafted tokens that the target accepted.
-        drafted: levels that were drafted, fewer than the strategy's depth where a chain stopped early; ():
+        drafted: levels that were drafted, fewer than the strategy's depth where retrieval found less; ():
             all.
         batch_size: of the batch that these sequences are part of; None: they are the batch.
-        limits: tokens that each chain was allowed to have: what lies beyond is not known; (): the depth.
         """
         self._forget_estimates(strategy.drafter)
         depth = strategy.depth
         accepted_B = np.minimum(np.asarray(accepted), depth)
         came_BD = accepted_B[:, None] >= np.arange(depth + 1)
-        was_allowed_BD = np.asarray(limits or [depth] * len(accepted))[:, None] > np.arange(depth)
         was_drafted_BD = np.asarray(drafted or [depth] * len(accepted))[:, None] > np.arange(depth)
-        was_drafted_BD &= was_allowed_BD
-        tried_D, survived_D = (came_BD[:, :-1] & was_allowed_BD).sum(0), came_BD[:, 1:].sum(0)
+        tried_D, survived_D = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
         drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
         batch_size = batch_size or len(accepted)
         octave, share = octave_of(batch_size), len(accepted) / batch_size
@@ -135,7 +131,8 @@ class AcceptanceModel:
                     retrieved.scale(here**_UNWATCHED)
             self._forget_estimates("ngram")
         if strategy.width == 1:
-            self.drafts[strategy.drafter].add(was_allowed_BD.sum(0), was_drafted_BD.sum(0), here)
+            num_drafts_D = np.full(depth, float(len(accepted)))
+            self.drafts[strategy.drafter].add(num_drafts_D, was_drafted_BD.sum(0), here)
 
     def _forget_estimates(self, drafter: str | None = None) -> None:
         """Forgets what was derived from the counts of a drafter; None: of all drafters."""
@@ -178,7 +175,7 @@ class AcceptanceModel:
         self, arm: Strategy, batch_size: int, references: Sequence[ReferenceDraft] = ()
     ) -> tuple[float, float]:
         """Returns (expected nodes per sequence, expected levels) of an arm's drafts. The longest chain of the
-        batch decides the levels. A chain may stop early; the length of a reference draft is known."""
+        batch decides the levels. Retrieval may find less; the length of a reference draft is known."""
         if arm.uses_references:
             nodes, levels = self.drafted(arm.without_reference, batch_size)
             copied = sum(min(arm.depth, one.length) for one in references)
@@ -259,8 +256,8 @@ class AcceptanceModel:
         (): there is none.
 
         Retrieval is like the hybrid, where that was tried. The hybrid is like retrieval, and like the learned
-        drafter where nothing is retrieved. A tree, which never stops early, is like its drafter's chains at
-        the depths that they drafted.
+        drafter where nothing is retrieved. A tree is like its drafter's chains at the depths that they
+        drafted.
         """
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))

@@ -28,14 +28,13 @@ from tlt.speculative.strategy import (
     ExpectedSpeeds,
     Hindsight,
     PrefillTime,
-    Prices,
     StepOutcome,
     Strategy,
     StrategyTuner,
 )
 from tlt.tuning.acceptance import AcceptanceModel, Curve
 from tlt.tuning.expectation import Array
-from tlt.tuning.frailty import Frailties, Ints, speeds_to_finish, tokens_of
+from tlt.tuning.frailty import Frailties, speeds_to_finish, tokens_of
 from tlt.tuning.step import Step
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, StepWork, uses
 from tlt.tuning.trial import CAUTION, TRIALS, Prediction, find_trial
@@ -63,7 +62,6 @@ class CostModel(StrategyTuner):
     prior: the drafter's size relative to the target's.
     has_hindsight: whether batches report what retrieval would have drafted; if not, retrieval is tried like
         any other drafter.
-    limits_chains: whether the engine verifies less than a whole chain of some sequences (`limits`).
     """
 
     def __init__(
@@ -72,17 +70,14 @@ class CostModel(StrategyTuner):
         *,
         prior: CostPrior = UNKNOWN,
         has_hindsight: bool = True,
-        limits_chains: bool = False,
     ) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
-        self.has_hindsight, self.limits_chains = has_hindsight, limits_chains
+        self.has_hindsight = has_hindsight
         self.acceptance, self.costs = AcceptanceModel(), StepCosts(prior)
         self.frailties = Frailties()
         self._survivals: dict[Curve, Array] = {}
         """By curve, without its octave: what survives each depth, as the last decision estimated it."""
-        self._limits: dict[Strategy, Ints] = {}
-        """By arm: tokens of each sequence's chain that are worth verifying, [B]; no entry: all."""
         self._choice = Strategy.OFF
         self._chosen_for: tuple[int, bool] | None = None
         """The batch size of the last decision, and whether it had references; None: decide anew."""
@@ -148,8 +143,7 @@ class CostModel(StrategyTuner):
         cost, last_A = self.costs.forecast(works).split(len(arms))
         expected = self.acceptance.expected(arms, size, batch.reference_drafts)
         tokens_AMB = self._tokens_of_each(arms, batch)
-        num_tokens_A = tokens_AMB.mean(1).sum(1) if self._limits else size * expected.tokens_A
-        now_A = speed_A = num_tokens_A / cost.seconds_A
+        now_A = speed_A = size * expected.tokens_A / cost.seconds_A
         if knows_progress := bool(self._survivals) and batch.num_left is not None:
             speed_A = speeds_to_finish(batch, tokens_AMB, now_A, cost.seconds_A, last_A)
         num_left = math.inf if batch.num_left is None else size * batch.num_left
@@ -170,36 +164,17 @@ class CostModel(StrategyTuner):
             trial = find_trial(predictions, predictions[best], num_left)
             choice = trial or predictions[best]
         self._is_trial = trial is not None
-        self.prices = self._prices(choice, works[arms.index(choice.strategy)])
-        limits_B, names = self._limits.get(choice.strategy), (one.name for one in batch.sequences)
-        self.limits = {} if limits_B is None else dict(zip(names, limits_B.tolist(), strict=True))
         return predictions, choice
 
     def _look_at_sequences(self, arms: Sequence[Strategy], batch: BatchState) -> None:
-        """Estimates what drafts survive, and how many tokens of each sequence's chain are worth a row."""
+        """Estimates what drafts survive, where the sequences are known."""
         self._survivals.clear()
-        self._limits.clear()
         if not batch.sequences or batch.reference_drafts:
             return
-        names = [one.name for one in batch.sequences]
-        self.frailties.keep(names)
-        worthwhile: dict[Curve, Ints] = {}
-        price = 0.0 if self.prices is None else self.prices.row
+        self.frailties.keep([one.name for one in batch.sequences])
         for arm in arms:
             if (curve := Curve.of(arm, None)) not in self._survivals:
-                survivals_D = self._survivals[curve] = self.acceptance.survivals(arm, batch.num_running)
-                if self.limits_chains and arm.width == 1 and len(names) > 1:
-                    worthwhile[curve] = self.frailties.worthwhile(names, survivals_D, price)
-            if curve in worthwhile:
-                self._limits[arm] = np.minimum(worthwhile[curve], arm.depth)
-
-    def _prices(self, choice: Prediction, work: StepWork) -> Prices:
-        """Returns what drafting more costs beside the arm that was chosen."""
-        size = work.batch_size
-        more = [work._replace(rows=work.rows + size), work._replace(levels=work.levels + 1)]
-        seconds = self.costs.forecast(more).seconds_A.tolist()
-        row, level = ((one - choice.seconds) * choice.now for one in seconds)
-        return Prices(max(row, 0.0) / size, max(level, 0.0))
+                self._survivals[curve] = self.acceptance.survivals(arm, batch.num_running)
 
     def _tokens_of_each(self, arms: Sequence[Strategy], batch: BatchState) -> Array:
         """Returns draws of each sequence's tokens per verification, [A, M, B]; M = 0: nothing is known of
@@ -210,7 +185,7 @@ class CostModel(StrategyTuner):
         tables = {curve: tokens_of(survivals_D) for curve, survivals_D in self._survivals.items()}
         tokens_AMB = np.empty((len(arms), *drawn_MB.shape))
         for i, arm in enumerate(arms):
-            tokens_AMB[i] = tables[Curve.of(arm, None)][drawn_MB, self._limits.get(arm, arm.depth)]
+            tokens_AMB[i] = tables[Curve.of(arm, None)][drawn_MB, arm.depth]
         return tokens_AMB
 
     def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
@@ -235,8 +210,6 @@ class CostModel(StrategyTuner):
     def _work(self, arm: Strategy, batch: BatchState) -> StepWork:
         size = batch.num_running
         nodes, levels = self.acceptance.drafted(arm, size, batch.reference_drafts)
-        if (limits_B := self._limits.get(arm)) is not None:
-            nodes = min(nodes, float(limits_B.sum()) / len(limits_B))
         unread = self._unread * size + batch.num_admitted * batch.mean_length
         unread = min(unread, size * batch.mean_length)
         is_first = (size, arm) not in self._known
@@ -260,7 +233,6 @@ class CostModel(StrategyTuner):
         names: list[Hashable] = []
         accepted: list[int] = []
         drafted: list[int] = []
-        limits: list[int] = []
         for _, batch, outcome in alike:
             self.acceptance.observe_in_hindsight(batch.hindsight, size)
             if strategy.uses_references and outcome.from_reference:
@@ -269,13 +241,12 @@ class CostModel(StrategyTuner):
                 names += outcome.names or [None] * len(outcome.accepted)
                 accepted += outcome.accepted
                 drafted += outcome.drafted
-                limits += outcome.limits or [strategy.depth] * len(outcome.accepted)
         if accepted:
             survivals_D = self._survivals.get(Curve.of(strategy, None))
             if survivals_D is None:
                 survivals_D = self.acceptance.survivals(strategy, size)
-            self.frailties.observe(names, survivals_D, accepted, limits)
-            self.acceptance.observe(strategy, accepted, drafted, size, limits)
+            self.frailties.observe(names, survivals_D, accepted, strategy.depth)
+            self.acceptance.observe(strategy, accepted, drafted, size)
 
     def _learn_costs(self, alike: Sequence[Step]) -> None:
         works, seconds = [], []

@@ -67,14 +67,14 @@ class Frailties:
             self._log_likelihood_RG = np.array([np.zeros(NUM) if row is None else known[row] for row in rows])
 
     def observe(
-        self, names: Sequence[Hashable], survivals_D: Array, accepted: Sequence[int], depths: Sequence[int]
+        self, names: Sequence[Hashable], survivals_D: Array, accepted: Sequence[int], depth: int
     ) -> None:
         """Learns from verifications of these sequences, in the order in which each came. Sequences that are
         not known are left out.
 
         survivals_D: of such drafts, on average over all sequences.
-        accepted: drafted tokens that the target accepted. A draft that stopped early was rejected there.
-        depths: of the drafts.
+        accepted: drafted tokens that the target accepted. A draft that is shorter than `depth` was rejected
+            at its end.
         """
         later: dict[int, int] = {}
         kept, rows, num_later = [], [], []
@@ -86,26 +86,15 @@ class Frailties:
                 later[row] = num_later[-1] + 1
         if not kept:
             return
-        depths_V, accepted_V = np.asarray(depths)[kept], np.asarray(accepted)[kept]
-        accepted_V = np.minimum(accepted_V, depths_V)
-        hazards_D = np.concatenate([[0.0], hazards_of(survivals_D[: depths_V.max()])])
+        accepted_V = np.minimum(np.asarray(accepted)[kept], depth)
+        hazards_D = np.concatenate([[0.0], hazards_of(survivals_D[:depth])])
         below_VG = np.outer(hazards_D[accepted_V], _FRAILTIES_G)
         step_V = np.append(np.diff(hazards_D), 0.0)[accepted_V].clip(min=1e-6)
         rejected_VG = np.log(-np.expm1(-np.outer(step_V, _FRAILTIES_G)))
-        found_VG = np.where((accepted_V < depths_V)[:, None], rejected_VG, 0.0) - below_VG
+        found_VG = np.where((accepted_V < depth)[:, None], rejected_VG, 0.0) - below_VG
         fading_R = _MEMORY ** np.array(list(later.values()))
         self._log_likelihood_RG[list(later)] *= fading_R[:, None]
         np.add.at(self._log_likelihood_RG, rows, found_VG * (_MEMORY ** np.array(num_later))[:, None])
-
-    def worthwhile(self, names: Sequence[Hashable], survivals_D: Array, price: float) -> Ints:
-        """Returns how many drafted tokens of each of these known sequences are worth a row of the forward,
-        int64[B], at least one: those whose chance to be accepted is `price` or more.
-
-        price: tokens that the batch would make in the time of another row.
-        """
-        chances_BD = self._weights(names) @ np.exp(-np.outer(_FRAILTIES_G, hazards_of(survivals_D)))
-        result: Ints = (chances_BD >= price).sum(1).clip(min=1)
-        return result
 
     def _weights(self, names: Sequence[Hashable]) -> Array:
         """Returns the distributions of these known sequences' frailties, [B, G]."""

@@ -37,5 +37,4 @@ class Step(NamedTuple):
         outcome = self.outcome
         from_reference = outcome.from_reference or (False,) * len(outcome.drafted)
         own = [num for num, uses_one in zip(outcome.drafted, from_reference, strict=True) if not uses_one]
-        is_whole = self.strategy.width > 1 or outcome.limits
-        return float(self.strategy.depth if is_whole else max(own, default=0))
+        return float(self.strategy.depth if self.strategy.width > 1 else max(own, default=0))

@@ -74,8 +74,6 @@ class Abilities:
     """Whether it verifies trees."""
     hindsight: bool = True
     """Whether it reports what retrieval would have drafted."""
-    limits: bool = False
-    """Whether it verifies less than a whole chain of some sequences (`StrategyTuner.limits`)."""
 
 
 OURS = Abilities()
@@ -127,9 +125,4 @@ def make_tuner(
     if name == "beg-mab":
         return BegMab(groups_of(arms))
     assert name == "cost-model", name
-    return CostModel(
-        arms,
-        prior=prior,
-        has_hindsight=abilities.hindsight,
-        limits_chains=abilities.limits,
-    )
+    return CostModel(arms, prior=prior, has_hindsight=abilities.hindsight)

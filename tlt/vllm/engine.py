@@ -133,8 +133,6 @@ class VllmEngine(RolloutBackend):
         batch = self._batch_state()
         self._choose(batch)
         self._verified_by, self._drafted_by = self._drafted_by, self._strategy
-        limits = {} if self.tuner is None else self.tuner.limits
-        self.link.limit({name: limits[name] for name in self._running if name in limits})
         outputs = self.link.step()
         num_tokens = 0
         rows: list[tuple[int, int, str]] = []  # accepted, drafted, name
@@ -150,9 +148,7 @@ class VllmEngine(RolloutBackend):
         self._reading -= outputs.keys()
         accepted, drafted, names = zip(*rows, strict=True) if rows else ((),) * 3
         seconds = time.perf_counter() - start
-        depth = self._verified_by.depth
-        allowed = tuple(min(limits.get(name, depth), depth) for name in names) if limits else ()
-        outcome = StepOutcome(num_tokens, accepted, drafted, seconds, names=names, limits=allowed)
+        outcome = StepOutcome(num_tokens, accepted, drafted, seconds, names=names)
         self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -114,12 +114,6 @@ class Link:
     def draft(self, depth: int) -> None:
         """Sets how many tokens are drafted at the end of the next step."""
         self._scheduler.num_to_draft = depth
-
-    def limit(self, lengths: Mapping[str, int]) -> None:
-        """Sets how many tokens of these requests' drafts are verified at most in the next step. In vLLM's
-        second runner drafts are on the device, and are verified whole."""
-        if not self.is_v2:
-            self._scheduler.limits = {self._internal_ids[name]: length for name, length in lengths.items()}
 
     def verified(self, name: str) -> Verified:
         """Returns the draft of this request that the latest step verified. In vLLM's second runner its tokens

@@ -52,7 +52,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.decoder import Transformer
 from tlt.speculative.params import BatchParams
-from tlt.speculative.strategy import BatchState, Prices, Strategy
+from tlt.speculative.strategy import Strategy
 from tlt.speculative.verify import NoiseAt, Verify, verify
 from tlt.types import DraftTree, Request, Rollout, SamplingParams, Verdict, id_of
 
@@ -97,28 +97,18 @@ class Setting:
     """A way to draft. arms: without the drafter's name, which follows from the form."""
 
     arms: tuple[str, ...]
-    has_budget: bool = False
     ranking: Literal["coupled", "top-k"] = "coupled"
 
 
 CHAINS, TREES = ("1x1x1", "4x1x4", "7x1x7"), ("1x4x4", "3x2x6", "4x3x12")
 SETTINGS = (
     Setting(CHAINS),
-    Setting(CHAINS, has_budget=True),
     Setting(TREES),
-    Setting((*CHAINS, *TREES, "off", "hybrid:6x1x6"), has_budget=True, ranking="top-k"),
+    Setting((*CHAINS, *TREES, "off", "hybrid:6x1x6"), ranking="top-k"),
 )
 NUM_SEQUENCES = math.ceil(10_000 / (len(FORMS) * len(SETTINGS) * len(BATCH_SIZES)))
 """Of each form, setting and batch size. More than a batch holds, and of 1 to 24 tokens: they begin and end at
 different times."""
-
-
-class Priced(Switching):
-    """Another strategy at every step, and another price of a verified row and of a drafted level."""
-
-    def choose(self, batch: BatchState) -> Strategy:
-        self.prices = Prices(row=self.random.uniform(0.02, 0.5), level=self.random.uniform(0.0, 1.0))
-        return super().choose(batch)
 
 
 @cache
@@ -144,12 +134,9 @@ def arms_of(form: str, setting: Setting) -> list[Strategy]:
 def engine_of(
     form: str, setting: Setting, size: int, requests: Sequence[Request], seed: int
 ) -> RolloutEngine:
-    tuner = (Priced if setting.has_budget else Switching)(arms_of(form, setting), seed)
+    tuner = Switching(arms_of(form, setting), seed)
     drafter = {"retrieval": "ngram", "references": "learned"}.get(form) or trained(form)
-    threshold = None if setting.has_budget else 0.0
-    engine = make_engine(
-        POLICY, tuner, drafter, max_batch_size=size, ranking=setting.ranking, confidence_threshold=threshold
-    )
+    engine = make_engine(POLICY, tuner, drafter, max_batch_size=size, ranking=setting.ranking)
     if form == "references":
         helpers.use_references(engine, references_for(requests, random.Random(seed)), size)
     return engine

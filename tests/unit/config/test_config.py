@@ -115,7 +115,7 @@ vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching 
 sampling    temperature top_k top_p min_p max_tokens stop stop_ids
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm
 drafter     coupling_temperature ranking feature_window ngram_tokens preset unrolled_steps step_decay
-drafter     feature_weight distribution_weight vocabulary features confidence_threshold max_passes check_every
+drafter     feature_weight distribution_weight vocabulary features max_passes check_every
 algorithm   name advantage ratio loss aggregation clip_low clip_high kl_coefficient kl_in kl_estimator
 algorithm   kl_bias_correction mask_truncated overlong_buffer_tokens overlong_penalty dynamic_sampling
 algorithm   max_resamples epochs minibatches tokens_per_micro_batch importance_correction_cap

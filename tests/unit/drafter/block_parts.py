@@ -48,10 +48,10 @@ def make_block(method: Method, draft_vocab: int | None = None, seed: int = 2, la
 
 
 def make_drafter(
-    model: BlockModel, max_slots: int = 4, window: int = 4096, threshold: float = 0.0, tau: float = 0.7
+    model: BlockModel, max_slots: int = 4, window: int = 4096, tau: float = 0.7
 ) -> LearnedDrafter:
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)
-    settings = LearnedSettings(tau=tau, window=window, confidence_threshold=threshold, calibrate=False)
+    settings = LearnedSettings(tau=tau, window=window, calibrate=False)
     return LearnedDrafter(packed, TARGET, max_slots, settings)
 
 

@@ -56,10 +56,9 @@ def make_drafter(
     target: PackedTransformer = TARGET,
     tau: float = 0.7,
     window: int = 4096,
-    threshold: float | None = 0.0,
 ) -> LearnedDrafter:
     packed = pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64)
-    settings = LearnedSettings(tau=tau, window=window, confidence_threshold=threshold, calibrate=False)
+    settings = LearnedSettings(tau=tau, window=window, calibrate=False)
     return LearnedDrafter(packed, target, max_slots, settings)
 
 

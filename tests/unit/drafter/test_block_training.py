@@ -229,7 +229,7 @@ def test_the_loss_falls_and_longer_chains_are_accepted(preset: str) -> None:
 def accepted(model: BlockModel) -> float:
     """Mean number of tokens of greedy chains that the responses confirm."""
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)
-    drafter = LearnedDrafter(packed, COUNTING, 4, LearnedSettings(ranking="top-k", confidence_threshold=0.0))
+    drafter = LearnedDrafter(packed, COUNTING, 4, LearnedSettings(ranking="top-k"))
     strategy, noise, total = Strategy("learned", NUM_DRAFTED, 1, NUM_DRAFTED), torch.zeros(1, 4, VOCAB), 0
     for rollout in RESPONSES:
         row = [*rollout.prompt_ids, *rollout.token_ids]

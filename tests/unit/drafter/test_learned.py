@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +30,10 @@ from tests.unit.drafter.parts import (
     run_engine,
 )
 from tlt.drafter.drafting import pair_cache
-from tlt.drafter.drafting.calibration import Calibration
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
-from tlt.speculative.strategy import Prices, Strategy, StrategyTuner
+from tlt.drafter.drafting.learned import LearnedDrafter
+from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, SamplingParams, Verdict
+from tlt.types import SamplingParams
 
 
 def recorded_forward(drafter: LearnedDrafter) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -87,116 +84,6 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(
             )
             assert found.tokens_BN[b].tolist() == expected.tokens_BN[0].tolist()
             assert found.parents_BN[b].tolist() == expected.parents_BN[0].tolist()
-
-
-def draft_watched(
-    rows: Sequence[list[int]], strategy: Strategy, noise: Tensor, threshold: float | None = None,
-    prices: Prices | None = None, unwanted: Sequence[int] = (),
-) -> tuple[DraftTree, Tensor]:  # fmt: skip
-    """Returns the draft, and the scores that its candidates were ranked by, [B, levels, V]."""
-    drafter = make_drafter(threshold=threshold)
-    for slot, row in enumerate(rows):
-        drafter.admit(slot, make_request(row[:1]))
-        remember(drafter, slot, randn(len(row), SIZE, seed=slot)[: len(row) - 1])
-    scores: list[Tensor] = []
-    rank = drafter._rank
-
-    def watched(*args: Any) -> Any:
-        ranked = rank(*args)
-        scores.append(ranked[1])
-        return ranked
-
-    context = replace(context_of(rows), prices=prices)
-    with patch.object(drafter, "_rank", watched):
-        tree = drafter.propose(context, strategy, Given(noise), unwanted).tree
-    return tree, torch.cat(scores, dim=1)
-
-
-@pytest.mark.parametrize("unwanted", [(), (1,)], ids=["learned", "one row unwanted"])
-def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(
-    unwanted: tuple[int, ...],
-) -> None:
-    """Against the chain of full depth: its confidences, from the scores it ranked by, say where to stop."""
-    depth, rows = 6, [random_tokens(9, 1), random_tokens(12, 2), random_tokens(7, 3)]
-    strategy, noise = Strategy("learned", depth, 1, depth), randn(3, depth + 1, VOCAB, seed=9).float()
-
-    whole, scores_BDV = draft_watched(rows, strategy, noise, 0.0, unwanted=unwanted)
-    assert whole.num_nodes == depth + 1
-    assert whole.lengths is None
-    survival_BD = scores_BDV.log_softmax(-1).amax(-1).cumsum(1).exp()
-    survival_BD[list(unwanted)] = 0.0
-    for threshold in (f * p for f in (0.999, 1.001) for p in survival_BD.flatten().tolist() if p):
-        stops = (survival_BD >= threshold).sum(1).tolist()
-        kept = [max(stop, 1) for stop in stops]  # the first token is drafted in any case
-        if sum(kept) > 0.875 * len(rows) * max(kept):  # too few tokens are saved by different lengths
-            kept = [max(kept)] * len(rows)
-        lengths = [1 + num for num in kept]
-        tree, scores = draft_watched(rows, strategy, noise, threshold, unwanted=unwanted)
-        assert tree.lengths == (tuple(lengths) if len(set(lengths)) > 1 else None)
-        for row, length in enumerate(lengths):
-            assert tree.tokens_BN[row, :length].tolist() == whole.tokens_BN[row, :length].tolist()
-            assert tree.parents_BN[row].tolist() == [*range(-1, length - 1), *[-1] * (max(lengths) - length)]
-        assert scores.shape[1] == (depth if max(stops) >= 4 else 4), "it looks before the fifth level"
-
-
-def test_a_batch_spends_the_rows_of_its_verification_on_the_likeliest_tokens_until_they_cost_more() -> None:
-    """By brute force over all ways to cut the chains: what is kept is accepted for the most, less its price."""
-    depth, rows = 6, [random_tokens(9, 1), random_tokens(12, 2), random_tokens(7, 3)]
-    strategy, noise = Strategy("learned", depth, 1, depth), randn(3, depth + 1, VOCAB, seed=9).float()
-
-    whole, scores_BDV = draft_watched(rows, strategy, noise, prices=Prices())
-    assert whole.row_lengths == (depth + 1,) * 3, "what costs nothing is drafted whole"
-    chance_BD = scores_BDV.log_softmax(-1).amax(-1).cumsum(1).exp()
-    num_cut = 0
-    for price in (0.02, 0.1, 0.3):
-        worth = {
-            kept: sum(float(chance_BD[row, :num].sum()) - price * num for row, num in enumerate(kept))
-            for kept in product(range(1, depth + 1), repeat=3)
-        }
-        best = max(worth, key=lambda kept: worth[kept])
-        if sum(best) <= 0.875 * 3 * max(best):
-            cut = draft_watched(rows, strategy, noise, prices=Prices(row=price))[0]
-            assert cut.row_lengths == tuple(1 + num for num in best)
-            num_cut += 1
-    assert num_cut, "no price was worth different lengths"
-    scores = draft_watched(rows, strategy, noise, prices=Prices(row=0.02, level=2.9))[1]
-    assert scores.shape[1] == 4, "what is left brings less than a level costs"
-
-
-def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_was_not_drafted() -> None:
-    """Otherwise a confidence once too low would never be looked at again."""
-    strategy, noise, tokens = (
-        Strategy("learned", 2, 1, 2),
-        randn(1, 3, VOCAB, seed=9).float(),
-        [random_tokens(9, 1)],
-    )
-
-    def propose(threshold: float) -> tuple[LearnedDrafter, LearnedProposal]:
-        drafter = make_drafter(threshold=threshold)
-        drafter.calibration = Calibration(torch.device("cpu"))
-        drafter.admit(0, make_request(tokens[0][:1]))
-        remember(drafter, 0, randn(9, SIZE, seed=0)[:8])
-        return drafter, drafter.propose(context_of(tokens), strategy, Given(noise))
-
-    first, second = propose(1e-9)[1].tree.tokens_BN[0, 1:].tolist()
-
-    def stops_at_the_second(threshold: float) -> bool:
-        _, proposal = propose(threshold)
-        assert proposal.noted_3BN is not None
-        return proposal.tree.tokens_BN[0, 1:].tolist() == [first] and proposal.noted_3BN.shape[2] == 2
-
-    threshold = next(t for t in (0.9**k for k in range(100)) if stops_at_the_second(t))
-    for said in ((first, second), (first, second + 1), (first + 1,)):
-        drafter, proposal = propose(threshold)
-        assert drafter.calibration is not None
-        seen, accepted = sum(drafter.calibration.seen), sum(drafter.calibration.accepted)
-        num_accepted = int(said[0] == first)
-        drafter.observe(
-            proposal, [Verdict(said, num_accepted, tuple(range(num_accepted + 1)), (0.0,) * len(said))]
-        )
-        assert sum(drafter.calibration.seen) - seen == len(said)
-        agreed = [a == b for a, b in zip(said, (first, second), strict=False)]
-        assert sum(drafter.calibration.accepted) - accepted == pytest.approx(sum(agreed))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.unit.drafter.parts import (
 )
 from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.assembly.cost_prior import cost_prior
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
 from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
@@ -282,9 +282,7 @@ def drafting_engine(
     engine.load_policy(dict(POLICY.named_parameters()))
     packed = pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64)
     vocabulary = DraftVocabulary(costs_of(CONFIG), wanted)
-    learned = LearnedDrafter(
-        packed, engine.model, 4, LearnedSettings(confidence_threshold=0.0), vocabulary=vocabulary
-    )
+    learned = LearnedDrafter(packed, engine.model, 4, vocabulary=vocabulary)
     engine.load_drafter(learned)
     outside: set[int] = set()
     original = learned.propose

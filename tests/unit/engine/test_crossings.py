@@ -14,7 +14,7 @@ from tests.lossless.helpers import CONFIG, make_policy
 from tests.unit.engine.pretend_device import DEVICE, Crossings, PretendTensor, pretended
 from tlt.drafter.drafting.calibration import Calibration
 from tlt.drafter.drafting.hybrid import make_drafter
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import Method, drafter_shape
 from tlt.engine.engine import RolloutEngine
@@ -53,12 +53,7 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.values
 
 
-def make_engine(
-    strategy: Strategy,
-    batch_size: int,
-    method: Method = "eagle",
-    threshold: float | None = None,
-) -> RolloutEngine:
+def make_engine(strategy: Strategy, batch_size: int, method: Method = "eagle") -> RolloutEngine:
     """Returns an engine on the pretended GPU whose batch stays full."""
     engine = RolloutEngine(
         PackedTransformer(CONFIG, torch.float32, DEVICE), max_batch_size=batch_size, tuner=Fixed(strategy)
@@ -66,8 +61,7 @@ def make_engine(
     engine.load_policy(dict(POLICY.float().named_parameters()))
     model = new_model(drafter_shape(CONFIG, method)).initialize(2)
     packed = pack_drafter(model.config, model.state_dict(), torch.float32, DEVICE)
-    settings = LearnedSettings(confidence_threshold=threshold)
-    learned = LearnedDrafter(packed, engine.model, batch_size, settings)
+    learned = LearnedDrafter(packed, engine.model, batch_size)
     engine.load_drafter(make_drafter(learned, batch_size))
     rng = random.Random(0)
     params = SamplingParams(max_tokens=100)
@@ -77,17 +71,13 @@ def make_engine(
 
 
 def crossings_of_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-    strategy: str,
-    batch_size: int,
-    method: Method = "eagle",
-    threshold: float | None = None,
+    monkeypatch: pytest.MonkeyPatch, strategy: str, batch_size: int, method: Method = "eagle"
 ) -> Crossings:
     """Returns the most that any of five steps had, once the batch runs."""
     monkeypatch.setattr(sampling, "kernels", kernels)
     monkeypatch.setattr(draw_module, "kernels", kernels)
     with pretended(monkeypatch) as crossings:
-        engine = make_engine(Strategy.parse(strategy), batch_size, method, threshold)
+        engine = make_engine(Strategy.parse(strategy), batch_size, method)
         for _ in range(3):
             engine.step()
         most = Crossings()
@@ -107,27 +97,24 @@ MOST_UPLOADS = 18
 """More than any step has, a refill of noise included, and fewer than there are sequences below."""
 
 
-BLOCK_WAITS = [("learned:4x1x4", 0.0, 1), ("learned:4x3x12", None, 1), ("learned:4x1x4", None, 2)]
-"""A strategy, the confidence threshold of its chains, and the synchronizations of a step. A second one tells
-the host how many tokens of each chain to verify: the whole block costs rows of the verification."""
+CASES = [
+    *((strategy, "eagle") for strategy in STRATEGIES),
+    *(
+        (strategy, block)
+        for block in ("dflash", "dspark")
+        for strategy in ("learned:4x1x4", "learned:4x3x12")
+    ),
+]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "method"), CASES)
 def test_a_step_synchronizes_once_and_its_uploads_are_no_more_for_more_sequences(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = crossings_of_a_step(monkeypatch, strategy, batch_size=24)
+    """The one wait brings the verdicts: a block drafter's chains are verified whole, so nobody waits to hear
+    how much of them."""
+    found = crossings_of_a_step(monkeypatch, strategy, 24, method)
     assert found.down.total() == 1, found.down
-    assert 0 < found.up.total() <= MOST_UPLOADS, found.up
-    assert not found.stalls
-
-
-@pytest.mark.parametrize(("strategy", "threshold", "waits"), BLOCK_WAITS)
-def test_a_block_waits_once_more_only_where_its_chains_may_stop(
-    strategy: str, threshold: float | None, waits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = crossings_of_a_step(monkeypatch, strategy, 24, "dflash", threshold)
-    assert found.down.total() == waits, found.down
     assert 0 < found.up.total() <= MOST_UPLOADS, found.up
     assert not found.stalls
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 
 from tlt.speculative.strategy import BatchState, RunningSequence, StepOutcome, Strategy
-from tlt.tuning.acceptance import AcceptanceModel
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.frailty import NUM, Frailties, hazards_of, seconds_to_finish, tokens_of
 
@@ -27,7 +26,7 @@ def test_a_drafter_that_is_never_right_or_always_is_no_special_case() -> None:
         frailties = Frailties()
         frailties.keep(["a"])
         for accepted in (0, 5):
-            frailties.observe(["a"], curve, [accepted], [5])
+            frailties.observe(["a"], curve, [accepted], 5)
         assert frailties.draw(["a"]).shape == (NUM, 1)
         assert np.isfinite(tokens_of(curve)).all()
 
@@ -44,7 +43,7 @@ def test_evidence_is_weighed_by_bayes_rule() -> None:
         posterior = survived * rejected / (survived * rejected).sum()
         frailties, counts = Frailties(), np.zeros(NUM)
         frailties.keep(range(64))
-        frailties.observe(range(64), CURVE, [accepted] * 64, [5] * 64)
+        frailties.observe(range(64), CURVE, [accepted] * 64, 5)
         for drawn in frailties.draw(range(64)).ravel():
             counts[drawn] += 1
         np.testing.assert_allclose(counts / counts.sum(), posterior, atol=0.02)
@@ -54,20 +53,20 @@ def test_evidence_about_a_sequence_that_left_is_forgotten_and_others_keep_theirs
     frailties = Frailties()
     frailties.keep(["easy", "hard", "gone"])
     for _ in range(10):
-        frailties.observe(["hard", "easy", "gone"], CURVE, [0, 5, 5], [5, 5, 5])
+        frailties.observe(["hard", "easy", "gone"], CURVE, [0, 5, 5], 5)
     frailties.keep(["hard", "gone", "easy"])
     before = frailties.draw(["easy", "hard"])
     assert before[:, 0].max() < before[:, 1].min()
     frailties.keep(["easy", "hard"])
     frailties.keep(["easy", "hard", "gone"])
-    frailties.observe(["nobody"], CURVE, [3], [5])
+    frailties.observe(["nobody"], CURVE, [3], 5)
     after = frailties.draw(["easy", "hard", "gone"])
     np.testing.assert_array_equal(after[:, :2], before)
     assert sorted(after[:, 2]) == [*range(NUM)], "it starts anew"
 
 
 def test_verifications_that_are_learned_together_count_as_one_after_the_other() -> None:
-    accepted, depths = [3, 0, 5, 2, 1, 0], [5, 5, 5, 4, 3, 5]
+    accepted = [3, 0, 5, 2, 1, 0]
     names = ["a", "b", "a", "nobody", "a", "b"]
     found = []
     for sizes in ([6], [1] * 6, [2, 4]):
@@ -75,7 +74,7 @@ def test_verifications_that_are_learned_together_count_as_one_after_the_other() 
         frailties.keep(["a", "b", "c"])
         for size in sizes:
             part = slice(done, done + size)
-            frailties.observe(names[part], CURVE, accepted[part], depths[part])
+            frailties.observe(names[part], CURVE, accepted[part], 5)
             done += size
         found.append(frailties._log_likelihood_RG)
     np.testing.assert_allclose(found[1], found[0])
@@ -116,40 +115,3 @@ def test_long_drafts_that_leave_half_of_a_batch_behind_are_not_chosen() -> None:
             tuner.observe(arm, batch, StepOutcome(**{**vars(outcome), "names": names if accepted else ()}))
         chosen[knows] = tuner.choose(batch)
     assert chosen == {False: arms[1], True: Strategy.OFF}
-
-
-def test_rows_are_spent_where_they_are_likely_to_be_accepted() -> None:
-    """Half of the sequences accept everything and half nothing. The engine verifies as much of a chain as
-    is told: the hard half gets one token, which keeps the evidence coming, and the easy half all."""
-    arms = tuple(Strategy("learned", depth, 1, depth) if depth else Strategy.OFF for depth in (0, 2, 8))
-    names = tuple(range(16))
-    tuner = CostModel(arms, has_hindsight=False, limits_chains=True)
-    batch = BatchState(16, 100.0, 0, 0, sequences=tuple(RunningSequence(name, 500.0) for name in names))
-    arm, rows = Strategy.OFF, 0
-    for step in range(200):
-        arm, limits = tuner.choose(batch), tuner.limits
-        allowed = tuple(min(arm.depth, limits.get(name, arm.depth)) for name in names)
-        accepted = tuple(num * (name % 2 == 0) for name, num in zip(names, allowed, strict=True))
-        rows = 16 + sum(allowed)
-        seconds = (0.004 + 0.001 * rows) * (1 + 0.02 * (step % 5))
-        drafts = (accepted, allowed) if arm.depth else ((), ())
-        outcome = StepOutcome(
-            16 + sum(accepted), *drafts, seconds, names=names, limits=allowed if limits else ()
-        )
-        tuner.observe(arm, batch, outcome)
-    assert arm == arms[2]
-    assert {tuner.limits[name] for name in names[1::2]} == {1}
-    assert {tuner.limits[name] for name in names[::2]} == {8}
-    assert rows == 16 + 8 * 8 + 8
-
-
-def test_limits_hide_what_lies_beyond_them_from_the_survival_curve() -> None:
-    """A chain of eight of which two may be verified says nothing about its third token."""
-    model, arm = AcceptanceModel(), Strategy("learned", 8, 1, 8)
-    for _ in range(50):
-        model.observe(arm, [8, 2], [8, 2], limits=[8, 2])
-    assert model.survivals(arm, 2)[7] > 0.8
-    told_nothing = AcceptanceModel()
-    for _ in range(50):
-        told_nothing.observe(arm, [8, 2], [8, 2])
-    assert told_nothing.survivals(arm, 2)[7] < 0.6

@@ -61,7 +61,6 @@ class PretendLink:
         self.requests: dict[str, Pretended] = {}
         self.depth, self.num_preempted, self.log = max_depth, 0, list[str]()
         self.drafted: dict[str, Verified] = {}
-        self.limits: dict[str, int] = {}
         self.draft_depths: list[int] = []
         self.off_by = 0  # a fault: the position whose noise is used
 
@@ -84,9 +83,6 @@ class PretendLink:
     def draft(self, depth: int) -> None:
         self.depth = depth
 
-    def limit(self, lengths: Mapping[str, int]) -> None:
-        self.limits = dict(lengths)
-
     def verified(self, name: str) -> Verified:
         return self.drafted.get(name, Verified())
 
@@ -97,8 +93,6 @@ class PretendLink:
     def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
         found = {}
         self.table.flush()
-        for name, limit in self.limits.items():
-            del self.requests[name].drafts[limit:]
         self.drafted = {}
         self.draft_depths.append(self.depth)
         for name, request in list(self.requests.items()):

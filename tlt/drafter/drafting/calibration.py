@@ -14,25 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.speculative.strategy import Prices, Strategy
 from tlt.types import DraftTree, Verdict
 from tlt.uploads import upload
-
-DEFAULT_CONFIDENCE_THRESHOLD = 0.4
-"""A chain stops where the chance that all of it is accepted falls below this, where it is not known what its
-tokens cost (measured: benchmarks/log.md)."""
-
-
-def least_chance(wanted: float | None, prices: Prices | None) -> float:
-    """Returns the chance of acceptance below which a chain stops: the wanted one; None: the price of a row.
-
-    At that price the rows of a verification go to the likeliest tokens of the whole batch, until the next one
-    would bring less than it costs.
-    """
-    if wanted is not None:
-        return wanted
-    return DEFAULT_CONFIDENCE_THRESHOLD if prices is None else prices.row
-
 
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
 """Borders of the bins of a candidate's raw confidence, the log-softmax of its score among all candidates."""
@@ -81,8 +64,6 @@ class Calibration:
         self.prior = prior.flatten().tolist()
         self.device = device
         self.edges = torch.tensor(_EDGES, device=device)
-        first_cells = [_group_of(level) * _NUM_RANKS * num_bins for level in range(Strategy.MAX_DEPTH)]
-        self._first_cells_D = torch.tensor(first_cells, device=device)
         self._num_new = 0
         self._refresh()
 
@@ -95,13 +76,6 @@ class Calibration:
         cells_BFW = cells_BFW + (_group_of(level) * _NUM_RANKS + ranks_W) * num_bins
         return cells_BFW, self.table[cells_BFW]
 
-    def estimate_chain(self, raw_confidence_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (cells, log P(accepted | parent accepted)) of the only candidates of levels 0, 1, …, both
-        [B, D]."""
-        depth = raw_confidence_BD.shape[1]
-        cells_BD = torch.bucketize(raw_confidence_BD, self.edges).add_(self._first_cells_D[:depth])
-        return cells_BD, self.table[cells_BD]
-
     def note(self, tree: DraftTree, cells_BN: Tensor) -> Tensor:
         """Returns what `observe` needs of a drafted tree, [3, rows, nodes], on its way to the host.
 
@@ -112,8 +86,7 @@ class Calibration:
         return sent_to_host(torch.stack(noted))
 
     def observe(self, noted_3BN: Tensor, verdicts: Sequence[Verdict]) -> None:
-        """Counts which nodes of a drafted tree were accepted. Nodes that were not verified count where the
-        target's token at their position is known."""
+        """Counts which nodes of a drafted tree were accepted."""
         for tokens, parents, cells, verdict in zip(*noted_3BN.tolist(), verdicts, strict=False):
             path = [0]
             for node, (token, parent, cell) in enumerate(zip(tokens, parents, cells, strict=True), start=1):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tlt.drafter.drafting.calibration import least_chance
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.drafting.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
@@ -33,13 +32,9 @@ def make_drafter(
     learned: LearnedDrafter | None,
     max_slots: int,
     ngram_tokens: int = DEFAULT_MAX_TOKENS,
-    confidence_threshold: float | None = None,
 ) -> Drafter[Any]:
-    """Returns an engine's drafter: retrieval, and the learned drafter if there is one.
-
-    confidence_threshold: of retrieval; the learned drafter has its own.
-    """
-    ngram = NgramDrafter(max_slots, ngram_tokens, confidence_threshold=confidence_threshold)
+    """Returns an engine's drafter: retrieval, and the learned drafter if there is one."""
+    ngram = NgramDrafter(max_slots, ngram_tokens)
     return ngram if learned is None else HybridDrafter(learned, ngram)
 
 
@@ -101,15 +96,11 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
             case "ngram":
                 retrieved = self.ngram.propose(context, strategy, noise)
                 return HybridProposal(retrieved.tree, (True,) * num_rows, retrieved=retrieved)
-        retrieved = self.ngram.retrieve(context, strategy, noise)
-        survival = [self.ngram.survival(row, strategy.depth) for row in retrieved.retrieved]
-        stops_below = least_chance(self.ngram.confidence_threshold, context.prices)
-        least = stops_below if strategy.width == 1 else 0.0
-        expected = [sum(s for s in row if s >= least) for row in survival]
+        retrieved = self.ngram.propose(context, strategy, noise)
+        expected = [sum(self.ngram.survival(row, strategy.depth)) for row in retrieved.retrieved]
         is_retrieved = tuple(
             row in discarded or tokens > self.learned_accepted for row, tokens in enumerate(expected)
         )
-        retrieved = self.ngram.stop(retrieved, survival, stops_below)
         if all(is_retrieved):
             return HybridProposal(retrieved.tree, is_retrieved, retrieved=retrieved)
         retrieved_rows = [row for row in range(num_rows) if is_retrieved[row]]

@@ -11,7 +11,6 @@ slot of a block that one pass has drafted (block_cache.py). What is made of them
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.caches import make_cache
-from tlt.drafter.drafting.calibration import Calibration, TauSearch, least_chance
-from tlt.drafter.drafting.chain_survival import ChainSurvival
+from tlt.drafter.drafting.calibration import Calibration, TauSearch
 from tlt.drafter.drafting.draft_cache import Levels
 from tlt.drafter.drafting.tree_selection import best_nodes, select
 from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
@@ -31,7 +29,7 @@ from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
-from tlt.speculative.strategy import Prices, Strategy
+from tlt.speculative.strategy import Strategy
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Verdict
 from tlt.uploads import upload
@@ -39,33 +37,20 @@ from tlt.uploads import upload
 _MAX_LOG_CHANCE = -1e-4
 """Upper bound of a candidate's log P(accepted | parent accepted): a child never outranks its parent."""
 
-_LOOKS, _MOST_LOOKED_AT = (4, 8, 16), 4
-"""Before these levels, and for at most so many sequences, a CPU checks whether any chain goes on. The check
-takes a third of a small model's level, and of many sequences one nearly always goes on."""
-_LEAST_SAVED = 0.125
-"""The share of its drafted tokens that a batch must save before its chains get different lengths."""
-
 
 @dataclass(frozen=True)
 class LearnedSettings:
-    """Settings of the learned drafter: how it ranks, when it stops and what it remembers."""
+    """Settings of the learned drafter: how it ranks and what it remembers."""
 
     ranking: Literal["coupled", "top-k"] = "coupled"
     """Scores candidates by log q / tau + the target's noise (coupled: tlt/speculative/__init__.py) or by log
     q alone (top-k; EAGLE-2, arXiv 2406.16858). q: the draft distribution at the sequence's temperature."""
     tau: float | None = None
     """The coupling temperature; None: tuned while running."""
-    confidence_threshold: float | None = None
-    """A chain stops before the token with which the chance that all of it is accepted falls below this (as in
-    SpecDec++, arXiv 2405.19715). None: below what its row of the verification costs (`least_chance`). The
-    first token is always drafted. 0: chains never stop.
-
-    Trees never stop, and on a GPU no chain that takes a pass per level does: the host would have to wait at
-    every level."""
     window: int = 4096
     """Positions per sequence whose features are kept. The drafter does not see what lies further back."""
     calibrate: bool = True
-    """Whether confidences are corrected by the acceptance so far."""
+    """Whether the confidences that rank a tree's nodes are corrected by the acceptance so far."""
     keep_targets: bool = False
     """Whether the features that training needs are kept, too (`training_capture` in shape.py)."""
 
@@ -77,7 +62,7 @@ class LearnedProposal(Proposal):
     guesses_KB: Tensor | None = None
     """See `TauSearch.guess`; None: not this time."""
     noted_3BN: Tensor | None = None
-    """See `Calibration.note`, of all drafted nodes, a stopped chain's included; None: nothing counts."""
+    """See `Calibration.note`; None: nothing counts."""
     logprobs_BD: Tensor | None = None
     """The drafter's log-probabilities of a chain's tokens at the sequences' temperatures; None: unwatched."""
 
@@ -97,10 +82,6 @@ class _Front:
     roots_B1: Tensor
     """The last committed tokens."""
     levels: Levels
-    stops_below: float
-    """The chance below which a chain stops; 0: never."""
-    level_price: float
-    """See `Prices`."""
 
 
 class LearnedDrafter(Drafter[LearnedProposal]):
@@ -142,12 +123,6 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     @property
     def tau(self) -> float:
         return self.tau_search.tau
-
-    def stops_below(self, prices: Prices | None) -> float:
-        """Returns the chance below which a chain stops (`LearnedSettings.confidence_threshold`); 0: never."""
-        if self.model.device.type != "cpu" and not self.model.config.numbers_per_draft:
-            return 0.0
-        return least_chance(self.settings.confidence_threshold, prices)
 
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,9 +190,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             self.choice.look(context)
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
         levels = self.memory.begin(context, strategy, roots_B1)
-        stops_below = self.stops_below(context.prices)
-        level_price = 0.0 if context.prices is None else context.prices.level
-        front = _Front(context.params, strategy, noise, unwanted, roots_B1, levels, stops_below, level_price)
+        front = _Front(context.params, strategy, noise, unwanted, roots_B1, levels)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _depth(self, strategy: Strategy) -> int:
@@ -255,42 +228,19 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
 
     def _chain(self, front: _Front) -> LearnedProposal:
-        """Drafts the best candidate level by level. Each row's chain ends where the chance that all of it is
-        accepted falls below `stops_below`."""
-        tokens = [front.roots_B1]
-        survival, logprobs = ChainSurvival(self.calibration, front.unwanted), list[Tensor]()
+        """Drafts the best candidate level by level."""
+        tokens, logprobs = [front.roots_B1], list[Tensor]()
         guesses_KB: Tensor | None = None
         for level in range(self._depth(front.strategy)):
-            if level in _LOOKS and front.stops_below and self._is_over(front, survival):
-                break
             logits_B1V = front.levels.next(tokens[-1], None) if level else front.levels.first()
             scaled_B1V, scores_B1V, guessed_KB = self._rank(front, logits_B1V, level)
             guesses_KB = guesses_KB if level else guessed_KB
-            best_B1, token_B1 = scores_B1V.max(dim=-1)
+            token_B1 = scores_B1V.argmax(dim=-1)
             tokens.append(self._token_ids(token_B1))
             if self.on_verdicts is not None:
                 logprobs.append(scaled_B1V[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
-            if front.stops_below:
-                survival.add(scores_B1V, best_B1)
-        whole = chain(torch.cat(tokens, dim=1))
         logprobs_BD = torch.cat(logprobs, dim=1) if logprobs else None
-        if not front.stops_below:
-            return LearnedProposal(whole, guesses_KB, None, logprobs_BD)
-        cells_BD, survival_BD = survival.estimate()
-        noted_3BN = self._note(whole, cells_BD, front.unwanted)
-        num_likely = (survival_BD >= math.log(front.stops_below)).sum(1).clamp_min_(1).tolist()
-        if sum(num_likely) > (1 - _LEAST_SAVED) * len(num_likely) * max(num_likely):
-            num_likely = [max(num_likely)] * len(num_likely)
-        tree = chain(whole.tokens_BN, [1 + num for num in num_likely])
-        return LearnedProposal(tree, guesses_KB, noted_3BN, logprobs_BD)
-
-    def _is_over(self, front: _Front, survival: ChainSurvival) -> bool:
-        """Returns whether no chain of the batch goes on, or those that do bring less than a level costs. A
-        chain's next token is accepted at most as often as all before it."""
-        if len(front.roots_B1) > _MOST_LOOKED_AT or self.model.device.type != "cpu":
-            return False
-        chance_B = survival.estimate()[1][:, -1].exp()
-        return float((chance_B - front.stops_below).clamp_min(0.0).sum()) <= front.level_price
+        return LearnedProposal(chain(torch.cat(tokens, dim=1)), guesses_KB, logprobs_BD=logprobs_BD)
 
     def _branch(self, front: _Front) -> LearnedProposal:
         """Drafts a tree (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are expanded

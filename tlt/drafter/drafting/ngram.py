@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from tlt.drafter.drafting.calibration import least_chance
 from tlt.drafter.drafting.continuations import Branch, Retrieved, branch_out, grow, match_bucket, walk
 from tlt.drafter.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
@@ -40,14 +39,12 @@ class _Watched:
     start: int
     """Length of the sequence when the chain was found."""
     retrieved: Retrieved
-    num_drafted: int
-    """Tokens of the chain that would be drafted."""
 
 
 @dataclass(frozen=True)
 class NgramProposal(Proposal):
     retrieved: tuple[Retrieved, ...]
-    """The candidates by row, those included that the tree no longer holds; acceptance is learned from all."""
+    """The candidates by row, of which acceptance is learned whether or not they were verified."""
 
 
 class NgramDrafter(Drafter[NgramProposal]):
@@ -57,18 +54,12 @@ class NgramDrafter(Drafter[NgramProposal]):
     (continuations.py). Acceptance is learned by the length of the match (`survival`).
 
     max_tokens: most indexed tokens.
-    confidence_threshold: as in `LearnedSettings`.
     """
 
     kinds = ("ngram",)
 
-    def __init__(
-        self,
-        max_slots: int,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        confidence_threshold: float | None = None,
-    ) -> None:
-        self.max_tokens, self.confidence_threshold = max_tokens, confidence_threshold
+    def __init__(self, max_slots: int, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
+        self.max_tokens = max_tokens
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
         self.watched: _Watched | None = None
@@ -91,14 +82,15 @@ class NgramDrafter(Drafter[NgramProposal]):
         text, found = tokens[0], []
         watched = self.watched or self._watch(text)
         for _ in range(_MAX_LOOKS):
-            came = text[watched.start : watched.start + watched.num_drafted + 1]
-            accepted, has_failed = walk(watched.retrieved.nodes, came)
-            if not has_failed and len(came) <= watched.num_drafted:
+            nodes, start = watched.retrieved.nodes, watched.start
+            came = text[start : start + len(nodes) + 1]
+            accepted, has_failed = walk(nodes, came)
+            if not has_failed and len(came) <= len(nodes):
                 self.watched = watched  # right so far
                 break
             self._count(watched.retrieved, accepted, has_failed)
-            found.append(Hindsight(watched.num_drafted, min(accepted, watched.num_drafted)))
-            watched = self._watch(text[: watched.start + found[-1].accepted + 1])
+            found.append(Hindsight(len(nodes), accepted))
+            watched = self._watch(text[: start + accepted + 1])
         else:
             self.watched = None
         return tuple(found)
@@ -106,10 +98,7 @@ class NgramDrafter(Drafter[NgramProposal]):
     def _watch(self, text: Sequence[int]) -> _Watched:
         """Returns the chain that would be drafted after this text of the first slot."""
         trie, length = self._continuations(0, text, Hindsight.STRATEGY)
-        retrieved = Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY))
-        survival = self.survival(retrieved, Hindsight.STRATEGY.depth)
-        num_drafted = _num_drafted(survival, least_chance(self.confidence_threshold, None))
-        return _Watched(len(text), retrieved, num_drafted)
+        return _Watched(len(text), Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY)))
 
     def admit(self, slot: int, request: Request) -> None:
         index = self.problems.setdefault(request.problem_id, SuffixIndex())
@@ -186,21 +175,6 @@ class NgramDrafter(Drafter[NgramProposal]):
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
     ) -> NgramProposal:
         """Retrieves for unwanted rows, too: it learns from every row."""
-        found = self.retrieve(context, strategy, noise)
-        stops_below = least_chance(self.confidence_threshold, context.prices)
-        return self.stop(found, [self.survival(row, strategy.depth) for row in found.retrieved], stops_below)
-
-    def stop(
-        self, found: NgramProposal, survival: Sequence[Sequence[float]], stops_below: float
-    ) -> NgramProposal:
-        """Ends each chain where its survival falls below a chance, at the root without a match."""
-        if not found.tree.is_chain:
-            return found
-        lengths = [1 + _num_drafted(row, stops_below) for row in survival]
-        return replace(found, tree=chain(found.tree.tokens_BN, lengths))
-
-    def retrieve(self, context: DraftContext, strategy: Strategy, noise: DraftNoise) -> NgramProposal:
-        """Returns whole drafts, however unlikely to be accepted."""
         self._is_asked = True
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise)
@@ -216,9 +190,9 @@ class NgramDrafter(Drafter[NgramProposal]):
             parents_BN.append([-1, *(parent for _, parent in nodes), *[-1] * missing])
         device = context.device
         nodes_BN = upload(tokens_BN, device)
-        if strategy.width == 1:
-            return NgramProposal(chain(nodes_BN), retrieved)  # with padding, which `stop` cuts off
         lengths = tuple(1 + len(nodes) for nodes in rows)
+        if strategy.width == 1:
+            return NgramProposal(chain(nodes_BN, lengths), retrieved)
         return NgramProposal(DraftTree(nodes_BN, upload(parents_BN, device), lengths=lengths), retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Branch, int]:
@@ -247,8 +221,3 @@ class NgramDrafter(Drafter[NgramProposal]):
             values = noise.of_tokens([(row, node.depth - 1, node.token) for row, node in contested])
             for (_, node), value in zip(contested, values, strict=True):
                 node.noise = value
-
-
-def _num_drafted(survival: Sequence[float], stops_below: float) -> int:
-    """Returns the tokens of a chain that are drafted; the first always is, if there is one."""
-    return sum(p >= stops_below and p > 0 for p in survival) or int(survival[0] > 0)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.continuations import match_bucket
 from tlt.drafter.drafting.hybrid import choose_rows
 from tlt.drafter.drafting.references import Reference, References
@@ -32,6 +31,8 @@ from tlt.uploads import upload
 REFERENCE = "ahead"
 """The kind that drafts from references alone; with `ahead+KIND`, KIND drafts where there is no reference."""
 
+_LEAST_CHANCE = 0.4
+"""A draft ends where the chance that all of it is accepted falls below this."""
 _KEEP = 0.9995
 """Factor by which a case's counts fade per token."""
 _SUREST = 0.9995
@@ -119,13 +120,9 @@ class ReferenceCursor:
 
 
 class ReferenceAcceptance:
-    """Counts how many tokens of references agreed in each case, and drafts as many as are likely accepted.
+    """Counts how many tokens of references agreed in each case, and drafts as many as are likely accepted."""
 
-    confidence_threshold: a chain ends where the chance that all of it is accepted falls below this.
-    """
-
-    def __init__(self, confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD) -> None:
-        self.confidence_threshold = confidence_threshold
+    def __init__(self) -> None:
         self.hits = [[[*prior] for _ in range(match_bucket(MAX_MATCH) + 1)] for prior in _PRIORS]
 
     def read(self, cursor: ReferenceCursor, tokens: Sequence[int]) -> None:
@@ -137,7 +134,7 @@ class ReferenceAcceptance:
         case, bucket = cursor.cell
         agreed, compared = self.hits[case][bucket]
         rate = min(agreed / compared, _SUREST)
-        num_likely = int(math.log(self.confidence_threshold) / math.log(rate))
+        num_likely = int(math.log(_LEAST_CHANCE) / math.log(rate))
         return ReferenceDraft(rate, min(num_likely, cursor.num_left))
 
     def draft(
@@ -174,21 +171,12 @@ class ReferenceProposal(Proposal):
 
 
 class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
-    """Drafts from references, and with another drafter (`inner`) where there is none.
+    """Drafts from references, and with another drafter (`inner`) where there is none."""
 
-    confidence_threshold: of `ReferenceAcceptance`.
-    """
-
-    def __init__(
-        self,
-        inner: Drafter[Any],
-        references: References,
-        max_slots: int,
-        confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
-    ) -> None:
+    def __init__(self, inner: Drafter[Any], references: References, max_slots: int) -> None:
         super().__init__(inner)
         self.inner, self.references = inner, references
-        self.acceptance = ReferenceAcceptance(confidence_threshold)
+        self.acceptance = ReferenceAcceptance()
         self.kinds = reference_kinds(inner.kinds)
         self.cursors: list[ReferenceCursor | None] = [None] * max_slots
 

@@ -2,7 +2,6 @@
 
 A length chosen for a step is drafted at its end and verified in the next step (one later where vLLM schedules
 asynchronously). So the verified lengths are read from the scheduler's output, never from the choice.
-All requests draft as much, and of a draft as much is verified as is worthwhile for its request (`limits`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ class LengthScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.num_to_draft: int = self.num_spec_tokens
         """Tokens that every request drafts at the end of the next step."""
-        self.limits: dict[str, int] = {}
-        """Tokens of vLLM's own draft that the next step verifies at most, by request; the others': all."""
         self.verified: dict[str, Verified] = {}
         """By request: the draft that the last finished step verified."""
         self.num_preempted = 0
@@ -32,9 +29,6 @@ class LengthScheduler(Scheduler):
         lengths: list[int] | None = self.dynamic_sd_lookup
         if lengths is not None:
             lengths[:] = [self.num_to_draft] * len(lengths)
-        for request in self.running if self.limits else ():
-            if (limit := self.limits.get(request.request_id)) is not None:
-                request.spec_token_ids = request.spec_token_ids[:limit]
         return super().schedule(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -40,7 +40,7 @@ class TunedScheduler(LengthScheduler):
             "adaptive",
             (kind,),
             max_depth=max(length for *_, length in lengths),
-            abilities=Abilities(trees=False, hindsight=False, limits=not config.use_v2_model_runner),
+            abilities=Abilities(trees=False, hindsight=False),
             prior=prior_of(law_config(config) or {}),
         )
         assert tuner is not None, "it is adaptive"
@@ -58,7 +58,6 @@ class TunedScheduler(LengthScheduler):
             self._strategy = self.tuner.choose(_batch_of(self.running))
         self._verified_by = drafted_by
         self.num_to_draft = self._strategy.depth
-        self.limits = {str(name): limit for name, limit in self.tuner.limits.items()}
         output = super().schedule(*args, **kwargs)
         drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         is_decode = all(count == 1 + len(drafts.get(name, ())) for name, count in counts.items())
@@ -85,12 +84,7 @@ class TunedScheduler(LengthScheduler):
             if num and (name in self.verified or not verified.is_off)
         ]
         accepted, drafted, names = zip(*rows, strict=True) if rows else ((), (), ())
-        depth = verified.depth
-        limits = tuple(min(self.limits.get(name, depth), depth) for name in names)
-        outcome = StepOutcome(
-            sum(num_sampled.values()), accepted, drafted, seconds, names=names,
-            limits=limits if self.limits else (),
-        )  # fmt: skip
+        outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds, names=names)
         strategy = verified if rows else Strategy.OFF
         is_steady = strategy == self._strategy
         expected = self.tuner.expected if is_steady else NO_EXPECTATION
