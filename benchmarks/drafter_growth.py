@@ -7,7 +7,6 @@ larger geometry. The number of its layers stays.
     norms          as the target's; that before the head, which eagle lacks, scales the constant, so that it
                    never proposes an unused id
     Markov head    rank r → R, and the vocabulary; further dimensions hold noise
-    confidence     reads the hidden state and the Markov state side by side, as fc does
     d2t            unchanged; t2d marks the added ids as not proposed
 
 A captured layer keeps its number, because the target's further layers come after its own. The features are
@@ -123,18 +122,14 @@ def _forms(shape: DrafterShape, wider: DrafterShape, widening: Widening) -> dict
     if not (isinstance(shape, BlockShape) and isinstance(wider, BlockShape)):
         return forms
     forms["hidden_norm.weight"] = widening.norm
-    rank = Axis.first(shape.markov_rank, wider.markov_rank)
     if shape.markov_rank:
+        rank = Axis.first(shape.markov_rank, wider.markov_rank)
         read = Axis.first(shape.layer.vocab_size, wider.layer.vocab_size)
         proposed = Axis.first(shape.draft_vocab_size, wider.draft_vocab_size)
         forms |= {
             "markov_head.markov_w1.weight": Form((read, rank)),
             "markov_head.markov_w2.weight": Form((proposed, rank)),
         }
-    if shape.has_confidence:
-        one = Axis.first(1, 1)
-        forms["confidence_head.proj.weight"] = Form((one, Axis.side_by_side(hidden, rank)))
-        forms["confidence_head.proj.bias"] = Form((one,))
     return forms
 
 

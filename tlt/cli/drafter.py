@@ -273,7 +273,8 @@ def export(options: DrafterExport) -> Record:
     embedding_VE = tensors["model.embed_tokens.weight"]
     head_VE = tensors.get("lm_head.weight", embedding_VE)
     target = Target(str(options.target), architecture, head_VE, content_hash(tensors), embedding_VE)
-    for warning in filter(None, (lack, mismatch(drafter, target), unequal_key_norms(drafter, name))):
+    warnings = lack, mismatch(drafter, target), unequal_key_norms(drafter, name), drafter.note
+    for warning in filter(None, warnings):
         print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
     export_drafter(drafter, name, target, options.to)
     engine, size = FORMATS[name].engine, drafter.config.draft_vocab_size

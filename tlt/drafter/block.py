@@ -10,8 +10,7 @@ without input_layernorm.
 
     dflash   slot k, from 1 on, proposes token p+k          DFlash (z-lab)
     dspark   slot k, from 0 on, proposes token p+k+1        DSpark (arXiv 2607.05147), which may add a
-             Markov head      logits of slot k += W2 W1[the token at p+k], so that slots agree with each other
-             confidence head  the chance that slot k's token is accepted, from its hidden state and W1[…]
+             Markov head: logits of slot k += W2 W1[the token at p+k], so that slots agree with each other
 
 The masks' embedding is the target's, of a token that responses do not use (`mask_token_id`). A tensor of its
 own would be in no other engine's safetensors, and the first layer learns to tell a fixed vector apart anyway.
@@ -43,19 +42,6 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
 
 
-class ConfidenceHead(nn.Module):
-    """The logit of a draft's chance to be accepted."""
-
-    def __init__(self, num_in: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(num_in, 1)
-
-    def forward(self, hidden: Tensor, markov: Tensor | None) -> Tensor:
-        read = hidden if markov is None else torch.cat([hidden, markov], dim=-1)
-        logit: Tensor = self.proj(read)[..., 0]
-        return logit
-
-
 class BlockModel(DraftModel):
     """The trainable block drafter."""
 
@@ -68,18 +54,12 @@ class BlockModel(DraftModel):
         self.layers = nn.ModuleList(DecoderLayer(layer) for _ in range(layer.num_layers))
         if config.markov_rank:
             self.markov_head = MarkovHead(layer.vocab_size, config.draft_vocab_size, config.markov_rank)
-        if config.has_confidence:
-            self.confidence_head = ConfidenceHead(layer.hidden_size + config.markov_rank)
 
     def initialize(self, seed: int) -> DraftModel:
-        """As the base says. The Markov head starts without effect, the confidence head at one half."""
+        """As the base says. The Markov head starts without effect."""
         super().initialize(seed)
-        with torch.no_grad():
-            if self.config.markov_rank:
-                self.markov_head.markov_w2.weight.zero_()
-            if self.config.has_confidence:
-                self.confidence_head.proj.weight.zero_()
-                self.confidence_head.proj.bias.zero_()
+        if self.config.markov_rank:
+            nn.init.zeros_(self.markov_head.markov_w2.weight)
         return self
 
     def context(self, captured_NF: Tensor, positions_N: Tensor) -> list[Tensor]:
@@ -107,12 +87,8 @@ class BlockModel(DraftModel):
             return None
         rows_VR = self.markov_head.markov_w2.weight
         is_chosen = token_ids is not None and self.config.can_choose
-        return F.linear(self.markov(tokens), rows_VR[token_ids] if is_chosen else rows_VR)
-
-    def markov(self, tokens: Tensor) -> Tensor:
-        """Returns the Markov head's states of tokens, [..., rank]."""
-        states: Tensor = self.markov_head.markov_w1(tokens)
-        return states
+        states = self.markov_head.markov_w1(tokens)
+        return F.linear(states, rows_VR[token_ids] if is_chosen else rows_VR)
 
 
 class PackedBlock(PackedDrafter):

@@ -142,14 +142,12 @@ class BlockShape(DrafterShape):
     mask_token_id: a token whose embedding, the target's, fills the slots behind the anchor.
     num_target_layers: layers of the target.
     markov_rank: rank of the Markov head; 0: there is none.
-    has_confidence: whether it has a confidence head.
     """
 
     block_size: int = dataclasses.field(kw_only=True)
     mask_token_id: int = dataclasses.field(kw_only=True)
     num_target_layers: int = dataclasses.field(kw_only=True)
     markov_rank: int = dataclasses.field(default=0, kw_only=True)
-    has_confidence: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def first_slot(self) -> int:
@@ -220,7 +218,6 @@ def drafter_shape(
         mask_token_id=target.vocab_size - 1 if block.mask_token_id is None else block.mask_token_id,
         num_target_layers=target.num_layers,
         markov_rank=markov_rank(target.hidden_size) if is_dspark else 0,
-        has_confidence=is_dspark,
     )
 
 

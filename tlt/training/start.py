@@ -72,7 +72,8 @@ class Findings:
     """The facts that `preflight` read, for the header.
 
     num_adapted: parameters of LoRA's adapters; None: it is off.
-    notes: lines about what may not be meant: held-out problems that are trained on, texts for a chat model.
+    notes: lines about what may not be meant: held-out problems that are trained on, texts for a chat model,
+        tensors of the drafter that are left out.
     """
 
     model: ModelConfig
@@ -237,6 +238,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     model = load_model_config(model_folder(config))
     num_adapted = count_adapters(model, config.lora) if config.lora.rank else None
     read_start(config, model)
+    stored = None
     if (drafter := drafter_folder(config)) is not None:
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
@@ -253,7 +255,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     )
     longest_prompt = max(len(problem.prompt_ids) for problem in problems)
     if trains:
-        refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
+        refuse(plan_run(config, model, None if stored is None else stored.config, longest_prompt))
     Scorer(reward_spec(config)).check(problems[0].data)
     if begun is not None:
         by_split, adapter = {"train": problems, "test": held_out}, adapter_folder(config)
@@ -263,7 +265,8 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     texts = [problem.data for problem in (*problems, *held_out)]
     chats = describe_template(texts, tokenizer, chat_format(config), "task.chat = true")
     read = (*train.notes, *(test.notes if test is not None else ()))
-    notes = filter(None, (*read, describe_overlap(problems, held_out), *chats))
+    drafter_note = None if stored is None else stored.note
+    notes = filter(None, (*read, describe_overlap(problems, held_out), *chats, drafter_note))
     return Findings(model, len(problems), len(held_out), num_adapted, tuple(notes))
 
 

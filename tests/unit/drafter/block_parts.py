@@ -36,7 +36,7 @@ def make_block(method: Method, draft_vocab: int | None = None, seed: int = 2, la
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-            if "markov" in name or "confidence" in name:
+            if "markov" in name:
                 parameter.copy_(4 * drawn - 2)
             elif parameter.dim() == 1:
                 parameter.copy_(1 + drawn)

@@ -79,8 +79,6 @@ def test_the_tensors_have_the_names_and_sizes_that_others_engines_read() -> None
     heads = {
         "markov_head.markov_w1.weight": [VOCAB, 16],
         "markov_head.markov_w2.weight": [VOCAB, 16],
-        "confidence_head.proj.weight": [1, SIZE + 16],
-        "confidence_head.proj.bias": [1],
     }
     assert shapes == backbone | heads
     assert set(make_block("dflash").state_dict()) == set(backbone)

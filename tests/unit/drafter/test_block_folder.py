@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lossless.helpers import VOCAB
-from tests.unit.drafter.block_parts import DEEP, FORMS, NUM_DRAFTED, POLICY, make_block
+from tests.unit.drafter.block_parts import DEEP, FORMS, NUM_DRAFTED, POLICY, SIZE, make_block
 from tlt.drafter.formats.export import (
     FORMATS,
     export_drafter,
@@ -65,8 +65,8 @@ def test_config_json_has_the_keys_that_z_lab_writes(tmp_path: Path) -> None:
     assert described["architectures"] == ["Qwen3DSparkModel"]
     assert described["block_size"] == NUM_DRAFTED
     assert (described["mask_token_id"], described["target_layer_ids"]) == (13, [1, 3])
-    names = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size")
-    assert [described[name] for name in names] == [16, True, True, VOCAB - 3]
+    names = ("markov_rank", "enable_confidence_head", "draft_vocab_size")
+    assert [described[name] for name in names] == [16, False, VOCAB - 3]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,6 @@ def test_config_json_has_the_keys_that_z_lab_writes(tmp_path: Path) -> None:
         ),
         ({"dflash_config": {"mask_token_id": 13, "target_layer_ids": [1, 3, 4]}}, "tensor fc.weight is"),
         ({"num_hidden_layers": 1}, "tensor layers.1"),
-        ({"confidence_head_with_markov": False}, "confidence_head_with_markov is not True"),
         ({"hidden_size": 16}, "hidden_size is 16, the target's is 32"),
     ],
 )
@@ -167,19 +166,40 @@ def test_the_anchor_s_layout_makes_the_form_whatever_the_folder_is_called(tmp_pa
     # a DFlash that drafts from its anchor is a DSpark without heads, and drafts one token more
     drafting = load_shape(edit(tmp_path / "speculators-dflash", {"sample_from_anchor": True}), DEEP)
     assert isinstance(drafting, BlockShape)
-    assert (drafting.method, drafting.markov_rank, drafting.has_confidence) == ("dspark", 0, False)
+    assert (drafting.method, drafting.markov_rank) == ("dspark", 0)
     assert drafting.max_depth == NUM_DRAFTED + 1
     # without the key vLLM has the anchor draft nothing, which no Markov head of ours does
     for absent in (None, False):
         folder = edit(tmp_path / "speculators-dspark", {"sample_from_anchor": absent})
-        with pytest.raises(
-            UserError, match=f"sample_from_anchor is {absent}; it has a Markov or confidence head"
-        ):
+        with pytest.raises(UserError, match=f"sample_from_anchor is {absent}; it has a Markov head"):
             load_shape(folder, DEEP)
     exported(tmp_path / "deepspec", "deepspec-dspark")
     assert load_shape(tmp_path / "deepspec", DEEP).method == "dspark"
     with pytest.raises(UserError, match="set sample_from_anchor to true"):
         load_shape(edit(tmp_path / "deepspec", {"dspark_bonus_anchor": True}), DEEP)
+
+
+def test_a_confidence_head_is_known_left_out_and_told(tmp_path: Path) -> None:
+    """vLLM's and DeepSpec's weights have one; it reads the Markov head's states, or does not."""
+    for name, num_read in (("deepspec-dspark", SIZE + 16), ("speculators-dspark", SIZE)):
+        drafter = exported(tmp_path / name, name)
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        head = {
+            "confidence_head.proj.weight": torch.ones(1, num_read),
+            "confidence_head.proj.bias": torch.ones(1),
+        }
+        save_file({**tensors, **head}, tmp_path / name / "model.safetensors")
+        edit(
+            tmp_path / name, {"enable_confidence_head": True, "confidence_head_with_markov": num_read > SIZE}
+        )
+        found = load_drafter(tmp_path / name, DEEP, dict(POLICY.named_parameters()))
+        assert found.config == drafter.config == load_shape(tmp_path / name, DEEP)
+        assert found.tensors.keys() == drafter.tensors.keys()
+        assert found.note is not None
+        assert found.note.startswith(
+            "confidence_head.proj.bias, confidence_head.proj.weight of the drafter left out"
+        )
+        assert drafter.note is None
 
 
 def test_a_key_in_dflash_config_goes_before_one_beside_it(tmp_path: Path) -> None:

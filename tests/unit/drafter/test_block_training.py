@@ -105,11 +105,6 @@ def test_the_loss_is_its_sum_over_anchors_and_slots(preset: BlockPreset, draft_v
                 log_q = plain_logits(model, hidden, tokens[place + d])[kept].log_softmax(0)
                 entropy, distance = -(p * log_q).sum(), (p - log_q.exp()).abs().sum()
                 loss = preset.distribution_weight * entropy + preset.variation_weight * distance
-                if model.config.has_confidence:
-                    w = model.state_dict()
-                    read = torch.cat([hidden, w["markov_head.markov_w1.weight"][tokens[place + d]]])
-                    logit = w["confidence_head.proj.weight"][0] @ read + w["confidence_head.proj.bias"][0]
-                    loss = loss + F.softplus(logit) - (1 - distance / 2) * logit
                 losses.append(loss)
                 entropies.append(entropy)
             decayed = [float(torch.exp(torch.tensor(-d / preset.decay))) for d in range(len(losses))]

@@ -2,7 +2,7 @@
 our keys beside theirs.
 
     z-lab        DFlashDraftModel    block_size, dflash_config {mask_token_id, target_layer_ids}
-    DeepSpec     Qwen3DSparkModel    the same at the top level, and markov_rank, enable_confidence_head, …
+    DeepSpec     Qwen3DSparkModel    the same at the top level, and markov_rank, …
     speculators  speculators_model_type dflash or dspark: aux_hidden_state_layer_ids, sample_from_anchor, …,
                  and the layers' geometry under transformer_layer_config
 
@@ -22,7 +22,6 @@ from tlt.drafter.shape import BlockShape, Method
 from tlt.hf.config import Fields, config_to_hf, parse_config
 from tlt.models.decoder import ModelConfig
 from tlt.speculative.strategy import Strategy
-from tlt.types import UserError
 
 BLOCK_ARCHITECTURE: Mapping[Method, str] = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 """The architecture in config.json by the drafter's form."""
@@ -97,8 +96,7 @@ def _heads(config: BlockShape) -> dict[str, Any]:
     return {
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": config.has_confidence,
-        "confidence_head_with_markov": config.has_confidence and config.markov_rank > 0,
+        "enable_confidence_head": False,  # without the key some engines look for its weights
     }
 
 
@@ -135,19 +133,14 @@ def block_from_hf(given: Fields, target: ModelConfig) -> BlockShape:
         mask_token_id=number("mask_token_id", 0, layer.vocab_size - 1),
         num_target_layers=target.num_layers,
     )
-    rank, has_confidence = number("markov_rank", 0, 2**20, 0), fields.flag("enable_confidence_head")
-    if shape.method == "dflash":
-        if rank or has_confidence:
-            remedy = (
-                "it has a Markov or confidence head, which is computed here only in blocks that draft from "
-                "their anchor; if it was trained so, set sample_from_anchor to true in config.json"
-            )
-            raise fields.refusal("sample_from_anchor", remedy)
-        return shape
-    if has_confidence and fields.flag("confidence_head_with_markov") != (rank > 0):
-        remedy = "the confidence head must read the Markov head's states, where there is one"
-        raise UserError(f"{fields.source}: confidence_head_with_markov is not {rank > 0}; {remedy}")
-    return dataclasses.replace(shape, markov_rank=rank, has_confidence=has_confidence)
+    rank = number("markov_rank", 0, 2**20, 0)
+    if shape.method == "dflash" and rank:
+        remedy = (
+            "it has a Markov head, which is computed here only in blocks that draft from their anchor; if it "
+            "was trained so, set sample_from_anchor to true in config.json"
+        )
+        raise fields.refusal("sample_from_anchor", remedy)
+    return dataclasses.replace(shape, markov_rank=rank)
 
 
 def block_method(given: Fields) -> Method:

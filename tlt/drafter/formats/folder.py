@@ -43,6 +43,9 @@ ARCHITECTURE: Mapping[Method, str] = {
 }
 """The architecture in config.json by the drafter's form."""
 
+_UNREAD = "confidence_head."
+"""Begins the names of DSpark's tensors that guess whether a draft is accepted."""
+
 
 @dataclass(frozen=True)
 class StoredDrafter:
@@ -52,12 +55,21 @@ class StoredDrafter:
     tensors: its weights by name.
     about: facts about its origin, such as the policy's content hash and the preset.
     counts_V: decayed counts of the tokens sampled (vocabulary.py); None: not recorded.
+    left_out: names of the folder's tensors that nothing here reads.
     """
 
     config: DrafterShape
     tensors: dict[str, Tensor]
     about: Mapping[str, Any]
     counts_V: Tensor | None = None
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str | None:
+        """Returns a line about the tensors that were left out; None: all were read."""
+        if not self.left_out:
+            return None
+        return f"{', '.join(self.left_out)} of the drafter left out: nothing here reads a confidence head"
 
     @property
     def policy_hash(self) -> str | None:
@@ -127,7 +139,9 @@ def load_drafter(
         target's.
     """
     path = Path(path)
-    described, tensors = read_folder(path)
+    described, stored = read_folder(path)
+    left_out = tuple(name for name in stored if name.startswith(_UNREAD))
+    tensors = {name: tensor for name, tensor in stored.items() if name not in left_out}
     tensors = with_vocabulary_map(path, tensors, target.vocab_size)
     tensors = drop_repeated(path, tensors, described["method"], target.vocab_size, target_tensors)
     config = read_config(path, described, target, tensors)
@@ -138,9 +152,8 @@ def load_drafter(
             raise UserError(
                 f"drafter {path}: tensor {name} holds numbers that are not finite; train or copy it again"
             )
-    return StoredDrafter(
-        config, tensors, described.get("tlt") or {}, read_counts(path / COUNTS, target.vocab_size)
-    )
+    counts_V = read_counts(path / COUNTS, target.vocab_size)
+    return StoredDrafter(config, tensors, described.get("tlt") or {}, counts_V, left_out)
 
 
 def load_shape(path: Path, target: ModelConfig) -> DrafterShape:

@@ -5,7 +5,6 @@ block              t3  m  m  m        what the target says behind t3, t4, t5, �
 
 slot loss  = CE · cross-entropy(p, q) + L1 · sum_v |p(v) - q(v)|        p: the target's, q: the drafter's
 weight     = e^(-d / decay), or D-PACE's, of the d-th drafted token
-confidence + binary cross-entropy of the confidence head against 1 - L1 / 2, the chance of acceptance
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.drafter.block import BlockModel, run_blocks
@@ -66,11 +64,6 @@ class BlockPreset(Preset):
         entropy_M = -(target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)
         distance_M = (target_MV - logits_MV.softmax(dim=-1)).abs().sum(dim=-1)
         loss_M = self.distribution_weight * entropy_M + self.variation_weight * distance_M
-        if shape.has_confidence:
-            markov_MR = model.markov(tokens_M) if shape.markov_rank else None
-            logit_M = model.confidence_head(hidden_ME, markov_MR)
-            chance_M = (1 - distance_M.detach() / 2).clamp(0, 1)
-            loss_M = loss_M + F.binary_cross_entropy_with_logits(logit_M, chance_M, reduction="none")
         weight_M = self.slot_weights(entropy_M.detach(), slots, hidden_ADE.shape[1])
         return (loss_M * weight_M).sum() / weight_M.sum()
 

@@ -27,7 +27,7 @@ _PRESETS: tuple[Preset, ...] = (
     BlockPreset("dflash", "dflash", distribution_weight=1.0),
     # D-PACE, arXiv 2605.18810: a slot counts by the chance that a draft gets there.
     BlockPreset("dflash-pace", "dflash", distribution_weight=1.0, slots="d-pace"),
-    # DSpark, arXiv 2607.05147: 0.1 cross-entropy + 0.9 L1, and the confidence.
+    # DSpark, arXiv 2607.05147: 0.1 cross-entropy + 0.9 L1, without its confidence head, which nothing reads.
     BlockPreset("dspark", "dspark", distribution_weight=0.1, variation_weight=0.9),
 )
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
