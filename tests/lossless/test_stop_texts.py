@@ -95,16 +95,21 @@ def test_a_response_that_another_engine_has_begun_ends_where_it_would_have_ended
     assert {id_of(r): (r.token_ids, r.finish_reason) for r in found} == EXPECTED
 
 
-@pytest.mark.parametrize("stop", ["é", "🙂!", " b", "\n\n", "aé🙂"])
-def test_stop_texts_of_several_bytes_a_character_are_found_where_their_last_byte_is(stop: str) -> None:
-    """Tokens are single bytes, so a character's token is no text until it is whole; some tokens are
-    special and say nothing."""
+def make_bytewise() -> Tokenizer:
+    """Returns a tokenizer whose tokens are single bytes; 256 is special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
     bytewise.add_special_tokens(["<nothing>"])
-    rng = random.Random(stop)
+    return bytewise
+
+
+@pytest.mark.parametrize("stop", ["é", "🙂!", " b", "\n\n", "aé🙂"])
+def test_stop_texts_of_several_bytes_a_character_are_found_where_their_last_byte_is(stop: str) -> None:
+    """Tokens are single bytes, so a character's token is no text until it is whole; some tokens are
+    special and say nothing."""
+    bytewise, rng = make_bytewise(), random.Random(stop)
     for _ in range(60):
         ids = bytewise.encode("".join(rng.choices(["a", "é", "🙂", "!", " b", "\n", stop], k=12))).ids
         for index in sorted(rng.choices(range(len(ids)), k=6), reverse=True):
@@ -117,6 +122,38 @@ def test_stop_texts_of_several_bytes_a_character_are_found_where_their_last_byte
             if sequence.finish_reason is not None:
                 break
         assert len(sequence.response_ids) == (ends[0] if ends else len(ids))
+
+
+@pytest.mark.parametrize("stop", ["é", "🙂!", " b", "aé🙂", "\ufffd", "b\ufffd"])
+def test_a_commit_of_many_tokens_ends_where_one_by_one_would_and_asks_the_tokenizer_four_times_at_most(
+    stop: str,
+) -> None:
+    """Tokens are single bytes and special ones, which say nothing: it is asked for more where they are few
+    letters. A part of a character is U+FFFD."""
+    bytewise, params = make_bytewise(), SamplingParams(stop=(stop,), max_tokens=150)
+    rng, num_calls, num_cut = random.Random(stop), 0, 0
+
+    def decode(ids: Ids[int]) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        return str(bytewise.decode(ids))
+
+    for _ in range(60):
+        ids = bytewise.encode("".join(rng.choices(["a", "é", "🙂", "!", " b", "\n"], k=40))).ids
+        for index in sorted(rng.choices(range(len(ids)), k=12), reverse=True):
+            ids.insert(index, 256)
+        alone, together = (Sequence.start(Request("p", 0, (1, 2), params), window=20_000) for _ in range(2))
+        for token in ids:
+            if alone.finish_reason is None:
+                alone.extend((token,), (-float(token),), decode)
+        place = 0
+        while place < len(ids) and together.finish_reason is None:
+            some, num_calls = ids[place : place + rng.randint(1, 16)], 0
+            place += together.extend(tuple(some), tuple(-float(token) for token in some), decode)
+            assert num_calls <= 4 or together.finish_reason == "stop" or "\ufffd" in stop
+        num_cut += place < len(ids)
+        assert together == alone
+    assert num_cut > 10
 
 
 def test_a_stop_text_without_a_tokenizer_and_an_empty_one_are_refused() -> None:

@@ -11,7 +11,10 @@ import torch
 from tlt.types import DraftOutcome, Drafts, FinishReason, Request, Rollout, UserError, Verdict
 
 Decode = Callable[[list[int]], str]
-"""Returns the text of a response's tokens."""
+"""Returns the text of a response's tokens. Further tokens only add to it, except that _NO_CHARACTER stands at
+its end while bytes of a character are missing."""
+
+_NO_CHARACTER = "\ufffd"
 
 _SPARE_TOKENS = 8
 
@@ -37,7 +40,7 @@ class Sequence:
         sequence = Sequence(request, max_tokens, [*request.prompt_ids], drafts=drafts)
         sequence.extend(request.token_ids, request.logprobs)
         has_tokens = request.token_ids and sequence.finish_reason != "stop"
-        if has_tokens and decode is not None and sequence._says_stop(decode):
+        if has_tokens and decode is not None and sequence._says_stop(decode, len(sequence.tokens)):
             sequence.finish_reason = "stop"
         return sequence
 
@@ -76,35 +79,49 @@ class Sequence:
     ) -> int:
         """Appends tokens up to a stop token, a stop text or the limit; returns how many were kept."""
         before, params = len(self.logprobs), self.request.params
-        reads = decode if params.stop else None
         for token, logprob in zip(token_ids, logprobs, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            if token in params.stop_ids or (reads is not None and self._says_stop(reads)):
+            if token in params.stop_ids:
                 self.finish_reason = "stop"
                 break
             if len(self.logprobs) >= self.max_tokens:
                 self.finish_reason = "length"
                 break
+        if decode is not None and params.stop and len(self.logprobs) > before:
+            self._end_at_stop_text(decode, len(self.logprobs) - before)
         return len(self.logprobs) - before
 
-    def _says_stop(self, decode: Decode) -> bool:
-        """Returns whether the text of the latest tokens contains a stop text.
+    def _end_at_stop_text(self, decode: Decode, num: int) -> None:
+        """Ends the response at the first of its last `num` tokens that completes a stop text; drops those
+        behind it. One look at all of them tells nearly always that there is none."""
+        end = len(self.tokens)
+        can_vanish = any(_NO_CHARACTER in text for text in self.request.params.stop)
+        if not can_vanish and not self._says_stop(decode, end, num):
+            return
+        found = next((e for e in range(end - num + 1, end + 1) if self._says_stop(decode, e)), None)
+        if found is not None:
+            del self.tokens[found:]
+            del self.logprobs[found - len(self.request.prompt_ids) :]
+            self.finish_reason = "stop"
 
-        The latest tokens suffice, so the cost does not grow with the response: a new stop text of n bytes
-        lies within the last n tokens of at least a byte. More are read where tokens decode to nothing, as
-        special ones do, until n letters come before the last token's.
+    def _says_stop(self, decode: Decode, end: int, num: int = 1) -> bool:
+        """Returns whether one of the `num` tokens before `end` completes a stop text.
+
+        Few tokens before them suffice, so the cost does not grow with the response: a stop text of n bytes
+        lies within n tokens of at least a byte. More are read where tokens decode to nothing, as special
+        ones do, until n letters come before the new tokens'.
         """
         if not (stop := self.request.params.stop):
             return False
         num_bytes = max(len(text.encode()) for text in stop)
-        first, reach = len(self.request.prompt_ids), num_bytes + _SPARE_TOKENS
+        first, reach = len(self.request.prompt_ids), num - 1 + num_bytes + _SPARE_TOKENS
         while True:
-            begin = max(first, len(self.tokens) - reach)
-            latest = decode(self.tokens[begin:])
+            begin = max(first, end - reach)
+            latest = decode(self.tokens[begin:end])
             if any(text in latest for text in stop):
                 return True
-            if begin == first or len(latest) >= num_bytes + len(decode(self.tokens[-1:])):
+            if begin == first or len(latest) >= num_bytes + len(decode(self.tokens[end - num : end])):
                 return False
             reach *= 2
 

@@ -207,6 +207,9 @@ class Tokenizer:
         special = {self.name_of(token_id): token_id for token_id in sorted(self.hidden_ids)}
         ids = {special[text] for text in params.stop if text in special}
         texts = tuple(text for text in params.stop if text not in special)
+        if texts and "cleanup=True" in repr(self.backend.decoder):  # "do", "n" and "'t" become "don't"
+            what = f"{texts[0]!r} cannot be sought, for this tokenizer's decoder takes back what it wrote"
+            raise UserError(f"{place}: {what}; give ids of tokens, as stop_ids")
         for text in texts:
             if (inner := next((name for name in special if name in text), None)) is not None:
                 what = f"{text!r} holds the special token {inner}, which is no part of a response's text"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
+from tokenizers import decoders, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.hf.chat_parts import NAMES, OPENINGS, some_record, template_of, texts_of, write_tokenizer
@@ -338,6 +338,9 @@ def test_a_stop_text_that_is_a_special_token_is_its_id_and_one_that_holds_one_is
         tokenizer.with_ends(SamplingParams(stop=("a<sep>b",)), "here")
     with pytest.raises(UserError, match=r"stop_ids: 400 is outside the vocabulary of 400"):
         tokenizer.with_ends(SamplingParams(stop_ids=(400,)))
+    tokenizer.backend.decoder = decoders.WordPiece()
+    with pytest.raises(UserError, match=r"stop: 'done' cannot be sought.*; give ids of tokens, as stop_ids"):
+        tokenizer.with_ends(params)
 
 
 @pytest.mark.parametrize("name", ["llama3_2", "gptoss", "granite3"])
