@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -94,6 +95,24 @@ def test_a_response_of_an_earlier_epoch_is_remembered_until_the_memory_is_full()
         drafter.finish(0, rollout_of(request(name), [1, 2, *range(50, 80)]))
     assert drafter.num_tokens <= 60
     assert list(drafter.problems) == ["y"], "the least recently asked left first"
+
+
+def test_a_response_that_ends_while_there_is_room_looks_at_no_problem_to_forget_one() -> None:
+    class Watched(OrderedDict[str, SuffixIndex]):
+        num_walks = 0
+
+        def items(self) -> Any:
+            self.num_walks += 1
+            return super().items()
+
+    drafter = whole_drafts(1, max_tokens=100)
+    drafter.problems = Watched()
+    for number in range(6):
+        asked = request(f"p{number}")
+        drafter.admit(0, asked)
+        drafter.finish(0, rollout_of(asked, range(18)))
+        assert drafter.problems.num_walks == (number == 5)  # 20 tokens each
+    assert [*drafter.problems] == [f"p{number}" for number in range(1, 6)]
 
 
 def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_prompt_has() -> None:

@@ -121,7 +121,8 @@ class NgramDrafter(Drafter[NgramProposal]):
         self._make_room()
 
     def _make_room(self) -> None:
-        total = self.num_tokens
+        if (total := self.num_tokens) <= self.max_tokens:
+            return
         running = {id(place[0]) for place in self.slots if place is not None}
         for problem_id, known in list(self.problems.items()):
             if total > self.max_tokens and id(known) not in running:
