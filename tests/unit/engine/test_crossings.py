@@ -15,6 +15,8 @@ from tests.unit.engine.pretend_device import DEVICE, Crossings, PretendTensor, p
 from tlt.drafter.drafting.calibration import Calibration
 from tlt.drafter.drafting.hybrid import make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter
+from tlt.drafter.drafting.reference_drafter import REFERENCE, ReferenceDrafter
+from tlt.drafter.drafting.references import References
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import Method, drafter_shape
 from tlt.engine.engine import RolloutEngine
@@ -62,11 +64,17 @@ def make_engine(strategy: Strategy, batch_size: int, method: Method = "eagle") -
     model = new_model(drafter_shape(CONFIG, method)).initialize(2)
     packed = pack_drafter(model.config, model.state_dict(), torch.float32, DEVICE)
     learned = LearnedDrafter(packed, engine.model, batch_size)
-    engine.load_drafter(make_drafter(learned, batch_size))
-    rng = random.Random(0)
+    drafter = make_drafter(learned, batch_size)
+    rng, references = random.Random(0), References()
+    engine.load_drafter(
+        ReferenceDrafter(drafter, references, batch_size) if strategy.uses_references else drafter
+    )
     params = SamplingParams(max_tokens=100)
     prompts = [tuple(rng.randrange(CONFIG.vocab_size) for _ in range(3 + i % 4)) for i in range(batch_size)]
-    engine.add(Request(f"p{i}", 0, prompt, params) for i, prompt in enumerate(prompts))
+    requests = [Request(f"p{i}", 0, prompt, params) for i, prompt in enumerate(prompts)]
+    for request in requests[:: 1 if strategy.drafter == REFERENCE else 2]:
+        references.keep(request.noise_key, [rng.randrange(CONFIG.vocab_size) for _ in range(100)])
+    engine.add(requests)
     return engine
 
 
@@ -92,7 +100,10 @@ def crossings_of_a_step(
     return most
 
 
-STRATEGIES = ["off", "learned:4x1x4", "learned:4x3x12", "hybrid:4x1x4", "ngram:4x1x4", "ngram:4x3x12"]
+STRATEGIES = [
+    "off", "learned:4x1x4", "learned:4x3x12", "hybrid:4x1x4", "ngram:4x1x4", "ngram:4x3x12",
+    "ahead:8x1x8", "ahead+learned:8x1x8",
+]  # fmt: skip
 MOST_UPLOADS = 18
 """More than any step has, a refill of noise included, and fewer than there are sequences below."""
 

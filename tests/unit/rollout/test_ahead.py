@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import VOCAB, make_engine, make_policy
@@ -17,7 +18,9 @@ from tlt.config.load import load_config
 from tlt.drafter.drafting.references import References
 from tlt.rollout.ahead import AheadOfPolicy
 from tlt.rollout.ahead_queue import AheadQueue
-from tlt.types import Request, SamplingParams, UserError
+from tlt.speculative.protocol import Drafter, LentDrafter, Proposal
+from tlt.speculative.tree import chain
+from tlt.types import Request, Rollout, SamplingParams, UserError, Verdict
 
 PARAMS = SamplingParams(1.0, max_tokens=24, seed=3)
 
@@ -42,6 +45,36 @@ def make_ahead(requests: list[Request], **changes: Any) -> AheadOfPolicy:
 
 def queue_of(store: HashStore | None = None) -> AheadQueue:
     return AheadQueue(store or HashStore())
+
+
+class Recorded(Drafter[Proposal]):
+    """Keeps what it is told of the ends of sequences."""
+
+    kinds = ("learned",)
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def propose(self, *_: Any) -> Proposal:
+        return Proposal(chain(torch.zeros(1, 2, dtype=torch.int64)))
+
+    def observe(self, proposal: Proposal, verdicts: Sequence[Verdict]) -> None:
+        self.told.append(("observe", len(verdicts)))
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        self.told.append(("finish", slot))
+
+    def withdraw(self, slot: int) -> None:
+        self.told.append(("withdraw", slot))
+
+
+def test_a_drafter_that_is_lent_learns_nothing_from_responses_and_its_slots_are_given_up() -> None:
+    drafter = Recorded()
+    lent = LentDrafter(drafter)
+    lent.observe(drafter.propose(), [Verdict((1,), 0, (0,), (0.0,))])
+    lent.finish(3, Rollout("p", 0, (1,), (2,), (0.0,), "stop", 0))
+    lent.withdraw(2)
+    assert drafter.told == [("withdraw", 3), ("withdraw", 2)]
 
 
 def tokens_of(ahead: AheadOfPolicy) -> dict[tuple[int, int, int, int], tuple[int, ...]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.rollout.phase_parts import (
     PARAMS,
+    Scorers,
     make_engine,
     make_model,
     make_phase,
@@ -18,7 +21,7 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.rollout.phase import StopRequested
-from tlt.types import Rollout
+from tlt.types import ResponseId, Reward, Rollout
 
 
 @pytest.mark.parametrize("keeps_captured", [True, False])
@@ -55,6 +58,21 @@ def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:
     assert [len(t.token_ids) for t in buffer.trajectories] == [19]
     buffer.abandon()
     assert [len(t.token_ids) for t in buffer.trajectories] == [12]
+
+
+def test_scores_are_waited_for_less_long_than_other_ranks_wait_for_this_one() -> None:
+    patience: list[float] = []
+
+    class Patient(Scorers):
+        def drain(self, patience_seconds: float) -> dict[ResponseId, Reward]:
+            patience.append(patience_seconds)
+            return super().drain(patience_seconds)
+
+    engine, _ = make_engine()
+    phase = make_phase(engine, make_queues(1)[0], Patient())
+    phase.world = replace(phase.world, timeout_seconds=200.0)
+    phase.run(make_problems(2), 2, PARAMS, "rollout", 0)
+    assert patience == [0.9 * 200.0]
 
 
 def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> None:

@@ -228,8 +228,8 @@ class TrajectoryBuffer:
             num_captured += length - TOKEN_AHEAD if trajectory.is_captured else 0
             masks.append(predicts_response(trajectory.num_prompt, start, length).float())
             left -= length
-            if left < trajectory.num_usable // 4 and left < token_budget // 4:
-                break
+            if left < trajectory.num_usable // 4:
+                break  # a last window of its rest would be a small part of a trajectory
         return PackedBatch(
             torch.tensor(tokens), torch.cat(features), tuple(lengths), torch.cat(masks), num_captured
         )
