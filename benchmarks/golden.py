@@ -145,7 +145,6 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
             "tokens": sha256([line["token_ids"] for line in lines]),
             "logprobs": sha256([line["logprobs"] for line in lines]),
             "accept_length": summary["accept_length"],
-            "accept_by_depth": summary["accept_by_depth"],
         }
 
     for preset in ("hass", "eagle3"):

@@ -155,7 +155,6 @@ class RolloutRecord:
     groups_discarded: sampled groups that are not in the update.
     resample_rounds: rounds of dynamic sampling after the first.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
-    accept_by_depth: share of verifications that kept depth 1, 2, …, among those that drafted as deep.
     draft_acceptance_rate: accepted drafted tokens over drafted tokens, as vLLM counts them.
     draft_mean_acceptance_length: accepted drafted tokens per verification that drafted, plus one, as vLLM
         counts them.
@@ -182,7 +181,6 @@ class RolloutRecord:
     truncated_share: float
     tokens_per_second: float
     accept_length: float
-    accept_by_depth: tuple[float, ...]
     strategy_seconds: dict[str, float]
     strategy_speed: dict[str, float]
     strategy_predicted: dict[str, float]

@@ -198,8 +198,8 @@ class Finished:
 class DraftTree:
     """Drafted tokens of B sequences as trees of one common shape bound.
 
-    The root has depth 0, the d-th drafted token on a path has depth d. Figures by depth (`accept_by_depth`)
-    begin at depth 1. A drafter works level by level, counted from 0: level l drafts the nodes of depth l + 1.
+    The root has depth 0, the d-th drafted token on a path has depth d. A drafter works level by level,
+    counted from 0: level l drafts the nodes of depth l + 1.
 
     tokens_BN:  int64. Column 0 is the root: the last committed token, whose successor is sought.
     parents_BN: int64. Column of each node's parent; always smaller than the node's own column. Column 0 holds

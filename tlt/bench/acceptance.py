@@ -131,7 +131,7 @@ def observe(chains: Chains, requests: Sequence[Request]) -> ChainAcceptance:
     return ChainAcceptance(
         num_verifications=stats.num_verifications,
         accept_length=stats.accept_length,
-        by_position=tuple(stats.accept_by_depth),
+        by_position=tuple(stats.draft_acceptance_rate_pos),
         by_entropy=_buckets(entropy, accepted, ENTROPY_EDGES),
         by_confidence=by_confidence,
         calibration_error=error,

@@ -114,7 +114,7 @@ def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) 
         "tokens_per_second": num_tokens / seconds,
         "times_off": stats.resolved_times_off(seconds),
         "accept_length": stats.accept_length,
-        "accept_by_depth": stats.accept_by_depth,
+        "draft_acceptance_rate_pos": stats.draft_acceptance_rate_pos,
         "strategy_seconds": {name: s.seconds for name, s in stats.by_strategy.items()},
         "strategy_speed": {name: s.speed for name, s in stats.by_strategy.items()},
         "strategy_predicted": {name: s.predicted_speed for name, s in stats.by_strategy.items()},
@@ -130,8 +130,8 @@ def summarize(record: Record) -> Summary:
     is_predicted = any(speed is not None for speed in record["strategy_predicted"].values())
     times_off = _NOT_RESOLVED if record["times_off"] is None and is_predicted else record["times_off"]
     rows: Record = {"times off, predicted": times_off, "accept_length": record["accept_length"]}
-    if record["accept_by_depth"]:
-        rows["accepted by depth"] = "  ".join(map(percent, record["accept_by_depth"]))
+    if record["draft_acceptance_rate_pos"]:
+        rows["accepted by depth"] = "  ".join(map(percent, record["draft_acceptance_rate_pos"]))
     rows |= {name: record[name] for name in ("truncated_share", "device", "elapsed")}
     rows["strategies"] = [
         {

@@ -172,29 +172,19 @@ class RolloutEngine(RolloutBackend):
         verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
         if not tree.is_chain:
             self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
-        num_tokens, drafted = 0, tuple(verdict.num_drafted for verdict in verdicts)
-        for slot, (sequence, verdict) in enumerate(zip(self.running, verdicts, strict=True)):
-            if not math.isfinite(sum(verdict.logprobs)):
-                raise broken_policy(self.model.version, self.model.dtype, sequence)
-            drafter = "" if strategy.is_off else proposal.drafter_of(slot, strategy)
-            num_kept = sequence.commit(verdict, self.decode, drafter)
-            num_tokens += num_kept
-            if proposal.references and (version := proposal.references[slot]) is not None:
-                self.stats.record_reference(version, self.model.version, verdict.num_accepted)
-            if not strategy.is_off:
-                self.stats.record_verification(
-                    verdict.num_levels, verdict.num_drafted, verdict.num_accepted, num_kept
-                )
+        kept = self._commit(verdicts, proposal, strategy)
         self._remember(tree, captured_BNF, prefixes, verdicts)
+        drafted, accepted = (), ()
         if not strategy.is_off:
             self.drafter.observe(proposal, verdicts)
-        end = time.perf_counter()
-        accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
+            drafted = tuple(verdict.num_drafted for verdict in verdicts)
+            accepted = tuple(verdict.num_accepted for verdict in verdicts)
+            depth = max(verdict.num_levels for verdict in verdicts)
+            self.stats.record_verifications(drafted, accepted, kept, depth)
+        seconds = time.perf_counter() - start
         followed = tuple(version is not None for version in proposal.references)
         names = tuple(one.name for one in batch.sequences)
-        outcome = StepOutcome(
-            num_tokens, accepted, drafted if accepted else (), end - start, followed, names=names
-        )
+        outcome = StepOutcome(sum(kept), accepted, drafted, seconds, followed, names=names)
         self._count_step(strategy, batch, outcome, start, self._expected)
         if self.tuner is not None:
             self.tuner.observe(strategy, batch, outcome)
@@ -280,6 +270,18 @@ class RolloutEngine(RolloutBackend):
         noise = StepNoise(law, [*map(len, tokens)], vocab_size)
         proposal: Proposal = self.drafter.propose(context, strategy, noise)
         return proposal
+
+    def _commit(self, verdicts: list[Verdict], proposal: Proposal, strategy: Strategy) -> list[int]:
+        """Appends the verdicts' tokens to their sequences; returns how many each kept."""
+        kept = []
+        for slot, (sequence, verdict) in enumerate(zip(self.running, verdicts, strict=True)):
+            if not math.isfinite(sum(verdict.logprobs)):
+                raise broken_policy(self.model.version, self.model.dtype, sequence)
+            drafter = "" if strategy.is_off else proposal.drafter_of(slot, strategy)
+            kept.append(sequence.commit(verdict, self.decode, drafter))
+            if proposal.references and (version := proposal.references[slot]) is not None:
+                self.stats.record_reference(version, self.model.version, verdict.num_accepted)
+        return kept
 
     def _remember(
         self, tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]

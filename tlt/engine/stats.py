@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+
+import numpy as np
 
 from tlt.accounts import TimedStep
 from tlt.speculative.strategy import NO_EXPECTATION, ExpectedSpeeds, StepOutcome, Strategy
@@ -53,6 +56,8 @@ class StrategyStats:
 class EngineStats:
     """Counts since this object was created.
 
+    num_drafts: verifications of at least one drafted token.
+    survivors_by_depth: drafts that were accepted to depth 1, 2, …, by depth.
     num_preemptions: sequences that returned to the queue for lack of memory.
     num_reread_tokens: tokens prefilled again after preemptions.
     followed_by_age: accepted tokens of references, by the number of updates between the reference's policy
@@ -70,12 +75,12 @@ class EngineStats:
     num_verifications: int = 0
     num_verified_tokens: int = 0
     num_drafted_tokens: int = 0
+    num_drafts: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
     num_reread_tokens: int = 0
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
-    attempts_by_depth: Counter[int] = field(default_factory=Counter)
     followed_by_age: Counter[str] = field(default_factory=Counter)
     won_seconds: float = 0.0
     saved_seconds: float = 0.0
@@ -87,18 +92,7 @@ class EngineStats:
         """Tokens committed per verification, bonus token included; None without speculation."""
         return self.num_verified_tokens / self.num_verifications if self.num_verifications else None
 
-    @property
-    def accept_by_depth(self) -> list[float]:
-        """Share accepted to depth 1, 2, ..., of the verifications that drafted as deep."""
-        return [
-            self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)
-        ]
-
-    # vLLM's definitions of the same: a draft is a verification with at least one drafted token.
-
-    @property
-    def num_drafts(self) -> int:
-        return self.attempts_by_depth[1]
+    # The others are vLLM's, by its definitions.
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -113,7 +107,7 @@ class EngineStats:
     @property
     def draft_acceptance_rate_pos(self) -> list[float]:
         """Share of all drafts, short ones included, whose token at position 1, 2, … was accepted."""
-        return [self.survivors_by_depth[d] / self.num_drafts for d in sorted(self.attempts_by_depth)]
+        return [self.survivors_by_depth[d] / self.num_drafts for d in sorted(self.survivors_by_depth)]
 
     @property
     def draft_metrics(self) -> dict[str, float]:
@@ -151,7 +145,6 @@ class EngineStats:
             if f.type in ("int", "float"):
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
         self.survivors_by_depth.update(other.survivors_by_depth)
-        self.attempts_by_depth.update(other.attempts_by_depth)
         self.followed_by_age.update(other.followed_by_age)
         for strategy, stats in other.by_strategy.items():
             self.by_strategy[strategy].add(stats)
@@ -179,12 +172,15 @@ class EngineStats:
         """Counts accepted tokens of a reference. version: of its policy.  now: of the current policy."""
         self.followed_by_age[str(now - version)] += num_accepted
 
-    def record_verification(self, depth: int, num_drafted: int, num_accepted: int, num_kept: int) -> None:
-        """Counts a verification of `num_drafted` tokens, the deepest at `depth`."""
-        self.num_verifications += 1
-        self.num_verified_tokens += num_kept
-        self.num_drafted_tokens += num_drafted
-        for d in range(1, min(depth, num_drafted) + 1):
-            self.attempts_by_depth[d] += 1
-            if num_accepted >= d:
-                self.survivors_by_depth[d] += 1
+    def record_verifications(
+        self, drafted: Sequence[int], accepted: Sequence[int], kept: Sequence[int], depth: int
+    ) -> None:
+        """Counts the verifications of a step: drafted tokens, accepted ones among them, and tokens kept, by
+        sequence. depth: of the deepest drafted token."""
+        self.num_verifications += len(kept)
+        self.num_verified_tokens += sum(kept)
+        self.num_drafted_tokens += sum(drafted)
+        self.num_drafts += sum(num > 0 for num in drafted)
+        ended_D = np.bincount(accepted, minlength=depth + 1)
+        survived_D = ended_D[::-1].cumsum()[::-1]
+        self.survivors_by_depth.update(dict(enumerate(survived_D[1:].tolist(), start=1)))

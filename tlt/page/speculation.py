@@ -23,7 +23,7 @@ def depth_chart(runs: Sequence[RunRecords]) -> Chart | None:
     """Returns the acceptance by depth, early and late in each run."""
     shapes = list[Shape]()
     for number, run in enumerate(runs):
-        names = [name for name in run.names if name.startswith("rollout/accept_by_depth_")]
+        names = [name for name in run.names if name.startswith("rollout/draft_acceptance_rate_pos_")]
         by_depth = np.array([run.values(name) for name in names]).reshape(len(names), len(run.steps))
         fifth = max(len(run.steps) // 5, 1)
         parts = {"first fifth of the steps": by_depth[:, :fifth], "last fifth": by_depth[:, -fifth:]}
@@ -36,9 +36,7 @@ def depth_chart(runs: Sequence[RunRecords]) -> Chart | None:
                 color = number if len(runs) > 1 else place
                 dash = 1 - place if len(runs) > 1 and len(parts) > 1 else 0
                 shapes.append(Line(label_of(run, label, runs), depths, rates, color, dash))
-    see = (
-        "The share of drafts kept at each depth, of those that went so deep: it falls where drafts go astray."
-    )
+    see = "The share of all drafts that was kept to each depth: it falls where drafts go astray, or end."
     title = "Acceptance by depth"
     return Chart("depth", title, see, "depth in the draft", "share kept", shapes) if shapes else None
 

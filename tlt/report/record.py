@@ -76,7 +76,7 @@ class StepRecord:
 
     def figures(self) -> dict[str, float]:
         """Returns the finite numbers by their path in the line: rollout/accept_length,
-        rollout/response_tokens/p95. A list's items are counted from 1: rollout/accept_by_depth_1."""
+        rollout/response_tokens/p95. A list's items are counted from 1: idle/preemption_seconds_1."""
         left_out = {"step", "finished_at"} | ({"off_pair"} if not self.off_pair.num_tokens else set())
         return dict(_numbers("", {k: value for k, value in vars(self).items() if k not in left_out}))
 

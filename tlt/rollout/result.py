@@ -177,7 +177,6 @@ class PhaseResult:
             truncated_share=sum(r.finish_reason == "length" for r in self.rollouts) / len(lengths),
             tokens_per_second=NAN if self.recalled_tokens else sum(lengths) / self.seconds,
             accept_length=_number(stats.accept_length),
-            accept_by_depth=tuple(stats.accept_by_depth),
             strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},
             strategy_speed={name: s.speed for name, s in stats.by_strategy.items()},
             strategy_predicted={name: speed for name, speed in predicted.items() if speed is not None},

@@ -135,7 +135,7 @@ class VllmEngine(RolloutBackend):
         self._verified_by, self._drafted_by = self._drafted_by, self._strategy
         outputs = self.link.step()
         num_tokens = 0
-        rows: list[tuple[int, int, str]] = []  # accepted, drafted, name
+        rows: list[tuple[int, int, int, str]] = []  # drafted, accepted, kept, name
         for name, (token_ids, logprobs) in outputs.items():
             verified = self.link.verified(name)
             num_drafted, num_accepted = len(verified.draft), verified.num_accepted
@@ -143,10 +143,11 @@ class VllmEngine(RolloutBackend):
             num_tokens += num_kept
             # a strategy that found nothing to draft for a sequence has that as its outcome
             if num_drafted or not (self._verified_by.is_off or name in self._reading):
-                rows.append((num_accepted, num_drafted, name))
-                self.stats.record_verification(num_drafted, num_drafted, num_accepted, num_kept)
+                rows.append((num_drafted, num_accepted, num_kept, name))
         self._reading -= outputs.keys()
-        accepted, drafted, names = zip(*rows, strict=True) if rows else ((),) * 3
+        drafted, accepted, kept, names = zip(*rows, strict=True) if rows else ((),) * 4
+        if rows:
+            self.stats.record_verifications(drafted, accepted, kept, max(drafted))
         seconds = time.perf_counter() - start
         outcome = StepOutcome(num_tokens, accepted, drafted, seconds, names=names)
         self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)

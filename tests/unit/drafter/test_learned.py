@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.lossless.helpers import VOCAB, Given, Switching
+from tests.lossless.helpers import CONFIG, VOCAB, Given, Switching, use_references
 from tests.unit.drafter.parts import (
     POLICY,
     SIZE,
@@ -31,9 +31,12 @@ from tests.unit.drafter.parts import (
 )
 from tlt.drafter.drafting import pair_cache
 from tlt.drafter.drafting.learned import LearnedDrafter
+from tlt.drafter.drafting.references import References
+from tlt.engine.engine import RolloutEngine
+from tlt.models.packed import PackedTransformer
 from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed
-from tlt.types import SamplingParams
+from tlt.types import Finished, Request, SamplingParams
 
 
 def recorded_forward(drafter: LearnedDrafter) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -107,9 +110,37 @@ def test_features_remembered_through_rejections_are_those_of_a_plain_forward(
         assert finished.captured_TF is not None
         assert len(finished.captured_TF) == len(tokens) - 1
         torch.testing.assert_close(finished.captured_TF, features_of(POLICY, tokens[:-1]), rtol=0, atol=1e-9)
-    assert 0 < engine.stats.survivors_by_depth[1] < engine.stats.attempts_by_depth[1], (
-        "some accepted, some rejected"
+    assert 0 < engine.stats.survivors_by_depth[1] < engine.stats.num_drafts, "some accepted, some rejected"
+
+
+@pytest.mark.parametrize("num_right", [150, 41, 33, 32])
+def test_features_after_a_long_accepted_reference_are_those_of_a_plain_forward(num_right: int) -> None:
+    """A reference of 150 tokens, right up to some: beyond the first 33 nodes only what was kept is
+    remembered."""
+    asked = Request("p", 0, (3, 4, 5), SamplingParams(temperature=0.7, max_tokens=150))
+    right = run_engine(Fixed(Strategy.OFF), [asked])[1][0].rollout.token_ids
+    references = References()
+    wrong = [(token + 1) % VOCAB for token in right[num_right:]]
+    references.keep(asked.noise_key, [*right[:num_right], *wrong])
+    engine = RolloutEngine(
+        PackedTransformer(CONFIG, torch.float64),
+        max_batch_size=3,
+        tuner=Fixed(Strategy("ahead", 128, 1, 128)),
     )
+    engine.load_policy(dict(POLICY.named_parameters()))
+    engine.load_drafter(make_drafter(3, engine.model))
+    use_references(engine, references, 3)
+    engine.add([asked])
+    ended: list[Finished] = []
+    while not engine.is_idle:
+        ended += engine.step(captures=True)
+    (finished,) = ended
+    assert finished.rollout.token_ids == right
+    assert engine.stats.accept_length is not None
+    assert engine.stats.accept_length > (20 if num_right == 150 else 1)
+    tokens = finished.rollout.prompt_ids + right
+    assert finished.captured_TF is not None
+    torch.testing.assert_close(finished.captured_TF, features_of(POLICY, tokens[:-1]), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ tests/lossless's affair."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -206,15 +207,37 @@ def test_a_prompt_that_cannot_be_answered_is_refused_by_name(length: int) -> Non
 
 def test_accept_length_and_survival_count_as_defined() -> None:
     stats = EngineStats()
-    for num_accepted, num_kept in ((3, 4), (0, 1), (2, 2)):  # the last one was cut short by a stop token
-        stats.record_verification(depth=3, num_drafted=3, num_accepted=num_accepted, num_kept=num_kept)
+    stats.record_verifications(
+        (3, 3, 3), (3, 0, 2), (4, 1, 2), depth=3
+    )  # a stop token cut the last one short
     assert stats.accept_length == pytest.approx(7 / 3)
-    assert stats.accept_by_depth == [2 / 3, 2 / 3, 1 / 3]
+    assert stats.draft_acceptance_rate_pos == [2 / 3, 2 / 3, 1 / 3]
     twice = EngineStats()
     twice.add(stats)
     twice.add(stats)
-    assert twice.accept_by_depth == stats.accept_by_depth
+    assert twice.draft_acceptance_rate_pos == stats.draft_acceptance_rate_pos
     assert twice.num_verifications == 6
+
+
+def test_a_step_counts_all_its_verifications_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, counted = EngineStats.record_verifications, list[tuple[Sequence[int], ...]]()
+
+    def watched(stats: EngineStats, *columns: Any) -> None:
+        counted.append(columns[:3])
+        record(stats, *columns)
+
+    monkeypatch.setattr(EngineStats, "record_verifications", watched)
+    strategy = Strategy("ngram", 6, 1, 6)
+    engine = make_engine(POLICY, Fixed(strategy), drafter="ngram", max_batch_size=16)
+    tokens_of(engine, make_requests(num_problems=6, num_samples=4, seed=3))
+    stats = engine.stats
+    assert len(counted) == stats.by_strategy[str(strategy)].num_steps
+    drafted, accepted, kept = ([num for step in counted for num in step[column]] for column in range(3))
+    assert (stats.num_verifications, stats.num_verified_tokens) == (len(kept), sum(kept))
+    assert (stats.num_drafted_tokens, stats.num_drafts) == (sum(drafted), sum(num > 0 for num in drafted))
+    assert any(accepted)
+    for depth in range(1, 7):
+        assert stats.survivors_by_depth[depth] == sum(num >= depth for num in accepted)
 
 
 def test_acceptance_counts_as_vllm_counts_it() -> None:
@@ -223,16 +246,16 @@ def test_acceptance_counts_as_vllm_counts_it() -> None:
     chains = [(3, 3), (3, 1), (1, 0), (0, 0), (2, 2)]  # (drafted, accepted)
     stats = EngineStats()
     assert stats.draft_acceptance_rate is stats.draft_mean_acceptance_length is None
-    for num_drafted, num_accepted in chains:
-        stats.record_verification(3, num_drafted, num_accepted, num_accepted + 1)
+    for step in (chains[:2], chains[2:]):
+        drafted, accepted = zip(*step, strict=True)
+        stats.record_verifications(drafted, accepted, [num + 1 for num in accepted], max(drafted))
     drafts = [(drafted, accepted) for drafted, accepted in chains if drafted]
     num_accepted = sum(accepted for _, accepted in drafts)
     assert stats.draft_acceptance_rate == pytest.approx(num_accepted / sum(drafted for drafted, _ in drafts))
     assert stats.draft_mean_acceptance_length == pytest.approx(1 + num_accepted / len(drafts))
     shares = [sum(accepted >= k for _, accepted in drafts) / len(drafts) for k in (1, 2, 3)]
     assert stats.draft_acceptance_rate_pos == pytest.approx(shares) == [3 / 4, 2 / 4, 1 / 4]
-    assert stats.accept_by_depth == pytest.approx([3 / 4, 2 / 3, 1 / 2]), "of those that drafted so deep"
-    stats.record_verification(2, 7, 2, 3)
+    stats.record_verifications((7,), (2,), (3,), 2)
     assert stats.draft_acceptance_rate == pytest.approx(8 / 16)
 
 

@@ -27,7 +27,7 @@ def step_record(step: int, **rollout: object) -> StepRecord:
         "truncated_share": 0.25,
         "tokens_per_second": 400 / 6,
         "accept_length": 2.0 + step / 8,
-        "accept_by_depth": (0.9, 0.8, 0.5),
+        "draft_acceptance_rate_pos": (0.9, 0.8, 0.5),
         "strategy_seconds": {"off": 1.0, "learned:4x1x4": 3.0},
         "strategy_speed": {"off": 50.0, "learned:4x1x4": 100.0},
         "strategy_predicted": {"learned:4x1x4": 90.0},

@@ -17,7 +17,6 @@ def record(step: int, **changes: Any) -> StepRecord:
     given: dict[str, dict[str, object]] = {
         "rollout": {
             "response_tokens": LengthStats.of([5, 9, 700]),
-            "accept_by_depth": (0.8, 0.6),
             "strategy_seconds": {"off": 1.5},
             "strategy_speed": {"off": 200.0},
             "strategy_predicted": {},

@@ -29,7 +29,7 @@ def test_a_record_survives_the_file(tmp_path: Path) -> None:
 
 
 def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path: Path) -> None:
-    empty = {"accept_length": math.nan, "accept_by_depth": ()}
+    empty = {"accept_length": math.nan, "draft_acceptance_rate_pos": ()}
     nothing = record(
         1, update={"grad_norm": math.inf}, rollout=dict(empty, response_tokens=LengthStats.of([]))
     )

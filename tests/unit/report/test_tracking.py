@@ -106,7 +106,6 @@ def test_figures_are_named_by_their_place_in_the_record_and_counted_from_1() -> 
         "rollout/draft_mean_acceptance_length": 2.2,
         "rollout/draft_acceptance_rate_pos_1": 0.8,
         "rollout/draft_acceptance_rate_pos_2": 0.4,
-        "rollout/accept_by_depth_2": 0.6,
         "rollout/response_tokens/max": 700,
         "rollout/strategy_seconds/off": 1.5,
         "drafter/version": 6,
@@ -117,14 +116,13 @@ def test_figures_are_named_by_their_place_in_the_record_and_counted_from_1() -> 
 
 
 def test_what_does_not_exist_is_left_out() -> None:
-    rollout = {"accept_length": NAN, "accept_by_depth": (), "draft_acceptance_rate_pos": (0.5, NAN)}
+    rollout = {"accept_length": NAN, "draft_acceptance_rate_pos": (0.5, NAN)}
     values = record(1, rollout=rollout, update={"grad_norm": math.inf}).figures()
     assert "rollout/draft_acceptance_rate_pos_1" in values
     assert (
         not {"rollout/accept_length", "update/grad_norm", "rollout/draft_acceptance_rate_pos_2"}
         & values.keys()
     )
-    assert not [name for name in values if "accept_by_depth" in name]
     assert all(math.isfinite(value) for value in values.values())
 
 

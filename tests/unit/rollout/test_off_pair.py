@@ -98,7 +98,7 @@ def test_a_hundredth_of_the_seconds_is_spent_at_most() -> None:
     for _ in range(10):
         stats.record_step(str(TREES), StepOutcome(8, (3, 3), (6, 6), 0.02), 2)
     for _ in range(20):
-        stats.record_verification(3, 6, 3, 4)
+        stats.record_verifications((6,), (3,), (4,), 3)
     num = affordable_tokens(stats, 100.0)
     assert num / 4 * 0.02 * (1 + 4) == pytest.approx(MAX_SHARE * 100.0, abs=0.03)
     assert affordable_tokens(EngineStats(), 100.0) == 0, "the leader had nothing to do"

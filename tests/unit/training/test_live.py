@@ -197,7 +197,7 @@ def test_acceptance_has_the_names_that_trainers_log() -> None:
     rollouts = LiveRollouts(make_model(initializer_range=0.02), LiveSettings(speculation="ngram:2x1x2"))
     rollouts.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=60), 0)
     metrics, stats = rollouts.stats.draft_metrics, rollouts.stats
-    accepted, num_drafts = stats.survivors_by_depth, stats.attempts_by_depth[1]
+    accepted, num_drafts = stats.survivors_by_depth, stats.num_drafts
     assert metrics["draft_mean_acceptance_length"] == 1 + (accepted[1] + accepted[2]) / num_drafts
     assert metrics["draft_acceptance_rate"] == (accepted[1] + accepted[2]) / stats.num_drafted_tokens
     assert metrics["draft_acceptance_rate_pos_2"] == accepted[2] / num_drafts
