@@ -4,7 +4,9 @@
              ▼
     preempt  where memory is spent: the cheapest goes back to the queue, and is read again later
              ▼
-    step:  choose a strategy ─▶ propose a tree ─▶ one target forward ─▶ verify ─▶ commit ─▶ release what ended
+    step:  batch ─▶ choose a strategy ─▶ propose trees ─▶ verify: one target forward ─▶ commit ─▶ record
+             ▼
+    release  what ended
 
 A step without speculation is the same step with a tree that is only its root. Time is measured here and
 nowhere below.
@@ -163,31 +165,10 @@ class RolloutEngine(RolloutBackend):
         start = time.perf_counter()
         batch = self._batch_state(sum(len(admission.slots) for admission in admissions), prefill_time)
         strategy = self._choose(batch)
-        proposal, law = self._propose(strategy), self._batch_law()
-        tree = proposal.tree
-        prefixes = [sequence.num_cached for sequence in self.running]
-        nodes = layout(tree, prefixes, self.model.dtype)
-        self.memory.reserve(batch.num_running, nodes.length)
-        captured_BNF, forward = forward_trees(self.model, self.cache, tree, nodes, self.drafter.capture)
-        verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
-        if not tree.is_chain:
-            self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
-        kept = self._commit(verdicts, proposal, strategy)
-        self._remember(tree, captured_BNF, prefixes, verdicts)
-        drafted, accepted = (), ()
-        if not strategy.is_off:
-            self.drafter.observe(proposal, verdicts)
-            drafted = tuple(verdict.num_drafted for verdict in verdicts)
-            accepted = tuple(verdict.num_accepted for verdict in verdicts)
-            depth = max(verdict.num_levels for verdict in verdicts)
-            self.stats.record_verifications(drafted, accepted, kept, depth)
-        seconds = time.perf_counter() - start
-        followed = tuple(version is not None for version in proposal.references)
-        names = tuple(one.name for one in batch.sequences)
-        outcome = StepOutcome(sum(kept), accepted, drafted, seconds, followed, names=names)
-        self._count_step(strategy, batch, outcome, start, self._expected)
-        if self.tuner is not None:
-            self.tuner.observe(strategy, batch, outcome)
+        proposal = self._propose(strategy)
+        verdicts = self._verify(proposal.tree)
+        kept = self._commit(strategy, proposal, verdicts)
+        self._record(start, batch, strategy, proposal, verdicts, kept)
         return ended + self._release_finished(captures)
 
     def _prefill(self, admissions: list[Admission]) -> PrefillTime | None:
@@ -271,17 +252,21 @@ class RolloutEngine(RolloutBackend):
         proposal: Proposal = self.drafter.propose(context, strategy, noise)
         return proposal
 
-    def _commit(self, verdicts: list[Verdict], proposal: Proposal, strategy: Strategy) -> list[int]:
-        """Appends the verdicts' tokens to their sequences; returns how many each kept."""
-        kept = []
-        for slot, (sequence, verdict) in enumerate(zip(self.running, verdicts, strict=True)):
+    def _verify(self, tree: DraftTree) -> list[Verdict]:
+        """Runs the target over the trees and draws its tokens by the law. The cache and the drafter keep what
+        was computed at the visited nodes."""
+        law, prefixes = self._batch_law(), [sequence.num_cached for sequence in self.running]
+        nodes = layout(tree, prefixes, self.model.dtype)
+        self.memory.reserve(len(prefixes), nodes.length)
+        captured_BNF, forward = forward_trees(self.model, self.cache, tree, nodes, self.drafter.capture)
+        verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
+        for sequence, verdict in zip(self.running, verdicts, strict=True):
             if not math.isfinite(sum(verdict.logprobs)):
                 raise broken_policy(self.model.version, self.model.dtype, sequence)
-            drafter = "" if strategy.is_off else proposal.drafter_of(slot, strategy)
-            kept.append(sequence.commit(verdict, self.decode, drafter))
-            if proposal.references and (version := proposal.references[slot]) is not None:
-                self.stats.record_reference(version, self.model.version, verdict.num_accepted)
-        return kept
+        if not tree.is_chain:
+            self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
+        self._remember(tree, captured_BNF, prefixes, verdicts)
+        return verdicts
 
     def _remember(
         self, tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
@@ -295,6 +280,42 @@ class RolloutEngine(RolloutBackend):
         for slot, verdict in enumerate(verdicts):
             if (end := len(verdict.path)) > PIECE:
                 self.drafter.remember([slot], [prefixes[slot] + PIECE], captured_BNF[slot, PIECE:end][None])
+
+    def _commit(self, strategy: Strategy, proposal: Proposal, verdicts: list[Verdict]) -> list[int]:
+        """Appends the verdicts' tokens to their sequences; returns how many each kept."""
+        kept = []
+        for slot, (sequence, verdict) in enumerate(zip(self.running, verdicts, strict=True)):
+            drafter = "" if strategy.is_off else proposal.drafter_of(slot, strategy)
+            kept.append(sequence.commit(verdict, self.decode, drafter))
+        return kept
+
+    def _record(
+        self,
+        start: float,
+        batch: BatchState,
+        strategy: Strategy,
+        proposal: Proposal,
+        verdicts: list[Verdict],
+        kept: list[int],
+    ) -> None:
+        """Counts the step that began at `start`. Drafter and tuner learn from it."""
+        drafts = () if strategy.is_off else verdicts
+        accepted = tuple(verdict.num_accepted for verdict in drafts)
+        drafted = tuple(verdict.num_drafted for verdict in drafts)
+        if drafts:
+            self.drafter.observe(proposal, drafts)
+            deepest = max(verdict.num_levels for verdict in drafts)
+            self.stats.record_verifications(drafted, accepted, kept, deepest)
+        for version, num_accepted in zip(proposal.references, accepted, strict=False):
+            if version is not None:
+                self.stats.record_reference(version, self.model.version, num_accepted)
+        followed = tuple(version is not None for version in proposal.references)
+        names = tuple(one.name for one in batch.sequences)
+        seconds = time.perf_counter() - start
+        outcome = StepOutcome(sum(kept), accepted, drafted, seconds, followed, names=names)
+        self._count_step(strategy, batch, outcome, start, self._expected)
+        if self.tuner is not None:
+            self.tuner.observe(strategy, batch, outcome)
 
     def _release_finished(self, captures: bool) -> list[Finished]:
         finished = []
