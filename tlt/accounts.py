@@ -61,7 +61,7 @@ class DrafterReport:
     captured_tokens: tokens trained on whose features the engine had captured.
     recomputed_tokens: tokens that went through the target again for their features.
     preempted_at: time when the latest session was preempted (the host's monotonic clock); None: it was not.
-    is_limited: whether a session ended after drafter.max_passes over its data, with idle time left.
+    is_limited: whether a session ended after MAX_PASSES over its data, with idle time left.
     """
 
     num_micro_steps: int = 0
@@ -292,7 +292,7 @@ class DrafterCheck:
     acceptance: mean over response tokens of sum_v min(p, q), the highest acceptance rate of a single draft;
         NaN: not measured (drafter.check_every).
     retrieval: share of the same tokens that retrieval would have drafted.
-    training: "trained", "trained; max_passes reached" (idle time was left), "no idle time", "off", or
+    training: "trained", "trained; limit of passes reached" (idle time was left), "no idle time", "off", or
         "undone: …" with the reason.
     before: acceptance of the drafter in service before this step's training; NaN: not measured.
     publish_seconds: seconds of averaging over the ranks, giving to the engines and checking; slowest rank's.

@@ -58,8 +58,6 @@ LearningRate = Annotated[float, Gt(0), Le(1e3)]
 WeightDecay = Annotated[float, Ge(0), Le(1e3)]
 Epsilon = Annotated[float, Ge(1e-20), Le(1)]
 """Adam's epsilon. In float32, smaller values turn tiny gradients into infinite updates."""
-CouplingTemperature = Annotated[float, Ge(1e-6), Le(1e6)]
-"""The temperature of a draft's ranking; its inverse multiplies logits in float32."""
 MOST_DRAFTED = 2**31 - 1
 DraftVocab = Literal["auto", "full"] | Annotated[int, Ge(2), Le(MOST_DRAFTED)]
 """Size of a draft vocabulary: a number of tokens, all, or as many as pay (drafter/vocabulary.py)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -55,19 +54,11 @@ def build_spot_trainer(
     target: the engine's policy.
     seed: of the windows it draws; every rank has another.
     """
-    preset = choose_preset(settings.preset, stored, preset_changes(settings))
+    preset = choose_preset(settings.preset, stored)
     return SpotTrainer(
         DrafterTrainer(model, target, preset, settings.learning_rate, settings.clip_grad_norm),
         TrajectoryBuffer(settings.buffer_mib * 2**20, seed),
         settings.tokens_per_micro_step,
         settings.carry_longest,
         on_span,
-        keeps_captured=settings.features == "captured",
-        max_passes=settings.max_passes,
     )
-
-
-def preset_changes(settings: DrafterSection) -> dict[str, Any]:
-    """Returns the preset's constants that the configuration sets."""
-    names = ("unrolled_steps", "step_decay", "feature_weight", "distribution_weight")
-    return {name: getattr(settings, name) for name in names}

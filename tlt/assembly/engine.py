@@ -107,7 +107,7 @@ def build_engine(
     )
     if tuner is not None:
         learned = None if drafter is None else build_learned(engine, drafter, settings)
-        engine.load_drafter(make_drafter(learned, settings.max_batch_size, settings.drafting.ngram_tokens))
+        engine.load_drafter(make_drafter(learned, settings.max_batch_size))
     return engine
 
 
@@ -186,8 +186,8 @@ def _build_vllm(
         window if settings.window is None else min(settings.window, window),
         settings.kv_gib,
         device_index=torch.device(settings.device).index or 0,
-        tau=drafting.coupling_temperature or DEFAULT_TAU,
-        captures=drafting.train and drafting.features == "captured",
+        tau=DEFAULT_TAU,
+        captures=drafting.train,
         section=settings.vllm,
         own_process=settings.vllm.own_process or needs_own_process(),
     )
@@ -243,8 +243,6 @@ def build_learned(
         vocabulary = DraftVocabulary(costs, drafting.vocabulary, drafter.counts_V)
     learned = LearnedSettings(
         ranking=drafting.ranking,
-        tau=drafting.coupling_temperature,
-        window=drafting.feature_window,
-        keep_targets=drafting.train and drafting.features == "captured",
+        keep_targets=drafting.train,
     )
     return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts, vocabulary)

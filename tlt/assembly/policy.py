@@ -61,11 +61,8 @@ def master_dtype(config: Config) -> torch.dtype:
 
 
 def saved_dtype(config: Config) -> torch.dtype:
-    """Returns the dtype that the policy is saved in: run.save_dtype, by default that of the starting model,
-    or float64 where the run computes in it."""
-    if config.run.save_dtype is not None:
-        found: torch.dtype = getattr(torch, config.run.save_dtype)
-        return found
+    """Returns the dtype that the policy is saved in: that of the starting model, or float64 where the run
+    computes in it."""
     trained = master_dtype(config)
     return trained if trained == torch.float64 else stored_dtype(model_folder(config))
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from tlt.config.mistakes import mistake
 from tlt.config.section import AnyPath, Section
 from tlt.kinds import (
     MOST_DRAFTED,
-    CouplingTemperature,
     DraftVocab,
     LearningRate,
     Mib,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    PositiveShare,
 )
 from tlt.types import UserError
 
@@ -60,17 +57,6 @@ class DrafterSection(Section):
     """Whether idle ranks train the drafter, as long as that gains more time than it costs the busy ranks."""
     preset: Literal["eagle", "hass", "eagle3", "dflash", "dflash-pace", "dspark"] | None = None
     """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
-    unrolled_steps: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Steps for which the drafter's training feeds it its own outputs; None: the preset's number. Block
-    drafters have no such steps."""
-    step_decay: PositiveShare | None = None
-    """Weight of an unrolled step's loss in the drafter's training, as a share of the step before; None: the
-    preset's."""
-    feature_weight: NonNegativeFloat | None = None
-    """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the
-    preset's. eagle3 and block drafters have no such loss."""
-    distribution_weight: PositiveFloat | None = None
-    """Weight of the cross-entropy between the target's distribution and the drafter's; None: the preset's."""
     learning_rate: LearningRate = 3e-4
     """Learning rate of the drafter's training in idle time."""
     tokens_per_micro_step: PositiveInt = 1024
@@ -81,12 +67,6 @@ class DrafterSection(Section):
     first."""
     carry_longest: NonNegativeInt = 8
     """Number of the previous step's longest responses that the drafter is trained on again."""
-    max_passes: PositiveFloat | None = 4.0
-    """Most passes of the drafter's training over its responses in one policy step, so that it does not
-    learn them by heart; None: no limit."""
-    features: Literal["captured", "recomputed"] = "captured"
-    """Features that the drafter is trained on. captured: the engine keeps them while it generates.
-    recomputed: the target reads the responses again."""
     clip_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm of the drafter's training."""
     check_every: PositiveInt = 1
@@ -95,10 +75,3 @@ class DrafterSection(Section):
     ranking: Literal["coupled", "top-k"] = "coupled"
     """How the candidates of a draft are ranked, with q the drafter's probability: by log q / tau + the
     sampling noise (coupled), or by log q (top-k, as EAGLE-2 does). Changes the speed alone."""
-    coupling_temperature: CouplingTemperature | None = None
-    """Temperature tau of the coupled ranking; None: tuned while running."""
-    feature_window: Annotated[PositiveInt, Field(ge=256)] = 4096
-    """Latest positions of each sequence whose features are kept, so that the learned drafter can begin in the
-    middle of a response."""
-    ngram_tokens: NonNegativeInt = 200_000
-    """Response tokens that each rank indexes for drafts by retrieval; about 60 bytes each."""

@@ -17,10 +17,10 @@ from typing import Literal
 
 import torch
 
-from tlt.assembly.drafter import preset_changes
 from tlt.assembly.ranks import CPU_PROCESS_BYTES
 from tlt.drafter.drafting.caches import make_cache
 from tlt.drafter.drafting.hybrid import drafter_kinds
+from tlt.drafter.drafting.learned import LearnedSettings
 from tlt.drafter.forms import new_packed
 from tlt.drafter.shape import training_capture
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
@@ -155,8 +155,8 @@ def captured_size(r: PlannedRun) -> int:
     """Returns the number of captured target features at a position."""
     if r.drafter is None or not r.drafts_by_learned:
         return 0
-    keeps_targets = r.config.drafter.train and r.config.drafter.features == "captured"
-    capture = training_capture(r.drafter, r.model.num_layers) if keeps_targets else r.drafter.capture
+    trains = r.config.drafter.train
+    capture = training_capture(r.drafter, r.model.num_layers) if trains else r.drafter.capture
     return len(capture) * r.model.hidden_size
 
 
@@ -168,7 +168,7 @@ def slot_bytes(r: PlannedRun, length: int) -> int:
     target = PackedTransformer(replace(r.model, num_layers=1, max_positions=1), r.engine_dtype, META)
     shape = replace(r.drafter, layer=replace(r.drafter.layer, max_positions=1))
     packed = new_packed(shape, r.engine_dtype, META)
-    cache = make_cache(packed, target, captured_size(r), r.config.drafter.feature_window, r.num_slots)
+    cache = make_cache(packed, target, captured_size(r), LearnedSettings.window, r.num_slots)
     return num_bytes + cache.slot_bytes(length)
 
 
@@ -199,7 +199,7 @@ def _idle(r: PlannedRun) -> Iterator[Term]:
     if r.drafter is None or not settings.train or r.num_ranks == 1:
         return
     c, vocabulary = r.drafter.layer, r.drafter.draft_vocab_size
-    preset = PRESETS[settings.preset or DEFAULT_PRESET[r.drafter.method]].changed(preset_changes(settings))
+    preset = PRESETS[settings.preset or DEFAULT_PRESET[r.drafter.method]]
     rows_each = preset.rows_per_token(r.drafter)
     logits = int((1 + 3 * rows_each) * vocabulary)  # per row log-softmax, the target's, a gradient
     each = int(rows_each * c.num_layers * (activations_per_token(c) + 2 * c.hidden_size)) + logits

@@ -56,7 +56,7 @@ class RankState:
 
     failure: why it failed; empty: it did not.
     version: of the drafter in its engine.
-    is_limited: whether it stopped at drafter.max_passes with idle time left.
+    is_limited: whether it stopped at MAX_PASSES with idle time left.
     num_tokens: tokens trained on.
     """
 
@@ -94,7 +94,7 @@ class WatchedDrafter(DrafterTraining):
             self.choice.is_led = True
             self._train_what_is_proposed()
         self._failure = ""  # of this rank's training in this step
-        self._is_limited = False  # this rank's training in this step stopped at drafter.max_passes
+        self._is_limited = False  # this rank's training in this step stopped at MAX_PASSES
         self._num_checks = 0
         self._acceptance: float | None = None  # as measured last
 
@@ -114,7 +114,7 @@ class WatchedDrafter(DrafterTraining):
 
     @property
     def captures(self) -> bool:
-        return self.spot is not None and self.spot.keeps_captured
+        return self.spot is not None
 
     def observe(self, finished: Finished) -> None:
         if self.spot is not None:
@@ -208,7 +208,7 @@ class WatchedDrafter(DrafterTraining):
             self.publisher.undo(version)
             return False, f"undone: {error}"
         is_limited = any(state.is_limited for state in states)
-        return True, "trained; max_passes reached" if is_limited else "trained"
+        return True, "trained; limit of passes reached" if is_limited else "trained"
 
     # ── between phases ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -36,7 +36,6 @@ MAY_CHANGE_ON_RESUME = {
         "device",
         "checkpoint_every",
         "keep_checkpoints",
-        "journal",
         "time_limit_minutes",
         "launcher",
         "max_restarts",

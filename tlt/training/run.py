@@ -40,7 +40,7 @@ from tlt.report.tracking import NO_TRACKING, Tracking, track
 from tlt.rewards.pool import RewardPool
 from tlt.rollout.idle_time import build_idle_choice
 from tlt.rollout.phase import RolloutPhase
-from tlt.rollout.protocol import Journal, Receivers
+from tlt.rollout.protocol import Receivers
 from tlt.rollout.result import PhaseResult
 from tlt.rollout.work_queue import WorkQueue, connect_work_queue
 from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
@@ -175,7 +175,7 @@ class Run:
         queue = queue or connect_work_queue(
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds
         )
-        self.journal = self._open_journal() if config.run.journal else Journal()
+        self.journal = self._open_journal()
         decode, migrates = model.tokenizer.decode, config.rollout.migrate
         receivers = Receivers(self.scorers, decode, self.journal)
         gib, say = config.run.keep_responses, self.console.note
@@ -214,7 +214,7 @@ class Run:
         """Returns the latest complete checkpoint, or the run's beginning."""
         return self.checkpoints.saved or Saved()
 
-    def _open_journal(self) -> Journal:
+    def _open_journal(self) -> FileJournal:
         """Opens this replica's journal, and reads those of earlier attempts."""
         return FileJournal(
             self.out_dir / "journal",

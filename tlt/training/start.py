@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from tlt.assembly.drafter import preset_changes
 from tlt.assembly.model import adapter_folder, drafter_folder, model_folder, read_start
 from tlt.assembly.policy import reward_spec
 from tlt.assembly.ranks import RankChoice, all_ranks, choose_ranks, local_ranks
@@ -241,7 +240,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     stored = None
     if (drafter := drafter_folder(config)) is not None:
         stored = load_drafter(drafter, model)
-        choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
+        choose_preset(config.drafter.preset, stored)
         check_wanted(config.drafter.vocabulary, stored.config)
         if config.rollout.engine == "vllm" and vllm_kinds(config.rollout.speculation, True) == ("learned",):
             check_form(stored.config.method)

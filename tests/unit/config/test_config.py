@@ -102,8 +102,7 @@ def test_json_round_trip_changes_nothing(folder: Path) -> None:
 
 KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints
-run         time_limit_minutes journal launcher max_restarts timeout_seconds keep_responses show_samples
-run         save_dtype
+run         time_limit_minutes launcher max_restarts timeout_seconds keep_responses show_samples
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
 model       path adapter revision chat_template_kwargs
 lora        rank alpha rslora targets base_dtype
@@ -114,8 +113,7 @@ rollout     references_mib times_off_every
 vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching transfer
 sampling    temperature top_k top_p min_p max_tokens stop stop_ids
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm
-drafter     coupling_temperature ranking feature_window ngram_tokens preset unrolled_steps step_decay
-drafter     feature_weight distribution_weight vocabulary features max_passes check_every
+drafter     ranking preset vocabulary check_every
 algorithm   name advantage ratio loss aggregation clip_low clip_high kl_coefficient kl_in kl_estimator
 algorithm   kl_bias_correction mask_truncated overlong_buffer_tokens overlong_penalty dynamic_sampling
 algorithm   max_resamples epochs minibatches tokens_per_micro_batch importance_correction_cap

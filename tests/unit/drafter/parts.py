@@ -176,7 +176,7 @@ def make_spot(
     buffer: TrajectoryBuffer,
     target: PackedTransformer = TARGET,
     carry_longest: int = 2,
-    max_passes: float | None = None,
+    max_passes: float = 1e9,
 ) -> SpotTrainer:
     trainer = DrafterTrainer(make_model(), target, HASS)
     return SpotTrainer(

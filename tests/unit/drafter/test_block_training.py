@@ -43,7 +43,6 @@ from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary
 from tlt.hf.weights import content_hash
 from tlt.models.decoder import Transformer
 from tlt.speculative.strategy import Strategy
-from tlt.types import UserError
 
 forms = pytest.mark.parametrize(("method", "draft_vocab"), FORMS)
 LOSSES = [
@@ -280,14 +279,6 @@ def test_a_chosen_vocabulary_is_trained_and_measured_over_its_tokens() -> None:
     assert check.training == "trained"
     moved_V = (parts.model.state_dict()["markov_head.markov_w2.weight"] != before).any(1)
     assert not moved_V[[t for t in range(VOCAB) if t not in parts.trainer.token_ids.tolist()]].any()
-
-
-def test_constants_that_a_block_has_not_are_refused() -> None:
-    with pytest.raises(UserError, match=r"drafter.unrolled_steps: 3 has no meaning for dflash"):
-        PRESETS["dflash"].changed({"unrolled_steps": 3, "step_decay": None})
-    assert PRESETS["dflash"].changed({"distribution_weight": 0.5}) == replace(
-        PRESETS["dflash"], distribution_weight=0.5
-    )
 
 
 # ── the measure ─────────────────────────────────────────────────────────────────────────────────────────────

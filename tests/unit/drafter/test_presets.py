@@ -245,21 +245,18 @@ def test_a_directory_gives_back_the_form_and_every_tensor(
         choose_preset(other, stored)
 
 
-def test_constants_of_a_preset_can_be_set_but_those_its_form_lacks_are_refused_before_anything_starts(
+def test_a_preset_of_another_form_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
-    changed = choose_preset(None, load_drafter(tmp_path, DEEP), {"unrolled_steps": 4, "step_decay": None})
-    assert (changed.unrolled_steps, changed.step_decay) == (4, PRESETS["eagle3"].step_decay)
-    drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
     config = Config.model_validate(
         {
             "model": {"path": tmp_path},
             "task": {"name": "countdown"},
-            "drafter": drafter,
+            "drafter": {"path": tmp_path, "train": True, "preset": "hass"},
             "run": {"num_ranks": 1},
         }
     )
     monkeypatch.setattr("tlt.training.start.load_model_config", lambda path: DEEP)
-    with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
+    with pytest.raises(UserError, match=r"drafter.preset: hass does not train a drafter of form eagle3"):
         preflight(config)

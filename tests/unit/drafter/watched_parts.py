@@ -45,7 +45,7 @@ class Parts:
     def __init__(
         self,
         check_every: int = 1,
-        max_passes: float | None = None,
+        max_passes: float = 1e9,
         vocabulary: DraftVocabulary | None = None,
         preset: str = "hass",
     ) -> None:

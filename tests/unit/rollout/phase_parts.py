@@ -103,7 +103,7 @@ class ScriptedSpot:
     """A spot trainer whose micro-steps are the test's."""
 
     def __init__(self, micro_step: Callable[[], None], events: list[str]) -> None:
-        self.micro_step, self.events, self.keeps_captured = micro_step, events, True
+        self.micro_step, self.events = micro_step, events
         self.trainer = SimpleNamespace(shared_tensors=list, num_tokens=0)
 
     def add(self, rollout: Rollout, features_TE: torch.Tensor | None) -> None: ...

@@ -115,12 +115,12 @@ def test_a_step_in_which_any_rank_ran_out_of_passes_says_so_and_the_next_one_sta
     report = parts.training.train(lambda: parts.trainer.num_tokens > 1000)
     parts.training.train(lambda: True)
     check = parts.training.check(make_rollouts(), report.num_tokens, 1.0)
-    assert check.training == "trained; max_passes reached"
+    assert check.training == "trained; limit of passes reached"
     parts.spot.end_step(make_rollouts(), 1.0)
     assert parts.step(micro_steps=4).training == "trained"
     alone = parts.training.ranks
     parts.join(RankState("", 0, True))
-    assert parts.step(micro_steps=4).training == "trained; max_passes reached"
+    assert parts.step(micro_steps=4).training == "trained; limit of passes reached"
     parts.training.ranks = alone
     assert parts.training.train(lambda: False).is_limited
     parts.training.abandon()
@@ -246,14 +246,13 @@ def test_a_drafter_whose_outputs_are_not_finite_changes_no_token(speculation: st
     assert texts[0] == texts[1]
 
 
-def test_max_passes_and_check_every_are_those_of_the_configuration(tmp_path: Path) -> None:
+def test_check_every_is_that_of_the_configuration(tmp_path: Path) -> None:
     save_drafter(tmp_path, new_model(drafter_shape(CONFIG)).initialize(1), torch.float32)
-    settings = DrafterSection(path=tmp_path, train=True, max_passes=2.5, check_every=7)
+    settings = DrafterSection(path=tmp_path, train=True, check_every=7)
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
     engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
     stored = load_drafter(tmp_path, CONFIG, dict(POLICY.state_dict()))
     drafter: Any = watch_drafter(settings, stored, engine, world, Timeline(0), seed=0)
-    assert drafter.spot.max_passes == 2.5
     assert drafter.check_every == 7
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
-from tlt.drafter.drafting.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
+from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
 from tlt.speculative.strategy import Strategy
 from tlt.speculative.tree import chain
@@ -28,13 +28,9 @@ def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
     return HybridDrafter.kinds if has_learned else NgramDrafter.kinds
 
 
-def make_drafter(
-    learned: LearnedDrafter | None,
-    max_slots: int,
-    ngram_tokens: int = DEFAULT_MAX_TOKENS,
-) -> Drafter[Any]:
+def make_drafter(learned: LearnedDrafter | None, max_slots: int) -> Drafter[Any]:
     """Returns an engine's drafter: retrieval, and the learned drafter if there is one."""
-    ngram = NgramDrafter(max_slots, ngram_tokens)
+    ngram = NgramDrafter(max_slots)
     return ngram if learned is None else HybridDrafter(learned, ngram)
 
 

@@ -162,11 +162,9 @@ def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
     return read_config(path, flatten(fields, method_of(fields, {})), target, {})
 
 
-def choose_preset(
-    name: str | None, drafter: StoredDrafter, changes: Mapping[str, Any] | None = None
-) -> Preset:
-    """Returns the named preset, or the one that the drafter was trained with, after `changes` to its
-    constants. UserError if it trains another form of drafter."""
+def choose_preset(name: str | None, drafter: StoredDrafter) -> Preset:
+    """Returns the named preset, or the one that the drafter was trained with. UserError if it trains another
+    form of drafter."""
     method = drafter.config.method
     name = name or drafter.about.get("preset") or DEFAULT_PRESET[method]
     if name not in PRESETS:
@@ -175,7 +173,7 @@ def choose_preset(
     if preset.method != method:
         fitting = " or ".join(key for key, value in PRESETS.items() if value.method == method)
         raise UserError(f"drafter.preset: {name} does not train a drafter of form {method}; give {fitting}")
-    return preset.changed(changes or {})
+    return preset
 
 
 def read_config(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +33,6 @@ class EaglePreset(Preset):
 
     def rows_per_token(self, shape: DrafterShape) -> float:
         return self.unrolled_steps
-
-    def changed(self, changes: Mapping[str, Any]) -> Preset:
-        """As the base says; eagle3's hidden states are no features."""
-        if self.method == "eagle3" and changes.get("feature_weight"):
-            raise self.refusal("feature_weight", changes["feature_weight"])
-        return super().changed(changes)
 
     def loss(self, model: EagleModel, lesson: Lesson) -> Tensor:
         """Returns the loss, summed over the unrolled steps. In training as in drafting, every pair reads the

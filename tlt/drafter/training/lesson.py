@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from tlt.drafter.model import Embed
 from tlt.drafter.shape import DrafterShape, Method
-from tlt.types import UserError
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,3 @@ class Preset(ABC):
     @abstractmethod
     def rows_per_token(self, shape: DrafterShape) -> float:
         """Returns the rows that pass the drafter's layers for each token of a batch, at most."""
-
-    def changed(self, changes: Mapping[str, Any]) -> Preset:
-        """Returns the preset with other constants; None: unchanged. UserError for one that it has not."""
-        given = {key: value for key, value in changes.items() if value is not None}
-        known = {field.name for field in fields(self)}
-        for key, value in given.items():
-            if key not in known:
-                raise self.refusal(key, value)
-        return replace(self, **given)
-
-    def refusal(self, key: str, value: Any) -> UserError:
-        return UserError(f"drafter.{key}: {value} has no meaning for {self.method}; leave it out")

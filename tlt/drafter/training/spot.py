@@ -94,15 +94,18 @@ class FeatureRecompute:
         return True
 
 
+MAX_PASSES = 4.0
+"""Passes within a step over the response tokens with features, so that little data is not learned by heart:
+seven cost accept length, about three gained (benchmarks/log.md). Not tuned."""
+
+
 class SpotTrainer:
     """Trains the drafter in sessions of idle time. Optimizer, buffer and counters persist between sessions.
 
     tokens_per_micro_step: most tokens of a micro-step; it has fewer where a preemption would wait too long.
     carry_longest: number of longest responses that stay for the next step.
     on_span: receives the time of every micro-step.
-    keeps_captured: whether to train on the features that the engine captured, while their policy is current;
-        otherwise all features are recomputed.
-    max_passes: most passes within a step over the response tokens with features; None: no limit.
+    max_passes: most passes within a step over the response tokens with features.
     """
 
     def __init__(
@@ -112,11 +115,10 @@ class SpotTrainer:
         tokens_per_micro_step: int,
         carry_longest: int = 8,
         on_span: Callable[[Span], None] | None = None,
-        keeps_captured: bool = True,
-        max_passes: float | None = None,
+        max_passes: float = MAX_PASSES,
     ) -> None:
         self.trainer, self.buffer = trainer, buffer
-        self.carry_longest, self.keeps_captured, self.max_passes = carry_longest, keeps_captured, max_passes
+        self.carry_longest, self.max_passes = carry_longest, max_passes
         self.on_span = on_span
         self.step_seconds: float | None = None  # duration of the latest step; None: before the first one ends
         self.train_size = MicroStepSize(tokens_per_micro_step)
@@ -127,7 +129,7 @@ class SpotTrainer:
 
     def add(self, rollout: Rollout, features_TF: Tensor | None) -> None:
         """Adds a response that this replica finished (see `TrajectoryBuffer.add`)."""
-        self.buffer.add(rollout, features_TF if self.keeps_captured else None)
+        self.buffer.add(rollout, features_TF)
 
     def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
         """Runs micro-steps until `should_stop()`, called before each. Ends earlier if there is nothing to
@@ -198,8 +200,6 @@ class SpotTrainer:
         """Returns the tokens of a micro-step that trains; 0 if nothing is ready, or the passes are used
         up."""
         ready, wanted = self.buffer.ready(version), self.train_size.num_tokens(self.step_seconds)
-        if self.max_passes is None:
-            return wanted if ready else 0
         left = math.ceil(self.max_passes * sum(t.num_predicted for t in ready)) - self._num_predicted
         is_worth_a_step = left >= min(MIN_TOKENS, self.train_size.max_tokens) or self._num_predicted == 0
         return min(wanted, left) if is_worth_a_step else 0
