@@ -56,7 +56,7 @@ def build_spot_trainer(
     """
     preset = choose_preset(settings.preset, stored)
     return SpotTrainer(
-        DrafterTrainer(model, target, preset, settings.learning_rate, settings.clip_grad_norm),
+        DrafterTrainer(model, target, preset, settings.learning_rate),
         TrajectoryBuffer(settings.buffer_mib * 2**20, seed),
         settings.tokens_per_micro_step,
         settings.carry_longest,

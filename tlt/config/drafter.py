@@ -14,7 +14,6 @@ from tlt.kinds import (
     LearningRate,
     Mib,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
 )
 from tlt.types import UserError
@@ -67,8 +66,6 @@ class DrafterSection(Section):
     first."""
     carry_longest: NonNegativeInt = 8
     """Number of the previous step's longest responses that the drafter is trained on again."""
-    clip_grad_norm: PositiveFloat = 1.0
-    """Largest gradient norm of the drafter's training."""
     check_every: PositiveInt = 1
     """Policy steps between measurements of the drafter's acceptance; while it is bad, drafts come from
     retrieval instead. Every step checks that the drafter is finite and the same on all ranks."""

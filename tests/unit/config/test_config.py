@@ -112,7 +112,7 @@ rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine s
 rollout     references_mib times_off_every
 vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching transfer
 sampling    temperature top_k top_p min_p max_tokens stop stop_ids
-drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm
+drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest
 drafter     ranking preset vocabulary check_every
 algorithm   name advantage ratio loss aggregation clip_low clip_high kl_coefficient kl_in kl_estimator
 algorithm   kl_bias_correction mask_truncated overlong_buffer_tokens overlong_penalty dynamic_sampling
