@@ -51,8 +51,8 @@ def most_likely_share(ratios_RT: Tensor, alpha: float) -> tuple[str, Estimate]:
 
 
 def _share_of(gains_T: Tensor, chance: float) -> tuple[float, Estimate]:
-    """Returns the log-likelihood gained by the best share, and that share. Its interval holds all shares that
-    lose at most `chance` of the gain (likelihood ratio)."""
+    """Returns the log-likelihood gained by the best share, and that share with its likelihood-ratio
+    interval."""
 
     def likelihood(share: float) -> float:
         return float(torch.log1p(share * gains_T).sum())
@@ -66,7 +66,7 @@ def _share_of(gains_T: Tensor, chance: float) -> tuple[float, Estimate]:
 
 
 def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float:
-    """Returns the point between `low` and `high` where `is_below` turns from true to false."""
+    """Returns the point where `is_below` turns from true to false."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if is_below(middle) else (low, middle)

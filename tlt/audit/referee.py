@@ -74,8 +74,6 @@ class Referee:
 
 @dataclass(frozen=True)
 class Law:
-    """The distributions that the engine should draw from."""
-
     logp_TV: Tensor
     """Log-probabilities in float64, -inf for tokens that truncation removes."""
     border_TV: Tensor

@@ -93,7 +93,7 @@ class AuditReport:
 
     @property
     def is_lossless(self) -> bool | None:
-        """Whether the engine is lossless; None: undecided."""
+        """None: undecided."""
         return None if self.verdict == "undecided" else self.verdict == "lossless"
 
     @property
@@ -123,7 +123,7 @@ class AuditReport:
         return self.num_tokens / self.num_responses
 
     def with_texts(self, text_of: Callable[[int], str]) -> AuditReport:
-        """Returns the report with the offenders' tokens as text, too. text_of: token id → text."""
+        """Adds the text of the offenders' tokens."""
         told = (
             replace(one, text=text_of(one.token_id), expected_text=text_of(one.expected_id))
             for one in self.offenders

@@ -44,8 +44,6 @@ _SUCH_AS = "give an OpenAI-compatible server such as http://host:8000/v1"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that speaks OpenAI's completions API."""
-
     url: str
     model: str
     """The name by which it serves the model."""
@@ -114,7 +112,7 @@ def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 
 
 
 def _find_form(server: Endpoint, request: Request) -> dict[str, Any]:
-    """Returns the options by which this server returns token ids, found by asking it for one token."""
+    """Asks for one token to find the options by which this server returns token ids."""
     for form in _FORMS:
         if read_token_ids(_ask(server, request, form, 1, None), server.url) is not None:
             return form
@@ -176,7 +174,7 @@ def _ask(
     max_tokens: int,
     gives_up: threading.Event | None,
 ) -> dict[str, Any]:
-    """Returns the server's one choice. Options that are off are left out: not every server knows them."""
+    """Leaves out options that are off: not every server knows them."""
     params = request.params
     optional = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
     payload = {
@@ -241,7 +239,6 @@ def _post(server: Endpoint, payload: dict[str, Any]) -> Any:
 
 
 def _refusal(server: Endpoint, error: urllib.error.HTTPError) -> UserError:
-    """Returns the error of an answer that is none of the statuses 2xx."""
     with error:
         try:
             text = error.read().decode(errors="replace")
@@ -257,7 +254,7 @@ def _refusal(server: Endpoint, error: urllib.error.HTTPError) -> UserError:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Returns the seconds that a Retry-After header names: a number, or a date; None: neither."""
+    """Retry-After is a number or a date; None: neither."""
     if re.fullmatch("[0-9]{1,9}", text := (retry_after or "").strip()):
         return float(text)
     try:
@@ -267,12 +264,11 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 def _hidden(server: Endpoint, why: str) -> str:
-    """Returns the error's text, without the key, which a server may repeat."""
+    """Leaves out the key, which a server may repeat."""
     return f"--url: {server.url} {why.replace(server.api_key, '***') if server.api_key else why}"
 
 
 def _remedy(status: int, key: str | None) -> str:
-    """Returns the remedy for an answer with this HTTP status."""
     if status not in (401, 403):
         return "correct --engine-model and options"
     if key is not None:

@@ -186,8 +186,7 @@ class Auditor:
         return sums_SK, float(logp_T[is_bet_T].sum())
 
     def _reference_faults(self, tokens_T: Tensor, flat_TV: Tensor) -> list[Tensor]:
-        """Returns the tokens that engines with each reference fault would have drawn at the same prefixes,
-        [T]."""
+        """Draws the tokens of engines with each reference fault at the same prefixes, [T]."""
         found = []
         for source in REFERENCE_SOURCES:
             weights_TV = flat_TV if source == "flattened" else torch.ones_like(flat_TV)
@@ -232,7 +231,6 @@ class Auditor:
         tail_T: Tensor,
         may_offend_T: Tensor,
     ) -> None:
-        """Keeps the few tokens of smallest tail of all."""
         for t in tail_T.masked_fill(~may_offend_T, math.inf).argsort()[:_NUM_OFFENDERS].tolist():
             tail, is_full = float(tail_T[t]), len(self.offenders) == _NUM_OFFENDERS
             if not may_offend_T[t] or (is_full and -tail <= self.offenders[0][0]):
@@ -346,5 +344,4 @@ class Auditor:
 
 
 def _of_tokens(values_TV: Tensor, tokens_T: Tensor) -> Tensor:
-    """Returns each row's value at its token, [T]."""
     return values_TV.gather(-1, tokens_T[:, None])[:, 0]

@@ -188,7 +188,7 @@ def run(options: Audit) -> Ended:
 def _modes(
     options: Audit, params: SamplingParams, referee: Referee, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[str, Answers]]:
-    """Yields the name and the responses of each engine to judge, in the order of the requests."""
+    """Yields each engine's name and responses, in the order of the requests."""
     if options.responses is not None:
         yield options.responses.name, Answers(_read_responses(options.responses, referee))
         return
@@ -273,7 +273,7 @@ def _read_responses(path: Path, referee: Referee) -> tuple[Rollout, ...]:
 
 
 def _explained(report: AuditReport, options: Audit) -> AuditReport:
-    """Returns the report, with the known fault of a server that is not lossless among its reasons."""
+    """Adds the known fault of a server that is not lossless to the reasons."""
     from tlt.audit.known import identify, known_fault
 
     if not report.is_convicted or options.url is None or (server := identify(options.url)) is None:
@@ -292,7 +292,6 @@ def _print_report(report: AuditReport) -> None:
 
 
 def describe_report(report: AuditReport) -> str:
-    """Returns the report as one line."""
     size = f"{report.num_tokens} tokens in {report.num_responses} responses (mean {report.mean_tokens:.1f})"
     verdict = f"NOT lossless: {'; '.join(report.reasons)}" if report.is_convicted else report.verdict
     if report.verdict == "undecided" and report.num_missing:
@@ -328,7 +327,6 @@ def _write_reports(options: Audit, out: Path, reports: Sequence[AuditReport]) ->
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people."""
     verdict = {True: "lossless", False: "NOT lossless", None: "undecided"}
     rows = {name: verdict[mode["lossless"]] for name, mode in record["modes"].items()}
     if (device := record.get("device")) is not None:

@@ -47,7 +47,6 @@ class Bench(PromptOptions, SamplingOptions, EngineOptions):
 
 
 def run(options: Bench) -> Record:
-    """Measures and returns the figures."""
     check_output_file(options.out, "--out")
     with show_busy():
         from tlt.bench.speculation import ADAPTIVE, OFF, measure
@@ -147,7 +146,6 @@ def _of_run(options: Bench) -> Subject:
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people."""
     one, different = record["speedup"], record["num_different"]
     told = f"{one['mean']:.2f}" + ("" if one["low"] is None else f" ({one['low']:.2f} to {one['high']:.2f})")
     told = f"speculation: {told} times as fast as without"

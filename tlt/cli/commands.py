@@ -61,7 +61,6 @@ class Command:
 
 
 def complete(options: completion.Completion) -> int:
-    """Prints the script that completes all commands."""
     known = {name: completion.typed(one.options, one.has_record) for name, one in COMMANDS.items()}
     print(completion.script(options.shell, known), end="")
     return 0

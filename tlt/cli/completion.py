@@ -75,7 +75,6 @@ def typed(kind: type[Options], has_record: bool) -> Typed:
 
 
 def keys() -> dict[str, Words]:
-    """Returns the keys of the configuration as options."""
     return {
         f"--{name}.{key}": _words(field)
         for name in Config.model_fields
@@ -88,7 +87,6 @@ def _words(field: FieldInfo) -> Words:
 
 
 def _choices(kind: Any) -> Iterator[str]:
-    """Yields the words of a type's literals."""
     if get_origin(kind) is Literal:
         yield from map(str, get_args(kind))
     elif kind is bool:
@@ -102,7 +100,6 @@ def _choices(kind: Any) -> Iterator[str]:
 
 
 def script(shell: Literal["bash", "zsh", "fish"], commands: Mapping[str, Typed]) -> str:
-    """Returns the script of a shell."""
     if shell == "fish":
         return _fish(commands)
     return _offer(commands) + (_ZSH if shell == "zsh" else _BASH)
@@ -206,7 +203,7 @@ def _offered(words: Words, adds: bool = False) -> str:
 
 
 def _tree(commands: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Returns the first words of commands, and the second ones by the first."""
+    """Maps the first word of each command to the second ones."""
     second: dict[str, list[str]] = {}
     for name in commands:
         first, _, rest = name.partition(" ")
@@ -262,5 +259,5 @@ def _fish_words(words: Words) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns text in fish's single quotes."""
+    """fish has quotes of its own."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -35,7 +35,6 @@ class DataOptions(Options):
     """The data's names of columns by TLT's, such as '{"prompt": "question"}'."""
 
     def source(self, name: Path, option: str) -> DataSource:
-        """Returns the rows of the data that an option names."""
         return DataSource(name, option, self.subset, self.split, self.columns, usual_split="test")
 
 
@@ -56,7 +55,7 @@ class PromptOptions(DataOptions):
     def read_prompts(
         self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
     ) -> list[EncodedPrompt]:
-        """Returns the prompts of --prompts as token ids."""
+        """Reads --prompts as token ids."""
         from tlt.hf.prompts import ChatFormat, describe_prompts, describe_template, encode_prompts
 
         day = None if self.date is None else datetime.date.fromisoformat(self.date)

@@ -33,7 +33,6 @@ class Doctor(Options):
 
 
 def run(options: Doctor) -> Ended:
-    """Looks, and returns what was found."""
     from tlt.config.load import load_config
 
     config = load_config(options.config)
@@ -45,7 +44,6 @@ def run(options: Doctor) -> Ended:
 
 
 def _look(config: Config) -> tuple[Facts, list[Finding]]:
-    """Returns this machine's facts, and what they and the configuration's "auto" say."""
     try:
         from tlt.assembly.choices_here import resolve_here
         from tlt.assembly.ranks import num_cores
@@ -61,7 +59,7 @@ def _look(config: Config) -> tuple[Facts, list[Finding]]:
 
 
 def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
-    """Returns the record of what was found, and the exit code."""
+    """Returns the record and the exit code."""
     machine = {
         "python": facts.python,
         "cpu_cores": facts.cpu_cores,
@@ -76,7 +74,6 @@ def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people: what is broken, what there is, what "auto" means, what is missing."""
     machine, by_state = record["machine"], dict[str, dict[str, str]]()
     keys: dict[str, str] = {}
     for name, one in record["found"].items():

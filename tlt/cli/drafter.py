@@ -61,7 +61,6 @@ class AnswerOptions(PromptOptions):
     """CPU threads to compute with."""
 
     def requests(self, prompts: Path, model: Model) -> list[Request]:
-        """Returns the requests for `samples` responses to each prompt."""
         from tlt.hf.prompts import make_requests
 
         vocab_size, window = model.config.vocab_size, model.config.max_positions
@@ -229,7 +228,7 @@ def _read(file: Path, config: ModelConfig) -> list[Rollout]:
 
 
 def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
-    """Returns the model's responses to the prompts, generated without a learned drafter."""
+    """No learned drafter drafts here."""
     from tlt.assembly.engine import EngineSettings, build_engine
 
     assert options.prompts is not None, "responses or prompts are given"
@@ -285,7 +284,6 @@ def export(options: DrafterExport) -> Record:
 
 
 def summarize_training(record: Record) -> Summary:
-    """Returns the summary for people."""
     rows = {name: record[name] for name in ("responses", "tokens", "steps", "seconds", "loss", "draft_vocab")}
     rows["coverage of the tokens"] = percent(record["coverage"])
     if record["warning"]:
@@ -296,6 +294,5 @@ def summarize_training(record: Record) -> Summary:
 
 
 def summarize_export(record: Record) -> Summary:
-    """Returns the summary for people."""
     rows = {"format": record["format"], "draft vocabulary": record["draft_vocab"]}
     return Summary(f"drafter for {record['engine']} written to {record['out']}", rows)

@@ -84,7 +84,6 @@ def evaluate(options: DrafterEval) -> Record:
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people."""
     names = "form", "depth", "temperature", "responses", "num_verifications", "draft_vocab"
     rows: Record = {name: record[name] for name in names}
     rows["mean error of confidence"] = record["calibration_error"]

@@ -81,14 +81,10 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
     @property
     def drafter_folder(self) -> Path | None:
-        """The local folder of the drafter, downloaded where it comes from the hub."""
+        """Downloads a drafter of the hub."""
         return None if self.drafter is None else resolve_model(self.drafter)
 
     def engine_settings(self, speculation: str, window: int | None = None) -> EngineSettings:
-        """Returns the settings of the engine.
-
-        window: tokens of the longest sequence; None: the model's window.
-        """
         from tlt.assembly.engine import EngineSettings
 
         return EngineSettings(
@@ -104,14 +100,13 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
         )
 
     def choose_device(self) -> torch.device:
-        """Returns the device that `auto` means on this machine."""
         from tlt.assembly.model import resolve_device
 
         return resolve_device(self.device, "--device")
 
 
 def longest(requests: Sequence[Request]) -> int:
-    """Returns the most tokens that a prompt and its response may have."""
+    """Returns the most tokens of a prompt with its response."""
     return max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
 
 

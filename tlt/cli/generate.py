@@ -93,7 +93,7 @@ def run(options: Generate) -> Record:
 
 
 def _line(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
-    """Returns the line of a response; `in_thought` where its prompt has opened a thought."""
+    """`in_thought` stands where the prompt has opened a thought."""
     if tokenizer is None:
         return vars(Response.of(rollout, None))
     in_thought = {"in_thought": True} if tokenizer.is_in_thought(rollout.prompt_ids) else {}
@@ -104,8 +104,8 @@ _NOT_RESOLVED = "not resolved: too few steps without drafts; compare with the to
 
 
 def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
-    """Returns the summary of responses that took so many seconds to generate. accept_length is None where
-    nothing was speculated, times_off where nothing is predicted or where the prediction is not resolved."""
+    """accept_length is None where nothing was speculated, times_off where nothing is predicted or the
+    prediction is not resolved."""
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     return {
         "responses": len(rollouts),
@@ -123,7 +123,6 @@ def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) 
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people."""
     responses, tokens, speed = (
         written(name, record[name]) for name in ("responses", "tokens", "tokens_per_second")
     )

@@ -32,11 +32,7 @@ _METAVARS = {
 
 
 def explain(command: str, kind: type[Options], lists_keys: bool = False, has_record: bool = False) -> str:
-    """Returns the help, as wide as the terminal.
-
-    lists_keys: every key of the configuration is explained, too.
-    has_record: the command takes --json.
-    """
+    """Wraps the help to the terminal's width."""
     width = shutil.get_terminal_size().columns
 
     def paragraph(text: str, indent: str = "") -> str:
@@ -52,7 +48,6 @@ def explain(command: str, kind: type[Options], lists_keys: bool = False, has_rec
 
 
 def usage(command: str, kind: type[Options]) -> str:
-    """Returns the line that shows how the command is written."""
     headings = {_heading(label(name, field), field): field for name, field in options_of(kind).items()}
     usual = [text for text, field in headings.items() if field.is_required() or not text.startswith("--")]
     rest = ["[-- ...]"] if issubclass(kind, WithRest) else []
@@ -73,8 +68,7 @@ def option_groups(
 
 
 def _groups(kind: type[Options], lists_keys: bool) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
-    """Yields the command's own options, then those of each class that it inherits from, under its purpose;
-    those of vLLM last."""
+    """Yields the command's own options, then those of each inherited class under its purpose; vLLM's last."""
     known = options_of(kind)
     empty = Options, WithOverrides, WithRest
     bases = [base for base in kind.__bases__ if issubclass(base, Options) and base not in empty]
@@ -105,7 +99,7 @@ def _heading(written: str, field: FieldInfo) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """Returns the help's name of a value: {a,b} for a choice, LIST for words with commas between."""
+    """Writes {a,b} for a choice, LIST for words with commas between."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _metavar(arguments[0])
@@ -119,8 +113,8 @@ def _metavar(kind: Any) -> str:
 
 
 def _explained(field: FieldInfo) -> str:
-    """Returns an option's text with its default. `none`, as it is typed, stands for None; where the text does
-    not say what it means, and for a switch, no default is shown."""
+    """`none`, as it is typed, stands for None. A switch shows no default, nor does a None that the text does
+    not explain."""
     text = (field.description or "").replace("None:", "none:")
     if field.is_required():
         return f"{text} (required)"

@@ -69,7 +69,7 @@ def run(options: HubPush) -> Record:
 
 
 def _uploads(run: FinishedRun, repo: str, licence: str | None, what: str | None) -> dict[str, Upload]:
-    """Returns what goes to the hub. repo: the policy's repository."""
+    """repo: the policy's repository."""
     from tlt.hf.files import CHECKPOINT_FILES, DRAFTER_FILES
     from tlt.io.hub_upload import Upload, files_of
     from tlt.training.model_card import drafter_card, policy_card
@@ -88,6 +88,5 @@ def _uploads(run: FinishedRun, repo: str, licence: str | None, what: str | None)
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people."""
     places = {what: place for what, place in record.items() if what != "dry_run"}
     return Summary("a dry run: nothing was uploaded" if "dry_run" in record else "uploaded", places)

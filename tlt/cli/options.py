@@ -39,7 +39,7 @@ class Written:
 
     @staticmethod
     def of(field: FieldInfo) -> Written | None:
-        """Returns the form of a field; None: `--name VALUE`, with a metavar by its type."""
+        """None: `--name VALUE`, with a metavar by its type."""
         return next((hint for hint in reversed(field.metadata) if isinstance(hint, Written)), None)
 
 
@@ -109,7 +109,6 @@ Given = TypeVar("Given", bound=Options)
 
 
 def options_of(kind: type[Options]) -> dict[str, FieldInfo]:
-    """Returns the options that a command's user can write."""
     return {name: field for name, field in kind.model_fields.items() if name not in ("overrides", "rest")}
 
 

@@ -48,7 +48,6 @@ class InitOwn(WithOverrides):
 
 
 def run(options: InitOwn) -> int:
-    """Writes the folder, and prints the choices and the next commands."""
     check_free(options.folder)
     source = None if options.reward is None else find_function(options.reward)
     words = [f"--model.path={options.model}", f"--task.data={options.data}", *options.overrides]
@@ -92,7 +91,6 @@ def find_function(text: str) -> tuple[Path, str]:
 
 
 def print_choices(choices: Iterable[Choice]) -> None:
-    """Prints the choices as wide as the terminal: key = value, why."""
     from rich.console import Console
     from rich.table import Table
 
@@ -151,7 +149,6 @@ def _beginning(config: Config) -> dict[str, Any]:
 
 
 def to_value(value: Any) -> str:
-    """Returns a value as TOML writes it."""
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{_bare(key)} = {to_value(item)}' for key, item in value.items())} }}"
     if isinstance(value, list | tuple):
@@ -160,7 +157,7 @@ def to_value(value: Any) -> str:
 
 
 def _bare(key: str) -> str:
-    """Returns a key as TOML writes it, without quotes where it needs none."""
+    """TOML needs no quotes around most keys."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
@@ -171,7 +168,7 @@ _ANSWERS_OF_VERL = 'answers = [model["ground_truth"] for model in reward_model]'
 
 
 def _write_reward(folder: Path, own: OwnRun, writes_function: bool) -> None:
-    """Writes the reward function unless it is the user's, and the test of it."""
+    """Writes the test always, the function unless it is the user's."""
     in_verl = all("reward_model" in row and "answer" not in row for row in own.rows)
     has_answer = in_verl or all("answer" in row for row in own.rows)
     if writes_function:

@@ -41,7 +41,6 @@ class PlanMemory(WithOverrides):
 
 
 def memory(options: PlanMemory) -> Record:
-    """Prints the table; returns its figures and the verdict."""
     check_output_file(options.out, "--out")
     run = planned_run(options)
     from tlt.plan.fit import judge
@@ -66,7 +65,7 @@ def memory(options: PlanMemory) -> Record:
 
 
 def planned_run(options: PlanMemory) -> PlannedRun:
-    """Returns the run that the options describe, on their devices or this machine's."""
+    """Plans for the devices of the options, else for this machine's."""
     config = load_config(options.config, options.overrides)
     import torch
 
@@ -96,7 +95,6 @@ def planned_run(options: PlanMemory) -> PlannedRun:
 
 
 def print_plan(run: PlannedRun, plan: MemoryPlan) -> None:
-    """Prints a table with a column for each phase."""
     from rich.console import Console
     from rich.table import Table
 
@@ -120,5 +118,4 @@ def print_plan(run: PlannedRun, plan: MemoryPlan) -> None:
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people."""
     return Summary(record["verdict"], {})

@@ -54,7 +54,6 @@ def run(options: Report) -> Record | int:
 
 
 def summarize(record: Record) -> Summary:
-    """Returns where the page lies, for people."""
     return Summary(
         f"open {Path(record['out']).resolve().as_uri()} in a browser", {"MB": record["bytes"] / 1e6}
     )

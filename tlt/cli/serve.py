@@ -102,7 +102,6 @@ def _say(line: str) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether the folder is a run's, not a model's."""
     return (folder / "config.json").is_file() and "run" in read_json(folder / "config.json")
 
 
@@ -144,7 +143,7 @@ def _model_source(options: Serve) -> Source:
 
 
 def _served(options: Serve, source: Source) -> Served:
-    """Returns what vLLM is told; exports the drafter where vLLM reads another form."""
+    """Exports the drafter where vLLM reads another form."""
     from tlt.tuning.step_costs import UNKNOWN
     from tlt.vllm.server import Served
     from tlt.vllm.strategies import vllm_kinds

@@ -22,7 +22,6 @@ class Status(Options):
 
 
 def run(options: Status) -> Record:
-    """Returns the status as a record."""
     from tlt.saved.run_status import read_status
 
     status = read_status(options.run)
@@ -60,7 +59,6 @@ def run(options: Status) -> Record:
 
 
 def summarize(record: Record) -> Summary:
-    """Returns the summary for people."""
     headline = f"{record['state']}: step {record['step']:,} of {record['num_steps']:,}"
     if record["left_seconds"] is not None:
         headline += f", {seconds(record['left_seconds'])} left"
@@ -95,5 +93,4 @@ def summarize(record: Record) -> Summary:
 
 
 def _ends(lines: list[Record]) -> list[Record]:
-    """Returns the first evaluation and the last ones."""
     return lines if len(lines) <= 4 else [lines[0], *lines[-3:]]

@@ -132,7 +132,7 @@ def _lines(rows: Mapping[str, Any], unit: str = "", indent: str = "") -> Iterato
 
 
 def label_of(name: str) -> str:
-    """Returns a record's name for people: peak_gib → peak, num_ranks → ranks."""
+    """Writes a name for people: peak_gib → peak, num_ranks → ranks."""
     short = next((name.removesuffix(end) for end in _UNITS if name.endswith(end) and end[0] == "_"), name)
     return short.removeprefix("num_").replace("_", " ")
 
@@ -141,7 +141,7 @@ def label_of(name: str) -> str:
 
 
 def written(name: str, value: Any) -> str:
-    """Returns a value for people: rounded to three significant digits, with the unit that its name says."""
+    """Rounds to three significant digits, with the unit that the name says."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return NO_VALUE
     if isinstance(value, bool):
@@ -155,7 +155,7 @@ def written(name: str, value: Any) -> str:
 
 
 def rounded(value: float) -> str:
-    """Returns a number with three significant digits or more: 1,234 · 12.3 · 0.0123."""
+    """Keeps three significant digits: 1,234 · 12.3 · 0.0123"""
     if isinstance(value, int) or value == 0:
         return f"{value:,.0f}"
     if abs(value) < 1e-4:
@@ -164,19 +164,17 @@ def rounded(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share as percent: 61.3%."""
     return f"{100 * share:.3g}%" if abs(share) < 9.995 else f"{100 * share:,.0f}%"
 
 
 def seconds(value: float) -> str:
-    """Returns a duration: 0.0123 s · 41.2 s · 9 min 21 s."""
+    """0.0123 s · 41.2 s · 9 min 21 s"""
     from tlt.report.words import duration
 
     return f"{rounded(value)} s" if abs(value) < 60 else duration(value)
 
 
 def size(num_bytes: float) -> str:
-    """Returns a number of bytes: 12.3 MB."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= limit:
             return f"{rounded(num_bytes / limit)} {unit}"

@@ -83,7 +83,6 @@ def write_problems(options: WriteProblems) -> Record:
 
 
 def summarize_problems(record: Record) -> Summary:
-    """Returns the summary for people."""
     rows = {name: record[name] for name in ("split", "seed")}
     return Summary(f"{record['problems']:,} problems of {record['task']} written to {record['out']}", rows)
 
@@ -127,7 +126,6 @@ class Score(DataOptions):
 
 
 def score(options: Score) -> Record:
-    """Scores every response and returns the summary."""
     from tlt.rewards.pool import check_scorable, describe_constant
     from tlt.rewards.scoring import Completion, RewardSpec, Scorer
 
@@ -165,7 +163,6 @@ def score(options: Score) -> Record:
 
 
 def _score_of(found: Reward) -> Record:
-    """Returns what a scored response has besides its own fields."""
     line: Record = {"reward": found.value if found.is_scored else None, "solved": found.is_solved}
     if found.parts:
         line["reward_parts"] = dict(found.parts)
@@ -207,7 +204,6 @@ def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
 
 
 def summarize_scores(record: Record) -> Summary:
-    """Returns the summary for people."""
     mean, solved = (written(name, record[name]) for name in ("mean_reward", "solve_rate"))
     counts = f"{record['responses']:,} responses to {record['problems']:,} problems"
     rows: Record = {name: record[name] for name in ("reward_parts", "unscored") if name in record}

@@ -80,7 +80,7 @@ def _run(options: Train, began: Moment) -> int:
 
 
 def _refuse_mistakes(options: Train, overrides: Sequence[str]) -> None:
-    """Raises UserError for what is wrong in the words and the file, before torch is imported."""
+    """Finds mistakes in words and file before torch is imported."""
     if options.config is not None or isinstance(options.resume, Path):
         resolve_config(options.config, overrides, options.resume)
     elif options.resume is None:
@@ -130,14 +130,12 @@ def resolve_config(
 
 
 def _out_dir(overrides: Sequence[str]) -> Path:
-    """Returns run.out_dir of a run without a configuration."""
     given = {override.keys: override.value for override in read_overrides(overrides)}
     return Path(given.get(("run", "out_dir")) or DEFAULT_OUT_DIR).absolute()
 
 
 def _chosen_config(overrides: Sequence[str]) -> Config:
-    """Returns the configuration of a run without one, by the choices for its model and data, and prints
-    these."""
+    """Chooses by model and data, and prints the choices."""
     from tlt.training.own import choose_own
 
     _refuse_unconfigured(overrides)
@@ -147,7 +145,6 @@ def _chosen_config(overrides: Sequence[str]) -> Config:
 
 
 def is_checkpoint(resume: Path | str | None) -> TypeGuard[Path]:
-    """Returns whether --resume names a checkpoint, not the folder of a run."""
     return isinstance(resume, Path) and resume.match("checkpoints/step-*")
 
 
@@ -171,8 +168,7 @@ def continued_config(
 
 
 def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Config:
-    """Returns the configuration with the number of ranks that a launcher has started. is_asked: whether the
-    user has given a number, which must be the same."""
+    """is_asked: whether the user has given a number, which must be the launcher's."""
     if place is None:
         return config
     if is_asked and config.run.num_ranks != "auto":

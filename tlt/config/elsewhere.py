@@ -69,7 +69,7 @@ _SAME_LAST_PART = 3
 
 
 def _distance(wanted: str, name: str) -> int | None:
-    """Returns how far a trainer's name is from the one that was given, from 0; None: they share no end."""
+    """Counts from 0; None: the names share no end."""
     last = wanted.rpartition(".")[2]
     if name == wanted:
         return 0

@@ -100,8 +100,8 @@ def _copy(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unwritable(value: Any, file: str, places: Mapping[Keys, str], keys: Keys = ()) -> None:
-    """Refuses what must not be written into the run's config.json: tables nested too deeply, and credentials,
-    which trackers would show, too. The error does not repeat a credential."""
+    """config.json holds no table nested too deeply, and no credential, which trackers would show. The error
+    does not repeat a credential."""
     if len(keys) > MAX_DEPTH:
         name = f"{'.'.join(keys[:3])}…"
         raise UserError(f"{file}: {name} holds tables more than {MAX_DEPTH} deep in each other; flatten them")
@@ -134,9 +134,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _resolve(keys: Keys, text: str, folder: Path) -> str:
-    """Returns an absolute path. An input is taken from `folder` if it exists there, and stays as it is where
-    it names a repository of the hub; all else is taken from the working directory. An empty text stays, to be
-    refused: as a path it would be that directory."""
+    """Returns an absolute path: an input in `folder` if it exists there, else in the working directory; a
+    name on the hub stays. An empty text stays, to be refused."""
     if not text.strip():
         return text
     if keys in _PATH_KEYS:
@@ -156,7 +155,7 @@ def _find(text: str, folder: Path) -> Path | None:
 
 
 def _resolve_code(values: Mapping[str, Any], folder: Path) -> None:
-    """Makes the paths of the user's code absolute: FILE.py:object is an input as any other."""
+    """FILE.py:object is an input as any other."""
     task, rewards, tracking = (values.get(section) for section in ("task", "rewards", "tracking"))
     options = task.get("options") if isinstance(task, dict) else None
     for table, key in ((task, "name"), (options, "tasks"), (rewards, "functions"), (tracking, "use")):
@@ -166,7 +165,7 @@ def _resolve_code(values: Mapping[str, Any], folder: Path) -> None:
 
 
 def _with_paths(named: Any, folder: Path) -> Any:
-    """Returns the name of code, names, or the parts of a mixture; anything else stays, to be refused."""
+    """Resolves a name, names, or the parts of a mixture; anything else stays, to be refused."""
     if isinstance(named, list):
         return [_with_paths(one, folder) for one in named]
     if isinstance(named, dict):
@@ -266,8 +265,7 @@ def _parse_value(keys: Keys, text: str) -> Any:
 
 
 def _accepted_types(keys: Keys) -> Iterable[str]:
-    """Yields the JSON types that a key accepts, or "path". An unknown key and a task's own options have
-    none."""
+    """Yields JSON types, or "path"; none for an unknown key and a task's own options."""
     if keys[0] not in Config.model_fields or len(keys) != 2:
         return
     described = section_of(Config, keys[0]).model_json_schema()["properties"].get(keys[1], {})

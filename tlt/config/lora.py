@@ -39,7 +39,6 @@ class LoraSection(Section):
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @model_validator(mode="after")

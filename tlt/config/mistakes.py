@@ -49,7 +49,6 @@ def find_nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel]:
-    """Returns the type of the section called `name`."""
     # all fields of Config are sections
     section: type[BaseModel] = model.model_fields[name].annotation  # type: ignore[assignment]
     return section
@@ -108,7 +107,7 @@ def suggest_key(model: type[BaseModel], given: str, dashes: str = "", near: str 
 
 
 def _sections(model: type[BaseModel]) -> list[str]:
-    """Returns the names of a configuration's sections; none for a section itself."""
+    """Empty for a section itself."""
     fields = ((name, field.annotation) for name, field in model.model_fields.items())
     return [name for name, kind in fields if isinstance(kind, type) and issubclass(kind, BaseModel)]
 

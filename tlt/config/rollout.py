@@ -14,7 +14,6 @@ from tlt.types import UserError
 
 
 def may_use_references(speculation: str, tuner: str = "cost-model") -> bool:
-    """Returns whether this speculation drafts from references (docs/ahead.md)."""
     return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).uses_references
 
 

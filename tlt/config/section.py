@@ -21,7 +21,7 @@ AnyPath = Annotated[Path, Field(strict=False)]
 
 
 def _read_day(value: Any) -> Any:
-    """Returns a day, which TOML also writes without quotes, as text."""
+    """TOML also writes a day without quotes."""
     if value is None:
         return None
     try:

@@ -94,7 +94,7 @@ def _read(source: DataSource) -> Records:
 
 
 def _split_and_rows(source: DataSource) -> tuple[str | None, slice]:
-    """Returns the name of a JSONL split and its rows, which are written as in `datasets`, train[:-64]."""
+    """Rows are written as in `datasets`, train[:-64]."""
     name, bracket, _ = (source.split or "").partition("[")
     if not bracket:
         return source.split, slice(None)
@@ -111,7 +111,7 @@ def names_rows(source: DataSource) -> bool:
 
 
 def list_splits(source: DataSource) -> tuple[str, ...]:
-    """Returns the names of the data's splits; ("train",) where it has none."""
+    """Returns ("train",) where the data has no splits."""
     path = source.name
     if path.is_file() or (path / "state.json").is_file():
         return ("train",)
@@ -137,8 +137,7 @@ def _number(records: Iterable[tuple[str, Record]]) -> Records:
 
 
 def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
-    """Returns the record with our names of columns. Where one of them is the prompt, other columns that could
-    be it are left out. Raises UserError for a column that it does not have."""
+    """Where a renamed column is the prompt, other columns that could be it are left out."""
     for theirs in columns.values():
         if theirs not in record:
             known = ", ".join(name for name in record if name != "problem_id")
@@ -150,8 +149,8 @@ def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
 
 
 def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
-    """Returns the JSONL files with the split in their names, such as train.jsonl or gsm8k-train-2.jsonl.
-    Where no file names any split, all of them are training data."""
+    """Finds the split in names such as train.jsonl or gsm8k-train-2.jsonl. Where no file names any split, all
+    are training data."""
     words = {file: {*re.split(r"\W|_", file.stem)} for file in files}
     split = source.split or source.usual_split
     chosen = [file for file in files if split in words[file]]
@@ -168,7 +167,7 @@ def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
 
 
 def _read_repository(source: DataSource, repository: Repository) -> Records:
-    """Reads a dataset of the hub, from the JSONL of an earlier call where there is one."""
+    """Reads the JSONL of an earlier call where there is one."""
     from huggingface_hub import cached_assets_path
 
     pinned = pin_dataset(source.name)
@@ -185,8 +184,8 @@ def _read_repository(source: DataSource, repository: Repository) -> Records:
 
 
 def _check_commit(rows: Any, pinned: Repository, source: DataSource) -> None:
-    """Raises UserError for rows of another commit: where the hub does not answer, `datasets` takes the latest
-    one in its cache."""
+    """Where the hub does not answer, `datasets` takes the latest commit in its cache: another one is
+    refused."""
     parts = {part for file in rows.cache_files for part in Path(file["filename"]).parts}
     commits = {part for part in parts if re.fullmatch("[0-9a-f]{40}", part)}
     if commits and pinned.revision not in commits:
@@ -214,7 +213,6 @@ def _load_folder(source: DataSource) -> Any:
 
 
 def _load(source: DataSource, *arguments: str, **options: Any) -> Any:
-    """Returns the split that datasets.load_dataset loads with these arguments."""
     datasets = _import_datasets(source)
     try:
         with quiet(), _bars_on_terminals(datasets):
@@ -225,7 +223,7 @@ def _load(source: DataSource, *arguments: str, **options: Any) -> Any:
 
 
 def _choose_split(loaded: Mapping[str, Any], source: DataSource) -> Any:
-    """Returns the split that the user names; by default the only one, else the usual one."""
+    """Without a name: the only split, else the usual one."""
     split = source.split or (next(iter(loaded)) if len(loaded) == 1 else source.usual_split)
     if split not in loaded:
         what = f"{source.name} has no split {split!r}; its splits are {', '.join(loaded)}"
@@ -263,8 +261,6 @@ def _unreadable(source: DataSource, error: Exception) -> UserError:
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tuple[str, Record]]:
-    """Yields the rows with JSON's values. Raises UserError, with row and column, for a value of no such
-    kind."""
     for number, row in enumerate(rows, start=1):
         place = f"{source}, row {number}"
         record = {}

@@ -174,7 +174,7 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file of strict JSON, indented for people."""
+    """Writes strict JSON, indented for people."""
     with write_atomically(path) as file:
         file.write(dumps(value, indent=1) + "\n")
 
@@ -200,8 +200,8 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_no_file(path: Path, place: str) -> None:
-    """Raises UserError for a device or a pipe, which a rename would replace. /dev/stdout is one even where
-    the shell has redirected it into a file."""
+    """A rename would replace a device or a pipe. /dev/stdout is one even where the shell has redirected it
+    into a file."""
     is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     if is_stream or (path.exists() and not path.is_file()):
         raise UserError(f"{place}: {path} is no regular file; give the name of a file")
@@ -229,8 +229,8 @@ _WAYS_OUT: Final = {
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises ValueError for other text, for values nested too deeply,
-    and for half a character: one written as two escapes of which one is missing, which no file could hold."""
+    """Raises ValueError for other text, for values nested too deeply, and for lone surrogates, which UTF-8
+    cannot encode."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -244,8 +244,8 @@ def parse_json(text: str) -> Any:
 
 
 def refuse_endless(value: Any) -> None:
-    """Raises ValueError for JSON's value with a number that no measurement has: NaN, an infinity, or a whole
-    number of more than 18 digits."""
+    """Raises ValueError for NaN, an infinity, or a whole number of more than 18 digits: no measurement has
+    them."""
     items = [value]
     while items:
         item = items.pop()
@@ -295,7 +295,6 @@ def check_is_file(path: Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Returns the bytes of a file. Raises OSError."""
     check_is_file(path)
     return path.read_bytes()
 

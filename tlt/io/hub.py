@@ -65,8 +65,6 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub."""
-
     name: str
     revision: str | None = None
     """A branch, a tag or a commit; None: the main branch."""
@@ -96,9 +94,9 @@ class Repository:
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """Returns the local folder of a model or drafter: `name` itself where it is a path, else the snapshot
-    of a repository of the hub, downloaded where it is not in the cache. A path need not exist; its reader
-    refuses it. Raises UserError where the hub refuses, and for a repository without safetensors."""
+    """Returns the local folder of a model or drafter: `name` itself where it is a path, else a snapshot of
+    the hub, downloaded where the cache lacks it. A path need not exist; its reader refuses it. Raises
+    UserError where the hub refuses, and for a repository without safetensors."""
     repository = _find(name, revision)
     if repository is None:
         if revision is not None:
@@ -139,13 +137,12 @@ def pin_dataset(name: str | Path) -> Repository | None:
 
 
 def _find(name: str | Path, revision: str | None = None) -> Repository | None:
-    """Returns the repository that a name means; None: it is a path, or there is something at that path."""
+    """None: the name is a path, or there is something at that path."""
     return None if Path(name).exists() else Repository.parse(name, revision)
 
 
 def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Path:
-    """Returns the snapshot's folder, named by the commit. A pinned one that is whole in the cache needs no
-    network, so ranks and resumed runs need none."""
+    """A pinned commit that is whole in the cache needs no network, so ranks and resumed runs need none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled
 
@@ -166,8 +163,7 @@ def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Pa
 
 
 def _interruptible(download: Callable[[], str]) -> str:
-    """Returns the download's result. Ctrl-C ends it soon: huggingface_hub would first wait for its
-    downloads, so their connections are closed until it gives up."""
+    """Ctrl-C closes the connections of huggingface_hub, which would first wait for its downloads."""
     from huggingface_hub.utils import close_session
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="hub")
@@ -201,8 +197,7 @@ def quiet() -> Iterator[None]:
 
 
 def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
-    """Returns the class of a progress bar where there is no terminal: it prints a line at the first bytes,
-    then every `seconds` seconds."""
+    """Off a terminal: prints a line at the first bytes, then every `seconds` seconds."""
     from huggingface_hub.utils import tqdm
 
     class Lines(tqdm):
@@ -229,7 +224,6 @@ def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
 
 @contextlib.contextmanager
 def _refusals(repository: Repository, kind: Kind) -> Iterator[None]:
-    """Turns the errors of huggingface_hub into one line."""
     from huggingface_hub.errors import HfHubHTTPError as HttpError
     from huggingface_hub.errors import HFValidationError
 
@@ -247,7 +241,6 @@ def _refusals(repository: Repository, kind: Kind) -> Iterator[None]:
 
 
 def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
-    """Returns the second half of the line: value and remedy."""
     from huggingface_hub import constants, errors
 
     # The cause of a LocalEntryNotFoundError says why the hub was not asked, or did not answer.
@@ -282,8 +275,7 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
 
 
 def _not_here(repository: Repository) -> str:
-    """Says that no path has the repository's name; where its first half is a folder, with the nearest name in
-    it."""
+    """Where the first half of the name is a folder, names the nearest name in it."""
     folder, _, name = str(repository).partition("/")
     if not Path(folder).is_dir():
         return "is no folder or file here"

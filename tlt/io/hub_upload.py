@@ -97,7 +97,7 @@ def _licence(card: Any) -> str | None:
 
 
 def read_card(path: Path) -> Any:
-    """Returns what a model card's head says, by name; empty where it has none."""
+    """Returns the fields of a model card's head; empty: it has none."""
     from huggingface_hub import ModelCard
 
     return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
@@ -116,7 +116,6 @@ def _api() -> Any:
 
 @contextlib.contextmanager
 def _refusals(name: str) -> Iterator[None]:
-    """Turns the errors of huggingface_hub into one line."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 

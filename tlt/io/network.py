@@ -42,7 +42,6 @@ def ask_servers(trackers: Sequence[str], seconds: float = 10.0) -> Iterator[Find
 
 
 def _ask(url: str, seconds: float, headers: Mapping[str, str]) -> int | str:
-    """Returns the status that the server answers, or why there is none."""
     from huggingface_hub.utils import get_session
 
     try:
@@ -52,7 +51,7 @@ def _ask(url: str, seconds: float, headers: Mapping[str, str]) -> int | str:
 
 
 def _judge(name: str, url: str, answer: int | str, variable: str, known: str = "") -> Finding:
-    """Returns the finding. Any answer will do but a proxy's or a server's refusal: 403, 407 and 5xx."""
+    """Any answer will do but a proxy's or a server's refusal: 403, 407 and 5xx."""
     if isinstance(answer, int) and answer < 500 and answer not in (403, 407):
         return Finding(name, "ok", f"{url} answers{known}")
     what = f"answers {answer}" if isinstance(answer, int) else f"cannot be reached ({answer})"

@@ -62,7 +62,6 @@ def split_name(spec: str) -> tuple[str, str]:
 
 
 def is_file(spec: str) -> bool:
-    """Returns whether the code is named by its file."""
     return split_name(spec)[0].endswith(".py")
 
 

@@ -48,12 +48,10 @@ class RankFailure:
 
     @property
     def line(self) -> str:
-        """The failure in one line."""
         return f"rank {self.rank} {'failed' if self.traceback else 'has left'}: {self.message}"
 
     @staticmethod
     def of(error: Exception, rank: int) -> RankFailure:
-        """Returns the report of an exception that is being handled."""
         is_mistake = isinstance(error, UserError)
         message = str(error) if is_mistake else traceback.format_exception_only(error)[-1].strip()
         is_awaiting = isinstance(error, RankAwaited)
@@ -61,11 +59,10 @@ class RankFailure:
 
     @staticmethod
     def read(path: Path) -> RankFailure:
-        """Reads a report that `write` has written."""
         return RankFailure(**json.loads(path.read_text()))
 
     def write(self, folder: Path) -> None:
-        """Writes the report for the launcher, whole or not at all."""
+        """Writes the report whole or not at all."""
         partial = folder / f".{self.rank}"
         partial.write_text(json.dumps(asdict(self)))
         partial.rename(folder / f"rank{self.rank}.json")
@@ -98,7 +95,7 @@ class AttemptFailure:
 
     @property
     def place(self) -> str | None:
-        """The line of code that failed, the innermost of the traceback; None: there is no traceback."""
+        """The innermost line of code of the traceback; None: there is no traceback."""
         frames = re.findall(r'^ +File "(.+)", line (\d+), in (.+)$', self.traceback, re.MULTILINE)
         return ":".join(frames[-1]) if frames else None
 
@@ -174,7 +171,6 @@ class Restarts:
 
 
 def _give_up(failure: AttemptFailure, why: str = "") -> bool:
-    """Prints the failure; returns False."""
     sys.stderr.write(hide(visible(failure.traceback)))
     for cause in failure.causes:
         say(f"error: {cause}{why}")

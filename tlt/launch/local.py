@@ -111,7 +111,6 @@ def is_rank(num_ranks: int) -> bool:
 
 
 def run_here(argument: str, entry: Entry | str, go_on: str = "") -> int:
-    """Runs the entry as the rank that this process is; returns the exit code."""
     stop = StopRequest()
     with handling_stop_signals(stop, go_on):
         try:
@@ -169,7 +168,7 @@ def _run_rank(
 def _attempt(
     argument: str, entry: Entry | str, supervisor: Supervisor, monitor_seconds: float
 ) -> int | AttemptFailure:
-    """Starts all ranks and waits for their end. Returns the exit code of the command, or why they failed."""
+    """Returns the exit code of the command, or why the ranks failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -247,12 +246,8 @@ def _quiet_agent() -> Iterator[None]:
 
 @contextmanager
 def _environment(threads_per_rank: int) -> Iterator[None]:
-    """Sets the ranks' environment.
-
-    Ranks of one machine talk over its loopback, which other machines cannot reach. Other users of this
-    machine can, but ranks read nothing from processes that do not know the attempt's secret
-    (docs/security.md).
-    """
+    """Ranks of one machine talk over its loopback, which other machines cannot reach. Other users of the
+    machine can, but ranks read nothing without the attempt's secret (docs/security.md)."""
     added = {
         "OMP_NUM_THREADS": str(threads_per_rank),
         # gloo would read an earlier attempt's addresses from a shared store (torch issue 135712)

@@ -34,8 +34,7 @@ class OneMachine(RendezvousHandler):
     def is_closed(self) -> bool:
         return False
 
-    def set_closed(self) -> None:
-        """Does nothing."""
+    def set_closed(self) -> None: ...
 
     def num_nodes_waiting(self) -> int:
         return 0

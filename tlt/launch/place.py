@@ -97,7 +97,6 @@ def check_num_ranks(place: Place | None, num_ranks: int) -> None:
 
 
 def _source(environ: Mapping[str, str]) -> str:
-    """Returns the names of the variables that were read."""
     names = "RANK, WORLD_SIZE, LOCAL_RANK", "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
     return names["RANK" not in environ]
 
@@ -166,7 +165,7 @@ def _slurm_num_tasks(environ: Mapping[str, str], default: int | None = None) -> 
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place:
-    """Returns the place that srun's variables give. A step's own variables go before the job's."""
+    """A step's own variables go before the job's."""
     rank, world_size = _slurm_number(environ, "SLURM_PROCID"), _slurm_num_tasks(environ)
     nodes = (environ.get(f"SLURM_{which}NODELIST") for which in ("STEP_", "", "JOB_"))
     hosts = expand_hosts(next(filter(None, nodes), ""))
@@ -188,8 +187,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> int:
-    """Returns the number of tasks on this machine, from a list such as "4(x2),3": 4, 4 and 3 on three
-    machines."""
+    """Reads a list such as "4(x2),3": 4, 4 and 3 tasks on three machines."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if text is None:
         return num_tasks if num_hosts == 1 else -(-num_tasks // num_hosts)
@@ -225,7 +223,7 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def _numbers(part: str) -> list[str]:
-    """Returns the numbers of "01-03", with the first one's digits, or of "7"; MAX_HOSTS + 1 at most."""
+    """Reads "01-03", with the first one's digits, or "7"; returns at most MAX_HOSTS + 1."""
     first, _, last = part.partition("-")
     numbers = range(int(first), int(last or first) + 1)
     return [str(number).zfill(len(first)) for number in numbers[: MAX_HOSTS + 1]]

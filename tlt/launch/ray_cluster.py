@@ -79,8 +79,7 @@ def connect() -> Any:
 
 
 def _reach(address: str) -> None:
-    """Raises ConnectionError if nobody listens at HOST:PORT; Ray itself would try for minutes. Other forms of
-    addresses are left to Ray."""
+    """Raises ConnectionError if nobody listens at HOST:PORT; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
         try:
@@ -90,7 +89,6 @@ def _reach(address: str) -> None:
 
 
 def num_cluster_gpus() -> int:
-    """Returns the number of GPUs of all nodes."""
     return int(connect().cluster_resources().get("GPU", 0))
 
 
@@ -126,7 +124,7 @@ def launch_on_ray(
 
 @contextmanager
 def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iterator[list[Any]]:
-    """Yields an actor for every rank, packed onto few nodes, and ends the actors."""
+    """Packs one actor per rank onto few nodes, and ends the actors."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -193,7 +191,6 @@ class RankActor:
         return None
 
     def stop(self, number: int) -> None:
-        """Asks the entry to stop, as a signal would."""
         from signal import Signals
 
         self._stop.signal = Signals(number)
@@ -244,14 +241,13 @@ class RayAttempt:
         return None
 
     def _cause(self, jobs: dict[Any, int]) -> AttemptFailure:
-        """Returns why the attempt failed, after waiting for a death that may have caused it."""
+        """Waits for a death that may have caused the failure."""
         until = time.monotonic() + _SETTLE_SECONDS
         while jobs and len(self.reports) == len(self.ended) and time.monotonic() < until:
             self._collect(jobs, _POLL_SECONDS)
         return find_cause(self.reports, list(self.ended), lambda rank: self.ended[rank])
 
     def _collect(self, jobs: dict[Any, int], seconds: float) -> None:
-        """Records the ranks that have ended."""
         done, _ = self._ray.wait(list(jobs), num_returns=1, timeout=seconds)
         for job in done:
             rank = jobs.pop(job)
@@ -266,7 +262,7 @@ class RayAttempt:
 
 
 def _environs(places: list[tuple[str, str, str, int]], has_own_gpu: bool) -> list[dict[str, str]]:
-    """Returns what torchrun would set for each rank."""
+    """Sets what torchrun would set."""
     per_node = Counter(node for node, *_ in places)
     seen: Counter[str] = Counter()
     environs, secret = [], uuid.uuid4().hex
@@ -288,7 +284,6 @@ def _environs(places: list[tuple[str, str, str, int]], has_own_gpu: bool) -> lis
 
 
 def _died(error: Exception, host: str) -> str:
-    """Returns how an actor has died, for the message."""
     if "its node has died" in str(error):
         return f"its node, {host}, has died"
     return f"killed on {host} (out of memory?)"

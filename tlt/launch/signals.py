@@ -59,7 +59,7 @@ class SharedStop:
 
     @property
     def heard(self) -> signal.Signals | None:
-        """The signal; None: none was heard."""
+        """None: no signal was heard."""
         return signal.Signals(self._number.value) if self._number.value else None
 
     def set(self, number: signal.Signals) -> None:
@@ -92,7 +92,6 @@ class StopRequest:
             self._shared.is_shown = is_shown
 
     def is_set(self) -> bool:
-        """Returns whether this process or another of its launch was asked to stop."""
         return self.signal is not None or (self._shared is not None and self._shared.heard is not None)
 
     def ask(self, number: signal.Signals) -> None:
@@ -177,8 +176,7 @@ def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
 
 
 def _hear_signals(launcher: int, stop: StopRequest) -> None:
-    """Turns signals into requests to stop. A SIGTERM of the launcher ends the process: its agent ends this
-    rank because another failed."""
+    """A SIGTERM of the launcher ends the process: its agent ends this rank because another failed."""
     while True:
         heard = signal.sigwaitinfo(STOP_SIGNALS)
         if heard.si_signo == signal.SIGTERM and heard.si_pid == launcher:
@@ -189,9 +187,8 @@ def _hear_signals(launcher: int, stop: StopRequest) -> None:
 def _leave_when_orphaned(
     launcher: int, stop: StopRequest, is_finished: threading.Event, grace_seconds: float = GRACE_SECONDS
 ) -> None:
-    """Asks the rank to stop when the launcher has died, and ends the process when its entry has returned or
-    the grace period is over. Otherwise torch's wrapper around a rank would wait forever for the launcher to
-    read its return value, and nobody would end a rank that waits for a dead one."""
+    """Asks the rank to stop when the launcher has died, and ends the process after its entry or the grace
+    period. Otherwise torch's wrapper would wait forever for a launcher that reads its return value."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     stop.signal = signal.SIGTERM
@@ -285,7 +282,7 @@ class Supervisor(threading.Thread):
                 self._wake()
 
     def _find_ranks(self) -> None:
-        """Finds the ranks' processes, which the agent does not expose, by the numbers in their names."""
+        """Finds the ranks, which the agent does not expose, by the numbers in their names."""
         with self._lock:
             children = set(multiprocessing.active_children()) - self._others
             if len(children) == self.num_ranks:
@@ -308,8 +305,7 @@ class Supervisor(threading.Thread):
             self._wake()
 
     def _wake(self) -> None:
-        """Continues ranks that somebody has stopped (SIGSTOP), so that they can finish their step or
-        leave."""
+        """Continues ranks stopped by SIGSTOP, so that they can finish their step or leave."""
         for rank in self._alive.values():
             pid = self.processes[rank].pid
             if pid is not None:

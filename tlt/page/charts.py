@@ -85,7 +85,7 @@ class Drawn:
 
 
 def draw(chart: Chart, key: str, steps: tuple[float, float]) -> Drawn:
-    """Draws a chart. key: names it on the page.  steps: the first and the last step of all runs."""
+    """key: names the chart on the page. steps: the first and the last step of all runs."""
     ranges: dict[str, Any] = {"y_range": _extent(chart)} if _lines(chart) else {}
     height, together = HEIGHT, ""
     for shape in chart.shapes:
@@ -122,7 +122,7 @@ def _lines(chart: Chart) -> list[Line]:
 
 
 def _extent(chart: Chart) -> Range1d:
-    """Returns the y axis of lines: never below 0 where no value is, and around a single value too."""
+    """Bounds lines: never below 0 where no value is, and around a single value too."""
     parts = [part for line in _lines(chart) for part in (line.y, line.low, line.high) if part is not None]
     values = np.concatenate([np.asarray(part, dtype=np.float64) for part in parts])
     values = np.clip(values[np.isfinite(values)], -_LARGEST, _LARGEST)
@@ -160,7 +160,6 @@ def _style(plot: figure, chart: Chart) -> None:
 
 
 def _count_whole(axis: Any, grid: Any) -> None:
-    """Puts ticks at whole numbers alone."""
     axis.ticker = grid.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
     axis.formatter = NumeralTickFormatter(format="0,0")
 
@@ -204,7 +203,6 @@ def _(shape: Line, plot: figure, chart: Chart) -> list[LegendEntry]:
 def _strokes(
     line: Line, plot: figure, chart: Chart, width: float, alpha: float = 1.0
 ) -> list[GlyphRenderer[Any]]:
-    """Draws a line, and its points where they are few."""
     source = ColumnDataSource({"x": line.x, "y": line.y}, name=f"data|{plot.name}|{line.label}")
     look: dict[str, Any] = {"source": source, "color": COLORS[line.color % len(COLORS)], "alpha": alpha}
     dash = DASHES[line.dash % len(DASHES)]
@@ -337,5 +335,4 @@ def _order(label: str) -> float:
 
 
 def library() -> Iterable[str]:
-    """Returns Bokeh's JavaScript, as it comes with the package."""
     return Resources(mode="inline", components=["bokeh"]).js_raw

@@ -46,7 +46,6 @@ class RunRecords:
 
     @cached_property
     def x(self) -> Values:
-        """The steps' numbers."""
         return np.array([record.step for record in self.steps], dtype=np.float64)
 
     @cached_property
@@ -70,7 +69,7 @@ class RunRecords:
         return {name.removeprefix(f"{prefix}/"): self.values(name) for name in names}
 
     def setting(self, place: str, default: object = None) -> object:
-        """Returns a key of the configuration, `section.key`."""
+        """Returns the value of `section.key` in the configuration."""
         section, _, key = place.partition(".")
         found = self.config.get(section)
         return found.get(key, default) if isinstance(found, dict) else default
@@ -129,7 +128,6 @@ def _read_config(path: Path) -> Record:
 
 
 def is_known(values: Values) -> bool:
-    """Returns whether any value exists."""
     return bool(np.isfinite(values).any())
 
 

@@ -57,8 +57,8 @@ def show_responses(runs: Sequence[RunRecords]) -> tuple[list[Record], list[str]]
 
 
 def _evenly(lines: Sequence[bytes], count: int) -> Sequence[bytes]:
-    """Returns about `count` of a file's lines: whole groups, evenly spread, of which the last may be cut. A
-    group are neighbours with the same problem, which a line names first."""
+    """Returns about `count` lines, evenly spread: whole groups, which are neighbours with the same problem.
+    The last may be cut."""
     if len(lines) <= count:
         return lines
     groups = [[*group] for _, group in groupby(lines, lambda line: line.partition(b'"sample_index"')[0])]
@@ -68,8 +68,6 @@ def _evenly(lines: Sequence[bytes], count: int) -> Sequence[bytes]:
 
 
 class _Reader:
-    """Reads a run's responses for the page."""
-
     def __init__(self, run: RunRecords) -> None:
         self.run, self.uncoloured = run, Counter[str]()
         self.tokenizer, self.no_tokenizer = _find_tokenizer(run)
@@ -101,12 +99,11 @@ class _Reader:
             raise UserError(f"{path}: holds a line that is no response ({reason}); remove the line") from None
 
     def missing(self) -> str:
-        """Returns what the responses that were read lack, and why; empty: nothing."""
+        """Says what the responses lack, and why; empty: nothing."""
         lacks = [f"; tokens of {num} are not coloured, for {why}" for why, num in self.uncoloured.items()]
         return self.no_tokenizer + "".join(lacks)
 
     def _text(self, kept: Record) -> Record:
-        """Returns the response's text and, where it is known, who drafted its tokens."""
         text, drafts, tokenizer = str(kept["text"]), read_drafts(kept.get("drafts")), self.tokenizer
         if drafts is None:
             self.uncoloured["vLLM on a GPU does not tell who drafted them"] += 1
@@ -126,7 +123,6 @@ class _Reader:
 
 
 def _checked(kept: Any) -> Record:
-    """Returns a line's fields. Raises ValueError or TypeError for those of another kind."""
     if not isinstance(kept, dict):
         raise TypeError("it is no object")
     refuse_endless(kept)
@@ -147,7 +143,7 @@ def _checked(kept: Any) -> Record:
 
 
 def _find_tokenizer(run: RunRecords) -> tuple[Tokenizer | None, str]:
-    """Returns the run's tokenizer, or None and what is missing without it."""
+    """Returns the tokenizer, or None and what is missing without it."""
     named = run.setting("model.path")
     folders = [run.folder / "policy", run.folder / "best", *([Path(named)] if isinstance(named, str) else [])]
     lacks = "; prompts are not decoded and tokens not coloured"

@@ -51,8 +51,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Panel:
-    """The charts of a chosen step."""
-
     id: str
     label: str
     charts: list[Placed]
@@ -112,7 +110,6 @@ def in_script(value: Any) -> Markup:
 
 
 def _steps_of(runs: Sequence[RunRecords]) -> tuple[float, float]:
-    """Returns the first and the last step of all runs, evaluations among them."""
     steps = [float(one.step) for run in runs for one in run.steps]
     steps += [float(one.step) for run in runs for one in run.evaluations]
     return (min(steps), max(steps)) if steps else (0.0, 1.0)
@@ -186,7 +183,7 @@ def _panels(times: Sequence[RunTime], names_run: bool) -> list[Panel]:
 
 
 def _notes(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[str]:
-    """Returns what the page cannot tell of these runs, and why."""
+    """Says what is not known of these runs, and why."""
     notes = []
     if len(tasks := dict.fromkeys(map(summary.task_of, runs))) > 1:
         notes.append(

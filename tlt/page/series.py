@@ -200,7 +200,7 @@ HEALTH = (
 
 
 def series_chart(spec: SeriesSpec, runs: Sequence[RunRecords]) -> Chart | None:
-    """Returns the chart of figures over steps; None: no run has any of them."""
+    """None: no run has any of the figures."""
     shapes = list[Shape]()
     for number, run in enumerate(runs):
         for place, (label, name) in enumerate(spec.figures.items()):
@@ -231,7 +231,7 @@ def label_of(run: RunRecords, label: str, runs: Sequence[RunRecords]) -> str:
 
 
 def width_of(number: int, runs: Sequence[RunRecords]) -> float:
-    """Returns the width of a run's lines: wide for the first of several, so that equal ones are all seen."""
+    """The first of several runs is drawn wide, so that equal lines are all seen."""
     return 5.0 if number == 0 and len(runs) > 1 else 2.0
 
 
@@ -269,7 +269,6 @@ def _held_out(key: str, figure: str, title: str, runs: Sequence[RunRecords], fie
 
 
 def strategy_chart(run: RunRecords) -> Chart | None:
-    """Returns the share of engine seconds of each kind of draft, over steps."""
     layers: dict[str, Values] = {}
     for name, seconds in run.group("rollout/strategy_seconds").items():
         kind = name.partition(":")[0]

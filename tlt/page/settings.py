@@ -22,7 +22,6 @@ MAX_CHARACTERS = 500
 
 
 def differing_keys(runs: Sequence[RunRecords]) -> Table:
-    """Returns the keys of which the runs have different values."""
     keys = [key for key in _keys(runs) if key not in _NOT_COMPARED and len(_texts(runs, key)) > 1]
     note = "" if keys else "The runs have equal configurations."
     return Table([run.name for run in runs], _rows(runs, keys), note)
@@ -36,14 +35,13 @@ def changed_keys(runs: Sequence[RunRecords]) -> Table:
 
 
 def default_keys(runs: Sequence[RunRecords]) -> Table:
-    """Returns the keys that all runs left at their defaults."""
     return Table(
         [run.name for run in runs], _rows(runs, [key for key in _keys(runs) if not _is_changed(runs, key)])
     )
 
 
 def machines(runs: Sequence[RunRecords]) -> Table | None:
-    """Returns versions, commit and machine of each run; None: no run has recorded any."""
+    """None: no run has recorded versions and machine."""
     names = list(
         dict.fromkeys(name for run in runs for one in run.environments for name in one if name != "began")
     )
@@ -52,7 +50,6 @@ def machines(runs: Sequence[RunRecords]) -> Table | None:
 
 
 def _over_attempts(environments: Sequence[Record], name: str) -> str:
-    """Returns the values of all attempts in their order, equal neighbours once."""
     texts = [_text(one.get(name)) for one in environments]
     return " → ".join(text for i, text in enumerate(texts) if not i or texts[i - 1] != text) or NOTHING
 
@@ -91,7 +88,7 @@ def _text(value: Any) -> str:
 
 @cache
 def _defaults() -> Mapping[str, Any]:
-    """Returns the default of every key that has one, as config.json writes it."""
+    """Writes values as config.json does."""
     sections = ((name, field.annotation) for name, field in Config.model_fields.items())
     return {
         f"{name}.{key}": value

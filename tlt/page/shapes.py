@@ -42,7 +42,7 @@ class Areas:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars over categories, one for each."""
+    """Bars over categories."""
 
     label: str
     names: list[str]
@@ -100,7 +100,6 @@ class Chart:
 
     @property
     def is_share(self) -> bool:
-        """Whether y lies between 0 and 1."""
         return self.y_label in SHARES
 
 

@@ -20,7 +20,7 @@ FEWEST_STEPS = 4
 
 
 def depth_chart(runs: Sequence[RunRecords]) -> Chart | None:
-    """Returns the acceptance by depth, early and late in each run."""
+    """Compares the acceptance by depth early and late in each run."""
     shapes = list[Shape]()
     for number, run in enumerate(runs):
         names = [name for name in run.names if name.startswith("rollout/draft_acceptance_rate_pos_")]
@@ -60,7 +60,7 @@ def drafter_ages(run: RunRecords) -> Values:
 
 
 def age_chart(runs: Sequence[RunRecords]) -> Chart | None:
-    """Returns the accept length by the drafter's age, with its 95 % band over steps."""
+    """The band is the 95 % interval over steps."""
     shapes = list[Shape]()
     for number, run in enumerate(runs):
         ages, lengths = drafter_ages(run), run.values("rollout/accept_length")
@@ -78,7 +78,6 @@ def age_chart(runs: Sequence[RunRecords]) -> Chart | None:
 
 
 def reference_chart(run: RunRecords) -> Chart | None:
-    """Returns the tokens kept of references, by age."""
     tokens = {age: float(np.nansum(values)) for age, values in run.group("rollout/followed_by_age").items()}
     if not any(tokens.values()):
         return None

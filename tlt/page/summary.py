@@ -56,7 +56,7 @@ class Table:
 
 
 def number(value: float) -> str:
-    """Returns a number for people: four digits that count."""
+    """Keeps four digits."""
     if not math.isfinite(value):
         return NOTHING
     if value and not 1e-3 <= abs(value) < 1e6:
@@ -70,7 +70,6 @@ def share(value: float) -> str:
 
 
 def glance(runs: Sequence[RunRecords]) -> Table:
-    """Returns what each run was and brought, a column for each."""
     facts = [_facts(run) for run in runs]
     names = list(dict.fromkeys(name for fact in facts for name in fact))
     rows = [(name, [Cell(fact.get(name, NOTHING)) for fact in facts]) for name in names]
@@ -106,7 +105,7 @@ def task_of(run: RunRecords) -> str:
 
 
 def _rate(run: RunRecords) -> float:
-    """Returns response tokens per second of the rollouts that recalled none; NaN: each did."""
+    """Response tokens per second of the rollouts that recalled none; NaN: each did."""
     counts = [
         (one.rollout.num_tokens, one.rollout.seconds) for one in run.steps if not one.rollout.recalled_tokens
     ]
@@ -142,8 +141,7 @@ def _results(run: RunRecords) -> dict[str, str]:
 
 
 def _ends(values: Values, form: Callable[[float], str]) -> str:
-    """Returns the means of the first and the last steps, which are told: a tenth of the steps, at least five
-    where there are ten."""
+    """Returns the means of the first and the last tenth of the steps, at least five where there are ten."""
     few = max(len(values) // 10, min(len(values) // 2, 5))
     if not few:
         return f"{form(mean_of(values))}, one step"
@@ -168,7 +166,6 @@ def differences(first: RunRecords, second: RunRecords) -> Table | None:
 
 
 def figures(run: RunRecords) -> Table:
-    """Returns every figure's first, last, mean, lowest and highest value."""
     rows = []
     for name in run.names:
         values = run.values(name)

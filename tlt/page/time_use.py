@@ -85,7 +85,7 @@ class StepTime:
         return sums
 
     def columns(self, rank: int) -> list[Piece]:
-        """Returns the rank's pieces rounded to columns, neighbours of one use as one."""
+        """Rounds the rank's pieces to columns and joins neighbours of one use."""
         edges = np.linspace(0.0, self.seconds, NUM_COLUMNS + 1)
         names = list(dict.fromkeys(piece.use for piece in self.pieces[rank]))
         taken = [
@@ -118,7 +118,7 @@ def per_bin(edges: Values, stretches: Sequence[tuple[float, float, float]]) -> V
 
 
 def read_step(run: RunRecords, record: StepRecord) -> StepTime | None:
-    """Returns how the ranks spent a step; None: the timeline does not say."""
+    """None: the timeline does not say."""
     start, end = record.finished_at - record.step_seconds, record.finished_at
     pieces, engine = dict[int, list[Piece]](), dict[int, list[Span]]()
     for rank, path in list(timeline_paths(run.folder).items())[:MAX_RANKS]:
@@ -180,7 +180,6 @@ def spans_between(path: Path, start: float, end: float) -> Iterator[Span]:
 
 
 def _spans_from(file: IO[bytes], offset: int) -> Iterator[Span]:
-    """Yields the spans of the lines that begin behind `offset`, or at 0."""
     file.seek(offset)
     if offset:
         file.readline()

@@ -39,7 +39,6 @@ class RunTime:
 
     @property
     def rank_note(self) -> str:
-        """Says how much of the run is read."""
         ranks = max((len(time.pieces) for time in self.read), default=0)
         return f"{len(self.read)} of {len(self.run.steps)} steps, {ranks} rank(s)"
 
@@ -69,7 +68,6 @@ def read_times(run: RunRecords) -> RunTime:
 
 
 def use_chart(time: RunTime) -> Chart | None:
-    """Returns where each step's seconds went, the mean over ranks."""
     if not time.read:
         return None
     by_use = [step.seconds_by_use() for step in time.read]
@@ -94,7 +92,6 @@ def shares_of_time(time: RunTime) -> dict[str, float]:
 
 
 def rank_chart(chosen: ChosenStep) -> Chart:
-    """Returns the ranks of a step over time."""
     rows = [f"rank {rank}" for rank in chosen.time.pieces]
     stretches = [
         (f"rank {rank}", piece.use, piece.start, piece.end)
@@ -114,7 +111,7 @@ def rank_chart(chosen: ChosenStep) -> Chart:
 
 
 def load_charts(chosen: ChosenStep) -> Sequence[Chart]:
-    """Returns running responses and tokens per second over a step; [] where no engine step is recorded."""
+    """[]: no engine step is recorded."""
     if not any(chosen.time.engine.values()):
         return []
     x, running, tokens = chosen.time.curves()

@@ -21,7 +21,7 @@ WATCHED = ("metrics.jsonl", "evaluations.jsonl", "failures.log")
 
 
 def stamp_of(folders: Sequence[Path]) -> str:
-    """Returns a text that changes whenever a run has written a step, an evaluation or a failure."""
+    """Changes whenever a run has written a step, an evaluation or a failure."""
     files = (folder / name for folder in folders for name in WATCHED)
     return "-".join(f"{file.stat().st_size}.{file.stat().st_mtime_ns}" for file in files if file.is_file())
 
@@ -41,7 +41,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
     def page(self) -> str:
-        """Returns the page of now. It is made once for each version, whoever asks."""
+        """Makes the page once for each version, whoever asks."""
         with self._lock:
             if (stamp := stamp_of(self.folders)) != self._made[0] or not self._made[1]:
                 self._made = stamp, self._make(stamp)
@@ -78,5 +78,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing."""
+    def log_message(self, format: str, *args: object) -> None: ...

@@ -192,7 +192,6 @@ def _answer_column(data: DataFacts) -> str | None:
 
 
 def _scoring(data: DataFacts, answer: str | None) -> str:
-    """Returns how responses can be scored: see `Choices`."""
     if answer is None:
         return "own"
     answers = _answers(data, answer)
@@ -278,8 +277,7 @@ def _choose_steps(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
 
 
 def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
-    """Yields whether all weights or adapters are trained: the first way that fits with room to spare, else
-    the first that fits."""
+    """Takes the first way that fits with room to spare, else the first that fits."""
     ways = list(_ways(facts, values))
     tries = [(keys, _plan(facts, dict(values) | keys)) for keys in ways]
     roomy = (keys for keys, run in tries if fits(replace(run, rank_bytes=_filled(run))))
@@ -311,7 +309,7 @@ _WHYS = {
 
 
 def _ways(facts: Facts, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields keys that take less and less memory, without those that the user gives."""
+    """Yields keys that take less and less memory, without the user's."""
     is_stored_in_half = facts.model.stored_as == "bfloat16" and facts.machine.num_gpus > 0
     half = {"lora.base_dtype": "bfloat16"} if is_stored_in_half else {}
     kinds: list[dict[str, Any]] = [{"lora.rank": 0}, LORA | half]
@@ -339,7 +337,7 @@ def _plan(facts: Facts, values: Mapping[str, Any]) -> PlannedRun:
 
 
 def _config(values: Mapping[str, Any]) -> Config:
-    """Returns a configuration with the values that memory depends on. Raises UserError for a wrong one."""
+    """Takes the values that memory depends on."""
     sections: dict[str, dict[str, Any]] = {"model": {"path": Path()}, "task": {"name": "countdown"}}
     for key, value in values.items():
         section, name = key.split(".", 1)

@@ -39,7 +39,6 @@ class Heartbeats:
         self._next_watched = 0
 
     def beat(self, held: int) -> None:
-        """Writes a heartbeat."""
         self._changes += 1
         self._beaten_at = self._clock()
         self.store.set(f"beat/{self.replica}", f"{self._changes}:{held}:{self.tells()}")
@@ -50,8 +49,8 @@ class Heartbeats:
             self.beat(held)
 
     def watch(self, held: int, phase: str) -> None:
-        """Looks at some of the others, at most once a second. Raises ReplicaTimeout, which names the replica,
-        if one was silent for longer than the time-out."""
+        """Looks at some of the others, at most once a second. Raises ReplicaTimeout for one that was silent
+        too long."""
         now = self._clock()
         if now - self._watched_at < _WATCH_SECONDS:
             return
@@ -73,14 +72,14 @@ class Heartbeats:
                 )
 
     def told(self) -> list[str]:
-        """Returns what the replicas told last, without those that told nothing. Any thread may call it."""
+        """Returns the latest message of each replica that sent one. Any thread may call it."""
         beats = (read_now(self.store, f"beat/{replica}") for replica in range(self.num_replicas))
         told = (beat.decode().split(":", 2)[2] for beat in beats if beat != ABSENT)
         return [text for text in told if text]
 
     def _next_to_watch(self) -> list[int]:
-        """Returns the next replicas, so many that each has its turn ten times within the time-out. If every
-        replica looked at every other once a second, that would be the store's main work."""
+        """Chooses so many that each has its turn ten times within the time-out: looking at all would swamp
+        the store."""
         num = min(max(math.ceil(10 * self.num_replicas / self.timeout), 1), self.num_replicas)
         turn = [(self._next_watched + i) % self.num_replicas for i in range(num)]
         self._next_watched = (self._next_watched + num) % self.num_replicas

@@ -53,7 +53,6 @@ def choose_layout(wanted: str, num_ranks: int, device: str) -> LayoutChoice:
 
 
 def mesh_of(world: World) -> DeviceMesh:
-    """Returns all ranks of the world as a mesh of one dimension."""
     assert world.group is not None, "slices need a process group, be it of one rank"
     return DeviceMesh.from_group(world.group, world.device.type)
 

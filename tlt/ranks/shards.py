@@ -140,7 +140,6 @@ def split_rows(
 
 
 def local_box(tensor: Tensor) -> tuple[Tensor, Box]:
-    """Returns this process's part of a tensor, and its box."""
     if not isinstance(tensor, DTensor):
         return tensor, ((0,) * tensor.dim(), tuple(tensor.shape))
     local = tensor.to_local()
@@ -150,7 +149,6 @@ def local_box(tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 def is_first_copy(tensor: DTensor) -> bool:
-    """Returns whether this process writes its shard: the first of the ranks that hold it does."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh of its own tensor"
     places = zip(tensor.placements, coordinate, strict=True)
@@ -210,7 +208,6 @@ def write_chunk(file: BinaryIO, chunk: memoryview) -> None:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Returns the digest of a file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileDigest(file.tell(), digest.hexdigest())
@@ -233,7 +230,6 @@ def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Returns the header of a safetensors file, and the byte at which its values begin."""
     length = int.from_bytes(file.read(8), "little")
     return json.loads(file.read(length)), 8 + length
 
@@ -270,7 +266,7 @@ def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor],
 
 
 def _read_window(file: BinaryIO, start: int, dtype: torch.dtype, piece: Box, common: Box) -> Tensor:
-    """Returns the common box of a piece whose values begin at byte `start`. Reads its rows alone."""
+    """Reads the rows of a piece that hold the common box, and no others."""
     window, shape = _window(common, piece), piece[1]
     rows = window[0] if window else slice(0, 1)
     row_bytes = dtype.itemsize * math.prod(shape[1:])
@@ -281,7 +277,7 @@ def _read_window(file: BinaryIO, start: int, dtype: torch.dtype, piece: Box, com
 
 
 def common_box(a: Box, b: Box) -> Box | None:
-    """Returns the intersection of two boxes; None: it is empty."""
+    """None: the boxes do not meet."""
     starts = tuple(map(max, a[0], b[0]))
     ends = [min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True)]
     shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -289,6 +285,5 @@ def common_box(a: Box, b: Box) -> Box | None:
 
 
 def _window(common: Box, box: Box) -> tuple[slice, ...]:
-    """Returns the slices of a box that select its part `common`."""
     starts = [start - origin for start, origin in zip(common[0], box[0], strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, common[1], strict=True))

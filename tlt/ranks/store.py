@@ -39,7 +39,7 @@ _WATCH_SECONDS = 1.0
 
 
 def read_now(store: Store, key: str) -> bytes:
-    """Returns a key's value, or ABSENT. It does not wait for the key, as `get` would."""
+    """Does not wait for the key, as `get` would: returns ABSENT."""
     value: bytes = store.compare_set(key, ABSENT.decode(), ABSENT.decode())
     return value
 
@@ -133,12 +133,10 @@ def meet(
 
 
 def attempt_store(store: Store, attempt: Attempt) -> Store:
-    """Returns the attempt's own part of the store."""
     return PrefixStore(f"attempt{attempt.number}", store)
 
 
 def is_over(store: Store, attempt: Attempt) -> bool:
-    """Returns whether a rank was started again since."""
     return PrefixStore("meeting", store).add("hellos", 0) > attempt.num_hellos
 
 
@@ -211,8 +209,8 @@ def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
 
 
 def _start_looking(watch: Watch, name: str, look: Callable[[], bool]) -> None:
-    """Starts a thread that calls `look` every second until it returns False, the process leaves, or the store
-    is gone: the launcher, `leave_when_silent` or the next collective deal with that."""
+    """Calls `look` every second until it returns False, the process leaves, or the store is gone, with which
+    others deal."""
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):
@@ -223,19 +221,17 @@ def _start_looking(watch: Watch, name: str, look: Callable[[], bool]) -> None:
 
 
 def clone(store: Store) -> Store:
-    """Returns a connection of its own to the store, which no other thread's wait blocks."""
+    """A wait on another connection does not block this one."""
     connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
     return connection
 
 
 def _missing(meeting: Store, number: int, roster: Sequence[str]) -> list[int]:
-    """Returns the ranks that have not answered to the roster."""
     here = [read_now(meeting, f"here/{number}/{rank}").decode() for rank in range(len(roster))]
     return [rank for rank, token in enumerate(roster) if here[rank] != token]
 
 
 def _refuse(meeting: Store, rank: int, number: int, roster: Sequence[str], timeout_seconds: float) -> None:
-    """Raises the UserError that names the ranks that have not come."""
     silent = [other for other in range(len(roster)) if read_now(meeting, f"hello/{other}") == ABSENT]
     absent = silent or _missing(meeting, number, roster)
     names = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")

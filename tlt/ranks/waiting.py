@@ -55,7 +55,6 @@ class Waiting:
 
 
 def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting:
-    """Returns a Waiting on a connection of its own."""
     return Waiting(clone(world.store), patience)
 
 
@@ -107,7 +106,6 @@ def naming_absent_ranks(world: World) -> Iterator[None]:
 
 
 def _call_the_roll(world: World) -> list[int]:
-    """Returns the ranks that have not waited in vain."""
     roll, deadline = PrefixStore("waited", world.store), time.monotonic() + ROLL_CALL_SECONDS
     roll.set(str(world.rank), "here")
     while True:

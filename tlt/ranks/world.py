@@ -103,7 +103,6 @@ class Rendezvous:
 
     @property
     def is_restart(self) -> bool:
-        """Whether the ranks were started before."""
         return self.place.is_restart or self.number > 1
 
 
@@ -153,8 +152,7 @@ def _backend(device: torch.device) -> str:
 
 
 def _device_of(place: Place, device: torch.device) -> torch.device:
-    """Returns the rank's device; a GPU becomes the current one. Raises UserError if the machine has none for
-    it."""
+    """A GPU becomes the current one. Raises UserError if the machine has none for the rank."""
     if device.type != "cuda":
         return device
     index, found = 0 if place.has_own_gpu else place.local_rank, torch.cuda.device_count()
@@ -218,7 +216,6 @@ def broadcast_json(world: World, value: Any) -> Any:
 
 
 def broadcast_bytes(world: World, data: bytes) -> bytes:
-    """Returns the leader's bytes on every rank."""
     if world.group is None:
         return data
     size = torch.tensor([len(data)])

@@ -39,12 +39,7 @@ SECONDS_PER_LINE = 60.0
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table.
-
-    title, unit: its two-line heading.
-    write: formats its value of a record.
-    is_spare: whether a narrow terminal omits it.
-    """
+    """A column of the table: its heading in two lines, its format, and whether a narrow terminal omits it."""
 
     title: str
     unit: str
@@ -88,7 +83,6 @@ COLUMNS = (
 
 
 def _columns_within(width: int) -> tuple[Column, ...]:
-    """Returns all columns, without the spare ones if a row would be wider than the terminal."""
     fits = _row_width(COLUMNS) <= width
     return tuple(column for column in COLUMNS if fits or not column.is_spare)
 
@@ -136,7 +130,7 @@ class Console:
         self.close()
 
     def close(self) -> None:
-        """Removes the live lines and gives the terminal back. Printing still works."""
+        """Removes the live lines. Printing still works."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -172,7 +166,7 @@ class Console:
             self._print_plain(_note(str(progress)))
 
     def begin_log(self, path: Path, title: str) -> None:
-        """Appends the plain lines to this file, too, from now on, the title first."""
+        """Appends the plain lines to this file, too, the title first."""
         self._add_log(path).print(title)
 
     def _add_log(self, path: Path) -> rich.console.Console:
@@ -181,7 +175,6 @@ class Console:
         return log
 
     def header(self, rows: Mapping[str, str]) -> None:
-        """Prints rows of name and text: the run that is about to begin."""
         width = max(map(len, rows))
         for name, value in rows.items():
             self._print_plain(Text(f"{name:<{width}}  {value}"))
@@ -196,7 +189,6 @@ class Console:
         self._print(_note(text))
 
     def step(self, record: StepRecord) -> None:
-        """Prints the step's row, and notes about recalled responses and missing rewards."""
         if self._num_rows % ROWS_PER_HEADER == 0:
             self._header()
         self._num_rows += 1
@@ -214,7 +206,7 @@ class Console:
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:
-        """Prints how many of the step's responses could not be scored, and why the first could not."""
+        """Prints how many responses have no score, and why the first has none."""
         if num_errors := record.rewards.num_errors:
             counts = f"{num_errors} of {record.rollout.num_responses} responses could not be scored"
             self.note(f"step {record.step}: {counts}; the first: {record.rewards.first_error}")
@@ -258,12 +250,10 @@ class Console:
             console.print(text, soft_wrap=True)
 
     def _print_plain(self, text: Text) -> None:
-        """Prints a line that a terminal does not show, or shows in another form."""
         for console in self._all[self.is_live :]:
             console.print(text, soft_wrap=True)
 
     def _print_row(self, write: Callable[[Column], tuple[str, str]]) -> None:
-        """Prints what `write` returns of each column, text and style."""
         for console in self._all:
             columns = _columns_within(console.width)
             console.print(_row(columns, [write(column) for column in columns]), soft_wrap=True)
@@ -309,8 +299,7 @@ class Console:
 
 
 def _open(stream: TextIO, enabled: bool, is_terminal: bool) -> rich.console.Console:
-    """Returns a console on the stream. Off a terminal the width is fixed: a log must not depend on where it
-    was written."""
+    """Off a terminal the width is fixed: a log must not depend on where it was written."""
     return rich.console.Console(
         file=stream,
         width=None if is_terminal else WIDTH,

@@ -21,7 +21,6 @@ PACKAGES = ("transformers", "tokenizers", "safetensors", "numpy", "vllm")
 
 
 def environment() -> dict[str, Any]:
-    """Returns machine, commit and versions."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpus = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
@@ -70,8 +69,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _git(*words: str) -> str:
-    """Returns git's output for the checkout that this code runs from, wherever it was started. An installed
-    package has none: the commit is "unknown", and there are no changes."""
+    """Asks git about the checkout of this code. An installed package has none: its commit is "unknown"."""
     here = ["git", "-C", str(Path(__file__).parents[2]), "--git-dir=.git"]
     try:
         done = subprocess.run([*here, *words], capture_output=True, text=True, check=True)

@@ -57,7 +57,6 @@ class LiveLines:
         self._live.stop()
 
     def note_step(self, step: int, seconds: float) -> None:
-        """Notes that `step` steps are done, and what the last one took."""
         self._step = step
         self._recent.append(seconds)
 

@@ -28,7 +28,7 @@ def logging_stderr(path: Path) -> Iterator[None]:
 
 
 class _Log(io.TextIOBase):
-    """Appends what is written to a file, which is open only meanwhile: several processes print into it."""
+    """Appends to a file that several processes print into: it is open for one write at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -54,7 +54,6 @@ class Outcome:
 
 
 def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
-    """Yields the summary's names and values. products: name → path."""
     if outcome.gain is not None:
         yield from _gain_rows(outcome.gain)
     for reason in outcome.left_out:
@@ -75,8 +74,7 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
 def evaluation_rows(
     solved: Mapping[str, float], rewards: Mapping[str, float], seconds: float, products: Mapping[str, Path]
 ) -> Iterator[tuple[str, Text]]:
-    """Yields the summary's names and values for an evaluation alone. solved, rewards: solve rate and mean
-    reward by problem."""
+    """Yields the summary of an evaluation alone. solved, rewards: by problem."""
     rate, error = _mean_and_error(solved)
     yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
     reward, error = _mean_and_error(rewards)
@@ -86,7 +84,6 @@ def evaluation_rows(
 
 
 def _mean_and_error(by_problem: Mapping[str, float]) -> tuple[float, float]:
-    """Returns the mean and its standard error."""
     mean = sum(by_problem.values()) / len(by_problem)
     return mean, math.sqrt(sum((one - mean) ** 2 for one in by_problem.values())) / len(by_problem)
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Doing(StrEnum):
-    """What a replica does in a phase, as it is shown after a number of ranks."""
+    """What a replica does now, as the screen words it."""
 
     GENERATE = "generating"
     TAKE_OVER = "taking over"
@@ -61,7 +61,7 @@ class PhaseProgress:
 
     @staticmethod
     def of(replicas: Sequence[ReplicaProgress], total: int, speed: float | None) -> PhaseProgress:
-        """Returns the progress of replicas that together are to give `total` responses."""
+        """Sums over the replicas. total: responses of the phase."""
         return PhaseProgress(
             sum(replica.finished for replica in replicas),
             total,
@@ -72,7 +72,6 @@ class PhaseProgress:
 
     @property
     def figures(self) -> str:
-        """Returns responses, speed and the longest response in words."""
         parts = [f"{self.finished:,} / {self.total:,} responses"]
         if self.speed is not None:
             parts.append(f"{self.speed:,.0f} tok/s")

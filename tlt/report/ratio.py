@@ -49,7 +49,7 @@ class Ratio:
 
 
 def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> Iterator[dict[str, list[T]]]:
-    """Runs every task once in each round, in alternating order. Yields all results after each round."""
+    """Runs every task once a round, in alternating order. Yields all results after each round."""
     results: dict[str, list[T]] = {name: [] for name in tasks}
     for index in range(num_rounds):
         for name in tasks if index % 2 == 0 else reversed(list(tasks)):
@@ -58,13 +58,12 @@ def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> It
 
 
 def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
-    """Runs every task once in each round, in turns; returns each task's results, round by round."""
+    """As `rounds_in_turns`; returns each task's results, round by round."""
     *_, results = rounds_in_turns(tasks, num_rounds)
     return results
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Returns the seconds that a call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -98,7 +98,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _nan_for_null(value: Any) -> Any:
-    """Returns JSON's value with NaN wherever it has null, in place."""
+    """Replaces null by NaN, in place."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for place, item in items:
         value[place] = _nan_for_null(item)
@@ -135,7 +135,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """Returns the complete records of a metrics.jsonl, also while it is being written."""
+    """Reads a metrics.jsonl, also while it is written."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")

@@ -129,8 +129,7 @@ class Timeline:
         return [_span(row) for row in self._spans]
 
     def flush(self) -> None:
-        """Moves the recorded spans to the end of the file, once a step. Without a file they stay here until
-        `clear`."""
+        """Appends the recorded spans to the file, once a step. Without a file they stay until `clear`."""
         if self._path is None or not self._spans:
             return
         epoch = self.epoch.to_unix
@@ -144,7 +143,6 @@ class Timeline:
                 file.write("".join(line + "\n" for line in lines))
 
     def clear(self) -> None:
-        """Drops the recorded spans."""
         self._spans = []
 
 
@@ -210,7 +208,6 @@ def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
 
 
 def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
-    """Yields the trace's events of one rank."""
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
     for name, start, end, busy, count, strategy, num_running, num_tokens in rows:
@@ -222,7 +219,6 @@ def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
 
 
 def timeline_paths(directory: Path) -> dict[int, Path]:
-    """Returns the ranks' files."""
     found = ((_NAME.fullmatch(path.name), path) for path in directory.glob("timeline.rank*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
@@ -254,7 +250,7 @@ class _Rows:
 
 
 def _find_rows(path: Path) -> _Rows:
-    """Finds a file's rows line by line. A last line torn by a kill is left out."""
+    """Finds rows without parsing them. A last line torn by a kill is left out."""
     check_is_file(path)
     offsets, starts, ends, offset, num_bad = array("q"), array("d"), array("d"), 0, 0
     with path.open("rb") as file:
@@ -293,8 +289,7 @@ def _span(row: list[Any]) -> Span:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Drops a last line torn by a kill, so that appending starts on a new line. One longer than _LONGEST_LINE
-    is ended instead."""
+    """Drops a last line torn by a kill; one longer than _LONGEST_LINE is ended instead."""
     if not path.exists():
         return
     check_is_file(path)
@@ -345,8 +340,7 @@ def _lies_in(span: Span, others: Sequence[Span]) -> bool:
 
 
 def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
-    """Returns the seconds of [start, end] within the union of the spans of these names: nested ones count
-    once."""
+    """Returns the seconds of [start, end] in the union of these spans: nested ones count once."""
     pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
     covered, reached = 0.0, start
     for piece_start, piece_end in pieces:

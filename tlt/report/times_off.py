@@ -36,7 +36,6 @@ class TimesOff:
         return None if found == TimesOff(None, None, None) else found
 
     def rows(self) -> Iterator[tuple[str, Text]]:
-        """Yields the summary's names and values."""
         name = "times off"
         if (one := self.predicted) is not None:
             steps = _counted(len(one.values), "step")

@@ -60,7 +60,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self) -> None:
-        """Delivers all that is still queued."""
+        """Delivers what is queued."""
         ...
 
 
@@ -153,7 +153,7 @@ class Accelerated:
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Returns a table in Markdown. What a response has of Markdown is shown as it is."""
+    """Markdown within a response is shown as it is."""
 
     def line(cells: Sequence[Any]) -> str:
         texts = (html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
@@ -204,7 +204,6 @@ def _earlier_in_mlflow(project: str, run_id: str) -> str | None:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """Returns settings as section.key → number, or text."""
     keys = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
     return {key: value if isinstance(value, int | float) else str(value) for key, value in keys.items()}
 
@@ -234,8 +233,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _has_wandb_key(environ: Mapping[str, str]) -> bool:
-    """Returns whether W&B needs no key in its mode, or finds one where it looks: in the environment, or in
-    the netrc file that `wandb login` writes."""
+    """Looks where W&B looks: in the environment, and in the netrc file that `wandb login` writes."""
     is_said = environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE")
     if is_said or environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return True
@@ -251,7 +249,7 @@ def _has_wandb_key(environ: Mapping[str, str]) -> bool:
 
 
 def _wandb_setting(name: str) -> str:
-    """Returns a setting of W&B's own files, of this folder or of the user; empty: it is in neither."""
+    """Reads W&B's own files, of this folder or of the user; empty: in neither."""
     user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
     settings = configparser.ConfigParser(interpolation=None)
     with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):

@@ -57,7 +57,7 @@ def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda te
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Returns the id in a folder's tracking.json; None: it cannot be read."""
+    """None: the folder's tracking.json cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         found = loads(read_file(folder / "tracking.json"))["run_id"]
         return found if isinstance(found, str) and found else None
@@ -65,7 +65,6 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def _move_aside(path: Path) -> Path:
-    """Renames a file to a free name, and returns that."""
     suffixes = ("", *(f"-{n}" for n in range(2, 1000)))
     names = (path.with_name(f"{path.name}.unreadable{suffix}") for suffix in suffixes)
     return path.rename(next(name for name in names if not os.path.lexists(name)))
@@ -155,7 +154,6 @@ class _Feed(threading.Thread):
             self._messages.put(message)
 
     def give_up(self, reason: str) -> None:
-        """Kills the process; the thread says `reason` and ends."""
         self._given_up = self._given_up or reason
         if self._helper is not None:
             self._helper.kill()
@@ -190,7 +188,7 @@ class _Feed(threading.Thread):
         self._say(f"tracking: {self._tracker}: {answer.text}".removesuffix(": "))
 
     def _deliver(self, pipe: Connection[Message, Answer], point: Message) -> None:
-        """Hands over a step's figures. A failure is said once, and the next step is tried."""
+        """A failure is said once, and the next step is tried."""
         if (answer := self._ask(pipe, point)).is_done:
             return
         if not self._num_missed:

@@ -10,7 +10,6 @@ from tlt.io.text import visible
 
 
 def when(step: int) -> str:
-    """Returns the moment after `step` updates, in words."""
     return f"after {step} updates" if step else "before training"
 
 
