@@ -54,15 +54,18 @@ class _Process:
         self._lock = threading.Lock()
         self._helper: Helper | None = None
         self._readable = select.poll()  # as fast as a call, which `Connection.poll` is not
+        self._is_waiting = False
 
     def call(self, function: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         with self._lock:
             while True:
                 helper = self._running()
+                self._is_waiting = True
                 with contextlib.suppress(EOFError, ConnectionError):
                     helper.pipe.send((function, arguments, options, SECONDS))
                     self._readable.poll()  # a read alone waits for MESSAGE_SECONDS at most
                     answer = helper.pipe.recv()
+                    self._is_waiting = False
                     break
                 if (code := helper.end(1.0)) != -signal.SIGTERM:  # otherwise it ended with a thread: again
                     is_late = code == -signal.SIGXCPU
@@ -73,9 +76,9 @@ class _Process:
         return answer
 
     def _running(self) -> Helper:
-        """Returns a helper that waits for a call. One ends with the thread that started it, and one that was
-        left in the middle of a call has an answer to that."""
-        if self._helper is not None and self._readable.poll(0):
+        """Returns a helper that waits for a call. One ends with the thread that started it, and one whose
+        call was interrupted would answer that one."""
+        if self._helper is not None and (self._is_waiting or self._readable.poll(0)):
             self._readable.unregister(self._helper.pipe)
             self._helper.kill()
             self._helper = None

@@ -315,6 +315,20 @@ def test_a_template_without_end_is_one_line_within_seconds(
     assert "\n" not in str(refused.value)
 
 
+def test_a_call_that_was_interrupted_leaves_its_answer_to_no_other() -> None:
+    assert call_limited("builtins:len", "abc") == 3
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        call_limited("time:sleep", 0.5)
+    signal.signal(signal.SIGALRM, before)
+    assert call_limited("builtins:len", "abc") == 3
+
+
 def test_texts_are_rendered_after_a_template_was_ended_and_after_a_thread_was(tmp_path: Path) -> None:
     tokenizer, told = load(tmp_path, "chatml"), []
     expected = tokenizer.encode_chat([QUESTION])
