@@ -246,9 +246,9 @@ class RolloutEngine(RolloutBackend):
         running = self.running
         if strategy.is_off:
             return Proposal(chain(upload([[s.tokens[-1]] for s in running], self.device)))
-        law, vocab_size, tokens = self._batch_law(), self.config.vocab_size, [s.tokens for s in running]
-        context = DraftContext(tokens, law.requests, law.params, vocab_size, self.device)
-        noise = StepNoise(law, [*map(len, tokens)], vocab_size)
+        law, tokens = self._batch_law(), [s.tokens for s in running]
+        context = DraftContext(tokens, law.requests, law.params, self.device)
+        noise = StepNoise(law, [*map(len, tokens)], self.config.vocab_size)
         proposal: Proposal = self.drafter.propose(context, strategy, noise)
         return proposal
 

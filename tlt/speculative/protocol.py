@@ -28,17 +28,15 @@ from tlt.types import DraftTree, Request, Rollout, Verdict
 class DraftContext:
     """The running batch as a drafter sees it: row b is the sequence in slot b.
 
-    tokens:     committed tokens per sequence, prompt included; the last one is the root of its tree.
-    requests:   by row; samples of one prompt share a problem id.
-    params:     sampling parameters of the batch.
-    vocab_size: of the target.
-    device:     of the tree to return.
+    tokens:   committed tokens per sequence, prompt included; the last one is the root of its tree.
+    requests: by row; samples of one prompt share a problem id.
+    params:   sampling parameters of the batch.
+    device:   of the tree to return.
     """
 
     tokens: Sequence[Sequence[int]]
     requests: Sequence[Request]
     params: BatchParams
-    vocab_size: int
     device: torch.device
 
 
