@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cold_machines import DRAFTERS, PROFILES, Machine, best_fixed, run_batch, settled_speed
 from benchmarks.report import environment, write_report
+from tests.unit.tuning.cold_machines import DRAFTERS, PROFILES, Machine, best_fixed, run_batch, settled_speed
 from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed, make_tuner
 

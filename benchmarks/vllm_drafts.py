@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tlt.drafter.block import PackedBlock, run_blocks
+from tests.vllm.blocks import blocks_at, randomize
+from tlt.drafter.block import PackedBlock
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import BlockOptions, drafter_shape
 from tlt.hf.config import load_model_config
 from tlt.hf.weights import load_tensors
-from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 
 NEAR_TIE = 1e-4
@@ -98,30 +97,6 @@ def pack_block(stored: StoredDrafter, has_fault: bool) -> PackedBlock:
     return packed
 
 
-@dataclass(frozen=True)
-class _Text:
-    token_ids_N: Tensor
-    captured_NF: Tensor
-    lengths: tuple[int, ...]
-
-
-@torch.inference_mode()
-def blocks_at(
-    packed: PackedBlock, target: PackedTransformer, tokens: Sequence[int], found: Sequence[Sequence[Any]]
-) -> list[Tensor]:
-    """Returns the logits [drafted tokens, V] of the block at each place, over all of the target's tokens."""
-    shape, ids_N = packed.config, torch.tensor(tokens)
-    attend = PackedCausal(target.config, [len(tokens)])
-    _, captured_NF = target.forward_capturing(ids_N, attend.positions(), attend, shape.capture)
-    places = sorted({row[0] for row in found})
-    text = _Text(ids_N, captured_NF, (len(tokens),))
-    hidden_AUE = run_blocks(packed, text, [places], target.embed)
-    logits_AKC = packed.logits(hidden_AUE[:, shape.first_slot :], target)
-    logits_AKV = logits_AKC.new_full((*logits_AKC.shape[:2], shape.layer.vocab_size), -torch.inf)
-    logits_AKV[..., slice(None) if packed.token_ids is None else packed.token_ids] = logits_AKC
-    return [logits_AKV[places.index(row[0])] for row in found]
-
-
 def make_random(base: Path, head_dim: int, folder: Path) -> tuple[Path, Path]:
     """Returns the folders of a random target and a random DFlash drafter with heads of this size, with the
     tokenizer of `base`."""
@@ -149,13 +124,3 @@ def make_random(base: Path, head_dim: int, folder: Path) -> tuple[Path, Path]:
     randomize(drafter, generator)
     save_drafter(drafter_path, drafter, torch.float32)
     return model_path, drafter_path
-
-
-@torch.no_grad()
-def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draws weights that matter, norms of their own included."""
-    for parameter in model.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(
-            drawn * (1.5 / parameter.shape[-1] ** 0.5) if parameter.ndim == 2 else 1 + 0.3 * drawn
-        )

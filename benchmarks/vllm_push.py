@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.command import command_of, make_parser
 from benchmarks.report import environment, markdown, table, write_report
-from benchmarks.side_by_side import NEAR_TIE, Responses, answers, compare, step_by_step
+from tests.side_by_side import NEAR_TIE, Responses, answers, compare, step_by_step
 from tlt.assembly.engine import EngineSettings, build_backend, load_stored_drafter
 from tlt.assembly.model import Model, load_model
 from tlt.config.vllm import VllmSection

@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import recipe
-from benchmarks.side_by_side import NEAR_TIE, Responses, answers, compare
 from benchmarks.subject import Subject
+from tests.side_by_side import NEAR_TIE, Responses, answers, compare
 from tlt.assembly.model import model_folder
 from tlt.config.schema import Config
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.workspace import make_models
+from tests.faults.workspace import make_models
 from tlt.cli import main as cli
 from tlt.cli.commands import find_command
 from tools.docs_commands import Shown, all_commands

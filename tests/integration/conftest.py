@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.workspace import make_models
+from tests.faults.workspace import make_models
 from tests.integration.programs import Programs
 from tlt.cli import main as cli
 

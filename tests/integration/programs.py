@@ -150,7 +150,7 @@ def _become(
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv[1:] = words[1:]
     if forks:
-        from benchmarks.faults.victim import fork_ranks
+        from tests.faults.victim import fork_ranks
 
         fork_ranks()
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

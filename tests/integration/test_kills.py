@@ -1,5 +1,5 @@
 """A run whose ranks and launcher are killed again and again. proofs/test_killed_runs.py does it at more
-moments, and `python -m benchmarks.faults.kills` 200 times."""
+moments, and `python -m tests.faults.kills` 200 times."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.compare import difference
-from benchmarks.faults.kills import make_workspace, recoveries, run_with
-from benchmarks.faults.victim import ANYWHERE, LAUNCHER, Kill
+from tests.faults.compare import difference
+from tests.faults.kills import make_workspace, recoveries, run_with
+from tests.faults.victim import ANYWHERE, LAUNCHER, Kill
 from tests.integration.programs import Programs
 
 pytestmark = pytest.mark.timeout(900)
@@ -34,7 +34,7 @@ def test_after_kills_the_run_is_the_one_never_killed_and_nothing_of_a_journal_wa
     tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "benchmarks.faults.kills.subprocess.run", partial(programs.run, forks=False)
+        "tests.faults.kills.subprocess.run", partial(programs.run, forks=False)
     )  # the victim forks them
     plan = [
         Kill("decode", 1),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.faults.compare import difference, different_weights, fixed_metrics
+from tests.faults.compare import difference, different_weights, fixed_metrics
 from tests.integration.conftest import Tlt
 from tests.integration.programs import Programs
 from tlt.report.record import StepRecord, read_metrics

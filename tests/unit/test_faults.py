@@ -1,11 +1,11 @@
-"""Whatever benchmarks/faults disturbs has to be there: it names functions of the package in text."""
+"""Whatever tests/faults disturbs has to be there: it names functions of the package in text."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.faults.disks import FAULTS
-from benchmarks.faults.victim import MOMENTS, owner_of
+from tests.faults.disks import FAULTS
+from tests.faults.victim import MOMENTS, owner_of
 
 
 @pytest.mark.parametrize("place", sorted({*MOMENTS.values(), *(fault.function for fault in FAULTS)} - {""}))

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from benchmarks.side_by_side import interpret_triton, random_lengths
+from tests.side_by_side import interpret_triton, random_lengths
 from tests.vllm.children import BASE, DEPTH
 from tlt.assembly.engine import EngineSettings, load_engine
 from tlt.assembly.model import load_model

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.side_by_side import Responses, answers, interpret_triton, random_lengths, step_by_step
+from tests.side_by_side import Responses, answers, interpret_triton, random_lengths, step_by_step
 from tlt.assembly.engine import EngineSettings, load_engine
 from tlt.assembly.model import load_model
 from tlt.config.vllm import VllmSection

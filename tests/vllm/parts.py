@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from benchmarks.side_by_side import Comparison, Responses, answers, compare
+from tests.side_by_side import Comparison, Responses, answers, compare
 from tests.vllm.children import BASE as BASE
 from tests.vllm.children import DEPTH as DEPTH
 from tlt.assembly.engine import EngineSettings, load_engine

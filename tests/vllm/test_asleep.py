@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_serve import export_eagle
 from tests.vllm.asleep import Case, Found, in_child
 from tests.vllm.parts import BASE, DRAFTER, in_vllm, make_drafter
+from tests.vllm.serving import export_eagle
 from tests.vllm.test_live import countdown
 
 pytestmark = in_vllm

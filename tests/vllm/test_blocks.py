@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.side_by_side import answers, random_lengths, step_by_step
-from benchmarks.vllm_drafts import blocks_at, randomize
+from tests.side_by_side import answers, random_lengths, step_by_step
 from tests.vllm.asleep import in_child
+from tests.vllm.blocks import blocks_at, randomize
 from tests.vllm.parts import BASE, assert_equal, in_vllm, make_checkpoint, own_engine, vllm_engine
 from tests.vllm.test_live import WINDOW, countdown
 from tests.vllm.test_unread import pattern
@@ -236,7 +236,7 @@ def test_the_model_runner_of_gpus_drafts_our_blocks(own: Any, tmp_path: Path) ->
 def test_a_server_that_drafts_blocks_gives_our_own_engine_s_tokens(own: Any, tmp_path: Path) -> None:
     """Prompts do not fit into a step, the cache is too small for all, and the tuner chooses."""
     pytest.importorskip("openai")
-    from benchmarks.vllm_serve import asks, serving
+    from tests.vllm.serving import asks, serving
 
     start(BASE, tmp_path / "drafter", None)
     drafting, prior = for_server(BASE, tmp_path / "drafter", tmp_path / "out")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side import Comparison, answers, compare
+from tests.side_by_side import Comparison, answers, compare
 from tests.vllm.children import Cell, Start, requests_of, run_child
 from tests.vllm.parts import BASE, DRAFTER, in_vllm, make_drafter
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_serve import (
+from tests.vllm.parts import served
+from tests.vllm.serving import (
     BASE,
     DRAFTER,
     ROOT,
@@ -30,7 +31,6 @@ from benchmarks.vllm_serve import (
     serving_environment,
     wait_until_healthy,
 )
-from tests.vllm.parts import served
 from tlt.config.schema import Config
 from tlt.training.problems import load_problems
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.side_by_side import answers, random_lengths, step_by_step
+from tests.side_by_side import answers, random_lengths, step_by_step
 from tests.vllm.parts import (
     DEPTH,
     FAMILIES,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side import answers, step_by_step
+from tests.side_by_side import answers, step_by_step
 from tests.unit.cli.parts import read_lines, save_tokenizer, succeed, write_lines
 from tests.vllm.parts import (
     DEPTH,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.side_by_side import RandomLengths, Responses, answers, random_lengths, step_by_step
+from tests.side_by_side import RandomLengths, Responses, answers, random_lengths, step_by_step
 from tests.vllm.parts import BASE, DEPTH, DRAFTER, assert_equal, in_vllm, requests_for
 from tlt.assembly.model import load_model
 from tlt.drafter.formats.folder import load_drafter

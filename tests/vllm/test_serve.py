@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_serve import BASE, DRAFTER, LAW, ROOT, asks, client_of, export_eagle, serving
 from tests.vllm.parts import served
+from tests.vllm.serving import BASE, DRAFTER, LAW, ROOT, asks, client_of, export_eagle, serving
 from tlt.assembly.engine import EngineSettings, load_engine
 from tlt.assembly.model import load_model
 from tlt.types import Request, Rollout, SamplingParams, UserError

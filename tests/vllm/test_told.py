@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.side_by_side import RandomLengths, answers
+from tests.side_by_side import RandomLengths, answers
 from tests.vllm.parts import BASE, DRAFTER, in_vllm, vllm_engine
 from tlt.assembly.model import load_model
 from tlt.speculative.strategy import Strategy

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_rl import RECIPE, SMALL, compare_arms, run_arm
+from tests.vllm.arms import RECIPE, SMALL, compare_arms, run_arm
 from tests.vllm.parts import in_vllm
 from tlt.report.record import StepRecord, read_metrics
 

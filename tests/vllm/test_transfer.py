@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.side_by_side import answers
+from tests.side_by_side import answers
 from tests.vllm import pretend_gpu
 from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm, vllm_engine
 from tests.vllm.test_live import MODEL, changed_policy, countdown

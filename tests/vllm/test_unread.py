@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side import random_lengths
+from tests.side_by_side import random_lengths
 from tests.vllm.parts import in_vllm
 from tests.vllm.test_live import countdown
 from tlt.types import Request

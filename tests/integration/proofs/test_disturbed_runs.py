@@ -1,4 +1,4 @@
-"""A seeded few of what benchmarks/faults does to runs: odd input, folders and user code, of which each
+"""A seeded few of what tests/faults does to runs: odd input, folders and user code, of which each
 ends well or in one line and leaves nothing behind; and disturbances, after which a run is the one that
 nobody disturbed."""
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.disturb import KINDS
+from tests.faults.disturb import KINDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -41,10 +41,10 @@ def play(*words: str) -> None:
 def test_disturbed_runs_are_the_one_that_nobody_disturbed() -> None:
     numbers = [number for number, kind in enumerate(KINDS, start=1) if kind.name in DISTURBANCES]
     assert len(numbers) == len(DISTURBANCES)
-    play("benchmarks.faults.disturb", "--only", *map(str, numbers))
+    play("tests.faults.disturb", "--only", *map(str, numbers))
 
 
 def test_odd_surroundings_folders_and_user_code_end_a_run_well_or_in_one_line_and_leave_nothing_behind() -> (
     None
 ):
-    play("benchmarks.faults.fuzz", "--num", str(NUM_CASES), "--seed", "1", "--processes", "1")
+    play("tests.faults.fuzz", "--num", str(NUM_CASES), "--seed", "1", "--processes", "1")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.compare import difference
-from benchmarks.faults.kills import generate_ahead, make_workspace, recoveries, run_with
-from benchmarks.faults.victim import ANYWHERE, LAUNCHER, Kill
+from tests.faults.compare import difference
+from tests.faults.kills import generate_ahead, make_workspace, recoveries, run_with
+from tests.faults.victim import ANYWHERE, LAUNCHER, Kill
 from tests.integration.test_kills import assert_killed_run_equals_whole_one
 from tlt.report.record import read_metrics
 

@@ -1,5 +1,5 @@
 """Disks that fail under a run, for real: a tmpfs that is full, without inodes or read-only from each kind
-of write on, a folder that is removed, and a sweep of sizes. benchmarks/faults/disks.py plays the cases and
+of write on, a folder that is removed, and a sweep of sizes. tests/faults/disks.py plays the cases and
 says what is promised of them."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.disks import NOT_ALLOWED, is_as_promised
+from tests.faults.disks import NOT_ALLOWED, is_as_promised
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 def test_a_disk_that_fails_is_one_line_and_with_room_again_the_run_is_the_one_never_disturbed(
     tmp_path: Path,
 ) -> None:
-    words = [sys.executable, "-m", "benchmarks.faults.disks", "--out", str(tmp_path / "disks")]
+    words = [sys.executable, "-m", "tests.faults.disks", "--out", str(tmp_path / "disks")]
     done = subprocess.run(
         words,
         cwd=Path(__file__).parents[3],

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.compare import difference
-from benchmarks.faults.kills import make_workspace, run_with
-from benchmarks.faults.workspace import TASK
+from tests.faults.compare import difference
+from tests.faults.kills import make_workspace, run_with
+from tests.faults.workspace import TASK
 
 KILLED_ONCE = """
 import os, signal

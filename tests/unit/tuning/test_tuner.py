@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import cold_machines
+from tests.unit.tuning import cold_machines
 from tlt.engine.stats import EngineStats
 from tlt.speculative.strategy import (
     BatchState,
