@@ -78,11 +78,12 @@ ROWS = [json.loads(line) for line in Path(__file__).with_name("rows.jsonl").read
 SCORER = Scorer(RewardSpec("data", ["reward:reward"]))
 
 
-def reward_of(row, text):
-    """Returns the reward as training computes it."""
-    scored = SCORER.score(Completion(row, text))
-    assert scored.is_scored, scored.error
-    return scored.value
+def rewards_of(row, *texts):
+    """Returns text → reward, as training computes it for a group of these responses."""
+    scored = SCORER.score([Completion(row, text) for text in texts])
+    for one in scored:
+        assert one.is_scored, one.error
+    return {text: one.value for text, one in zip(texts, scored, strict=True)}
 '''
 
 RIGHT_ANSWERS = '''
@@ -114,7 +115,7 @@ TEST = """
 
 def test_a_right_response_is_worth_more_than_a_wrong_one():
     for number, row in enumerate(ROWS, start=1):
-        worth = {text: reward_of(row, text) for text in (right(row), wrong(row))}
+        worth = rewards_of(row, right(row), wrong(row))
         print(f"row {number}:", ", ".join(f"{reward:g} for {text!r}" for text, reward in worth.items()))
         remedy = "correct the reward, or what right() and wrong() say in test_reward.py"
         told = f"row {number}: the right one is worth no more; {remedy}"

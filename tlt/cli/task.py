@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -20,6 +20,9 @@ from tlt.io.data import DataSource, read_data
 from tlt.io.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_jsonl
 from tlt.kinds import AnyFloat, Problems, Seed
 from tlt.types import Reward, UserError
+
+if TYPE_CHECKING:
+    from tlt.rewards.scoring import Completion, Scorer
 
 TaskName = Annotated[str, Written("NAME", is_alone=True)]
 
@@ -95,7 +98,7 @@ class Score(DataOptions):
     """Score responses: prints the mean reward and the solve rate; --out has each response's own.
 
     The reward is the task's own score, the weighted sum of reward functions, or of both, as in a run with
-    [rewards].
+    [rewards]. Reward functions see the responses to a problem together, as one group.
     """
 
     name: TaskName = "data"
@@ -127,7 +130,7 @@ class Score(DataOptions):
 
 def score(options: Score) -> Record:
     from tlt.rewards.pool import check_scorable, describe_constant
-    from tlt.rewards.scoring import Completion, RewardSpec, Scorer
+    from tlt.rewards.scoring import RewardSpec, Scorer
 
     if options.out is not None:
         check_output_file(options.out, "--out")
@@ -135,31 +138,64 @@ def score(options: Score) -> Record:
     problems = _read_problems(options.name, options.source(options.problems, "--problems"))
     for problem in [*problems.values()][:1]:
         scorer.check(problem)
-    scores: dict[str, list[Reward]] = {problem_id: [] for problem_id in problems}
-    scored: list[Record] = []
-    for place, response in read_jsonl(options.responses, "--responses"):
-        problem_id, text = get_id(place, response), response.get("text")
-        if problem_id not in problems:
-            raise UserError(
-                f"{place}: problem_id {problem_id!r} is not in {options.problems}; give the problems answered"
-            )
-        if not isinstance(text, str):
-            raise UserError(f"{place}: text is {text!r}; it must be the response's text")
-        thought = {"in_thought": True} if response.get("in_thought") is True else {}
-        problem = problems[problem_id] | thought
-        found = scorer.score(Completion(problem, text, tuple(response.get("token_ids") or ())))
-        if found.error and not options.functions:
-            where = f"{place}: task {options.name}, problem {problem_id!r}"
-            raise UserError(f"{where}: score() failed ({found.error}); correct the task, or the problem")
-        scores[problem_id].append(found)
-        scored.append({**response, **_score_of(found)})
+    answers = [_answer(options, problems, *row) for row in read_jsonl(options.responses, "--responses")]
+    rewards = _score_groups(scorer, answers)
     scorer.close()
-    check_scorable([*chain(*scores.values())], options.name, str(options.responses))
-    for line in describe_constant([*chain(*scores.values())], str(options.responses)):
+    scores: dict[str, list[Reward]] = {problem_id: [] for problem_id in problems}
+    for answer, found in zip(answers, rewards, strict=True):
+        if found.error and not options.functions:
+            where = f"{answer.place}: task {options.name}, problem {answer.problem_id!r}"
+            raise UserError(f"{where}: score() failed ({found.error}); correct the task, or the problem")
+        scores[answer.problem_id].append(found)
+    check_scorable(rewards, options.name, str(options.responses))
+    for line in describe_constant(rewards, str(options.responses)):
         print(f"tlt: {line}", file=sys.stderr)
     if options.out is not None:
-        write_jsonl(with_folder(options.out), scored)
+        pairs = zip(answers, rewards, strict=True)
+        write_jsonl(with_folder(options.out), [{**answer.row, **_score_of(found)} for answer, found in pairs])
     return _summarize(scores)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A row of --responses."""
+
+    place: str
+    problem_id: str
+    row: Record
+    completion: Completion
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """The group among whose responses it is scored. Kept responses of a run may be of several steps."""
+        return self.problem_id, str(self.row.get("purpose")), str(self.row.get("policy_version"))
+
+
+def _answer(options: Score, problems: Mapping[str, Record], place: str, row: Record) -> _Answer:
+    from tlt.rewards.scoring import Completion
+
+    problem_id, text = get_id(place, row), row.get("text")
+    if problem_id not in problems:
+        raise UserError(
+            f"{place}: problem_id {problem_id!r} is not in {options.problems}; give the problems answered"
+        )
+    if not isinstance(text, str):
+        raise UserError(f"{place}: text is {text!r}; it must be the response's text")
+    thought = {"in_thought": True} if row.get("in_thought") is True else {}
+    token_ids = tuple(row.get("token_ids") or ())
+    return _Answer(place, problem_id, row, Completion(problems[problem_id] | thought, text, token_ids))
+
+
+def _score_groups(scorer: Scorer, answers: Sequence[_Answer]) -> list[Reward]:
+    """Returns a reward for each answer, scored with those of its group."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for number, answer in enumerate(answers):
+        groups.setdefault(answer.group, []).append(number)
+    rewards: dict[int, Reward] = {}
+    for numbers in groups.values():
+        found = scorer.score([answers[number].completion for number in numbers])
+        rewards.update(zip(numbers, found, strict=True))
+    return [rewards[number] for number in range(len(answers))]
 
 
 def _score_of(found: Reward) -> Record:

@@ -35,8 +35,8 @@ class RewardsSection(Section):
     """Worker processes of each rank that score responses; 0: the rank scores them itself, without a time
     limit, as in a notebook."""
     timeout_seconds: Seconds = 10.0
-    """Time limit for scoring one response. After it another worker tries once more; then the response has no
-    score, and the reason is recorded."""
+    """Time limit for scoring one response; reward functions, which are given a group of n, have n times as
+    long. After it another worker tries once more; then there is no score, and the reason is recorded."""
 
     @model_validator(mode="after")
     def _a_weight_for_each(self) -> RewardsSection:

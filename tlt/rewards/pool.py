@@ -1,9 +1,11 @@
 """Rewards, computed in worker processes beside the generation.
 
-    submit ─▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
-                         │ ▲
-                         ▼ │
-                   worker process        killed at the time-out; another worker then tries the response again
+    submit      a response: its task's own score ───┐
+    complete    a group: its reward functions ──────┴▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
+                                                                    │ ▲
+                                                                    ▼ │
+                                                              worker process
+                                     killed at the time-out; another worker then tries the call again
 
 A response that cannot be scored has the reason in `Reward.error`. The update leaves it out, and `summarize`
 counts it for the step's record. `check_scorable` ends a run whose first responses cannot be scored at all.
@@ -17,19 +19,20 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from tlt.accounts import RewardSummary
-from tlt.rewards.scoring import MAX_METRICS, OWN_SCORE, Completion, RewardSpec, Scorer
+from tlt.rewards.scoring import MAX_METRICS, OWN_SCORE, Call, Completion, RewardSpec, Scorer
 from tlt.rewards.worker import Worker, WorkerLost
 from tlt.types import ResponseId, Reward, UserError
 
 MAX_LOST_WITH = 2
-"""Workers lost while they score a response, after which it has no score."""
+"""Workers lost while they answer a call, after which its responses have no score."""
 MAX_LOST_BEFORE = 3
-"""Workers lost before they take a response up, after which it has no score."""
+"""Workers lost before they take a call up, after which its responses have no score."""
 
 
 def summarize(rewards: Sequence[Reward]) -> RewardSummary:
@@ -83,9 +86,8 @@ def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
 
 
 def describe_constant(rewards: Sequence[Reward], where: str) -> list[str]:
-    """Returns a line about each reward function that gives every response the same, from two on: one
-    that compares the responses of a group does, since it sees one at a time. It is no error: a hard task may
-    begin without any reward.
+    """Returns a line about each reward function that gives every response the same, from two on. It is no
+    error: a hard task may begin without any reward.
 
     where: such as "step 1".
     """
@@ -94,31 +96,40 @@ def describe_constant(rewards: Sequence[Reward], where: str) -> list[str]:
         return []
     return [
         f"rewards.functions: {name} gives {value:g} to all {len(scored)} responses of {where}, so nothing is "
-        "learned from it; it sees one response at a time: where it compares those of a group, let it judge "
-        "each alone"
+        "learned from it"
         for name, value in scored[0].items()
         if name != OWN_SCORE and all(parts.get(name) == value for parts in scored)
     ]
 
 
 class Job(NamedTuple):
-    response_id: ResponseId
+    response_ids: tuple[ResponseId, ...]
+    call: Call
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A response without a reward yet."""
+
     response: Completion
+    parts: dict[bool, Reward] = field(default_factory=dict)
+    """Whether functions gave it (else the task's own score) → a part of the reward."""
 
 
 class RewardPool:
-    """Scores responses in worker processes. Use it from one thread; `submit` never waits.
+    """Scores responses in worker processes. Use it from one thread; `submit` and `complete` never wait.
 
-    num_workers: processes; 0 scores inside `submit`, without time-out, to debug a task.
-    timeout_seconds: time limit of one response, from the moment a worker takes it up.
+    num_workers: processes; 0 scores inside `submit` and `complete`, without time-out, to debug a task.
+    timeout_seconds: time limit of one response, from the moment a worker takes it up; a group of n has n.
     """
 
     def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
         self._scorer = Scorer(spec)  # a misspelt task is an error here, not one of every response
         self.spec, self.timeout_seconds = spec, timeout_seconds
-        self._pending: dict[ResponseId, Job] = {}
+        self.by_group = self._scorer.by_group
+        self._pending: dict[ResponseId, Pending] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Job, Reward | Exception]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Job, list[Reward] | Exception]] = SimpleQueue()
         self._lock = threading.Lock()  # of the next two: no worker starts after close
         self._workers: set[Worker] = set()
         self._is_closed = False
@@ -134,15 +145,35 @@ class RewardPool:
         token_ids: Sequence[int] = (),
         step: int = 0,
     ) -> None:
-        """Queues a response. step: updates behind the policy that wrote it."""
+        """Takes a response, and queues it for its task's own score. Where reward functions count it is scored
+        once its group is complete.
+
+        step: updates behind the policy that wrote it.
+        """
         assert not self._is_closed, "the pool is closed"
         assert response_id not in self._pending, f"{response_id} was submitted twice"
-        job = Job(response_id, Completion(dict(problem), text, tuple(token_ids), step))
-        self._pending[response_id] = job
+        response = Completion(dict(problem), text, tuple(token_ids), step)
+        self._pending[response_id] = Pending(response)
+        if self._scorer.scores_alone:
+            self._queue(Job((response_id,), Call((response,), False)))
+
+    def complete(self, group: Sequence[ResponseId]) -> None:
+        """Queues a whole group of submitted responses for the reward functions, which see it in this order.
+        Without reward functions it does nothing."""
+        if self.by_group:
+            responses = tuple(self._pending[response_id].response for response_id in group)
+            self._queue(Job(tuple(group), Call(responses, True)))
+
+    def withdraw(self, response_ids: Iterable[ResponseId]) -> None:
+        """Forgets these responses, which are scored elsewhere."""
+        for response_id in response_ids:
+            del self._pending[response_id]
+
+    def _queue(self, job: Job) -> None:
         if self._threads:
             self._jobs.put(job)
         else:
-            self._done.put((job, self._scorer.score(job.response)))
+            self._done.put((job, self._scorer.answer(job.call)))
 
     def collect(self) -> dict[ResponseId, Reward]:
         """Returns the new rewards, without waiting."""
@@ -153,7 +184,7 @@ class RewardPool:
         return rewards
 
     def drain(self, patience: float = math.inf) -> dict[ResponseId, Reward]:
-        """Waits for everything submitted and returns the new rewards. One response takes its time-out at most
+        """Waits for everything submitted and returns the new rewards. One call takes its time-out at most
         twice, and the start of a worker where one has died.
 
         patience: seconds after which it raises UserError, naming the task and the unscored responses;
@@ -177,7 +208,7 @@ class RewardPool:
         )
 
     def abandon(self) -> None:
-        """Forgets everything submitted. A response being scored goes on, to its second time-out at most."""
+        """Forgets everything submitted. A call under way goes on, to its second time-out at most."""
         self._pending.clear()
         while True:
             try:
@@ -206,22 +237,31 @@ class RewardPool:
         self.close()
 
     def _next(self, timeout: float) -> dict[ResponseId, Reward]:
-        """Waits for the next result; returns nothing where it was abandoned. Raises Empty after `timeout`
-        seconds."""
+        """Waits for the next result and returns the rewards that it makes whole; what was abandoned or
+        withdrawn has none. Raises Empty after `timeout` seconds."""
         job, result = self._done.get(timeout=timeout)
-        if self._pending.get(job.response_id) is not job:
-            return {}
-        del self._pending[job.response_id]
-        if isinstance(result, Exception):
-            raise result
-        return {job.response_id: result}
+        rewards: dict[ResponseId, Reward] = {}
+        for number, (response_id, response) in enumerate(
+            zip(job.response_ids, job.call.responses, strict=True)
+        ):
+            pending = self._pending.get(response_id)
+            if pending is None or pending.response is not response:
+                continue
+            if isinstance(result, Exception):
+                raise result
+            pending.parts[job.call.is_group] = result[number]
+            if len(pending.parts) == self.by_group + self._scorer.scores_alone:
+                del self._pending[response_id]
+                alone, together = pending.parts.get(False), pending.parts.get(True)
+                rewards[response_id] = self._scorer.combine(alone, together)
+        return rewards
 
     def _serve(self) -> None:
         """Serves jobs in a thread with workers of its own."""
         place = _Place(self._start)
         while (job := self._jobs.get()) is not None:
             try:
-                result: Reward | Exception = self._score(job.response, place)
+                result: list[Reward] | Exception = self._answer(job.call, place)
             except _Closed:
                 return
             except Exception as error:  # ours, or an unpicklable problem: raised in `_next`
@@ -229,22 +269,22 @@ class RewardPool:
             self._done.put((job, result))
         place.leave()
 
-    def _score(self, response: Completion, place: _Place) -> Reward:
-        """Returns the reward of a response; tries again where the worker was lost."""
+    def _answer(self, call: Call, place: _Place) -> list[Reward]:
+        """Returns the answer to a call; tries again where the worker was lost."""
         lost_with = lost_before = 0
         while True:
             try:
-                return place.score(response, self.timeout_seconds)
-            except OSError as error:  # the system has no room for a process; the next response tries again
-                return Reward(0.0, False, f"no worker could be started: {error}")
+                return place.answer(call, self.timeout_seconds * len(call.responses))
+            except OSError as error:  # the system has no room for a process; the next call tries again
+                return call.refused(f"no worker could be started: {error}")
             except WorkerLost as loss:
-                lost_with += loss.had_response
-                lost_before += not loss.had_response
+                lost_with += loss.had_call
+                lost_before += not loss.had_call
                 if lost_with == MAX_LOST_WITH:
-                    return Reward(0.0, False, f"{loss}; tried twice")
+                    return call.refused(f"{loss}; tried twice")
                 if lost_before == MAX_LOST_BEFORE:
-                    why = f"{loss}; the last of {lost_before} workers lost before they took it up"
-                    return Reward(0.0, False, why)
+                    told = f"the last of {lost_before} workers lost before they took it up"
+                    return call.refused(f"{loss}; {told}")
 
     def _start(self) -> Worker:
         """Starts a worker. Raises _Closed once the pool is closed, and OSError."""
@@ -261,7 +301,7 @@ class _Closed(Exception):
 
 
 class _Place:
-    """The worker of one thread, started ahead of its first response and replaced when it was killed.
+    """The worker of one thread, started ahead of its first call and replaced when it was killed.
 
     The first death starts a spare worker, too: a task that imports much takes longer to start than to score.
     """
@@ -271,11 +311,11 @@ class _Place:
         self._worker = self._start_ahead()
         self._spare: Worker | None = None
 
-    def score(self, response: Completion, timeout_seconds: float) -> Reward:
-        """Has the worker score a response. Raises WorkerLost, and the errors of `start`."""
+    def answer(self, call: Call, timeout_seconds: float) -> list[Reward]:
+        """Has the worker answer a call. Raises WorkerLost, and the errors of `start`."""
         worker = self._worker = self._worker or self._start()
         try:
-            return worker.score(response, timeout_seconds)
+            return worker.answer(call, timeout_seconds)
         finally:
             if worker.is_killed:
                 self._worker, self._spare = self._spare or self._start_ahead(), self._start_ahead()
@@ -286,6 +326,6 @@ class _Place:
             worker.kill()
 
     def _start_ahead(self) -> Worker | None:
-        with contextlib.suppress(OSError, _Closed):  # the next response then starts it, and has the error
+        with contextlib.suppress(OSError, _Closed):  # the next call then starts it, and has the error
             return self._start()
         return None

@@ -1,12 +1,13 @@
-"""The score of one response: its task's own, the weighted sum of reward functions, or both.
+"""The score of a response: its task's own, the weighted sum of reward functions, or both.
 
-A reward function is called as TRL calls it (1.16, `GRPOTrainer._calculate_rewards`), with a batch of one
-response:
+A task scores each response alone. A reward function is called as TRL calls it (1.16,
+`GRPOTrainer._calculate_rewards`), with all responses of a group:
 
-    f(prompts=[p], completions=[c], completion_ids=[[…]], **columns, trainer_state=…, log_metric=…, …) ->
-    [float | None]
+    f(prompts=[p, p], completions=[c, d], completion_ids=[[…], […]], **columns, trainer_state=…, …) ->
+    [float | None, float | None]
 
-Tasks and reward functions are the user's code: an exception becomes the error of this one response.
+Tasks and reward functions are the user's code: an exception becomes the error of the responses that the call
+was given.
 
 This file runs in reward workers: it imports nothing heavy.
 """
@@ -16,10 +17,11 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt.io.plugins import describe, get_object
 from tlt.io.secrets import hide
@@ -39,7 +41,7 @@ PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
 NOT_COLUMNS = (*PROMPT_KEYS, "completion", "completion_ids")
 
 MAX_METRICS, MAX_NAME = 100, 100
-"""Names that `log_metric` may have for a response, and of a step in the records; characters of a name."""
+"""Names that `log_metric` may have in a group, and of a step in the records; characters of a name."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,17 @@ class Completion:
     token_ids: tuple[int, ...] = ()
     step: int = 0
     """Updates behind the policy that wrote it."""
+
+
+class Call(NamedTuple):
+    """What is computed at once: the task's own score of one response, or all reward functions of a group."""
+
+    responses: tuple[Completion, ...]
+    is_group: bool
+
+    def refused(self, why: str) -> list[Reward]:
+        """Returns an answer without scores."""
+        return [Reward(0.0, False, why, task=_task_of(response)) for response in self.responses]
 
 
 @dataclass(frozen=True)
@@ -128,27 +141,62 @@ class Scorer:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def scores_alone(self) -> bool:
+        """Whether the task's own score counts."""
+        return not self.spec.functions or self.own_weight is not None
+
+    @property
+    def by_group(self) -> bool:
+        """Whether reward functions count, which are given whole groups."""
+        return bool(self.functions)
+
     def check(self, problem: Mapping[str, Any]) -> None:
         """Raises UserError where a reward function needs an argument that such a problem does not offer."""
-        offered = _offer(Completion(dict(problem), ""), {})
+        offered = _offer([Completion(dict(problem), "")], {})
         for function in self.functions:
             function.check(offered)
 
-    def score(self, response: Completion) -> Reward:
-        """Returns the reward, with an error where there is none."""
-        label = response.problem.get("task")
-        task = label if isinstance(label, str) else ""
+    def score(self, group: Sequence[Completion]) -> list[Reward]:
+        """Returns the rewards of a group's responses, with an error where there is none."""
+        alone = [self.answer(Call((one,), False))[0] if self.scores_alone else None for one in group]
+        together = self.answer(Call(tuple(group), True)) if self.by_group else [None] * len(group)
+        return [self.combine(*parts) for parts in zip(alone, together, strict=True)]
+
+    def answer(self, call: Call) -> list[Reward]:
+        """Returns a part of the reward of each response; `combine` joins the parts."""
         try:
-            if not self.spec.functions:
-                value, is_solved = score_by_task(self.task, response)
-                return Reward(value, is_solved, task=task)
-            return self._score_by_functions(response, task)
-        except Unscorable as error:
-            return Reward(0.0, False, hide(str(error)), task=task)
-        except KeyboardInterrupt:  # Ctrl-C; a worker handles it itself
-            raise
+            if call.is_group:
+                return self._score_by_functions(call.responses)
+            (response,) = call.responses
+            value, is_solved = score_by_task(self.task, response)
+            return [Reward(value, is_solved, task=_task_of(response))]
         except BaseException as error:  # from the user's code, or from a value that it returned
-            return Reward(0.0, False, describe(error), task=task)
+            return [_unscored(response, error) for response in call.responses]
+
+    def combine(self, alone: Reward | None, together: Reward | None) -> Reward:
+        """Returns the reward of a response from its parts. None: the rule has no such part.
+
+        alone: the task's own score.
+        together: the weighted sum of what the functions gave.
+        """
+        found = [part for part in (together, alone) if part is not None]
+        failed = next((part for part in found if part.error), None)
+        if failed is not None or not self.spec.functions:
+            return failed or found[0]
+        total, parts, task = 0.0, dict[str, float](), found[0].task
+        if together is not None:
+            total, parts = together.value, dict(together.parts)
+        if alone is not None and self.own_weight is not None:
+            total, parts[OWN_SCORE] = total + self.own_weight * alone.value, alone.value
+        if not parts:
+            return Reward(0.0, False, "not applicable: every reward function returned None", task=task)
+        try:
+            total = _to_number(total, "the weighted sum: ")
+        except Unscorable as error:
+            return Reward(0.0, False, str(error), task=task)
+        is_solved = total >= self.spec.solved_at if alone is None else alone.is_solved
+        return Reward(total, is_solved, "", parts, {} if together is None else together.metrics, task)
 
     def warm_up(self) -> None:
         """Has the task get ready to score."""
@@ -160,38 +208,42 @@ class Scorer:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
-    def _score_by_functions(self, response: Completion, task: str) -> Reward:
-        metrics: dict[str, float] = {}
-        parts = self._call_functions(_offer(response, metrics))
-        total = sum(f.weight * parts[f.name] for f in self.functions if f.name in parts)
-        is_solved = None
-        if self.own_weight is not None:
-            parts[OWN_SCORE], is_solved = score_by_task(self.task, response)
-            total += self.own_weight * parts[OWN_SCORE]
-        if not parts:
-            raise Unscorable("not applicable: every reward function returned None")
-        total = _to_number(total, "the weighted sum: ")
-        if is_solved is None:
-            is_solved = total >= self.spec.solved_at
-        return Reward(total, is_solved, "", parts, metrics, task)
+    def _score_by_functions(self, group: Sequence[Completion]) -> list[Reward]:
+        logged: dict[str, list[float]] = defaultdict(list)
+        given = self._call_functions(_offer(group, logged), len(group))
+        metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+        return [
+            self._weigh(one, row, metrics) for one, row in zip(group, zip(*given, strict=True), strict=True)
+        ]
 
-    def _call_functions(self, offered: Mapping[str, Any]) -> dict[str, float]:
-        """Returns function → reward, without functions that return None. Coroutines run side by side."""
+    def _weigh(self, response: Completion, given: Sequence[Any], metrics: Mapping[str, float]) -> Reward:
+        """Returns the weighted sum of what the functions gave a response, without those that gave None."""
+        pairs = [(f, reward) for f, reward in zip(self.functions, given, strict=True) if reward is not None]
+        try:
+            parts = {f.name: _to_number(reward, f"{f.name}: ") for f, reward in pairs}
+        except BaseException as error:  # a number that does not bear being looked at
+            return _unscored(response, error)
+        total = sum(f.weight * parts[f.name] for f, _ in pairs)
+        return Reward(total, False, "", parts, metrics, _task_of(response))
+
+    def _call_functions(self, offered: Mapping[str, Any], num: int) -> list[list[Any]]:
+        """Returns `num` rewards of each function. Coroutines run side by side."""
         results = [_attempt(function, offered) for function in self.functions]
         awaited = iter(self._await([result for result in results if inspect.isawaitable(result)]))
-        parts = {}
+        given = []
         for function, result in zip(self.functions, results, strict=True):
             result = next(awaited) if inspect.isawaitable(result) else result
             if isinstance(result, BaseException):
                 raise Unscorable(f"{function.name}: {describe(result)}")
             try:
-                (reward,) = result
-            except (TypeError, ValueError):
+                rewards = [*islice(result, num + 1)]  # it may have no end
+            except TypeError:
+                rewards = []
+            if len(rewards) != num:
                 place = f"{function.name}: returned {_shorten(result)}"
-                raise Unscorable(f"{place}; it must be a list with one reward a completion") from None
-            if reward is not None:
-                parts[function.name] = _to_number(reward, f"{function.name}: ")
-        return parts
+                raise Unscorable(f"{place}; it must be a list with one reward a completion, {num} here")
+            given.append(rewards)
+        return given
 
     def _await(self, awaitables: list[Awaitable[Any]]) -> list[Any]:
         """Returns their results and exceptions."""
@@ -227,34 +279,54 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _offer(response: Completion, metrics: dict[str, float]) -> dict[str, Any]:
-    """Returns all arguments that a reward function may take. `log_metric` writes into `metrics`; `log_extra`
-    does nothing, as no table of completions is kept."""
-    problem = response.problem
-    prompt = next((problem[key] for key in PROMPT_KEYS if problem.get(key) is not None), None)
-    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-    completion: Any = [{"role": "assistant", "content": response.text}] if is_chat else response.text
+def _task_of(response: Completion) -> str:
+    label = response.problem.get("task")
+    return label if isinstance(label, str) else ""
+
+
+def _unscored(response: Completion, error: BaseException) -> Reward:
+    """Returns the reward of a response without a score. Ctrl-C is no reason: a worker handles it itself."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    why = hide(str(error)) if isinstance(error, Unscorable) else describe(error)
+    return Reward(0.0, False, why, task=_task_of(response))
+
+
+def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns all arguments that a reward function may take. A column that some problems lack holds None
+    there. `log_metric` adds to `logged`; `log_extra` does nothing, as no table of completions is kept."""
+    problems = [response.problem for response in group]
+    prompts = [_prompt_of(problem) for problem in problems]
+    columns = [key for key in dict.fromkeys(chain(*problems)) if key not in NOT_COLUMNS]
     return {
-        **{key: [value] for key, value in problem.items() if key not in NOT_COLUMNS},
-        "prompts": [prompt],
-        "completions": [completion],
-        "completion_ids": [list(response.token_ids)],
-        "trainer_state": TrainerState(response.step),
-        "log_metric": lambda name, value: _log_metric(metrics, name, value),
+        **{key: [problem.get(key) for problem in problems] for key in columns},
+        "prompts": prompts,
+        "completions": [_completion(prompt, one.text) for prompt, one in zip(prompts, group, strict=True)],
+        "completion_ids": [list(response.token_ids) for response in group],
+        "trainer_state": TrainerState(group[0].step),
+        "log_metric": lambda name, value: _log_metric(logged, name, value),
         "log_extra": lambda column, values: None,
     }
 
 
-def _log_metric(metrics: dict[str, float], name: Any, value: Any) -> None:
-    """Keeps a figure of one response. Its name goes into the run's records, so it is short and without
-    credentials. Raises ValueError for more names than a response may have."""
+def _prompt_of(problem: Mapping[str, Any]) -> Any:
+    return next((problem[key] for key in PROMPT_KEYS if problem.get(key) is not None), None)
+
+
+def _completion(prompt: Any, text: str) -> Any:
+    """Returns the response as TRL gives it: of a conversation a message, else the text."""
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
+    return [{"role": "assistant", "content": text}] if is_chat else text
+
+
+def _log_metric(logged: dict[str, list[float]], name: Any, value: Any) -> None:
+    """Keeps a figure of a group. Its name goes into the run's records, so it is short and without
+    credentials. Raises ValueError for more names than a group may have."""
     text = hide(" ".join(visible(str(name)).split()))
     text = text if len(text) <= MAX_NAME else text[: MAX_NAME - 1] + "…"
-    if text not in metrics and len(metrics) == MAX_METRICS:
-        raise ValueError(
-            f"log_metric: {text!r} is one name too many; log at most {MAX_METRICS} for a response"
-        )
-    metrics[text] = float(value)
+    if text not in logged and len(logged) == MAX_METRICS:
+        raise ValueError(f"log_metric: {text!r} is one name too many; log at most {MAX_METRICS} for a group")
+    logged[text].append(float(value))
 
 
 def _attempt(function: RewardFunction, offered: Mapping[str, Any]) -> Any:

@@ -1,10 +1,10 @@
 """A process that scores responses one after another: the parent's side, and the code that runs in it.
 
-    parent    Worker.score ─▶ pipe: ScoreRequest ─▶ Scorer.score
+    parent    Worker.answer ─▶ pipe: ScoreRequest ─▶ Scorer.answer
     worker    ready, or an error ◀─ run_worker() ─▶ pipe: ScoreAnswer, for every request
 
 A worker is lost when it dies, is late, or sends a message that is no answer to its request. It is then
-killed. Each worker has a pipe of its own, so that the parent knows which response a lost one had.
+killed. Each worker has a pipe of its own, so that the parent knows which call a lost one had.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tlt.io.plugins import describe
 from tlt.io.processes import Helper, be_first_to_go, how_it_ended
-from tlt.rewards.scoring import Completion, RewardSpec, Scorer
+from tlt.rewards.scoring import Call, RewardSpec, Scorer
 from tlt.types import Reward
 
 START_SECONDS = 120.0
@@ -30,24 +30,24 @@ NO_ANSWER = "the worker's pipe brought what is no answer to the request"
 
 class ScoreRequest(NamedTuple):
     number: int
-    response: Completion
+    call: Call
 
 
 class ScoreAnswer(NamedTuple):
     number: int
     """The request's; a late answer has an older one."""
-    reward: Reward
+    rewards: list[Reward]
 
 
 class WorkerLost(Exception):
     """A worker was lost, and has been killed; the text says how.
 
-    had_response: it had, or may have, taken up the response.
+    had_call: it had, or may have, taken up the call.
     """
 
-    def __init__(self, how: str, had_response: bool) -> None:
+    def __init__(self, how: str, had_call: bool) -> None:
         super().__init__(how)
-        self.had_response = had_response
+        self.had_call = had_call
 
 
 class Worker:
@@ -64,31 +64,31 @@ class Worker:
         self.pipe = self._helper.pipe
         self.is_ready = self.is_killed = False
 
-    def score(self, response: Completion, timeout_seconds: float) -> Reward:
-        """Has the worker score a response. Raises WorkerLost.
+    def answer(self, call: Call, timeout_seconds: float) -> list[Reward]:
+        """Has the worker answer a call. Raises WorkerLost.
 
-        The response of a worker that cannot import its task has that error: the next worker could not,
+        The responses of a worker that cannot import its task have that error: the next worker could not,
         either.
         """
         if not self.is_ready and (reason := self._await_start()):
             self.kill()
-            return Reward(0.0, False, f"the worker could not start: {reason}")
+            return call.refused(f"the worker could not start: {reason}")
         if self.pipe.poll():  # it is dead, or has sent a second answer
-            self._read(had_response=False)
-            raise self._lost(NO_ANSWER, had_response=False)
+            self._read(had_call=False)
+            raise self._lost(NO_ANSWER, had_call=False)
         self._number += 1
         try:
-            self.pipe.send(ScoreRequest(self._number, response))
+            self.pipe.send(ScoreRequest(self._number, call))
         except BlockingIOError:
-            raise self._lost("the worker has stopped reading its pipe", had_response=False) from None
+            raise self._lost("the worker has stopped reading its pipe", had_call=False) from None
         except OSError:
-            raise self._died(had_response=False) from None
+            raise self._died(had_call=False) from None
         if not self.pipe.poll(timeout_seconds):
-            raise self._lost(f"time-out: not scored within {timeout_seconds:g} s", had_response=True)
-        match self._read(had_response=True):
-            case ScoreAnswer(self._number, Reward() as reward):
-                return reward
-        raise self._lost(NO_ANSWER, had_response=True)
+            raise self._lost(f"time-out: not scored within {timeout_seconds:g} s", had_call=True)
+        match self._read(had_call=True):
+            case ScoreAnswer(self._number, [*rewards]) if _fits(rewards, call):
+                return rewards
+        raise self._lost(NO_ANSWER, had_call=True)
 
     def kill(self) -> None:
         """Kills the process; a second call does nothing. Another thread that reads the pipe finds its end."""
@@ -98,33 +98,38 @@ class Worker:
     def _await_start(self) -> str:
         """Returns why the worker cannot begin; "": it can."""
         if not self.pipe.poll(max(self._deadline - time.monotonic(), 0.0)):
-            raise self._lost(f"the worker did not start within {START_SECONDS:g} s", had_response=False)
-        reason = self._read(had_response=False)
+            raise self._lost(f"the worker did not start within {START_SECONDS:g} s", had_call=False)
+        reason = self._read(had_call=False)
         if not isinstance(reason, str):
-            raise self._lost(NO_ANSWER, had_response=False)
+            raise self._lost(NO_ANSWER, had_call=False)
         self.is_ready = not reason
         return reason
 
-    def _read(self, had_response: bool) -> Any:
+    def _read(self, had_call: bool) -> Any:
         """Returns the next message. Raises WorkerLost at the pipe's end, and for bytes that are no
         message."""
         try:
             return self.pipe.recv()
         except ConnectionResetError:  # it died with the request unread
-            raise self._died(had_response=False) from None
+            raise self._died(had_call=False) from None
         except EOFError:
-            raise self._died(had_response) from None
+            raise self._died(had_call) from None
         except Exception:  # unpickling may raise anything
-            raise self._lost(NO_ANSWER, had_response) from None
+            raise self._lost(NO_ANSWER, had_call) from None
 
-    def _died(self, had_response: bool) -> WorkerLost:
+    def _died(self, had_call: bool) -> WorkerLost:
         code = self._helper.end(EXIT_SECONDS)
         how = "the worker closed its pipe" if code is None else f"the worker died: {how_it_ended(code)}"
-        return self._lost(how, had_response)
+        return self._lost(how, had_call)
 
-    def _lost(self, how: str, had_response: bool) -> WorkerLost:
+    def _lost(self, how: str, had_call: bool) -> WorkerLost:
         self.kill()
-        return WorkerLost(how, had_response)
+        return WorkerLost(how, had_call)
+
+
+def _fits(rewards: list[Any], call: Call) -> bool:
+    """Whether an answer has a reward for each response; the user's code could write to the pipe."""
+    return len(rewards) == len(call.responses) and all(isinstance(one, Reward) for one in rewards)
 
 
 # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────
@@ -145,9 +150,9 @@ def run_worker(pipe: Connection[ScoreAnswer | str, ScoreRequest], spec: str) -> 
             return
         pipe.send("")
         while True:
-            number, response = pipe.recv()
+            number, call = pipe.recv()
             try:
-                reward = scorer.score(response)
+                rewards = scorer.answer(call)
             except BaseException as error:  # as above
-                reward = Reward(0.0, False, describe(error))
-            pipe.send(ScoreAnswer(number, reward))
+                rewards = call.refused(describe(error))
+            pipe.send(ScoreAnswer(number, rewards))

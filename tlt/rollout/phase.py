@@ -7,6 +7,7 @@
                      all done?  ◀─ poll between (micro-)steps ─  idle time: generate ahead, train the drafter
                         ▼
     together:        gather responses and rewards in canonical order ─▶ average the drafters, and measure
+                        │    (reward functions first get the groups that finished on several ranks)
                         │
                      another round, of other problems, if dynamic sampling asks for it (dynamic.py)
 
@@ -172,7 +173,7 @@ class RolloutPhase:
         idle_work.ahead.begin(AheadQueue(self.queue.store))
         start = self.timeline.clock()
         work = ReplicaWork(self.queue, recalled.requests)
-        ended = FinishedResponses((draw.problem for draw in draws), self.receivers, training)
+        ended = FinishedResponses((draw.problem for draw in draws), requests, self.receivers, training)
         ended.recall(recalled, self.world.rank, self.world.world_size)
         idle_time = self.build_idle_time(idle_work, training)
         parts = self.engine, self.engine.stats, work, ended, idle_time
@@ -188,6 +189,10 @@ class RolloutPhase:
             first = requests[0][0]
             is_step = first.purpose == "rollout"
             raise StopRequested(f"in step {first.policy_step + 1}" if is_step else "in an evaluation")
+        if self.receivers.scorers.by_group:
+            with self.timeline.span(SpanName.WAIT):
+                divided = gather_objects(self.world, ended.divided)
+            ended.settle(divided, self.world.rank)
         with self.timeline.span(SpanName.SCORE):
             ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         replica = ReplicaReport(

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class Scorers(Protocol):
-    """Scores responses while others are generated. `RewardPool` is the one that runs in processes."""
+    """Scores responses while others are generated. `RewardPool` is the one that runs in processes.
+
+    by_group: whether a response has its reward only once its group is complete.
+    """
+
+    by_group: bool
 
     def submit(
         self,
@@ -38,6 +43,12 @@ class Scorers(Protocol):
 
         step: policy updates before the policy that wrote the response.
         """
+
+    def complete(self, group: Sequence[ResponseId]) -> None:
+        """Tells that all responses of a group were submitted; it sees them in this order."""
+
+    def withdraw(self, response_ids: Iterable[ResponseId]) -> None:
+        """Forgets submitted responses, which another rank scores."""
 
     def collect(self) -> dict[ResponseId, Reward]:
         """Returns the new rewards since the last call."""

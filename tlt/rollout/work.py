@@ -89,33 +89,79 @@ class ReplicaWork:
 
 
 class FinishedResponses:
-    """The finished responses of this replica in a round, and their rewards."""
+    """The finished responses of this replica in a round, and their rewards.
 
-    def __init__(self, problems: Iterable[Problem], to: Receivers, training: DrafterTraining) -> None:
+    Where scorers score by group, a group whose responses all finish here is scored at once, and one that is
+    divided among the ranks after the round, by `settle`.
+
+    requests: the round's groups.
+    divided: finished responses whose groups are not complete here.
+    """
+
+    def __init__(
+        self,
+        problems: Iterable[Problem],
+        requests: Iterable[Sequence[Request]],
+        to: Receivers,
+        training: DrafterTraining,
+    ) -> None:
         self.scorers, self.decode, self.journal, self.training = to.scorers, to.decode, to.journal, training
         self.rollouts: list[Rollout] = []
         self.rewards: dict[ResponseId, Reward] = {}
+        self.divided: dict[ResponseId, Rollout] = {}
         self._data_of = {problem.problem_id: problem.data for problem in problems}
+        self._groups = [[id_of(request) for request in group] for group in requests]
+        self._group_of = {response_id: group for group in self._groups for response_id in group}
 
     def add(self, finished: Finished) -> None:
         """Takes a response that has just finished, or that has no reward yet."""
-        rollout = finished.rollout
-        self.rollouts.append(rollout)
-        self.journal.note_finished(rollout)
+        self.rollouts.append(finished.rollout)
+        self._submit(finished.rollout)
         self.training.observe(finished)
-        text = self.decode(rollout.token_ids)
-        data = self._data_of[rollout.problem_id]
-        self.scorers.submit(id_of(rollout), data, text, rollout.token_ids, rollout.policy_version)
 
     def recall(self, recalled: Recalled, rank: int, num_ranks: int) -> None:
-        """Takes this rank's part of the responses that an earlier attempt finished."""
-        for rollout in recalled.rollouts[rank::num_ranks]:
-            if (reward := recalled.rewards.get(id_of(rollout))) is None:
-                self.add(Finished(rollout))
-            else:
-                self.rollouts.append(rollout)
-                self.rewards[id_of(rollout)] = reward
-                self.training.observe(Finished(rollout))
+        """Takes this rank's part of the responses that an earlier attempt finished: whole groups. Where
+        scorers score by group, the rewards of a group count if all of it was scored."""
+        rollout_of = {id_of(rollout): rollout for rollout in recalled.rollouts}
+        begun = [group for group in self._groups if any(one in rollout_of for one in group)]
+        for group in begun[rank::num_ranks]:
+            is_scored = all(one in recalled.rewards for one in group) or not self.scorers.by_group
+            for response_id in filter(rollout_of.__contains__, group):
+                rollout, reward = rollout_of[response_id], recalled.rewards.get(response_id)
+                if reward is None or not is_scored:
+                    self.add(Finished(rollout))
+                else:
+                    self.rollouts.append(rollout)
+                    self.rewards[response_id] = reward
+                    self.training.observe(Finished(rollout))
+
+    def settle(self, divided: Sequence[Mapping[ResponseId, Rollout]], rank: int) -> None:
+        """Scores the groups that are divided among the ranks, each on the rank with most of its responses.
+
+        divided: by rank; every rank passes the same.
+        """
+        holder_of = {response_id: holder for holder, held in enumerate(divided) for response_id in held}
+        for group in self._groups:
+            holders = Counter(holder_of[one] for one in group if one in holder_of)
+            if holders.total() == len(group) and holders.most_common(1)[0][0] == rank:
+                for response_id in [one for one in group if one not in self.divided]:
+                    self._submit(divided[holder_of[response_id]][response_id])
+        self.scorers.withdraw(self.divided)
+        self.divided.clear()
+
+    def _submit(self, rollout: Rollout) -> None:
+        """Hands a response to the scorers, and its group if that is complete now."""
+        self.journal.note_finished(rollout)
+        response_id, text = id_of(rollout), self.decode(rollout.token_ids)
+        data = self._data_of[rollout.problem_id]
+        self.scorers.submit(response_id, data, text, rollout.token_ids, rollout.policy_version)
+        if self.scorers.by_group:
+            group = self._group_of[response_id]
+            self.divided[response_id] = rollout
+            if all(one in self.divided for one in group):
+                self.scorers.complete(group)
+                for one in group:
+                    del self.divided[one]
 
     def collect(self) -> None:
         """Takes the rewards that have arrived."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -255,6 +255,8 @@ def prompt_name(prompt_ids: Sequence[int]) -> str:
 class Unscored:
     """A reward pool that scores nothing: rewards are the caller's."""
 
+    by_group = False
+
     def __init__(self) -> None:
         self._ids: list[ResponseId] = []
 
@@ -267,6 +269,10 @@ class Unscored:
         step: int,
     ) -> None:
         self._ids.append(response_id)
+
+    def complete(self, group: Sequence[ResponseId]) -> None: ...
+
+    def withdraw(self, response_ids: Iterable[ResponseId]) -> None: ...
 
     def collect(self) -> dict[ResponseId, Reward]:
         return {}

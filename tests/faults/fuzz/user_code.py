@@ -37,7 +37,7 @@ FUNCTION = """
 def reward(prompts, completions, **given):
     if {when}:
         {body}
-    return [len(completions[0]) / 10]
+    return [len(text) / 10 for text in completions]
 """
 ASYNC_FUNCTION = FUNCTION.replace("def reward", "async def reward")
 WHEN = (

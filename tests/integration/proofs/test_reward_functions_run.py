@@ -16,7 +16,7 @@ from tlt.report.record import read_metrics
 
 FUNCTIONS = """
 async def length_penalty(prompts, completions, completion_ids, log_metric, **kwargs):
-    log_metric("characters", len(completions[0]))
+    log_metric("characters", sum(map(len, completions)) / len(completions))
     return [-len(ids) / 48 for ids in completion_ids]
 
 def has_a_digit(completions, wanted, **kwargs):

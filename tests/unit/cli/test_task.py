@@ -118,6 +118,9 @@ def near(completions, target):
 
 def broken(completions, **kwargs):
     raise KeyError("judge")
+
+def shortest(completions):
+    return [float(len(c) == min(map(len, completions))) for c in completions]
 """
 
 
@@ -170,6 +173,18 @@ def test_functions_that_cannot_score_are_refused_in_one_line(
     words: str, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert part in fail(capsys, "score", *SCORE, *words.split())
+
+
+@pytest.mark.usefixtures("answers")
+def test_a_function_sees_the_responses_to_a_problem_together_but_not_those_of_several_steps() -> None:
+    """Of "a" there are two groups, whose lines alternate with others."""
+    steps = {"purpose": "rollout", "policy_version": 3}, {"purpose": "rollout", "policy_version": 4}
+    texts = [("a", "long!", 0), ("b", "bb", 0), ("a", "longest!", 1), ("a", "mid", 0), ("a", "longer!", 1)]
+    lines = [{"problem_id": name, "text": text, **steps[step]} for name, text, step in texts]
+    write_lines("responses.jsonl", *lines)
+    assert cli.main(["score", *SCORE, "--functions", "own_scores:shortest"]) == 0
+    scored = [(line["text"], line["reward"]) for line in read_lines("s.jsonl")]
+    assert scored == [("long!", 0.0), ("bb", 1.0), ("longest!", 0.0), ("mid", 1.0), ("longer!", 1.0)]
 
 
 # ── a user's own task ───────────────────────────────────────────────────────────────────────────────────────

@@ -118,7 +118,7 @@ def test_a_reward_function_is_told_that_the_response_begins_within_a_thought(
     )
     monkeypatch.syspath_prepend(tmp_path)
     scorer = Scorer(RewardSpec("data", ["thought_rewards:is_told"]))
-    told = [scorer.score(Completion(problem, "")).value for problem in ({"in_thought": True}, {})]
+    told = [scorer.score([Completion(problem, "")])[0].value for problem in ({"in_thought": True}, {})]
     assert told == [1.0, 0.0]
 
 

@@ -75,6 +75,7 @@ def test_no_module_of_the_working_directory_takes_the_place_of_an_installed_one_
     monkeypatch.chdir(tmp_path)
     pool = RewardPool(RewardSpec("countdown", ("beside:reward",)), num_workers=1, timeout_seconds=60)
     pool.submit(("p", 0), {"prompt": "?"}, "four")
+    pool.complete([("p", 0)])
     found = pool.drain(60)[("p", 0)]
     pool.close()
     assert (found.value, found.error) == (4.0, "")
@@ -85,7 +86,7 @@ def test_no_module_of_the_working_directory_takes_the_place_of_an_installed_one_
 )
 def test_a_credential_in_a_rewards_error_stands_in_no_record(name: str, spend: None) -> None:
     scorer = Scorer(RewardSpec("countdown", (f"spend:{name}",)))
-    error = scorer.score(Completion({"prompt": "?"}, "text")).error
+    error = scorer.score([Completion({"prompt": "?"}, "text")])[0].error
     scorer.close()
     assert error
     assert not any(part in error for part in (KEY, KEY[:12], "correct horse"))
@@ -105,8 +106,9 @@ def test_a_credential_in_a_tasks_or_an_imports_error_stands_in_no_line(spend: No
 def test_a_credential_in_a_rewards_error_stands_neither_on_the_screen_nor_in_the_file_of_tlt_score(
     spend: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("problems.jsonl").write_text('{"problem_id": "1", "prompt": "?"}\n')
-    Path("responses.jsonl").write_text("".join(f'{{"problem_id": "1", "text": "{text}"}}\n' for text in "ab"))
+    Path("problems.jsonl").write_text("".join(f'{{"problem_id": "{n}", "prompt": "?"}}\n' for n in "ab"))
+    responses = (f'{{"problem_id": "{text}", "text": "{text}"}}\n' for text in "ab")
+    Path("responses.jsonl").write_text("".join(responses))
     files = ["--problems", "problems.jsonl", "--responses", "responses.jsonl", "--out", "out.jsonl"]
     cli.main(["score", *files, "--functions", "spend:raises_at_times"])
     said, written = capsys.readouterr(), Path("out.jsonl").read_text()
@@ -116,13 +118,13 @@ def test_a_credential_in_a_rewards_error_stands_neither_on_the_screen_nor_in_the
 
 def test_names_of_figures_are_short_few_and_without_credentials(spend: None) -> None:
     scorer = Scorer(RewardSpec("countdown", ("spend:logs",)))
-    metrics = scorer.score(Completion({"prompt": "?"}, "text")).metrics
+    metrics = scorer.score([Completion({"prompt": "?"}, "text")])[0].metrics
     scorer.close()
     assert metrics == {"latency of ***": 1.0, "z" * 99 + "…": 2.0}
     scorer = Scorer(RewardSpec("countdown", ("spend:logs_without_end",)))
-    error = scorer.score(Completion({"prompt": "?"}, "text")).error
+    error = scorer.score([Completion({"prompt": "?"}, "text")])[0].error
     scorer.close()
-    assert "'name 100' is one name too many; log at most 100 for a response" in error
+    assert "'name 100' is one name too many; log at most 100 for a group" in error
     rewards = [Reward(1.0, True, metrics={f"of response {n:04d}": float(n)}) for n in range(1000)]
     means = summarize(rewards).metrics
     assert (len(means), means["names left out"]) == (101, 900.0)

@@ -48,7 +48,7 @@ def hang():
 def forge(seconds):
     """Sends in another's name what looks like an answer to the first response."""
     time.sleep(seconds)
-    Connection(os.dup(pipe())).send(ScoreAnswer(1, Reward(-500.0, False)))
+    Connection(os.dup(pipe())).send(ScoreAnswer(1, [Reward(-500.0, False)]))
 
 def hang_up():
     with socket.socket(fileno=os.dup(pipe())) as end:
@@ -223,6 +223,7 @@ def test_whatever_a_score_raises_is_one_line_and_costs_no_worker(
     with RewardPool(RewardSpec("lost_task:TASK", functions), 1, timeout_seconds=20) as pool:
         for verb in verbs:
             pool.submit((verb, 0), {"worth": 1.0}, verb)
+            pool.complete([(verb, 0)])
         found = {verb: reward.error for (verb, _), reward in pool.drain(patience=60).items()}
         assert len(pool._workers) == 1, "the one that it began with"
     for verb, name in verbs.items():

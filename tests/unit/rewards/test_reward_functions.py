@@ -39,8 +39,9 @@ def without_kwargs(completions):
     return [2.0]
 
 def logs(completions, log_metric, **kwargs):
-    log_metric("shout", float(completions[0].isupper()))
-    return [1.0]
+    for text in completions:
+        log_metric("shout", float(text.isupper()))
+    return [1.0 for _ in completions]
 
 meeting = None
 
@@ -143,7 +144,8 @@ def score(
 ) -> Reward:
     scorer = Scorer(spec)
     try:
-        return scorer.score(Completion(problem, text, ids, step))
+        (found,) = scorer.score([Completion(problem, text, ids, step)])
+        return found
     finally:
         scorer.close()
 
@@ -212,7 +214,7 @@ def test_coroutines_run_side_by_side() -> None:
 
 def test_all_coroutines_of_a_worker_share_a_loop_so_that_clients_can_live_on() -> None:
     scorer = Scorer(spec("keeps_a_client"))
-    assert [scorer.score(Completion({}, "x")).value for _ in range(3)] == [1.0, 1.0, 1.0]
+    assert [scorer.score([Completion({}, "x")])[0].value for _ in range(3)] == [1.0, 1.0, 1.0]
     scorer.close()
 
 
@@ -223,8 +225,8 @@ def test_a_function_may_run_a_loop_of_its_own_and_may_be_an_object() -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("async_fails", "async_fails: KeyError: 'judge', {file}:52"),
-        ("async_exits", "async_exits: SystemExit: 3, {file}:55"),
+        ("async_fails", "async_fails: KeyError: 'judge', {file}:53"),
+        ("async_exits", "async_exits: SystemExit: 3, {file}:56"),
     ],
 )
 def test_what_a_function_raises_is_named_with_its_place(name: str, error: str, tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_what_is_no_finite_number_is_an_error(returned: str) -> None:
 @pytest.mark.parametrize("returned", ["[0.5, 0.5]", "[]", "0.5", "None"])
 def test_what_is_no_list_of_one_reward_is_an_error(returned: str) -> None:
     error = score(spec("says"), {}, returned).error
-    assert error == f"says: returned {returned}; it must be a list with one reward a completion"
+    assert error == f"says: returned {returned}; it must be a list with one reward a completion, 1 here"
 
 
 def test_names_of_metrics_and_errors_that_cannot_be_said_stay_writable() -> None:
@@ -292,6 +294,7 @@ def test_workers_score_by_functions_and_the_step_says_the_mean_of_each() -> None
         for i in range(8):
             problem = {"kind": "code" if i < 2 else "math", "task": "even" if i % 2 == 0 else "odd"}
             pool.submit(("p", i), problem, "AB" if i == 0 else "x", (1, 2), 3)
+        pool.complete([("p", i) for i in range(8)])
         rewards = pool.drain()
     summary = summarize([rewards["p", i] for i in range(8)])
     assert summary.parts == {"logs": 1.0, "where_it_applies": 1.0}
@@ -305,3 +308,100 @@ def test_two_functions_of_one_name_keep_their_modules(tmp_path: Path) -> None:
     (tmp_path / "other_rewards.py").write_text("def exact(completions, **kwargs):\n    return [3.0]\n")
     found = score(RewardSpec("data", ("my_rewards:exact", "other_rewards:exact")), {"answer": "x"}, "x")
     assert found.parts == {"my_rewards:exact": 1.0, "other_rewards:exact": 3.0}
+
+
+GROUPS = '''
+calls = []
+
+def standing(completions, completion_ids, **columns):
+    """How many of the group are longer, and which sample it is."""
+    calls.append(completions)
+    return [10.0 * sum(len(o) > len(t) for o in completions) + i for i, t in enumerate(completions)]
+
+def some(completions, kind):
+    return [None if k is None else float(k) for k in kind]
+
+def slow(completions):
+    import time
+    time.sleep(1.5)
+    return [1.0 for _ in completions]
+
+class Task:
+    def problems(self, num, seed, **options):
+        return []
+
+    def score(self, problem, text):
+        if text == "odd":
+            raise KeyError(text)
+        return {"reward": 0.5, "solved": True}
+
+TASK = Task()
+'''
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_groups.py").write_text(GROUPS)
+    monkeypatch.delitem(sys.modules, "my_groups", raising=False)
+
+
+def score_group(
+    rule: RewardSpec, *problems_and_texts: tuple[dict[str, Any], str], workers: int = 0, timeout: float = 30
+) -> list[Reward]:
+    with RewardPool(rule, workers, timeout) as pool:
+        for i, (problem, text) in enumerate(problems_and_texts):
+            pool.submit(("p", i), problem, text)
+        pool.complete(group := [("p", i) for i in range(len(problems_and_texts))])
+        rewards = pool.drain(patience=60)
+    return [rewards[response_id] for response_id in group]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("groups")
+def test_a_function_compares_the_responses_of_a_group_in_the_order_of_samples(workers: int) -> None:
+    rule = RewardSpec("my_groups:TASK", ("task", "my_groups:standing"), (2.0, 1.0))
+    found = score_group(rule, ({}, "aaa"), ({}, "a"), ({}, "aa"), workers=workers)
+    assert [reward.value for reward in found] == [1.0 + 0.0, 1.0 + 21.0, 1.0 + 12.0]
+    assert [reward.parts["task"] for reward in found] == [0.5] * 3
+
+
+@pytest.mark.usefixtures("groups")
+def test_what_one_response_lacks_costs_it_its_own_score_alone() -> None:
+    """The task refuses the first, the function returns no number for the second and None for the third."""
+    rule = RewardSpec("my_groups:TASK", ("task", "my_groups:some"))
+    problems = [{"kind": 1, "task": "sums"}, {"kind": "nan"}, {}, {"kind": 2}]
+    refused, no_number, left_out, fine = score_group(
+        rule, *zip(problems, ["odd", "b", "c", "d"], strict=True)
+    )
+    assert (refused.error[:8], refused.task) == ("KeyError", "sums")
+    assert no_number.error == "some: the reward is nan; it must be a finite number"
+    assert (left_out, fine.value) == (Reward(0.5, True, parts={"task": 0.5}), 2.5)
+
+
+def test_an_error_is_that_of_every_response_of_the_group() -> None:
+    found = score_group(spec("without_kwargs"), *[({}, "x")] * 3)
+    why = "without_kwargs: returned [2.0]; it must be a list with one reward a completion, 3 here"
+    assert found == [Reward(0.0, False, why)] * 3
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_group_has_the_time_of_all_its_responses() -> None:
+    rule, responses = RewardSpec("data", ("my_groups:slow",)), [({}, "x")] * 3
+    assert (
+        score_group(rule, *responses, workers=1, timeout=1.0) == [Reward(1.0, True, parts={"slow": 1.0})] * 3
+    )
+    (late,) = score_group(rule, ({}, "x"), workers=1, timeout=1.0)
+    assert late.error == "time-out: not scored within 1 s; tried twice"
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_response_that_is_withdrawn_gets_no_reward_and_no_function_sees_it() -> None:
+    with RewardPool(RewardSpec("my_groups:TASK", ("task", "my_groups:standing")), 0, 30) as pool:
+        for i in range(3):
+            pool.submit(("p", i), {}, "a" * (i + 1))
+        pool.withdraw([("p", 0)])
+        assert pool.collect() == {}, "the group is not complete"
+        pool.complete([("p", 1), ("p", 2)])
+        found = pool.drain(patience=60)
+    assert {key: reward.value for key, reward in found.items()} == {("p", 1): 10.5, ("p", 2): 1.5}
+    assert sys.modules["my_groups"].calls == [["aa", "aaa"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -45,6 +45,8 @@ PATIENCE = 60.0
 class Scorers:
     """Scores at once, by a function of the token ids."""
 
+    by_group = False
+
     def __init__(self, score: Callable[[Sequence[int]], float] = lambda token_ids: 1.0) -> None:
         self.score, self.submitted, self._done = score, list[ResponseId](), dict[ResponseId, Reward]()
 
@@ -65,6 +67,10 @@ class Scorers:
 
     def drain(self, patience: float) -> dict[ResponseId, Reward]:
         return self.collect()
+
+    def complete(self, group: Sequence[ResponseId]) -> None: ...
+
+    def withdraw(self, response_ids: Iterable[ResponseId]) -> None: ...
 
     def abandon(self) -> None: ...
 
@@ -155,7 +161,7 @@ def generate(
     training.begin()
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.queue.begin("rollout", len(problems))
-    ended = FinishedResponses(problems, phase.receivers, training)
+    ended = FinishedResponses(problems, requests, phase.receivers, training)
     idle_time = phase.build_idle_time(NO_WORK, training)
     last_token, _ = phase.generate(ReplicaWork(phase.queue, requests), ended, idle_time)
     return ended.rollouts, last_token, idle_time.drafter_report

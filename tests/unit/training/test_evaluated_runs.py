@@ -71,7 +71,14 @@ judges = [Judge()]
 
 
 def digits(completions: list[str], problem_id: list[str], trainer_state: Any) -> list[float]:
-    return [judges[-1].score(problem_id[0], completions[0], trainer_state.global_step)]
+    step, pairs = trainer_state.global_step, zip(problem_id, completions, strict=True)
+    return [judges[-1].score(*pair, step) for pair in pairs]
+
+
+def first_of_group(completions: list[str]) -> list[float]:
+    """1 for one response of the group."""
+    best = min(range(len(completions)), key=completions.__getitem__)
+    return [float(i == best) for i in range(len(completions))]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +98,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_config(base: Path, out_dir: Path) -> Config:
+def make_config(base: Path, out_dir: Path, function: str = "digits") -> Config:
     return load_config(
         {
             "run": {"num_steps": NUM_STEPS, "num_ranks": 1, "out_dir": out_dir}
@@ -102,7 +109,7 @@ def make_config(base: Path, out_dir: Path) -> Config:
             "sampling": {"max_tokens": 8},
             "optimizer": {"learning_rate": 3e-3},
             "evaluation": {"every": 1, "num_problems": 2, "samples_per_problem": 2},
-            "rewards": {"num_workers": 0, "functions": [f"{HERE}:digits"], "solved_at": 2.0},
+            "rewards": {"num_workers": 0, "functions": [f"{HERE}:{function}"], "solved_at": 2.0},
         }
     )
 
@@ -329,3 +336,12 @@ def test_the_policy_is_saved_in_the_type_of_its_start_or_in_float64(
         assert weights(tmp_path / "run" / folder).dtype == wanted
         described = json.loads((tmp_path / "run" / folder / "config.json").read_text())
         assert described["torch_dtype"] == str(wanted).removeprefix("torch.")
+
+
+def test_a_function_that_compares_the_responses_of_a_group_is_right_in_steps_and_evaluations(
+    base: Path, tmp_path: Path
+) -> None:
+    main(describe_run(make_config(base, tmp_path / "run", "first_of_group"), Moment.now()), StopRequest())
+    steps = [record.rewards.mean for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == [0.5] * NUM_STEPS, "one of two responses"
+    assert [one.reward for one in evaluations(tmp_path / "run")] == [0.5] * (NUM_STEPS + 1)
