@@ -27,7 +27,7 @@ def with_changes(config: Config, changes: Changes) -> Config:
 def side_by_side(config: Config) -> Config:
     """Returns the configuration for one of several engines in a process: each vLLM gets its own worker
     process, and nothing else is measured meanwhile."""
-    config = with_changes(config, {"rollout": {"times_off_every": 0}})
+    config = with_changes(config, {"rollout": {"measure_speedup_every": 0}})
     is_vllm = config.rollout.engine == "vllm"
     return with_changes(config, {"vllm": {"own_process": True}}) if is_vllm else config
 

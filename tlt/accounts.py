@@ -165,13 +165,6 @@ class RolloutRecord:
     strategy_predicted: the tuner's prediction of strategy_speed.
     followed_by_age: tokens drafted from references and kept, by the number of updates between the two
         policies.
-    won_seconds: seconds saved by these tokens, summed over ranks: the tuner's prediction without references,
-        less the measured seconds.
-    busy_seconds: seconds in which ranks had responses to generate, prefills included, summed over ranks.
-    saved_seconds: seconds that speculation saved: of the same tokens at the same batch sizes without drafts,
-        as the tuner predicts them, less the measured seconds.
-    times_off: how many times as fast the rollout was as without speculation, as predicted:
-        1 + saved_seconds / busy_seconds; NaN: speculation is off, or its tuner predicts nothing.
     """
 
     seconds: float
@@ -195,27 +188,21 @@ class RolloutRecord:
     groups_discarded: int = 0
     resample_rounds: int = 0
     followed_by_age: dict[str, int] = field(default_factory=dict)
-    won_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    saved_seconds: float = 0.0
-    times_off: float = NAN
 
 
 @dataclass(frozen=True)
-class OffPair:
-    """A few responses that the leader generated twice, with speculation and without (rollout/off_pair.py);
-    the defaults stand for a step in which nothing was measured.
+class SpeedupPair:
+    """A few responses that the leader generated twice, with speculation and without (rollout/speedup.py); the
+    defaults stand for a step in which nothing was measured.
 
-    times_off: how many times as fast it was with speculation: the ratio of tokens per second.
-    predicted: the same, as the tuner predicts it for these engine steps; NaN: it predicts nothing.
+    speedup: how many times as fast it was with speculation: the ratio of tokens per second, prefills aside.
     num_responses: responses that ran at a time, at first: as many as in the step's rollout on average.
     num_tokens: their tokens in each of the two rollouts.
     num_different: responses whose tokens were not the same; by the law 0 but for roundings.
     seconds: of the whole measurement, in which other ranks wait.
     """
 
-    times_off: float = NAN
-    predicted: float = NAN
+    speedup: float = NAN
     num_responses: int = 0
     num_tokens: int = 0
     num_different: int = 0

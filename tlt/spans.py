@@ -20,7 +20,7 @@ class SpanName(StrEnum):
     SCORE = "score"
     JOURNAL = "journal"
     WAIT = "wait"
-    TIMES_OFF = "times off"
+    SPEEDUP = "speedup"
     CHECK_DRAFTER = "check drafter"
     UPDATE = "update"
     PUBLISH = "publish"

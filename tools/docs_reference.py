@@ -30,7 +30,7 @@ _RECORDS = {
     "update": ("tlt/accounts.py", "UpdateMetrics"),
     "drafter": ("tlt/accounts.py", "DrafterCheck"),
     "idle": ("tlt/accounts.py", "IdleRecord"),
-    "off_pair": ("tlt/accounts.py", "OffPair"),
+    "speedup": ("tlt/accounts.py", "SpeedupPair"),
 }
 """The records in a line of metrics.jsonl, by their key."""
 _EVALUATION = ("tlt/training/evaluations.py", "Evaluation")

@@ -35,14 +35,14 @@ RECIPE = ROOT / "recipes/countdown/quickstart.toml"
 SMALL = {
     "run.num_ranks": 1, "run.checkpoint_every": 5, "run.time_limit_minutes": 60,
     "rollout.problems_per_step": 8, "rollout.samples_per_problem": 4, "rollout.max_batch_size": 32,
-    "sampling.max_tokens": 128, "evaluation.num_problems": 0, "rollout.times_off_every": 0,
+    "sampling.max_tokens": 128, "evaluation.num_problems": 0, "rollout.measure_speedup_every": 0,
     "task.options": '{"mix": {"2": 1.0}, "max_number": 15, "max_target": 60}', "vllm.compile": "false",
 }  # fmt: skip
 """Puzzles of two numbers, which are solved within few tokens."""
 SMALL_REAL = {
     "run.num_ranks": 1, "run.threads_per_rank": 2, "run.checkpoint_every": 0, "run.time_limit_minutes": 60,
     "rollout.problems_per_step": 4, "rollout.samples_per_problem": 4, "rollout.max_batch_size": 16,
-    "sampling.max_tokens": 160, "evaluation.num_problems": 0, "rollout.times_off_every": 0,
+    "sampling.max_tokens": 160, "evaluation.num_problems": 0, "rollout.measure_speedup_every": 0,
     "drafter.train": "false",
 }  # fmt: skip
 """SmolLM2 on sums that it writes out: 16 responses a step, on both of two cores."""

@@ -100,19 +100,14 @@ def _line(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
     return vars(Response.of(rollout, tokenizer.decode)) | in_thought
 
 
-_NOT_RESOLVED = "not resolved: too few steps without drafts; compare with the tokens/s of --speculation off"
-
-
 def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
-    """accept_length is None where nothing was speculated, times_off where nothing is predicted or the
-    prediction is not resolved."""
+    """accept_length is None where nothing was speculated."""
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     return {
         "responses": len(rollouts),
         "tokens": num_tokens,
         "seconds": seconds,
         "tokens_per_second": num_tokens / seconds,
-        "times_off": stats.resolved_times_off(seconds),
         "accept_length": stats.accept_length,
         "draft_acceptance_rate_pos": stats.draft_acceptance_rate_pos,
         "strategy_seconds": {name: s.seconds for name, s in stats.by_strategy.items()},
@@ -126,9 +121,7 @@ def summarize(record: Record) -> Summary:
     responses, tokens, speed = (
         written(name, record[name]) for name in ("responses", "tokens", "tokens_per_second")
     )
-    is_predicted = any(speed is not None for speed in record["strategy_predicted"].values())
-    times_off = _NOT_RESOLVED if record["times_off"] is None and is_predicted else record["times_off"]
-    rows: Record = {"times off, predicted": times_off, "accept_length": record["accept_length"]}
+    rows: Record = {"accept_length": record["accept_length"]}
     if record["draft_acceptance_rate_pos"]:
         rows["accepted by depth"] = "  ".join(map(percent, record["draft_acceptance_rate_pos"]))
     rows |= {name: record[name] for name in ("truncated_share", "device", "elapsed")}

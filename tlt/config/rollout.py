@@ -44,10 +44,10 @@ class RolloutSection(EngineSection):
     """How adaptive speculation chooses drafts: by measured costs and acceptance (cost-model), or by the
     bandit of the TLT paper (beg-mab)."""
 
-    times_off_every: NonNegativeInt = 20
-    """Policy steps between two measurements of how many times as fast speculation makes a rollout: the leader
-    generates a few more responses with and without it, in at most 1 % of the rollouts' time. A shorter run
-    measures in its last step; one with short responses more seldom. 0: never."""
+    measure_speedup_every: NonNegativeInt = 5
+    """Policy steps between two measurements of the speedup by speculation: the leader generates a few more
+    responses with and without drafts, in at most 1 % of the rollouts' seconds; where that is too short to
+    tell, the measurement waits for more steps. A shorter run measures in its last step. 0: never."""
 
     @property
     def steps_ahead(self) -> int:

@@ -9,10 +9,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from tlt.accounts import TimedStep
-from tlt.speculative.strategy import NO_EXPECTATION, ExpectedSpeeds, StepOutcome, Strategy
-
-OFF_STEPS, OFF_SECONDS = 100, 2.0
-"""Steps without drafts, and their seconds, from which what they cost is known."""
+from tlt.speculative.strategy import NO_EXPECTATION, ExpectedSpeeds, StepOutcome
 
 
 @dataclass
@@ -64,9 +61,6 @@ class EngineStats:
         and the current one.
     won_seconds: seconds that references saved: the predicted time of the same tokens without references,
         less the measured time.
-    saved_seconds: seconds that drafts saved: the time of the same tokens at the same batch sizes without
-        drafts, less the measured time. A step without drafts takes the predicted share of a measured one.
-        Steps for which nothing is predicted count as 0.
     sequence_seconds: sum over engine steps of running sequences x seconds.
     latest: the latest engine step; None where it admitted sequences.
     """
@@ -83,7 +77,6 @@ class EngineStats:
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     followed_by_age: Counter[str] = field(default_factory=Counter)
     won_seconds: float = 0.0
-    saved_seconds: float = 0.0
     sequence_seconds: float = 0.0
     latest: TimedStep | None = None
 
@@ -126,19 +119,6 @@ class EngineStats:
         """Seconds of all engine steps, without prefills."""
         return sum(stats.seconds for stats in self.by_strategy.values())
 
-    def times_off(self, seconds: float) -> float | None:
-        """Returns how many times as fast work of `seconds`, these steps included, was as it would have been
-        without drafts; None: no tuner predicts that."""
-        is_predicted = any(stats.predicted_seconds for stats in self.by_strategy.values())
-        return 1 + self.saved_seconds / seconds if is_predicted and seconds else None
-
-    def resolved_times_off(self, seconds: float) -> float | None:
-        """Returns `times_off`; None also where too few of these steps were without drafts. The first of those
-        are cold, and make drafts look better than they are."""
-        off = self.by_strategy.get(str(Strategy.OFF))
-        is_resolved = off is not None and off.num_steps >= OFF_STEPS and off.seconds >= OFF_SECONDS
-        return self.times_off(seconds) if is_resolved else None
-
     def add(self, other: EngineStats) -> None:
         """Adds the counts of another engine or phase."""
         for f in fields(self):
@@ -164,9 +144,6 @@ class EngineStats:
         if expected.otherwise is not None:
             self.won_seconds += outcome.num_tokens / expected.otherwise - outcome.seconds
         self.sequence_seconds += num_running * outcome.seconds
-        if expected.off_step is not None and strategy != str(Strategy.OFF):
-            num_off_steps = outcome.num_tokens / num_running
-            self.saved_seconds += outcome.seconds * (expected.off_step * num_off_steps - 1)
 
     def record_reference(self, version: int, now: int, num_accepted: int) -> None:
         """Counts accepted tokens of a reference. version: of its policy.  now: of the current policy."""

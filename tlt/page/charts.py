@@ -37,7 +37,7 @@ BY_NAME = {
     "drafter training": ("#E69F00", "x"),
     "waiting": ("#E4E4E4", "."),
     "scores, journal": ("#8A8A8A", " "),
-    "measuring times off": ("#C9C9C9", "x"),
+    "measuring the speedup": ("#C9C9C9", "x"),
     "update": ("#D55E00", " "),
     "publish": ("#CC79A7", " "),
     "other": ("#FFFFFF", " "),

@@ -119,11 +119,11 @@ SPEED = (
 )
 SPECULATION = (
     SeriesSpec(
-        "times-off",
-        "Times off",
-        "How many times as fast the rollout was as without speculation: above 1 it pays.",
+        "speedup",
+        "Speedup",
+        "How many times as fast speculation made a few responses, measured: above 1 it pays.",
         "times",
-        {"predicted": "rollout/times_off", "measured": "off_pair/times_off"},
+        {"speedup": "speedup/speedup"},
     ),
     SeriesSpec(
         "accept-length",

@@ -11,7 +11,7 @@ import numpy as np
 
 from tlt.io.plugins import without_folder
 from tlt.page.gather import RunRecords, Values, is_known, mean_of
-from tlt.report.times_off import TimesOff
+from tlt.report.speedup import speedup_of, told_speedup
 from tlt.report.words import duration
 
 PRINCIPAL = {
@@ -119,7 +119,7 @@ def _results(run: RunRecords) -> dict[str, str]:
     tokens, steps = run.values("rollout/num_tokens").sum(), run.steps
     ended = datetime.fromtimestamp(steps[-1].finished_at, UTC)
     errors = int(np.nansum(run.values("rewards/num_errors")))
-    times_off = TimesOff.of(steps)
+    speedup = speedup_of(steps)
     facts = {
         "time of all steps": f"{duration(seconds)}, {number(seconds / len(steps))} s a step",
         "last step ended": f"{ended:%Y-%m-%d %H:%M} UTC",
@@ -133,8 +133,8 @@ def _results(run: RunRecords) -> dict[str, str]:
         "idle time that trained the drafter": share(trained / idle if idle else math.nan),
         "responses handed over": f"{np.nansum(run.values('rollout/num_migrated')):,.0f}",
     }
-    if times_off is not None:
-        facts["times off"] = "; ".join(text.plain for _, text in times_off.rows())
+    if speedup is not None:
+        facts["speedup by speculation"] = told_speedup(speedup).plain
     if errors:
         facts["responses without a score"] = f"{errors:,}"
     return facts

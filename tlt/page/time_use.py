@@ -41,11 +41,11 @@ USES = {
     SpanName.SCORE: "scores, journal",
     SpanName.JOURNAL: "scores, journal",
     SpanName.CHECKPOINT: "scores, journal",
-    SpanName.TIMES_OFF: "measuring times off",
+    SpanName.SPEEDUP: "measuring the speedup",
     SpanName.UPDATE: "update",
     SpanName.PUBLISH: "publish",
 }
-WHOLE = (SpanName.AHEAD, SpanName.TIMES_OFF)
+WHOLE = (SpanName.AHEAD, SpanName.SPEEDUP)
 """Spans that count as a whole, whatever the engine does in them."""
 OTHER = "other"
 USE_NAMES = (*dict.fromkeys(USES.values()), OTHER)

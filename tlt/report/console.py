@@ -76,7 +76,6 @@ COLUMNS = (
     Column("update", "s", 7, "", lambda r: _number(r.update.seconds, ".1f"), is_spare=True),
     Column("speed", "tok/s", 8, "", lambda r: _number(r.rollout.tokens_per_second, ",.0f")),
     Column("accept", "length", 7, "cyan", lambda r: _number(r.rollout.accept_length, ".2f")),
-    Column("times", "off", 6, "cyan", lambda r: _number(r.rollout.times_off, ".2f")),
     Column("idle", "s", 7, "", lambda r: _number(r.idle.seconds, ".1f"), is_spare=True),
     Column("used", "of idle", 7, "magenta", lambda r: _used(r.idle.seconds_by_use)),
 )
@@ -198,11 +197,11 @@ class Console:
         if recalled := record.rollout.recalled_tokens:
             told = f"{recalled:,} of its {record.rollout.num_tokens:,} tokens stood in the journal"
             self.note(f"step {record.step}: {told}")
-        if (pair := record.off_pair).num_tokens:
-            measured = f"{pair.times_off:.2f}, measured on {pair.num_responses} responses"
+        if (pair := record.speedup).num_tokens:
+            measured = f"{pair.speedup:.2f}, measured on {pair.num_responses} responses"
             different = f"; {pair.num_different} differ" if pair.num_different else ""
             of = f"({pair.num_tokens:,} tokens) in {pair.seconds:.1f} s{different}"
-            self.note(f"step {record.step}: times off {measured} {of}")
+            self.note(f"step {record.step}: speedup {measured} {of}")
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from tlt.report.times_off import TimesOff
+from tlt.report.ratio import Ratio
+from tlt.report.speedup import told_speedup
 from tlt.report.words import duration, near
 
 
@@ -39,7 +40,7 @@ class Outcome:
     num_steps: updates done.
     seconds: since the user's command began.
     recorded_seconds: of all steps and evaluations; None: this command has done all of them.
-    times_off: of the run's steps; None: speculation is off.
+    speedup: by speculation, of the run's rollouts; None: not measured.
     drafted: size of the last step's draft vocabulary, and the share of tokens in it; None: the whole
         vocabulary.
     """
@@ -50,7 +51,7 @@ class Outcome:
     seconds: float
     recorded_seconds: float | None = None
     drafted: tuple[int, float] | None = None
-    times_off: TimesOff | None = None
+    speedup: Ratio | None = None
 
 
 def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
@@ -63,8 +64,8 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
         recorded = f"{duration(outcome.recorded_seconds)} for {outcome.num_steps} steps and the evaluations"
         time = f"{recorded}; {duration(outcome.seconds)} since this command began"
     yield "time", Text(time)
-    if outcome.times_off is not None:
-        yield from outcome.times_off.rows()
+    if outcome.speedup is not None:
+        yield "speedup", told_speedup(outcome.speedup)
     if outcome.drafted is not None:
         size, coverage = outcome.drafted
         yield "drafts", Text(f"from the {size:,} most frequent tokens, {coverage:.1%} of the last step's")

@@ -21,9 +21,9 @@ from tlt.accounts import (
     NAN,
     DrafterCheck,
     IdleRecord,
-    OffPair,
     RewardSummary,
     RolloutRecord,
+    SpeedupPair,
     UpdateMetrics,
 )
 from tlt.io.files import dumps, parse_json, read_appended, refuse_endless, write_atomically
@@ -55,7 +55,7 @@ class StepRecord:
     drafter: DrafterCheck
     idle: IdleRecord
     algorithm: str
-    off_pair: OffPair = field(default_factory=OffPair)
+    speedup: SpeedupPair = field(default_factory=SpeedupPair)
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))
@@ -77,7 +77,7 @@ class StepRecord:
     def figures(self) -> dict[str, float]:
         """Returns the finite numbers by their path in the line: rollout/accept_length,
         rollout/response_tokens/p95. A list's items are counted from 1: idle/preemption_seconds_1."""
-        left_out = {"step", "finished_at"} | ({"off_pair"} if not self.off_pair.num_tokens else set())
+        left_out = {"step", "finished_at"} | ({"speedup"} if not self.speedup.num_tokens else set())
         return dict(_numbers("", {k: value for k, value in vars(self).items() if k not in left_out}))
 
 

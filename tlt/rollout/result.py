@@ -154,11 +154,6 @@ class PhaseResult:
         return tuple(s for s in seconds if s is not None)
 
     @property
-    def busy_seconds(self) -> float:
-        """Seconds in which replicas had responses to generate, summed over replicas."""
-        return sum(r.last_token - r.start - r.gap_seconds for r in self.replicas)
-
-    @property
     def stats(self) -> EngineStats:
         total = EngineStats()
         for replica in self.replicas:
@@ -191,10 +186,6 @@ class PhaseResult:
             groups_discarded=len(self.groups) - len(self.kept),
             resample_rounds=self.num_rounds - 1,
             followed_by_age=dict(sorted(stats.followed_by_age.items(), key=lambda of: (len(of[0]), of[0]))),
-            won_seconds=stats.won_seconds,
-            busy_seconds=self.busy_seconds,
-            saved_seconds=stats.saved_seconds,
-            times_off=_number(stats.times_off(self.busy_seconds)),
         )
 
     def drafter_record(self) -> DrafterCheck:

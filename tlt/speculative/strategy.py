@@ -181,9 +181,6 @@ class ExpectedSpeeds(NamedTuple):
     """Tokens per second of the strategy that it chose."""
     otherwise: float | None = None
     """Tokens per second of the best choice without references; None also where the chosen one uses none."""
-    off_step: float | None = None
-    """Seconds of a step without drafts over those of the chosen strategy's. As a ratio it holds while other
-    processes slow the machine."""
 
 
 NO_EXPECTATION = ExpectedSpeeds()

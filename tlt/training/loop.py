@@ -39,7 +39,7 @@ from tlt.training.problems import problems_of_step, spare_problems
 from tlt.training.products import write_evaluation, write_products
 from tlt.training.record import record
 from tlt.training.run import Run
-from tlt.training.times_off import measure_times_off
+from tlt.training.speedup import measure_speedup
 from tlt.types import Request, UserError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def advance(run: Run) -> PhaseResult:
     """Takes one step."""
     started, cpu_started = time.perf_counter(), time.process_time()
     phase = sample(run)
-    off_pair = measure_times_off(run, phase)
+    speedup = measure_speedup(run, phase)
     if run.step == 0:
         check_scorable(phase.rewards, run.config.task.name, "step 1")
         for line in describe_constant(phase.rewards, "step 1"):
@@ -85,7 +85,7 @@ def advance(run: Run) -> PhaseResult:
         update = run.trainer.update(*phase.for_update, run.step)
     with run.console.status("publishing the policy", is_noted=False):
         run.publish(run.step + 1)
-    record(run, phase, off_pair, update, started, cpu_started)
+    record(run, phase, speedup, update, started, cpu_started)
     run.step += 1
     return phase
 

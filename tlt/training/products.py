@@ -15,8 +15,8 @@ from tlt.io.plugins import is_importable
 from tlt.report.log import LOG
 from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
 from tlt.report.record import StepRecord, read_metrics
+from tlt.report.speedup import speedup_of
 from tlt.report.timeline import merge_timelines
-from tlt.report.times_off import TimesOff
 from tlt.report.words import near
 from tlt.saved.responses import FOLDER as RESPONSES
 from tlt.saved.run_folder import forget_journal
@@ -44,7 +44,7 @@ def write_products(run: Run) -> None:
         run.seconds,
         recorded,
         drafted_from(run, steps),
-        TimesOff.of(steps),
+        speedup_of(steps),
     )
     done, asked = run.step, run.config.run.num_steps
     title = "training complete" if done >= asked else f"ended after {done} of {asked} steps"

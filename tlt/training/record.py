@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from tlt.accounts import OffPair, UpdateMetrics
+from tlt.accounts import SpeedupPair, UpdateMetrics
 from tlt.ranks.world import gather_objects
 from tlt.report.record import StepRecord
 from tlt.rewards.pool import summarize
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def record(
-    run: Run, phase: PhaseResult, off_pair: OffPair, update: UpdateMetrics, started: float, cpu_started: float
+    run: Run,
+    phase: PhaseResult,
+    speedup: SpeedupPair,
+    update: UpdateMetrics,
+    started: float,
+    cpu_started: float,
 ) -> None:
     """Writes and prints the step that has just ended.
 
@@ -40,7 +45,7 @@ def record(
         update=update,
         drafter=phase.drafter_record(),
         idle=phase.idle_record(run.idle_choice.worth()),
-        off_pair=off_pair,
+        speedup=speedup,
     )
     run.check_folder()
     if run.metrics is not None:

@@ -65,7 +65,8 @@ class Run:
     id: the run's name for trackers.
     inputs: digests of model, problems and adapter, by which a resumed run knows them again.
     drafter_training: trains and measures the learned drafter.
-    unmeasured_seconds: of this attempt's rollouts since times off was measured last.
+    unmeasured_seconds: of this attempt's rollouts since the speedup was measured last.
+    speedups: measured in this attempt (training/speedup.py).
     lengths: mean length of the latest responses, by problem.
     metrics: None but on the leader.
 
@@ -161,6 +162,7 @@ class Run:
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
         self.step = self.first_step = self._resume()
         self.unmeasured_seconds = 0.0
+        self.speedups: list[float] = []
         self.publish(self.step)
         kept, by_reward = self.out_dir / "evaluations.jsonl", is_judged_by_reward(config.rewards.functions)
         self.evaluations = Evaluations(

@@ -85,8 +85,6 @@ class CostModel(StrategyTuner):
         """Engine seconds since the last decision, and in all."""
         self._rest, self._is_trial = 0.0, False
         """Engine seconds from the last decision to the next; whether it was for a trial."""
-        self._off_step: float | None = None
-        """Expected seconds of a step that is off over those of the choice, without what comes once."""
         self._versions: tuple[int, int] | None = None
         self._unread = 0.0
         """Tokens per sequence that the learned drafter has not read, on average."""
@@ -116,15 +114,9 @@ class CostModel(StrategyTuner):
             if self._is_trial:
                 self._rest = min(self._rest, choice.once + TRIALS * choice.seconds)
             if self.costs.num_steps:
-                off = next(p for p in predictions if p.strategy.is_off)
                 others = max(p.now for p in predictions if not p.strategy.uses_references)
                 otherwise = others if choice.strategy.uses_references else None
-                self._off_step = off.seconds / choice.seconds
-                self.expected = ExpectedSpeeds(
-                    choice.now, otherwise, off.seconds / (choice.seconds + choice.once)
-                )
-        else:
-            self.expected = self.expected._replace(off_step=self._off_step)
+                self.expected = ExpectedSpeeds(choice.now, otherwise)
         return self._choice
 
     def _is_another(self, batch: BatchState) -> bool:

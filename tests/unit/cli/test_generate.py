@@ -27,7 +27,6 @@ from tests.unit.cli.parts import (
     write_lines,
 )
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
-from tlt.cli.generate import summarize
 from tlt.engine.engine import RolloutEngine
 from tlt.types import Request, Response, Rollout, SamplingParams
 
@@ -54,28 +53,6 @@ def test_generate_writes_one_line_per_response_in_order(
     assert summary["accept_length"] is None
     assert summary["elapsed"] > summary["seconds"] > 0
     assert summary["device"] == "cpu"
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("mode", "is_predicted"), [("adaptive", True), ("off", False), ("ngram:4x1x4", False)]
-)
-def test_generate_tells_times_off_only_where_it_has_measured_enough_steps_without_drafts(
-    mode: str,
-    is_predicted: bool,
-    model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"})
-    record = generate(capsys, model, "--speculation", mode)
-    assert record["times_off"] is None
-    told = str(summarize(record).rows["times off, predicted"])
-    assert told.startswith("not resolved: ") is is_predicted
-    monkeypatch.setattr("tlt.engine.stats.OFF_STEPS", 1)
-    monkeypatch.setattr("tlt.engine.stats.OFF_SECONDS", 0.0)
-    known = generate(capsys, model, "--speculation", mode)["times_off"]
-    assert (known is not None and known > 0) is is_predicted
 
 
 @pytest.mark.usefixtures("here")

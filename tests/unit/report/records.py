@@ -30,7 +30,7 @@ def record(step: int, **changes: Any) -> StepRecord:
             "solve_rate_by_task": {"sums": 0.25},
         },
         "update": {},
-        "off_pair": {},
+        "speedup": {},
         "drafter": {"version": step},
         "idle": {
             "preemption_seconds": (0.01, 0.002),

@@ -118,18 +118,18 @@ def test_an_evaluation_alone_tells_the_mean_reward_beside_the_solve_rate() -> No
     assert rows["reward"] == "1.000, standard error 0.354"
 
 
-def test_a_measured_times_off_is_said_below_its_step_and_nothing_where_none_was_measured() -> None:
-    pair = {"times_off": 2.125, "num_responses": 5, "num_tokens": 1280, "seconds": 0.75, "num_different": 0}
+def test_a_measured_speedup_is_said_below_its_step_and_nothing_where_none_was_measured() -> None:
+    pair = {"speedup": 2.125, "num_responses": 5, "num_tokens": 1280, "seconds": 0.75, "num_different": 0}
     differing, none = {**pair, "num_different": 1}, {"num_tokens": 0}
     lines = printed(
         *(
-            lambda console, step=step, pair=pair: console.step(record(step, off_pair=pair))
+            lambda console, step=step, pair=pair: console.step(record(step, speedup=pair))
             for step, pair in enumerate((pair, differing, none), 1)
         )
     )
-    assert [line.strip() for line in lines if "times off " in line] == [
-        "step 1: times off 2.12, measured on 5 responses (1,280 tokens) in 0.8 s",
-        "step 2: times off 2.12, measured on 5 responses (1,280 tokens) in 0.8 s; 1 differ",
+    assert [line.strip() for line in lines if "speedup " in line] == [
+        "step 1: speedup 2.12, measured on 5 responses (1,280 tokens) in 0.8 s",
+        "step 2: speedup 2.12, measured on 5 responses (1,280 tokens) in 0.8 s; 1 differ",
     ]
 
 

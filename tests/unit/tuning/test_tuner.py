@@ -132,49 +132,6 @@ def test_the_cost_model_predicts_how_fast_it_would_be_without_references() -> No
     assert stats.won_seconds == pytest.approx(truth, rel=0.15)
 
 
-def test_times_off_is_what_the_machine_would_have_taken_without_drafts() -> None:
-    machine = Machine({"learned": 0.8}, 25.0)
-    tuner, stats, truth = CostModel(default_arms(("learned",))), EngineStats(), 0.0
-    for _ in range(600):
-        batch = BatchState(4, 200.0, 0, 0)
-        arm = tuner.choose(batch)
-        outcome = machine.run(arm, 4)
-        stats.record_step(str(arm), outcome, 4, tuner.expected)
-        tuner.observe(arm, batch, outcome)
-        truth += outcome.num_tokens / 4 * machine.seconds(Strategy.OFF, 4)
-    found = stats.times_off(stats.seconds)
-    assert found is not None
-    assert found > 1.5
-    assert found == pytest.approx(truth / stats.seconds, rel=0.15)
-    longer = stats.times_off(2 * stats.seconds)
-    assert longer == pytest.approx(1 + (found - 1) / 2), "the rest of the time would have been as long"
-
-
-def test_times_off_is_never_more_than_the_tokens_that_a_step_brings_whatever_slows_the_machine() -> None:
-    """Off runs at the beginning alone, while other processes make the machine six times as slow: in seconds
-    it would seem six times as slow as the drafts of later."""
-    machine = Machine({"learned": 0.8}, 25.0)
-    tuner, stats = CostModel(default_arms(("learned",))), EngineStats()
-    for step in range(100):
-        batch = BatchState(4, 200.0, 0, 0)
-        arm = tuner.choose(batch)
-        outcome = machine.run(arm, 4)
-        outcome = replace(outcome, seconds=(6.0 if step < 40 else 1.0) * outcome.seconds)
-        stats.record_step(str(arm), outcome, 4, tuner.expected)
-        tuner.observe(arm, batch, outcome)
-    found = stats.times_off(stats.seconds)
-    drafted = [one for name, one in stats.by_strategy.items() if name != "off"]
-    assert found is not None
-    assert 1 < found <= max(one.num_tokens / one.num_steps / 4 for one in drafted)
-
-
-def test_times_off_is_not_told_where_nothing_predicts_it_or_speculation_is_off() -> None:
-    stats = EngineStats()
-    stats.record_step("off", StepOutcome(1, (), (), 0.1), 1)
-    stats.record_step("learned:4x1x4", StepOutcome(5, (4,), (4,), 0.1), 1)
-    assert stats.times_off(0.2) is None
-
-
 ROLLOUT = [*[64] * 60, *[48] * 40, *[32] * 40, *[16] * 60, *[8] * 80, *[4] * 80, *[2] * 120, *[1] * 200]
 
 

@@ -98,13 +98,13 @@ class TunedScheduler(LengthScheduler):
         if time.monotonic() - self._said_at < envs.VLLM_LOG_STATS_INTERVAL:
             return
         stats, self._stats, self._said_at = self._stats, EngineStats(), time.monotonic()
-        if not self.log_stats or (times_off := stats.times_off(stats.seconds)) is None:
+        if not self.log_stats or not stats.num_steps:
             return
         shares = {name: one.seconds / stats.seconds for name, one in stats.by_strategy.items()}
         told = ", ".join(
             f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1])
         )
-        logger.info("Tuner: times off %.2f, predicted; share of the time by drafts: %s", times_off, told)
+        logger.info("Tuner: share of the time by drafts: %s", told)
 
 
 def _batch_of(requests: Sequence[Any]) -> BatchState:

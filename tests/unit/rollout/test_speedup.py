@@ -1,4 +1,4 @@
-"""Times off, measured: the same responses with and without drafts, and an engine that remembers nothing."""
+"""The measured speedup: the same responses with and without drafts, and an engine that remembers nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.unit.rollout.phase_parts import PARAMS, TREES, make_engine, make_problems
-from tlt.accounts import NAN, OffPair
+from tlt.accounts import NAN, SpeedupPair
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
-from tlt.rollout.off_pair import MAX_SHARE, affordable_tokens, measure_off_pair, pair_requests
+from tlt.rollout.speedup import MAX_SHARE, affordable_tokens, measure_pair, pair_requests
 from tlt.speculative.strategy import StepOutcome
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import default_arms
@@ -35,17 +35,22 @@ def ticking(*moments: float) -> Callable[[], float]:
     return lambda: next(left)
 
 
-def test_the_ratio_is_that_of_the_seconds_and_the_tokens_are_the_same_in_either_order() -> None:
-    engine, _ = make_engine()
-    drafts_first = measure_off_pair(engine, REQUESTS, True, ticking(0, 1, 2, 10, 13, 14))
-    drafts_last = measure_off_pair(engine, REQUESTS, False, ticking(0, 1, 4, 10, 11, 12))
-    expected = OffPair(3.0, NAN, 4, drafts_first.num_tokens, 0, 14)
-    assert repr(drafts_first) == repr(expected), "a fixed strategy predicts nothing"
-    assert (drafts_last.times_off, drafts_last.seconds) == (pytest.approx(3.0), 12)
-    assert 0 < drafts_first.num_tokens <= 4 * 20
+def test_the_speedup_is_that_of_the_engine_steps_and_the_tokens_are_the_same_in_either_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EngineStats, "seconds", property(lambda stats: float(stats.num_steps)))
+    engine, num_steps = make_engine()[0], {}
+    for drafts in (True, False):
+        with engine.aside(drafts) as stats:
+            num_tokens = sum(len(one.token_ids) for one in engine.generate(REQUESTS))
+            num_steps[drafts] = stats.num_steps
+    assert num_steps[True] < num_steps[False]
+    expected = SpeedupPair(pytest.approx(num_steps[False] / num_steps[True]), 4, num_tokens, 0, 14)
+    for drafts_first in (True, False):
+        assert measure_pair(engine, REQUESTS, drafts_first, ticking(0, 14)) == expected
 
 
-def test_what_is_measured_leaves_no_trace_and_is_predicted_where_a_tuner_predicts() -> None:
+def test_what_is_measured_leaves_no_trace() -> None:
     engine, other = adaptive_engine(), adaptive_engine()
     for one in (engine, other):
         list(one.generate(OWN))
@@ -54,8 +59,7 @@ def test_what_is_measured_leaves_no_trace_and_is_predicted_where_a_tuner_predict
     assert engine.tuner is not None
     tuned, steps, drafter = json.dumps(engine.tuner.counters()), engine.stats.num_steps, engine.drafter
     lengths = vars(engine.lengths).copy()
-    pair = measure_off_pair(engine, REQUESTS, True, ticking(*range(6)))
-    assert pair.predicted > 0
+    pair = measure_pair(engine, REQUESTS, True, ticking(0, 1))
     assert pair.num_different == 0
     assert json.dumps(engine.tuner.counters()) == tuned
     assert (engine.stats.num_steps, vars(engine.lengths), engine.drafter) == (steps, lengths, drafter)
@@ -93,12 +97,13 @@ def test_requests_have_noise_of_their_own_and_go_round_the_problems_step_by_step
 
 
 def test_a_hundredth_of_the_seconds_is_spent_at_most() -> None:
-    """A response gains 4 tokens in 0.02 s, and without drafts at most as many in 4 times that."""
+    """A response gains 4 tokens in 0.02 s, and without drafts as many in the speedup times that, at most 4."""
     stats = EngineStats()
     for _ in range(10):
         stats.record_step(str(TREES), StepOutcome(8, (3, 3), (6, 6), 0.02), 2)
     for _ in range(20):
         stats.record_verifications((6,), (3,), (4,), 3)
-    num = affordable_tokens(stats, 100.0)
-    assert num / 4 * 0.02 * (1 + 4) == pytest.approx(MAX_SHARE * 100.0, abs=0.03)
-    assert affordable_tokens(EngineStats(), 100.0) == 0, "the leader had nothing to do"
+    for before, speedup in ((NAN, 4), (1.5, 1.5)):
+        num = affordable_tokens(stats, 100.0, before)
+        assert num / 4 * 0.02 * (1 + speedup) == pytest.approx(MAX_SHARE * 100.0, abs=0.03)
+    assert affordable_tokens(EngineStats(), 100.0, NAN) == 0, "the leader had nothing to do"

@@ -1,7 +1,7 @@
-"""Measures how many times as fast speculation is: the same responses, generated with and without drafts.
+"""Measures the speedup of speculation: the same responses, generated with and without drafts.
 
     with      ▕██████▏                    the same requests, noise and tokens in both; the order alternates
-    without   ▕██████████████▏            times off = their ratio of tokens per second
+    without   ▕██████████████▏            speedup = their ratio of tokens per second, prefills aside
 
 The responses are further samples of the step's problems: nobody has seen their tokens, so nothing is drafted
 from a response to the same noise. They are cut off after a few tokens, and are kept nowhere. What is measured
@@ -10,10 +10,11 @@ is therefore a small batch without references, at the beginning of responses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tlt.accounts import NAN, OffPair
+from tlt.accounts import SpeedupPair
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.types import Problem, Request, SamplingParams, id_of
@@ -24,16 +25,18 @@ MIN_TOKENS = 16
 """Fewest tokens of a response that say anything."""
 
 
-def affordable_tokens(stats: EngineStats, seconds: float) -> int:
+def affordable_tokens(stats: EngineStats, seconds: float, speedup: float) -> int:
     """Returns how many tokens of each response can be generated twice in MAX_SHARE of `seconds`.
 
     stats: of an engine that has generated as many responses at a time.
+    speedup: of the pair before; NaN: there is none, and the accept length, which it cannot exceed, stands in.
     """
     if not stats.sequence_seconds:
         return 0
     speed = stats.num_tokens / stats.sequence_seconds  # of one response, with drafts
-    times_off = stats.times_off(stats.seconds) or stats.accept_length or 1.0
-    return int(MAX_SHARE * seconds * speed / (1 + times_off))
+    if math.isnan(speedup):
+        speedup = stats.accept_length or 1.0
+    return int(MAX_SHARE * seconds * speed / (1 + speedup))
 
 
 def pair_requests(
@@ -48,24 +51,19 @@ def pair_requests(
     return [Request(p.problem_id, i, p.prompt_ids, params, "generate", step) for p, i in asked]
 
 
-def measure_off_pair(
+def measure_pair(
     engine: RolloutBackend, requests: Sequence[Request], drafts_first: bool, clock: Callable[[], float]
-) -> OffPair:
+) -> SpeedupPair:
     """Generates the responses with and without drafts. The engine is idle, and remembers nothing of it."""
-    start, seconds, tokens, predicted = clock(), {}, {}, NAN
+    start, speed, tokens = clock(), {}, {}
     for drafts in (drafts_first, not drafts_first):
         with engine.aside(drafts) as stats:
-            begun = clock()
             tokens[drafts] = {id_of(one): one.token_ids for one in engine.generate(requests)}
-            seconds[drafts] = clock() - begun
-            if drafts and (times_off := stats.times_off(seconds[drafts])) is not None:
-                predicted = times_off
-    num_tokens = {drafts: sum(map(len, found.values())) for drafts, found in tokens.items()}
-    return OffPair(
-        times_off=(num_tokens[True] / seconds[True]) / (num_tokens[False] / seconds[False]),
-        predicted=predicted,
+            speed[drafts] = stats.num_tokens / stats.seconds
+    return SpeedupPair(
+        speedup=speed[True] / speed[False],
         num_responses=len(requests),
-        num_tokens=num_tokens[True],
+        num_tokens=sum(map(len, tokens[True].values())),
         num_different=sum(tokens[True][one] != tokens[False][one] for one in tokens[True]),
         seconds=clock() - start,
     )

@@ -1,55 +1,58 @@
-"""Measures times off within a run: every so many steps, on the leader, after the step's rollout."""
+"""Measures the speedup of speculation within a run: every so many steps, on the leader, after the rollout."""
 
 from __future__ import annotations
 
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from tlt.accounts import OffPair
+from tlt.accounts import NAN, SpeedupPair
 from tlt.ranks.world import gather_objects
-from tlt.rollout.off_pair import MIN_TOKENS, affordable_tokens, measure_off_pair, pair_requests
 from tlt.rollout.result import PhaseResult
+from tlt.rollout.speedup import MIN_TOKENS, affordable_tokens, measure_pair, pair_requests
 from tlt.spans import SpanName
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
 
-NOT_MEASURED = OffPair()
+NOT_MEASURED = SpeedupPair()
 
 
 def is_pair_due(run: Run) -> bool:
-    """Whether to measure after the rollout that has just ended: every `rollout.times_off_every` steps, and in
-    the last step of a run that is shorter."""
-    every, step, num_steps = run.config.rollout.times_off_every, run.step + 1, run.config.run.num_steps
+    """Whether to measure after the rollout that has just ended: every `rollout.measure_speedup_every` steps,
+    and in the last step of a run that is shorter."""
+    step, num_steps = run.step + 1, run.config.run.num_steps
+    every = run.config.rollout.measure_speedup_every
     if not every or run.engine.tuner is None or not run.engine.generates_aside:
         return False
     return step % every == 0 or (step == num_steps < every)
 
 
-def measure_times_off(run: Run, phase: PhaseResult) -> OffPair:
+def measure_speedup(run: Run, phase: PhaseResult) -> SpeedupPair:
     """Returns what the leader has measured, if that is due; other ranks wait for it."""
     run.unmeasured_seconds += phase.seconds
     if not is_pair_due(run):
         return NOT_MEASURED
     own = NOT_MEASURED
     if run.world.is_leader:
-        with run.timeline.span(SpanName.TIMES_OFF):
+        with run.timeline.span(SpanName.SPEEDUP):
             own = _measure(run, phase)
     with run.timeline.span(SpanName.WAIT):
-        of_leader: OffPair = gather_objects(run.world, own)[0]
+        of_leader: SpeedupPair = gather_objects(run.world, own)[0]
     return of_leader
 
 
-def _measure(run: Run, phase: PhaseResult) -> OffPair:
+def _measure(run: Run, phase: PhaseResult) -> SpeedupPair:
     """Measures within the share of time that is allowed since it was measured last; NOT_MEASURED where that
     is too little yet."""
     stats = phase.replicas[run.world.rank].stats
-    num_tokens = affordable_tokens(stats, run.unmeasured_seconds)
+    num_tokens = affordable_tokens(stats, run.unmeasured_seconds, run.speedups[-1] if run.speedups else NAN)
     if num_tokens < MIN_TOKENS:
         return NOT_MEASURED
-    run.unmeasured_seconds = 0.0
     problems = [group.draw.problem for group in phase.groups]
     num = max(round(stats.sequence_seconds / stats.seconds), 1)
     requests = pair_requests(problems, run.params, run.step, num, num_tokens)
-    is_even = (run.step + 1) // run.config.rollout.times_off_every % 2 == 0
-    return measure_off_pair(run.engine, requests, is_even, perf_counter)
+    drafts_first = len(run.speedups) % 2 == 0
+    pair = measure_pair(run.engine, requests, drafts_first, perf_counter)
+    run.unmeasured_seconds = 0.0
+    run.speedups.append(pair.speedup)
+    return pair

@@ -1,4 +1,4 @@
-"""A run measures times off where that is due, and is the same run without."""
+"""A run measures its speedup where that is due, and is the same run without."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Any
 import pytest
 
 from tests.unit.training.test_evaluated_runs import base, make_config, weights
+from tlt.accounts import SpeedupPair
 from tlt.clock import Moment
 from tlt.config.schema import Config
+from tlt.engine.stats import EngineStats
 from tlt.launch.signals import StopRequest
 from tlt.report.record import StepRecord, read_metrics
-from tlt.rollout import off_pair
-from tlt.training import times_off
+from tlt.rollout import speedup as pairs
+from tlt.training import speedup
 from tlt.training.loop import describe_run, main
-from tlt.training.times_off import is_pair_due
+from tlt.training.speedup import is_pair_due
 
 __all__ = ["base"]
 
 
 def config_of(base: Path, out_dir: Path, every: int, speculation: str = "adaptive") -> Config:
     config = make_config(base, out_dir)
-    rollout = config.rollout.model_copy(update={"speculation": speculation, "times_off_every": every})
+    rollout = config.rollout.model_copy(update={"speculation": speculation, "measure_speedup_every": every})
     return config.model_copy(update={"rollout": rollout})
 
 
@@ -33,50 +35,57 @@ def steps_of(base: Path, out_dir: Path, *given: Any) -> list[StepRecord]:
     return read_metrics(out_dir / "metrics.jsonl")
 
 
-def test_a_run_that_measures_times_off_is_token_for_token_the_run_that_does_not(
+def test_a_run_that_measures_its_speedup_is_token_for_token_the_run_that_does_not(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(off_pair, "MAX_SHARE", 100.0)
-    monkeypatch.setattr(times_off, "MIN_TOKENS", 1)
+    monkeypatch.setattr(pairs, "MAX_SHARE", 100.0)
+    monkeypatch.setattr(speedup, "MIN_TOKENS", 1)
     measured = steps_of(base, tmp_path / "measured", 2)
     said = " ".join(capsys.readouterr().out.split())
     plain = steps_of(base, tmp_path / "plain", 0)
-    assert [one.off_pair.num_tokens > 0 for one in measured] == [False, True, False]
-    assert measured[1].off_pair.num_different == 0
-    assert 0 < measured[1].off_pair.seconds < measured[1].step_seconds
+    assert [one.speedup.num_tokens > 0 for one in measured] == [False, True, False]
+    assert measured[1].speedup.num_different == 0
+    assert 0 < measured[1].speedup.seconds < measured[1].step_seconds
     assert [one.rewards for one in measured] == [one.rewards for one in plain]
     assert (weights(tmp_path / "measured" / "policy") == weights(tmp_path / "plain" / "policy")).all()
-    assert all(one.rollout.times_off > 0 for one in measured[1:]), "predicted in each step"
-    assert f"step 2: times off {measured[1].off_pair.times_off:.2f}, measured on" in said
-    assert "predicted, mean of" in said
-    assert "measured on 1 pair of rollouts" in said
-    assert all(one.off_pair.num_tokens == 0 for one in plain)
-    assert "off_pair/times_off" in measured[1].figures()
-    assert not [name for name in plain[1].figures() if name.startswith("off_pair")]
+    assert f"step 2: speedup {measured[1].speedup.speedup:.2f}, measured on" in said
+    assert f"speedup {measured[1].speedup.speedup:.2f}, measured on 1 pair of rollouts" in said
+    assert all(one.speedup.num_tokens == 0 for one in plain)
+    assert "speedup/speedup" in measured[1].figures()
+    assert not [name for name in plain[1].figures() if name.startswith("speedup")]
 
 
 def test_where_a_hundredth_of_the_time_is_too_short_the_pair_waits_for_more_steps(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    affordable = []
-    monkeypatch.setattr(times_off, "MIN_TOKENS", 3)
-    monkeypatch.setattr(
-        times_off,
-        "affordable_tokens",
-        lambda stats, seconds: affordable.append(seconds) or len(affordable) + 1,
-    )
+    affordable, before, orders = [], [], []
+
+    def afford(stats: EngineStats, seconds: float, latest: float) -> int:
+        affordable.append(seconds)
+        before.append(latest)
+        return len(affordable) + 1
+
+    def measure(engine: Any, requests: Any, drafts_first: bool, clock: Any) -> SpeedupPair:
+        orders.append(drafts_first)
+        return pairs.measure_pair(engine, requests, drafts_first, clock)
+
+    monkeypatch.setattr(speedup, "measure_pair", measure)
+    monkeypatch.setattr(speedup, "MIN_TOKENS", 3)
+    monkeypatch.setattr(speedup, "affordable_tokens", afford)
     steps = steps_of(base, tmp_path / "run", 1)
-    assert [one.off_pair.num_tokens > 0 for one in steps] == [False, True, True]
+    assert [one.speedup.num_tokens > 0 for one in steps] == [False, True, True]
     first, second, third = (one.rollout.seconds for one in steps)
     assert affordable == pytest.approx([first, first + second, third]), "all since the last measurement"
+    assert orders == [True, False], "it alternates, whatever waits"
+    assert before == pytest.approx([math.nan, math.nan, steps[1].speedup.speedup], nan_ok=True)
 
 
-def test_with_speculation_off_no_times_off_is_told(
+def test_with_speculation_off_no_speedup_is_told(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = steps_of(base, tmp_path / "run", 1, "off")
-    assert all(math.isnan(one.rollout.times_off) and not one.off_pair.num_tokens for one in steps)
-    assert "times off" not in capsys.readouterr().out
+    assert not any(one.speedup.num_tokens for one in steps)
+    assert "speedup" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,10 @@ def test_with_speculation_off_no_times_off_is_told(
 def test_a_pair_is_due_every_so_many_steps_and_at_the_end_of_a_shorter_run(
     every: int, num_steps: int, due: list[int]
 ) -> None:
-    rollout, engine = SimpleNamespace(times_off_every=every), SimpleNamespace(tuner=1, generates_aside=True)
+    rollout, engine = (
+        SimpleNamespace(measure_speedup_every=every),
+        SimpleNamespace(tuner=1, generates_aside=True),
+    )
     config = SimpleNamespace(rollout=rollout, run=SimpleNamespace(num_steps=num_steps))
     runs: list[Any] = [SimpleNamespace(config=config, engine=engine, step=step) for step in range(num_steps)]
     assert [run.step + 1 for run in runs if is_pair_due(run)] == due
