@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tlt.types import UserError
+from tlt.base.types import UserError
 
 
 def make_parser(

@@ -34,18 +34,18 @@ from benchmarks.grown import Growth, grown_config, plan_growth
 from benchmarks.real_size.serving import Took, Work
 from benchmarks.real_size.with_law import run
 from benchmarks.report import header, markdown, number, ratio_text, speed_text, table, write_report
-from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
-from tlt.assembly.model import Model, model_folder, open_model
-from tlt.config.drafter import DrafterSection
-from tlt.config.load import load_config
-from tlt.config.schema import Config
+from tlt.apps.run.start import pin
+from tlt.base.config.drafter import DrafterSection
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.io.files import check_output_file
+from tlt.base.types import Problem, UserError, resolve_dtype
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.engine.engine import RolloutEngine
-from tlt.io.files import check_output_file
-from tlt.report.ratio import Ratio, in_turns
+from tlt.engine.build.engine import EngineSettings, build_engine, load_stored_drafter
+from tlt.engine.build.model import Model, model_folder, open_model
+from tlt.engine.own.engine import RolloutEngine
 from tlt.training.problems import load_problems, problems_of_step
-from tlt.training.start import pin
-from tlt.types import Problem, UserError, resolve_dtype
+from tlt.training.report.ratio import Ratio, in_turns
 
 OFF, FIXED, ADAPTIVE = "off", "fixed", "adaptive"
 

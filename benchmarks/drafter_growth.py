@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.geometry import OPTION, Geometry, check_geometry
 from benchmarks.growth import NOISE, Axis, FillNoise, Form, Widening, probe_tokens
+from tlt.base.types import UserError
 from tlt.drafter.block import BlockModel, run_blocks
 from tlt.drafter.eagle import EagleModel
 from tlt.drafter.formats.folder import StoredDrafter
@@ -32,7 +33,6 @@ from tlt.drafter.shape import BlockShape, DrafterShape, EagleShape, markov_rank
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
-from tlt.types import UserError
 
 STAY_TRUE = ("preset", "num_tokens", "cpu_seconds", "acceptance")
 """Facts about a drafter's origin that are the grown one's, too."""

@@ -49,7 +49,7 @@ __all__ = ["Sums"]
 TRL = """
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
-from tlt.integrations.trl import TLTRollout
+from tlt.apps.integrations.trl import TLTRollout
 
 def brief(completion_ids, **_):
     return [-len(ids) / 100 for ids in completion_ids]

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tlt.hf.config import parse_config
-from tlt.hf.files import read_json
+from tlt.base.types import UserError
 from tlt.models.decoder import Architecture, ModelConfig
-from tlt.types import UserError
+from tlt.models.hf.config import parse_config
+from tlt.models.hf.files import read_json
 
 OPTION = "--geometry"
 

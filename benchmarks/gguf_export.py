@@ -6,7 +6,7 @@
     model.layers.0.input_layernorm.weight  ── vectors stay as exact as they are ──▶ blk.0.attn_norm.weight   F32
     config.json                            ───────────────────────────────────────▶ llama.*, qwen2.*, qwen3.*
 
-Prompts are given as token ids, so the file says "no_vocab" and how many ids there are. tlt/hf/gguf.py goes
+Prompts are given as token ids, so the file says "no_vocab" and how many ids there are. tlt/models/hf/gguf.py goes
 the other way.
 """
 
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.hf.config import load_model_config
-from tlt.hf.gguf import require_gguf
-from tlt.hf.weights import StoredTensors, expected_shapes
-from tlt.io.files import check_output_file
+from tlt.base.io.files import check_output_file
+from tlt.base.types import UserError, resolve_dtype
 from tlt.models.decoder import ModelConfig
-from tlt.types import UserError, resolve_dtype
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.gguf import require_gguf
+from tlt.models.hf.weights import StoredTensors, expected_shapes
 
 
 def export_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:

@@ -58,7 +58,9 @@ class Tree:
         """Standard output of `tlt WORDS`; an exit code that says failure ends the recording."""
         has_module = (self.root / "tlt" / "__main__.py").is_file()
         program = (
-            ["-m", "tlt"] if has_module else ["-c", "import sys; from tlt.cli import main; sys.exit(main())"]
+            ["-m", "tlt"]
+            if has_module
+            else ["-c", "import sys; from tlt.apps.cli import main; sys.exit(main())"]
         )
         return self.python(*program, *words)
 

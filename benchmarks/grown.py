@@ -26,19 +26,26 @@ from benchmarks.geometry import OPTION, Geometry, Grown, find_geometry, grow_con
 from benchmarks.growth import NOISE, GrownTensors
 from benchmarks.report import with_changes
 from tlt import __version__
-from tlt.assembly.engine import EngineSettings, build_engine, load_stored_drafter
-from tlt.assembly.model import Model, adapter_folder, drafter_folder, load_model, model_folder, open_model
-from tlt.assembly.policy import master_dtype
-from tlt.assembly.world import device_of, engine_dtype
-from tlt.config.schema import Config
+from tlt.base.config.schema import Config
+from tlt.base.types import Request, SamplingParams, UserError
 from tlt.drafter.formats.folder import StoredDrafter, save_stored
 from tlt.drafter.shape import DrafterShape
-from tlt.hf.config import config_to_hf
-from tlt.hf.weights import content_hash, expected_shapes, save_model
+from tlt.engine.build.engine import EngineSettings, build_engine, load_stored_drafter
+from tlt.engine.build.model import (
+    Model,
+    adapter_folder,
+    drafter_folder,
+    load_model,
+    model_folder,
+    open_model,
+)
 from tlt.models.attention import PackedCausal
+from tlt.models.hf.config import config_to_hf
+from tlt.models.hf.weights import content_hash, expected_shapes, save_model
 from tlt.models.packed import PackedTransformer
+from tlt.training.build.policy import master_dtype
+from tlt.training.build.world import device_of, engine_dtype
 from tlt.training.problems import load_problems
-from tlt.types import Request, SamplingParams, UserError
 
 NUM_PROMPTS, NUM_TOKENS = 8, 16
 """Prompts, and greedy tokens of each response, that are compared."""

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.geometry import kv_sources, query_places
-from tlt.hf.weights import expected_shapes
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.weights import expected_shapes
 
 NOISE = 1e-4
 """Share of a matrix's root mean square. Its square, times some hundred paths, is below float32's rounding."""

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from tlt.engine.engine import RolloutEngine
-from tlt.hf.config import load_model_config
-from tlt.hf.weights import content_hash, load_tensors
-from tlt.io.files import write_atomically
-from tlt.types import LAW_VERSION, Problem, Request, SamplingParams, UserError
+from tlt.base.io.files import write_atomically
+from tlt.base.types import LAW_VERSION, Problem, Request, SamplingParams, UserError
+from tlt.engine.own.engine import RolloutEngine
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import content_hash, load_tensors
 
 P95, MAX = 4.0, 10.0
 """The shape, in units of the median."""

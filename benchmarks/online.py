@@ -32,15 +32,15 @@ from benchmarks.drafter_forms import said
 from benchmarks.report import Changes, header, number, ratio_text, table, with_changes, write_report
 from benchmarks.train import OFF, Plan, launch_runs
 from benchmarks.train_report import summarize_runs, train_markdown
-from tlt.config.load import load_config
-from tlt.config.schema import Config
-from tlt.io.files import check_output_file, with_folder, write_jsonl
-from tlt.report.ratio import Ratio
-from tlt.report.record import read_metrics
+from tlt.apps.run.start import pin, preflight
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.io.files import check_output_file, with_folder, write_jsonl
+from tlt.base.types import Problem, UserError
 from tlt.tasks.base import make_problems
 from tlt.training.problems import problems_of_step
-from tlt.training.start import pin, preflight
-from tlt.types import Problem, UserError
+from tlt.training.report.ratio import Ratio
+from tlt.training.report.record import read_metrics
 
 REFERENCE, FROZEN, ONLINE = "off", "frozen", "online"
 NUM_WINDOWS = 5

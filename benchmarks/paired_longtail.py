@@ -24,9 +24,7 @@ def find(*places: str) -> Any:
 
 
 def main(recipe: Path) -> None:
-    load_config = find(
-        "tlt.config.load:load_config", "tlt.config.schema:load_config", "tlt.config:load_config"
-    )
+    load_config = find("tlt.base.config.load:load_config", "tlt.config.load:load_config")
     read_workload = find("benchmarks.longtail:read_workload", "tlt.bench.longtail:read_workload")
     trace = find("benchmarks.rollout:trace", "benchmarks.traces:trace", "tlt.bench.measure:trace")
     subject_of = find("benchmarks.subject:Subject", "tlt.bench.subject:Subject")

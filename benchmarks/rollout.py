@@ -25,15 +25,15 @@ from benchmarks.constant import over_off
 from benchmarks.longtail import Workload, hash_model, read_workload
 from benchmarks.report import header, markdown, ratio_text, table, write_report
 from benchmarks.subject import Subject
-from tlt.config.load import load_config
+from tlt.apps.run.start import preflight
+from tlt.base.config.load import load_config
+from tlt.base.io.files import check_output_file
+from tlt.base.types import Request, Rollout
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.io.files import check_output_file
-from tlt.report.ratio import Ratio, in_turns
-from tlt.training.start import preflight
-from tlt.tuning.tuner import make_tuner
-from tlt.types import Request, Rollout
+from tlt.speculation.tuner.tuner import make_tuner
+from tlt.training.report.ratio import Ratio, in_turns
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from typing import Any
 
 from benchmarks.command import carry_out, command_of, make_parser
 from benchmarks.report import markdown, table, write_report
-from tlt.page.gather import RunRecords, read_run
-from tlt.page.time_use import Piece, read_step
-from tlt.report.record import StepRecord
-from tlt.spans import Span
-from tlt.types import UserError
+from tlt.apps.page.gather import RunRecords, read_run
+from tlt.apps.page.time_use import Piece, read_step
+from tlt.base.spans import Span
+from tlt.base.types import UserError
+from tlt.training.report.record import StepRecord
 
 RUNS = ("off", "tlt")
 IDLE = {"drafter training": "trains", "waiting": "waits"}

@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.command import carry_out, make_parser
 from benchmarks.grown import grown_config, hold_still, plan_growth
 from benchmarks.report import header, markdown, number, table, write_report
-from tlt.config.load import load_config
-from tlt.config.schema import Config
-from tlt.report.record import StepRecord, read_metrics
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.training.report.record import StepRecord, read_metrics
 
 LORA = ("--lora.rank", "16", "--lora.alpha", "32", "--lora.base_dtype", "bfloat16")
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {

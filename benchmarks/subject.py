@@ -10,20 +10,20 @@ import dataclasses
 import torch
 
 from benchmarks.report import side_by_side
-from tlt.assembly.engine import build_backend, build_engine, load_stored_drafter
-from tlt.assembly.model import Model, adapter_folder, drafter_folder, model_folder, open_model
-from tlt.assembly.policy import master_dtype
-from tlt.assembly.run_engine import engine_settings
-from tlt.assembly.world import device_of
-from tlt.config.schema import Config
+from tlt.apps.plan.sizes import PlannedRun
+from tlt.apps.run.start import plan_run
+from tlt.base.config.schema import Config
+from tlt.base.types import Request
 from tlt.drafter.formats.folder import StoredDrafter, load_shape
 from tlt.engine.backend import RolloutBackend
-from tlt.hf.config import load_model_config
+from tlt.engine.build.engine import build_backend, build_engine, load_stored_drafter
+from tlt.engine.build.model import Model, adapter_folder, drafter_folder, model_folder, open_model
+from tlt.models.hf.config import load_model_config
 from tlt.models.packed import PackedTransformer
-from tlt.plan.sizes import PlannedRun
+from tlt.training.build.policy import master_dtype
+from tlt.training.build.run_engine import engine_settings
+from tlt.training.build.world import device_of
 from tlt.training.problems import load_problems, problems_of_step
-from tlt.training.start import plan_run
-from tlt.types import Request
 
 
 class Subject:

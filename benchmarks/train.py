@@ -32,23 +32,23 @@ from benchmarks.command import carry_out, command_of, make_parser, words
 from benchmarks.grown import grown_config, hold_still, plan_growth
 from benchmarks.report import Changes, header, side_by_side, with_changes, write_report
 from benchmarks.train_report import Turn, read_turns, summarize_runs, train_markdown
-from tlt.assembly.world import join_ranks
-from tlt.config.load import load_config
-from tlt.config.schema import Config
-from tlt.ranks.world import World, any_rank, gather_objects, shutdown
-from tlt.report.console import Console
-from tlt.rollout.phase import StopRequested
-from tlt.rollout.result import PhaseResult
-from tlt.rollout.work_queue import connect_work_queue
-from tlt.saved.inputs import files_of
-from tlt.saved.run_folder import claim
+from tlt.apps.run.start import pin, preflight
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.types import UserError
+from tlt.training.build.world import join_ranks
 from tlt.training.loop import advance
+from tlt.training.ranks.world import World, any_rank, gather_objects, shutdown
+from tlt.training.report.console import Console
+from tlt.training.rollout.phase import StopRequested
+from tlt.training.rollout.result import PhaseResult
+from tlt.training.rollout.work_queue import connect_work_queue
 from tlt.training.run import Run
-from tlt.training.start import pin, preflight
-from tlt.types import UserError
+from tlt.training.saved.inputs import files_of
+from tlt.training.saved.run_folder import claim
 
 if TYPE_CHECKING:
-    from tlt.launch.signals import StopRequest
+    from tlt.training.launch.signals import StopRequest
 
 OFF: Changes = {
     "rollout": {"speculation": "off", "ahead": 0},
@@ -89,8 +89,8 @@ def launch_runs(config: Config, plan: Plan) -> int:
 
     Raises UserError unless the runs can begin or continue in run.out_dir.
     """
-    from tlt.assembly.ranks import all_ranks
-    from tlt.launch.local import launch
+    from tlt.training.build.ranks import all_ranks
+    from tlt.training.launch.local import launch
 
     folder = config.run.out_dir
     for name, changed in plan.configs(config).items():

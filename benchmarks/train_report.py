@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import markdown, number, ratio_text, table
-from tlt.io.files import read_appended
-from tlt.report.ratio import Ratio
-from tlt.report.record import StepRecord, read_metrics
-from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
-from tlt.spans import Span, SpanName
-from tlt.types import UserError
+from tlt.base.io.files import read_appended
+from tlt.base.spans import Span, SpanName
+from tlt.base.types import UserError
+from tlt.training.report.ratio import Ratio
+from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.report.timeline import covered_seconds, critical_path_share, read_spans
 
 
 @dataclass(frozen=True)

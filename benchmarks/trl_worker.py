@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.trl import Job
-from tlt.assembly.engine import build_engine, load_stored_drafter
-from tlt.assembly.model import load_model
-from tlt.assembly.policy import build_policy_trainer
-from tlt.assembly.run_engine import engine_settings
-from tlt.assembly.watched_drafter import watch_drafter
-from tlt.config.load import load_config
-from tlt.ranks.world import gather_objects, init_process_group_from_env, join_process_group
-from tlt.report.timeline import Timeline
-from tlt.rewards.pool import RewardPool
-from tlt.rewards.scoring import RewardSpec
-from tlt.rollout.phase import RolloutPhase
-from tlt.rollout.protocol import Receivers
-from tlt.rollout.work_queue import connect_work_queue
+from tlt.base.config.load import load_config
+from tlt.base.types import Problem, SamplingParams
+from tlt.engine.build.engine import build_engine, load_stored_drafter
+from tlt.engine.build.model import load_model
 from tlt.tasks.countdown import TASK
+from tlt.tasks.rewards.pool import RewardPool
+from tlt.tasks.rewards.scoring import RewardSpec
+from tlt.training.build.policy import build_policy_trainer
+from tlt.training.build.run_engine import engine_settings
+from tlt.training.build.watched_drafter import watch_drafter
 from tlt.training.live import prompt_name
-from tlt.types import Problem, SamplingParams
+from tlt.training.ranks.world import gather_objects, init_process_group_from_env, join_process_group
+from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.protocol import Receivers
+from tlt.training.rollout.work_queue import connect_work_queue
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "countdown"
 GROUP = 8
@@ -91,7 +91,7 @@ def run_trl(job: Job, clock: Clock) -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from tlt.integrations.trl import TLTRollout
+    from tlt.apps.integrations.trl import TLTRollout
 
     ranks = int(os.environ["WORLD_SIZE"])
     seen: Lengths = {}

@@ -21,9 +21,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import environment, write_report
-from tests.unit.tuning.cold_machines import DRAFTERS, PROFILES, Machine, best_fixed, run_batch, settled_speed
-from tlt.speculative.strategy import Strategy, StrategyTuner
-from tlt.tuning.tuner import Fixed, make_tuner
+from tests.unit.speculation.tuner.cold_machines import (
+    DRAFTERS,
+    PROFILES,
+    Machine,
+    best_fixed,
+    run_batch,
+    settled_speed,
+)
+from tlt.base.strategy import Strategy
+from tlt.speculation.tuner.protocol import StrategyTuner
+from tlt.speculation.tuner.tuner import Fixed, make_tuner
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (100, 1000)

@@ -30,14 +30,14 @@ from benchmarks.real_size.competitors import environment_of
 from benchmarks.report import environment, markdown, table, write_report
 from benchmarks.vllm_drafts import compare_drafts, make_random
 from benchmarks.vllm_environment import setup_vllm
-from tlt.cli.drafter import DrafterExport, export
-from tlt.cli.drafter_eval import DrafterEval, evaluate
-from tlt.cli.task import WriteProblems, write_problems
+from tlt.apps.cli.drafter import DrafterExport, export
+from tlt.apps.cli.drafter_eval import DrafterEval, evaluate
+from tlt.apps.cli.task import WriteProblems, write_problems
 from tlt.drafter.formats.export import FORMATS
 from tlt.drafter.formats.folder import load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import NUM_DRAFT_TOKENS
 from tlt.drafter.forms import new_model
-from tlt.hf.config import load_model_config
+from tlt.models.hf.config import load_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = Path("recipes/countdown")

@@ -28,16 +28,16 @@ from torch import Tensor
 from benchmarks.command import command_of, make_parser
 from benchmarks.report import environment, markdown, table, write_report
 from tests.side_by_side import NEAR_TIE, Responses, answers, compare, step_by_step
-from tlt.assembly.engine import EngineSettings, build_backend, load_stored_drafter
-from tlt.assembly.model import Model, load_model
-from tlt.config.vllm import VllmSection
+from tlt.base.config.vllm import VllmSection
+from tlt.base.types import Request, SamplingParams
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
+from tlt.engine.build.engine import EngineSettings, build_backend, load_stored_drafter
+from tlt.engine.build.model import Model, load_model
 from tlt.engine.stats import EngineStats
-from tlt.hf.weights import save_model
+from tlt.engine.vllm.engine import VllmEngine
+from tlt.models.hf.weights import save_model
 from tlt.tasks.base import make_problems
-from tlt.types import Request, SamplingParams
-from tlt.vllm.engine import VllmEngine
 
 RECIPE = Path(__file__).parents[1] / "recipes/countdown"
 NUM_TOKENS, NUM_REQUESTS, DEPTH = 64, 8, 4

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.command import make_parser
 from benchmarks.report import environment, markdown, table, write_report
 from tests.vllm.serving import BASE, DRAFTER, LAW, ROOT, Ask, asks, export_eagle, prompts, serving
-from tlt.io.files import with_folder, write_json
+from tlt.base.io.files import with_folder, write_json
 
 NGRAM = (
     "--speculative-config",

@@ -28,11 +28,11 @@ which is rare.
 
 The parts, in the order of the algorithm, and where the package `tlt` has them:
 
-    1 the sampling law   tlt/speculative/sampling.py       5 the tuner           tlt/tuning/
-    2 model and cache    tlt/models/                       6 the rollout         tlt/engine/
-    3 the drafter        tlt/drafter/drafting/ngram.py     7 the puzzle          tlt/tasks/countdown.py
-    4 verification       tlt/speculative/verify.py         8 the policy update   tlt/rl/
-    9 ranks and loop     tlt/ranks/, tlt/training/
+    1 the sampling law   tlt/speculation/law/sampling.py     6 the rollout         tlt/engine/own/
+    2 model and cache    tlt/models/                         7 the puzzle          tlt/tasks/countdown.py
+    3 the drafter        tlt/drafter/drafting/retrieval/     8 the policy update   tlt/training/update/
+    4 verification       tlt/speculation/law/verify.py       9 ranks and loop      tlt/training/
+    5 the tuner          tlt/speculation/tuner/
 
 The package has more: a learned drafter, which idle ranks train; draft trees; running responses that move to
 idle ranks; top-k, top-p and min-p; checkpoints; GPUs.

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
-from tlt.integrations.trl import TLTRollout
+from tlt.apps.integrations.trl import TLTRollout
 from tlt.tasks.countdown import TASK
 
 

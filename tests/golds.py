@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tlt.io.recipes import find_recipe
+from tlt.base.io.recipes import find_recipe
+from tlt.base.types import UserError
 from tlt.tasks.base import PreparesRecords, get_task
-from tlt.types import UserError
 
 SUMS = f"{find_recipe('smollm2').with_name('arithmetic.py')}:TASK"
 STORIES = f"{find_recipe('math').with_name('word_problems.py')}:TASK"

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.audit.referee import Referee, law
+from tlt.apps.audit.referee import Referee, law
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, Rollout
 from tlt.engine.backend import RolloutBackend
-from tlt.speculative.params import BatchParams
-from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.speculative.strategy import BatchState, Strategy, StrategyTuner
-from tlt.types import Request, Rollout
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import gumbel_noise, keys_tensor
+from tlt.speculation.tuner.protocol import BatchState, StrategyTuner
 
 NEAR_TIE = 1e-3
 """Difference of two tokens' scores up to which rounding in float32 may have decided between them."""

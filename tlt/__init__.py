@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tlt.api import Engine, TrainingResult, train
-    from tlt.config.load import load_config
-    from tlt.config.schema import Config
-    from tlt.speculative.strategy import Strategy
+    from tlt.apps.api import Engine, TrainingResult, train
+    from tlt.base.config.load import load_config
+    from tlt.base.config.schema import Config
+    from tlt.base.strategy import Strategy
+    from tlt.base.types import Request, Response, SamplingParams, UserError
     from tlt.tasks.base import Task
     from tlt.training.evaluations import Evaluation
     from tlt.training.live import LiveRollouts, LiveSettings
-    from tlt.types import Request, Response, SamplingParams, UserError
 
 _HOMES = {
-    "tlt.api": ("Engine", "TrainingResult", "train"),
-    "tlt.config.load": ("load_config",),
-    "tlt.config.schema": ("Config",),
+    "tlt.apps.api": ("Engine", "TrainingResult", "train"),
+    "tlt.base.config.load": ("load_config",),
+    "tlt.base.config.schema": ("Config",),
     "tlt.tasks.base": ("Task",),
     "tlt.training.evaluations": ("Evaluation",),
     "tlt.training.live": ("LiveRollouts", "LiveSettings"),
-    "tlt.speculative.strategy": ("Strategy",),
-    "tlt.types": ("Request", "Response", "SamplingParams", "UserError"),
+    "tlt.base.strategy": ("Strategy",),
+    "tlt.base.types": ("Request", "Response", "SamplingParams", "UserError"),
 }
 """The module that defines each public name; the imports above tell the same to type checkers."""
 

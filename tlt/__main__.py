@@ -2,6 +2,6 @@
 
 import sys
 
-from tlt.cli.main import main
+from tlt.apps.cli.main import main
 
 sys.exit(main())

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from tlt.cli.commands import COMMANDS, find_command
-from tlt.cli.options import WithOverrides, options_of, parse_options, split_rest, with_dashes
-from tlt.config.mistakes import section_of
-from tlt.config.schema import Config
-from tlt.types import UserError
+from tlt.apps.cli.commands import COMMANDS, find_command
+from tlt.apps.cli.options import WithOverrides, options_of, parse_options, split_rest, with_dashes
+from tlt.base.config.mistakes import section_of
+from tlt.base.config.schema import Config
+from tlt.base.types import UserError
 
 _OPTIONAL = re.compile(r"\[(--[^\]]*)\]")
 """An option that may be left out, as a synopsis shows it."""

@@ -1,7 +1,7 @@
 """Which files of the repository are pages of the site, and where their links lead there.
 
     docs/rollout.md ── ../benchmarks/results/cost.md ──▶ a page, too
-                    ── ../tlt/plan/memory.py         ──▶ the repository's address, or text where it has none
+                    ── ../tlt/apps/plan/memory.py    ──▶ the repository's address, or text where it has none
 
 A page is a file of docs/, README.md (the first page), or any Markdown file that a page links to. So a link is
 written for GitHub, and works on the site as well.

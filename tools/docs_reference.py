@@ -1,7 +1,7 @@
 """The reference pages of the site, written from the code when the site is built.
 
-    configuration   tlt/config/schema.py, as `tlt train --help` shows it
-    commands        tlt/cli/commands.py
+    configuration   tlt/base/config/schema.py, as `tlt train --help` shows it
+    commands        tlt/apps/cli/commands.py
     python          the public names of tlt/__init__.py
     metrics         the records of a step
 
@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import tlt
-from tlt.cli.commands import COMMANDS, FAMILIES
-from tlt.cli.help import option_groups, usage
-from tlt.config.schema import Config
+from tlt.apps.cli.commands import COMMANDS, FAMILIES
+from tlt.apps.cli.help import option_groups, usage
+from tlt.base.config.schema import Config
 
 ROOT = Path(tlt.__file__).parent.parent
 _RECORDS = {
-    "": ("tlt/report/record.py", "StepRecord"),
-    "rollout": ("tlt/accounts.py", "RolloutRecord"),
-    "rollout.response_tokens": ("tlt/accounts.py", "LengthStats"),
-    "rewards": ("tlt/accounts.py", "RewardSummary"),
-    "update": ("tlt/accounts.py", "UpdateMetrics"),
-    "drafter": ("tlt/accounts.py", "DrafterCheck"),
-    "idle": ("tlt/accounts.py", "IdleRecord"),
-    "speedup": ("tlt/accounts.py", "SpeedupPair"),
+    "": ("tlt/training/report/record.py", "StepRecord"),
+    "rollout": ("tlt/base/records.py", "RolloutRecord"),
+    "rollout.response_tokens": ("tlt/base/records.py", "LengthStats"),
+    "rewards": ("tlt/base/records.py", "RewardSummary"),
+    "update": ("tlt/base/records.py", "UpdateMetrics"),
+    "drafter": ("tlt/base/records.py", "DrafterCheck"),
+    "idle": ("tlt/base/records.py", "IdleRecord"),
+    "speedup": ("tlt/base/records.py", "SpeedupPair"),
 }
 """The records in a line of metrics.jsonl, by their key."""
 _EVALUATION = ("tlt/training/evaluations.py", "Evaluation")

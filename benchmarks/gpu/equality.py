@@ -13,8 +13,8 @@ from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import recipe
 from benchmarks.subject import Subject
 from tests.side_by_side import NEAR_TIE, Responses, answers, compare
-from tlt.assembly.model import model_folder
-from tlt.config.schema import Config
+from tlt.base.config.schema import Config
+from tlt.engine.build.model import model_folder
 
 
 def responses_of(subject: Subject, variant: str, settings: dict[str, Any]) -> Responses:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tlt.io.files import dumps, write_atomically
+from tlt.base.io.files import dumps, write_atomically
 
 LAST_CHARACTERS = 4000
 """Of what a part has printed that are kept."""

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Record, seconds_of
-from tlt.speculative.draw import draw_by_definition
-from tlt.speculative.params import BatchParams
-from tlt.speculative.sampling import gumbel_noise
-from tlt.types import SamplingParams
+from tlt.base.types import SamplingParams
+from tlt.speculation.law.draw import draw_by_definition
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import gumbel_noise
 
 KINDS = {
     "T = 1": SamplingParams(),
@@ -48,7 +48,7 @@ def rows_of(num_rows: int, vocab_size: int, seed: int, dtype: torch.dtype) -> tu
 
 def compare(num_rows: int, vocab_size: int, seed: int, device: torch.device) -> dict[str, Any]:
     """Draws rows of every law and type by both; returns how many differ."""
-    from tlt.speculative import fused
+    from tlt.speculation.law import fused
 
     found, largest = Counter[str](), 0.0
     for index, (name, one) in enumerate(KINDS.items()):
@@ -74,7 +74,7 @@ def compare(num_rows: int, vocab_size: int, seed: int, device: torch.device) -> 
 
 def compare_noise(vocab_size: int, device: torch.device) -> dict[str, Any]:
     """Returns how many noise values have other bits, and by how many units at most."""
-    from tlt.speculative import fused
+    from tlt.speculation.law import fused
 
     _, keys, positions = rows_of(4, 4, vocab_size, torch.float32)
     plain = gumbel_noise(keys, positions[:, None], vocab_size)
@@ -89,7 +89,7 @@ def compare_noise(vocab_size: int, device: torch.device) -> dict[str, Any]:
 
 def time_rows(num_rows: int, vocab_size: int, device: torch.device, num_calls: int) -> dict[str, Any]:
     """Returns milliseconds a call: of the kernel at two laws, of noise alone, of argmax."""
-    from tlt.speculative import fused
+    from tlt.speculation.law import fused
 
     logits = 3 * torch.randn(num_rows, vocab_size, device=device, dtype=torch.bfloat16)
     keys = torch.randint(2**32, (num_rows, 4), device=device)

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.gpu.harness import Record, wait_for
 from benchmarks.gpu.subjects import grown_subject, recipe
+from tlt.base.types import Request
 from tlt.engine.backend import RolloutBackend
-from tlt.types import Request
 
 NUM_STEPS = 20
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -84,7 +84,7 @@ def pretended(strategy: str, batch: int) -> dict[str, Any]:
     """Returns the waits and uploads of a step on the tests' pretended GPU."""
     import pytest
 
-    tests = importlib.import_module("tests.unit.engine.test_crossings")
+    tests = importlib.import_module("tests.unit.engine.own.test_crossings")
     with pytest.MonkeyPatch.context() as patch:
         found = tests.crossings_of_a_step(patch, strategy, batch)
     return {"waits_by_line": dict(found.down + found.stalls), "copies to the GPU": found.up.total()}

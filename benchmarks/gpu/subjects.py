@@ -15,11 +15,11 @@ from benchmarks.drafter_growth import grow_drafter
 from benchmarks.grown import Growth, compare, describe_growth, plan_growth
 from benchmarks.growth import GrownTensors
 from benchmarks.subject import Subject
-from tlt.assembly.model import Model
-from tlt.config.load import load_config
-from tlt.config.schema import Config
-from tlt.training.start import pin
-from tlt.types import resolve_dtype
+from tlt.apps.run.start import pin
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.types import resolve_dtype
+from tlt.engine.build.model import Model
 
 RECIPE = Path("countdown")
 TINY = {

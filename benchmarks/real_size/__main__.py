@@ -36,20 +36,20 @@ from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Pr
 from benchmarks.real_size.report import Runs, describe_cell, to_markdown
 from benchmarks.real_size.serving import Took, Work
 from benchmarks.report import header, write_report
-from tlt.assembly.engine import load_stored_drafter
-from tlt.assembly.model import drafter_folder, model_folder, open_model
-from tlt.config.load import load_config
-from tlt.config.schema import Config
+from tlt.apps.run.start import pin
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.io.files import check_output_file
+from tlt.base.types import Problem, UserError, resolve_dtype
 from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.layouts import Target
-from tlt.hf.config import config_to_hf
-from tlt.hf.weights import content_hash
-from tlt.io.files import check_output_file
+from tlt.engine.build.engine import load_stored_drafter
+from tlt.engine.build.model import drafter_folder, model_folder, open_model
+from tlt.models.hf.config import config_to_hf
+from tlt.models.hf.weights import content_hash
 from tlt.models.packed import EMBEDDING, HEAD
-from tlt.report.ratio import in_turns
 from tlt.training.problems import load_problems, problems_of_step
-from tlt.training.start import pin
-from tlt.types import Problem, UserError, resolve_dtype
+from tlt.training.report.ratio import in_turns
 
 WARM_UP = 8
 """Tokens of the untimed batch before every cell; warm competitors generate the whole batch."""

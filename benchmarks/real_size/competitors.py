@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_size.serving import Job, Took, Work
-from tlt.types import UserError
+from tlt.base.types import UserError
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"tlt": "with_law", "law": "with_law", "vllm": "vllm_alone", "llama": "llama_alone"}

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.real_size.competitors import BASE, Competitor
 from benchmarks.real_size.serving import Took
 from benchmarks.report import markdown, number, ratio_text, speed_text, table
-from tlt.report.ratio import Ratio
+from tlt.training.report.ratio import Ratio
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,18 @@ from pathlib import Path
 import torch
 
 from benchmarks.real_size.serving import Job, Took, Watch, Work, serve
-from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored_drafter
-from tlt.assembly.model import Model, open_model
-from tlt.config.drafter import DrafterSection
-from tlt.config.vllm import VllmSection
+from tlt.base.config.drafter import DrafterSection
+from tlt.base.config.vllm import VllmSection
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, Rollout, SamplingParams, resolve_dtype
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
+from tlt.engine.build.engine import EngineSettings, build_backend, build_engine, load_stored_drafter
+from tlt.engine.build.model import Model, open_model
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.strategy import Strategy, StrategyTuner
-from tlt.tuning.tuner import Fixed
-from tlt.types import Request, Rollout, SamplingParams, resolve_dtype
+from tlt.speculation.tuner.protocol import StrategyTuner
+from tlt.speculation.tuner.tuner import Fixed
 
 MAX_DRAFT = 15
 """Tokens that vLLM may draft at a time."""

@@ -24,16 +24,16 @@ import torch
 from benchmarks.command import command_of, make_parser
 from benchmarks.largest import largest_mib
 from benchmarks.report import environment, markdown, number, table, write_report
-from tlt.cli.plan import PlanMemory, planned_run
-from tlt.config.load import load_config
+from tlt.apps.cli.plan import PlanMemory, planned_run
+from tlt.apps.plan.memory import plan_memory
+from tlt.base.config.load import load_config
+from tlt.base.io.recipes import find_recipe
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.hf.config import load_model_config
-from tlt.hf.weights import save_model
-from tlt.io.recipes import find_recipe
 from tlt.models.decoder import Transformer
-from tlt.plan.memory import plan_memory
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import save_model
 from tlt.training.problems import load_problems
 
 GIB = 2**30

@@ -29,7 +29,7 @@ from benchmarks.report import environment, write_report
 from benchmarks.vllm_own_tests.files import FILES
 from benchmarks.vllm_own_tests.hub import make_hub
 from benchmarks.vllm_own_tests.report import WAYS, is_explained, summarize, to_markdown
-from tlt.types import UserError
+from tlt.base.types import UserError
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("vllm", "tlt", "pytest", "pytest_timeout", "pytest_asyncio", "tblib")

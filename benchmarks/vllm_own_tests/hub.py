@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tlt.cli.drafter import DrafterExport, export
+from tlt.apps.cli.drafter import DrafterExport, export
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.hf.config import load_model_config
+from tlt.models.hf.config import load_model_config
 
 REVISION = "0" * 40
 NUM_LAYERS = 4

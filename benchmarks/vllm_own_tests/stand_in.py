@@ -25,10 +25,10 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler as VllmRejectionSampler
 from vllm.v1.sample.sampler import Sampler as VllmSampler
 
-from tlt.types import UserError
-from tlt.vllm.inside.law import DEFAULT_TAU, LawTable
-from tlt.vllm.inside.runner_v1 import Batch, LawRejectionSampler, LawSampler
-from tlt.vllm.inside.served import SEED_BITS
+from tlt.base.types import UserError
+from tlt.engine.vllm.inside.law import DEFAULT_TAU, LawTable
+from tlt.engine.vllm.inside.runner_v1 import Batch, LawRejectionSampler, LawSampler
+from tlt.engine.vllm.inside.served import SEED_BITS
 
 CERTAIN = 1e6
 """Logit of a token that is certain."""

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.longtail import hash_model, make_longtail, measure_lengths, write_workload
-from tlt.assembly.engine import EngineSettings, build_engine
-from tlt.assembly.model import load_model
+from tlt.base.types import Problem, SamplingParams
 from tlt.drafter.formats.folder import load_drafter
+from tlt.engine.build.engine import EngineSettings, build_engine
+from tlt.engine.build.model import load_model
 from tlt.tasks.base import get_task
-from tlt.types import Problem, SamplingParams
 
 HERE = Path(__file__).parent
 OPTIONS = {"mix": {"2": 0.2, "3": 0.8}, "max_number": 15, "max_target": 60}  # the quickstart's puzzles

@@ -17,10 +17,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tlt.io.files import Record
+from tlt.base.io.files import Record
+from tlt.base.types import UserError
 from tlt.tasks.exact import MAX_DRAWS, ExactTask, apply, draw_count, read_weights
 from tlt.tasks.splits import Split, split_of
-from tlt.types import UserError
 
 MAX_STEPS = 4
 MAX_FACTOR = 9

@@ -18,10 +18,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tlt.io.files import Record
+from tlt.base.io.files import Record
+from tlt.base.types import UserError
 from tlt.tasks.exact import ExactTask
 from tlt.tasks.splits import Split, check_split, split_of
-from tlt.types import UserError
 
 OPERATIONS: Mapping[str, Callable[[Sequence[int]], int]] = {
     "+": sum,

@@ -34,14 +34,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.smollm2.arithmetic import CHECKED, Difficulty, Question, ask
-from tlt.assembly.model import Model, open_model
-from tlt.assembly.policy import build_policy
-from tlt.config.lora import LoraSection
-from tlt.hf.peft import save_adapter
-from tlt.hf.tokenizer import Tokenizer
+from tlt.base.config.lora import LoraSection
+from tlt.engine.build.model import Model, open_model
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Transformer
+from tlt.models.hf.peft import save_adapter
+from tlt.models.hf.tokenizer import Tokenizer
 from tlt.models.lora import add_adapters
+from tlt.training.build.policy import build_policy
 
 DIFFICULTY = Difficulty.of(["+"], digits=[1, 2], terms=[2, 8])
 """Sums as in reasoning.toml, and somewhat longer ones."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.page.synthetic import DRAFTS, make_coloured, make_hostile, make_run
-from tlt.page.charts import COLORS
-from tlt.page.render import make_page
-from tlt.report.record import read_metrics
+from tests.unit.apps.page.synthetic import DRAFTS, make_coloured, make_hostile, make_run
+from tlt.apps.page.charts import COLORS
+from tlt.apps.page.render import make_page
+from tlt.training.report.record import read_metrics
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = os.environ.get("TLT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.workspace import make_models
-from tlt.cli import main as cli
-from tlt.cli.commands import find_command
+from tlt.apps.cli import main as cli
+from tlt.apps.cli.commands import find_command
 from tools.docs_commands import Shown, all_commands
 
 ROOT = Path(__file__).parents[2]

@@ -32,15 +32,15 @@ from torch import Tensor
 
 from tests.faults.mutations import DAMAGES, damage, exchange, mutated
 from tests.faults.report import tally
+from tlt.base.types import UserError
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.ranks.world import World
-from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
-from tlt.saved.manifest import MANIFEST, read_manifest
-from tlt.saved.retention import go_back_to
-from tlt.types import UserError
+from tlt.training.ranks.world import World
+from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
+from tlt.training.saved.manifest import MANIFEST, read_manifest
+from tlt.training.saved.retention import go_back_to
 
 SHAPE = ModelConfig("llama", 61, 16, 24, 2, 2, 1, 8, max_positions=64)
 STEPS = (10, 20)

@@ -34,7 +34,7 @@ from tests.faults.commands import Command, run
 from tests.faults.compare import difference
 from tests.faults.kills import make_workspace
 from tests.faults.victim import before
-from tlt.cli.main import main as tlt
+from tlt.apps.cli.main import main as tlt
 
 LIMIT_SECONDS = 600.0
 NOT_ALLOWED = 3
@@ -70,30 +70,30 @@ class Fault:
     """Further words of the command."""
 
 
-TIMELINE, WRITER = "tlt.report.timeline:Timeline", "tlt.saved.checkpoint:CheckpointWriter"
+TIMELINE, WRITER = "tlt.training.report.timeline:Timeline", "tlt.training.saved.checkpoint:CheckpointWriter"
 UNKEPT = ("--run.keep_responses", "0")
 """Else they are what is written when a page of the journal is full."""
 FAULTS = [
     Fault("config.json", "full", "tlt.training.run:Run.__init__"),
     Fault("timeline, opened", "full", f"{TIMELINE}.__init__"),
-    Fault("tracking.json", "full", "tlt.report.tracking:write_json"),
-    Fault("metrics, opened", "full", "tlt.report.record:MetricsWriter.__init__"),
+    Fault("tracking.json", "full", "tlt.training.report.tracking:write_json"),
+    Fault("metrics, opened", "full", "tlt.training.report.record:MetricsWriter.__init__"),
     Fault("evaluations.jsonl, first line", "full", "tlt.training.evaluations:Evaluations.add"),
     Fault("evaluations.jsonl, second line", "full", "tlt.training.evaluations:Evaluations.add", 2),
-    Fault("journal, its file", "full", "tlt.saved.journal:FileJournal._create"),
-    Fault("journal, a record", "full", "tlt.saved.journal:FileJournal._append", 20, words=UNKEPT),
-    Fault("responses", "full", "tlt.saved.responses:KeptResponses.write", 2),
-    Fault("metrics, a line", "full", "tlt.report.record:MetricsWriter.write", 3),
+    Fault("journal, its file", "full", "tlt.training.saved.journal:FileJournal._create"),
+    Fault("journal, a record", "full", "tlt.training.saved.journal:FileJournal._append", 20, words=UNKEPT),
+    Fault("responses", "full", "tlt.training.saved.responses:KeptResponses.write", 2),
+    Fault("metrics, a line", "full", "tlt.training.report.record:MetricsWriter.write", 3),
     Fault("timeline, a step's spans", "full", f"{TIMELINE}.flush", 2),
     Fault("best/", "full", "tlt.training.run:Run.save_policy", 1, "best"),
     Fault("checkpoint, first", "full", f"{WRITER}.save"),
     Fault("checkpoint, second", "full", f"{WRITER}.save", 2),
-    Fault("checkpoint, its manifest", "full", "tlt.saved.checkpoint:commit", 2),
+    Fault("checkpoint, its manifest", "full", "tlt.training.saved.checkpoint:commit", 2),
     Fault("policy/", "full", "tlt.training.run:Run.save_policy", 1, "policy"),
     Fault("drafter/", "full", "tlt.training.loop:write_products"),
     Fault("timeline.json", "full", "tlt.training.products:merge_timelines", code=0),
     Fault("the start", "no inodes", "tlt.training.run:Run.__init__"),
-    Fault("a journal's file", "no inodes", "tlt.saved.journal:FileJournal._create"),
+    Fault("a journal's file", "no inodes", "tlt.training.saved.journal:FileJournal._create"),
     Fault("a checkpoint", "no inodes", f"{WRITER}.save", 2),
     Fault("policy/", "no inodes", "tlt.training.run:Run.save_policy", 1, "policy"),
     Fault("before the run", "read-only", ""),
@@ -241,7 +241,7 @@ def is_as_promised(case: Mapping[str, Any]) -> bool:
 def measure(workspace: Path, faults: Sequence[Fault], shares: Sequence[float]) -> list[dict[str, Any]]:
     import transformers  # noqa: F401  # what takes time is imported once, before the forks
 
-    import tlt.training.start  # noqa: F401
+    import tlt.apps.run.start  # noqa: F401
 
     sys.path.insert(0, str(workspace))
     os.environ.update(PYTHONPATH=os.pathsep.join([str(workspace), *sys.path]), NO_COLOR="1")

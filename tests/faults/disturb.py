@@ -38,7 +38,7 @@ from tests.faults.once import passes
 from tests.faults.report import Text, begin, make_parser, write
 from tests.faults.victim import MOMENTS, before, fork_ranks
 from tests.faults.workspace import PASSING_TASK, ROOT
-from tlt.cli.main import main as tlt
+from tlt.apps.cli.main import main as tlt
 
 LIMIT_SECONDS = 300.0
 """Of a command: one that takes longer hangs."""

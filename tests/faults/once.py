@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.faults.left import children, command_line, parent
 
-WORKER = "tlt.rewards.worker"
+WORKER = "tlt.tasks.rewards.worker"
 
 
 def passes(place: str) -> None:

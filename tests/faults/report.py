@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.io.files import dumps, with_folder
-from tlt.report.environment import environment
+from tlt.base.io.files import dumps, with_folder
+from tlt.training.report.environment import environment
 
 Text = tuple[str, str, Sequence[str], Iterable[Sequence[Any]]]
 """Title, text, and the table's columns and rows."""

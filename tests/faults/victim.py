@@ -29,41 +29,41 @@ from typing import Any
 
 from torch.distributed.launcher import api as launcher
 
-from tlt.assembly.ranks import all_ranks
-from tlt.clock import Moment
-from tlt.config.load import load_config
-from tlt.hf.tokenizer import load_tokenizer
-from tlt.launch.failures import Restarts
-from tlt.launch.local import launch
-from tlt.launch.signals import StopRequest
-from tlt.saved import journal
-from tlt.saved.journal_file import JournalRecord, read_records
+from tlt.apps.run.start import describe_saved
+from tlt.base.clock import Moment
+from tlt.base.config.load import load_config
+from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.training import loop
-from tlt.training.start import describe_saved
+from tlt.training.build.ranks import all_ranks
+from tlt.training.launch.failures import Restarts
+from tlt.training.launch.local import launch
+from tlt.training.launch.signals import StopRequest
+from tlt.training.saved import journal
+from tlt.training.saved.journal_file import JournalRecord, read_records
 
 MOMENTS = {
     "loading": "tlt.training.run:Run._load",
-    "recalling": "tlt.saved.journal:FileJournal.begin",
-    "taking work": "tlt.rollout.work_queue:WorkQueue.take",
-    "prefill": "tlt.engine.engine:RolloutEngine._prefill",
+    "recalling": "tlt.training.saved.journal:FileJournal.begin",
+    "taking work": "tlt.training.rollout.work_queue:WorkQueue.take",
+    "prefill": "tlt.engine.own.engine:RolloutEngine._prefill",
     "decode": "tlt.models.packed:PackedTransformer.forward_capturing",
-    "hand-over": "tlt.rollout.work_queue:WorkQueue.hand_over",
-    "taking over": "tlt.rollout.work_queue:WorkQueue.receive",
-    "journal": "tlt.saved.journal:_write",
-    "generating ahead": "tlt.rollout.ahead:AheadOfPolicy._next",
-    "keeping what was": "tlt.rollout.ahead:AheadOfPolicy.keep",
+    "hand-over": "tlt.training.rollout.work_queue:WorkQueue.hand_over",
+    "taking over": "tlt.training.rollout.work_queue:WorkQueue.receive",
+    "journal": "tlt.training.saved.journal:_write",
+    "generating ahead": "tlt.training.rollout.ahead:AheadOfPolicy._next",
+    "keeping what was": "tlt.training.rollout.ahead:AheadOfPolicy.keep",
     "spot training": "tlt.drafter.training.spot:SpotTrainer.micro_step",
-    "scoring": "tlt.rewards.pool:RewardPool.drain",
-    "averaging": "tlt.assembly.watched_drafter:average_weighted",
-    "measuring": "tlt.rollout.watched_drafter:WatchedDrafter.check",
-    "update": "tlt.rl.update:PolicyTrainer._accumulate",
-    "optimizer step": "tlt.rl.update:PolicyTrainer._optimizer_step",
-    "publication": "tlt.engine.engine:RolloutEngine.load_policy_parts",
+    "scoring": "tlt.tasks.rewards.pool:RewardPool.drain",
+    "averaging": "tlt.training.build.watched_drafter:average_weighted",
+    "measuring": "tlt.training.rollout.watched_drafter:WatchedDrafter.check",
+    "update": "tlt.training.update.update:PolicyTrainer._accumulate",
+    "optimizer step": "tlt.training.update.update:PolicyTrainer._optimizer_step",
+    "publication": "tlt.engine.own.engine:RolloutEngine.load_policy_parts",
     "record": "tlt.training.loop:record",
     "evaluation": "tlt.training.evaluations:Evaluations.add",
-    "checkpoint": "tlt.saved.checkpoint:_write_share",
-    "manifest": "tlt.saved.checkpoint:commit",
-    "removing older": "tlt.saved.checkpoint:remove_older",
+    "checkpoint": "tlt.training.saved.checkpoint:_write_share",
+    "manifest": "tlt.training.saved.checkpoint:commit",
+    "removing older": "tlt.training.saved.checkpoint:remove_older",
     "products": "tlt.training.run:save_model",
 }
 """The functions, by moment: module:object.attribute."""

@@ -9,9 +9,9 @@ import torch
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.hf.config import load_model_config
-from tlt.hf.weights import save_model
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import save_model
 
 Sizes = tuple[int, int, int, int, int, int]
 ROOT = Path(__file__).parents[2]

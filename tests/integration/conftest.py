@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.workspace import make_models
 from tests.integration.programs import Programs
-from tlt.cli import main as cli
+from tlt.apps.cli import main as cli
 
 Tlt = Callable[..., int]
 """Runs `tlt WORDS…`; returns the exit code."""

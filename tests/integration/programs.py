@@ -24,15 +24,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tlt.hf.tokenizer import load_tokenizer
-from tlt.speculative import compiled
+from tlt.models.hf.tokenizer import load_tokenizer
+from tlt.speculation.law import compiled
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "torch._dynamo",
     "torch.distributed.launcher.api",
-    "tlt.cli.commands",
-    "tlt.ranks.world",
+    "tlt.apps.cli.commands",
+    "tlt.training.ranks.world",
     "tlt.training.run",
 )
 """Whatever else a run imports comes with these."""

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.forked import fork_ranks, run_ranks
-from tests.unit.saved.saved_parts import save_checkpoint
-from tlt.ranks.waiting import on_all_ranks, on_leader
-from tlt.ranks.world import World
-from tlt.saved.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
-from tlt.types import UserError
+from tests.unit.training.saved.saved_parts import save_checkpoint
+from tlt.base.types import UserError
+from tlt.training.ranks.waiting import on_all_ranks, on_leader
+from tlt.training.ranks.world import World
+from tlt.training.saved.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 
 
 def make_tensors(value: float) -> dict[str, Tensor]:

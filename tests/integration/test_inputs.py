@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import Tlt
-from tlt.types import UserError
+from tlt.base.types import UserError
 
 FEW = (
     "--run.num_ranks",
@@ -121,7 +121,7 @@ def test_a_journal_without_a_checkpoint_holds_a_run_to_its_inputs_too(
         def fail(*_: object) -> None:
             raise UserError("planted")
 
-        patched.setattr("tlt.rl.update.PolicyTrainer.update", fail)
+        patched.setattr("tlt.training.update.update.PolicyTrainer.update", fail)
         assert begin(tlt_here) == 2
     assert list(Path("out").glob("journal/step-00000000/*"))
     set_key("sampling", "temperature", 0.5)

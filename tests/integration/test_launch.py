@@ -23,8 +23,8 @@ import pytest
 PROGRAM = '''
 import json, os, socket, sys, time
 from pathlib import Path
-from tlt.launch.failures import Restarts
-from tlt.launch.local import launch
+from tlt.training.launch.failures import Restarts
+from tlt.training.launch.local import launch
 
 
 def say(**what):
@@ -57,9 +57,9 @@ def is_free(port):
 
 def entry(scenario, stop):
     import torch
-    from tlt.ranks.world import (
+    from tlt.training.ranks.world import (
         any_rank, average_weighted, broadcast_json, gather_objects, init_process_group_from_env, refuse_together, shutdown)
-    from tlt.types import UserError
+    from tlt.base.types import UserError
 
     if scenario == "collectives" and os.environ["RANK"] == "0":
         say(is_free=is_free(int(os.environ["MASTER_PORT"])))
@@ -69,8 +69,8 @@ def entry(scenario, stop):
     say(ready=True, pid=os.getpid())
     latest = time.monotonic() + 300  # whatever becomes of the test, no process stays
     if scenario == "collectives":
-        from tlt.rollout.work_queue import connect_work_queue
-        from tlt.report.timeline import shared_epoch
+        from tlt.training.rollout.work_queue import connect_work_queue
+        from tlt.training.report.timeline import shared_epoch
 
         def average(weights, dtype=torch.float32, fill=None):
             tensors = [torch.full((2, 3), float(rank + 1), dtype=dtype), torch.arange(4, dtype=dtype) * (rank + 1) / 7]
@@ -114,7 +114,7 @@ def entry(scenario, stop):
         while time.monotonic() < latest:
             time.sleep(0.1)
     elif scenario == "awaited":
-        from tlt.ranks.waiting import RankAwaited
+        from tlt.training.ranks.waiting import RankAwaited
 
         while rank == 1 or not stop.is_set():
             time.sleep(0.02)
@@ -129,7 +129,7 @@ def entry(scenario, stop):
         time.sleep(2.5)  # ranks look once a second
         say(finished=gather_objects(world, rank))
     elif scenario == "silent store" and rank == 1:
-        from tlt.ranks.store import Watch, leave_when_silent
+        from tlt.training.ranks.store import Watch, leave_when_silent
 
         leave_when_silent(Watch(), 0.5, "127.0.0.1:29500")
         time.sleep(60)
@@ -194,7 +194,7 @@ def play(name, scenario, num_ranks, grace, environ, num_restarts, is_spawned):
 
 if __name__ == "__main__":
     import torch.distributed.launcher.api
-    import tlt.ranks.world
+    import tlt.training.ranks.world
 
     os.chdir(sys.argv[1])
     for line in sys.stdin:

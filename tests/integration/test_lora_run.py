@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tlt.clock import Moment
-from tlt.config.load import load_config
-from tlt.config.lora import ALL_TARGETS
-from tlt.hf.peft import PREFIX
-from tlt.launch.signals import StopRequest
+from tlt.base.clock import Moment
+from tlt.base.config.load import load_config
+from tlt.base.config.lora import ALL_TARGETS
+from tlt.base.types import UserError
+from tlt.models.hf.peft import PREFIX
 from tlt.training import loop
-from tlt.types import UserError
+from tlt.training.launch.signals import StopRequest
 
 WORDS = {
     "run.num_ranks": "1",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.conftest import Tlt
 from tests.integration.test_run import PATIENCE, records
-from tlt.saved.responses import kept_by
+from tlt.training.saved.responses import kept_by
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
 

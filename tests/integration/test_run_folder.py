@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Tlt
-from tlt.io.files import matches
-from tlt.saved import checkpoint
-from tlt.saved.run_folder import PRODUCTS, WRITTEN
+from tlt.base.io.files import matches
+from tlt.training.saved import checkpoint
+from tlt.training.saved.run_folder import PRODUCTS, WRITTEN
 
 FEW = (
     "--run.num_ranks",

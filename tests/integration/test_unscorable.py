@@ -9,8 +9,8 @@ import pytest
 
 from tests.integration.conftest import Tlt
 from tests.integration.test_run import PATIENCE
-from tlt.report.record import read_metrics
-from tlt.saved.run_folder import refuse_begun
+from tlt.training.report.record import read_metrics
+from tlt.training.saved.run_folder import refuse_begun
 
 pytestmark = pytest.mark.timeout(2 * PATIENCE)
 TASK = """

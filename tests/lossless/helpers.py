@@ -14,21 +14,22 @@ from scipy import stats
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Request, ResponseId, Rollout, SamplingParams, id_of
 from tlt.drafter.drafting.hybrid import make_drafter
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
 from tlt.drafter.drafting.reference_drafter import ReferenceDrafter
-from tlt.drafter.drafting.references import References
+from tlt.drafter.drafting.retrieval.references import References
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.model import DraftModel
+from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.drafter.shape import BlockOptions, drafter_shape
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.params import BatchParams, truncate
-from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
-from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
-from tlt.speculative.strategy import BatchState, Strategy, StrategyTuner
-from tlt.types import DraftTree, Request, ResponseId, Rollout, SamplingParams, id_of
+from tlt.speculation.law.params import BatchParams, truncate
+from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, sample
+from tlt.speculation.tuner.protocol import BatchState, StrategyTuner
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import PARAMS, STOP, VOCAB, Switching, make_engine, make_policy, to_transformers
-from tlt.audit.fault import PlantedFault
-from tlt.audit.referee import Referee
-from tlt.audit.report import AuditReport
-from tlt.audit.verdict import Auditor
-from tlt.engine.engine import RolloutEngine
-from tlt.speculative.params import BatchParams
-from tlt.speculative.strategy import Strategy, StrategyTuner
-from tlt.speculative.verify import Noise, Verify, verify
-from tlt.types import DraftTree, Request, SamplingParams, Verdict
+from tlt.apps.audit.fault import PlantedFault
+from tlt.apps.audit.referee import Referee
+from tlt.apps.audit.report import AuditReport
+from tlt.apps.audit.verdict import Auditor
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Request, SamplingParams, Verdict
+from tlt.engine.own.engine import RolloutEngine
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.verify import Noise, Verify, verify
+from tlt.speculation.tuner.protocol import StrategyTuner
 
 MAX_TOKENS = 40
 CHAIN, TREE = Strategy("learned", 4, 1, 4), Strategy("learned", 3, 2, 5)

@@ -19,13 +19,13 @@ from tests.lossless.helpers import (
     step_of,
     tokens_of,
 )
-from tlt.drafter.drafting import feature_history
+from tlt.base.strategy import Strategy
+from tlt.base.types import id_of
 from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.drafting.learned import feature_history
 from tlt.engine import memory
 from tlt.models import kv_budget, kv_cache
-from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import id_of
+from tlt.speculation.tuner.tuner import Fixed, default_arms
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=6, num_samples=4, seed=11)

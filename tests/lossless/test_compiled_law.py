@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import make_engine, make_policy, make_requests, tokens_of
-from tlt.speculative import draw as draw_module
-from tlt.speculative.draw import draw
-from tlt.speculative.params import BatchParams
-from tlt.speculative.sampling import gumbel_noise, sample
-from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import Fixed
-from tlt.types import SamplingParams
+from tlt.base.strategy import Strategy
+from tlt.base.types import SamplingParams
+from tlt.speculation.law import draw as draw_module
+from tlt.speculation.law.draw import draw
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import gumbel_noise, sample
+from tlt.speculation.tuner.tuner import Fixed
 
 compiled = pytest.importorskip(
-    "tlt.speculative.compiled", reason="Numba is not installed: the reference draws"
+    "tlt.speculation.law.compiled", reason="Numba is not installed: the reference draws"
 )
 
 POLICY = make_policy()

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from tests.lossless.helpers import make_engine, make_policy, make_requests, tokens_of
-from tlt import speculative
-from tlt.speculative import draw as draw_module
-from tlt.speculative.sampling import kernels
-from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import Fixed
-from tlt.types import UserError
+from tlt.base.strategy import Strategy
+from tlt.base.types import UserError
+from tlt.speculation import law as speculative
+from tlt.speculation.law import draw as draw_module
+from tlt.speculation.law.sampling import kernels
+from tlt.speculation.tuner.tuner import Fixed
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=4, num_samples=2, seed=5)
@@ -37,7 +37,7 @@ def test_rows_drawn_a_part_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatc
 
 def test_a_gpu_without_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "tlt.speculative.fused", raising=False)
+    monkeypatch.delitem(sys.modules, "tlt.speculation.law.fused", raising=False)
     monkeypatch.delattr(speculative, "fused", raising=False)
     with pytest.raises(
         UserError, match=r"^sampling on a GPU: .*triton.*; install Triton .*, or run on the CPU$"
@@ -47,7 +47,7 @@ def test_a_gpu_without_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
 
 def test_without_numba_the_reference_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "tlt.speculative.compiled", raising=False)
+    monkeypatch.delitem(sys.modules, "tlt.speculation.law.compiled", raising=False)
     monkeypatch.delattr(speculative, "compiled", raising=False)
     draw_module.compiled_loops.cache_clear()
     assert draw_module.compiled_loops() is None
@@ -57,7 +57,7 @@ def test_without_numba_the_reference_draws(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_numba_that_cannot_be_loaded_is_no_reason_to_do_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tlt.speculative.compiled", None)
+    monkeypatch.setitem(sys.modules, "tlt.speculation.law.compiled", None)
     monkeypatch.delattr(speculative, "compiled", raising=False)
     draw_module.compiled_loops.cache_clear()
     with pytest.raises(ImportError):

@@ -26,14 +26,15 @@ from tests.lossless.helpers import (
     to_transformers,
     tokens_of,
 )
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Request, Rollout, Verdict, id_of
 from tlt.drafter.drafting.hybrid import HybridDrafter
-from tlt.drafter.drafting.ngram import NgramDrafter
-from tlt.engine.engine import RolloutEngine
+from tlt.drafter.drafting.retrieval.ngram import NgramDrafter
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models.attention import PackedCausal
-from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.speculative.strategy import BatchState, StepOutcome, Strategy
-from tlt.tuning.tuner import Fixed, default_arms, make_tuner
-from tlt.types import DraftTree, Request, Rollout, Verdict, id_of
+from tlt.speculation.law.sampling import gumbel_noise, keys_tensor
+from tlt.speculation.tuner.protocol import BatchState, StepOutcome
+from tlt.speculation.tuner.tuner import Fixed, default_arms, make_tuner
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)

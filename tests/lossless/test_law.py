@@ -1,6 +1,6 @@
 """The law draws the truncated softmax and nothing else, and verification walks the tree exactly as it says.
 
-References here are brute force in plain Python, written from "The promise" in docs/architecture.md;
+References here are brute force in plain Python, written from docs/promise.md;
 test_warpers.py holds the law to transformers'. Error rate: 10 chi-square tests with fixed seeds, each failing a correct law with
 probability ALPHA = 1e-6; together 1e-5.
 """
@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.lossless.helpers import fit, law_probabilities
-from tlt.speculative.params import BatchParams
-from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
-from tlt.speculative.tree import ancestors, chain, chain_mask, layout, tree_mask
-from tlt.speculative.verify import verify
-from tlt.types import DraftTree, Request, SamplingParams
+from tlt.base.types import DraftTree, Request, SamplingParams
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, sample
+from tlt.speculation.law.tree import ancestors, chain, chain_mask, layout, tree_mask
+from tlt.speculation.law.verify import verify
 
 ALPHA = 1e-6
 VOCAB = 12
@@ -216,7 +216,7 @@ def test_many_logits_are_drawn_from_part_by_part_bit_for_bit(
 ) -> None:
     logits, noise = logits_and_noise(6, torch.float32)
     expected = sample(logits, noise, BatchParams(PARAMS))
-    monkeypatch.setattr("tlt.speculative.sampling.VALUES_PER_PART", sequences_at_a_time * 6 * VOCAB + 1)
+    monkeypatch.setattr("tlt.speculation.law.sampling.VALUES_PER_PART", sequences_at_a_time * 6 * VOCAB + 1)
     for part, whole in zip(sample(logits, noise, BatchParams(PARAMS)), expected, strict=True):
         assert torch.equal(part, whole)
 

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from tlt.engine.noise import BatchLaw, StepNoise
-from tlt.speculative import draw as draw_module
-from tlt.speculative import sampling
-from tlt.speculative.sampling import gumbel_noise, keys_tensor, noise_of_tokens, philox
-from tlt.types import Request, SamplingParams
+from tlt.base.types import Request, SamplingParams
+from tlt.engine.own.noise import BatchLaw, StepNoise
+from tlt.speculation.law import draw as draw_module
+from tlt.speculation.law import sampling
+from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, noise_of_tokens, philox
 
 ALPHA = 1e-6
 Noise = Callable[[Tensor, Tensor, int], Tensor]

@@ -12,11 +12,11 @@ import math
 import torch
 from torch import Tensor
 
-from tlt.speculative.params import BatchParams
-from tlt.speculative.sampling import gumbel_noise
-from tlt.speculative.tree import chain
-from tlt.speculative.verify import verify
-from tlt.types import SamplingParams
+from tlt.base.types import SamplingParams
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import gumbel_noise
+from tlt.speculation.law.tree import chain
+from tlt.speculation.law.verify import verify
 
 TARGET = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 DRAFTER = torch.tensor([0.4, 0.1, 0.5], dtype=torch.float64)

@@ -23,16 +23,17 @@ from tests.lossless.helpers import (
     step_of,
     tokens_of,
 )
-from tlt.drafter.drafting import feature_history
-from tlt.engine import memory
-from tlt.engine.engine import RolloutEngine
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, SamplingParams, UserError, id_of
+from tlt.drafter.drafting.learned import feature_history
 from tlt.engine.memory import automatic_bytes, machine_bytes
+from tlt.engine import memory
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models import kv_budget, kv_cache
 from tlt.models.kv_budget import Budget
 from tlt.models.kv_cache import Cache
-from tlt.speculative.strategy import Strategy, StrategyTuner
-from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, SamplingParams, UserError, id_of
+from tlt.speculation.tuner.protocol import StrategyTuner
+from tlt.speculation.tuner.tuner import Fixed, default_arms
 
 POLICY = make_policy()
 STRATEGIES = [
@@ -67,8 +68,8 @@ FEW = REQUESTS[::2]
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kv_budget, kv_cache, feature_history, memory):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
-    monkeypatch.setattr("tlt.drafter.drafting.pair_cache._CATCH_UP_TOKENS", 16)
-    monkeypatch.setattr("tlt.drafter.drafting.pair_cache.SPARE_COLUMNS", 96)
+    monkeypatch.setattr("tlt.drafter.drafting.learned.pair_cache._CATCH_UP_TOKENS", 16)
+    monkeypatch.setattr("tlt.drafter.drafting.learned.pair_cache.SPARE_COLUMNS", 96)
     monkeypatch.setattr(feature_history, "_MAX_QUEUED", 8)
     monkeypatch.setattr("tlt.models.kv_cache.GROUP_BYTES", 1)  # every layer a tensor of its own
 
@@ -254,7 +255,7 @@ def test_a_long_prompt_read_in_parts_says_the_same(
     asked = long_prompts([1, 9, 130, 40, 90])
     expected = tokens_of(make_engine(POLICY, Fixed(strategy), max_batch_size=20), asked)
     monkeypatch.setattr("tlt.models.kv_cache.PREFILL_TOKENS", 33)
-    monkeypatch.setattr("tlt.engine.prefill._PART_TOKENS", 16)
+    monkeypatch.setattr("tlt.engine.own.prefill._PART_TOKENS", 16)
     engine, largest = make_engine(POLICY, Fixed(strategy), max_batch_size=20), 0
     forward = engine.model.forward_capturing
 

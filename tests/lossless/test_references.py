@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, by_id, make_engine, make_policy, use_references
 from tests.reference_kinds import KINDS, reference_of
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, Rollout, SamplingParams, id_of
 from tlt.drafter.drafting.reference_drafter import ReferenceCursor, ReferenceDrafter
-from tlt.drafter.drafting.references import Reference, References
-from tlt.engine import tree_forward
-from tlt.engine.engine import RolloutEngine
+from tlt.drafter.drafting.retrieval.references import Reference, References
+from tlt.engine.own import tree_forward
+from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
-from tlt.speculative.strategy import ExpectedSpeeds, Strategy, StrategyTuner
-from tlt.tuning.cost_model import CostModel
-from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, Rollout, SamplingParams, id_of
+from tlt.speculation.tuner.cost_model import CostModel
+from tlt.speculation.tuner.protocol import ExpectedSpeeds, StrategyTuner
+from tlt.speculation.tuner.tuner import Fixed, default_arms
 
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
 ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learned:5x1x5")

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.lossless.helpers import VOCAB, by_id, make_engine, make_policy, make_requests
-from tlt.engine.engine import RolloutEngine
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, Rollout, SamplingParams, UserError, Verdict, id_of
+from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
-from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import Fixed
-from tlt.types import Request, Rollout, SamplingParams, UserError, Verdict, id_of
+from tlt.speculation.tuner.tuner import Fixed
 
 POLICY = make_policy()
 STOPS = ("abab", "ccc", "bcacb")

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import Switching, make_engine, make_policy, tokens_of
-from tlt.engine.engine import RolloutEngine
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, SamplingParams
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig
-from tlt.speculative import draw as draw_module
-from tlt.speculative.params import BatchParams
-from tlt.speculative.sampling import gumbel_noise, sample
-from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import Fixed
-from tlt.types import Request, SamplingParams
+from tlt.speculation.law import draw as draw_module
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import gumbel_noise, sample
+from tlt.speculation.tuner.tuner import Fixed
 
 VOCAB, TWINS = 1003, 501
 POLICY = make_policy(

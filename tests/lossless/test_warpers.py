@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from tests.lossless.helpers import VOCAB, law_probabilities, make_policy, to_transformers
-from tlt.speculative.params import BatchParams, truncate
-from tlt.types import SamplingParams
+from tlt.base.types import SamplingParams
+from tlt.speculation.law.params import BatchParams, truncate
 
 PARAMS = [
     SamplingParams(),

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tests.unit.models.test_lora import make_config
 from tests.unit.models.transformer_parts import PROMPTS, packed_logits, referee, trainable
-from tlt.assembly.model import Model
-from tlt.assembly.policy import build_policy, plan_policy
-from tlt.config.lora import LoraSection
-from tlt.hf.peft import PREFIX, save_adapter
+from tlt.base.config.lora import LoraSection
+from tlt.engine.build.model import Model
 from tlt.models.decoder import Transformer
+from tlt.models.hf.peft import PREFIX, save_adapter
 from tlt.models.lora import count_adapters
-from tlt.ranks.sharding import FullTensors
+from tlt.training.build.policy import build_policy, plan_policy
+from tlt.training.ranks.sharding import FullTensors
 
 peft = pytest.importorskip("peft")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tlt.assembly.model import load_model
+from tlt.engine.build.model import load_model
 
 peft = pytest.importorskip("peft")
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.rl.algorithm_parts import MAX_TOKENS, Case, make_case, update_by_table
-from tlt.rl import algorithms
+from tests.unit.training.update.algorithm_parts import MAX_TOKENS, Case, make_case, update_by_table
+from tlt.training.update import algorithms
 
 pytest.importorskip("trl")
 

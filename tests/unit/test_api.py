@@ -19,25 +19,25 @@ import pytest
 import torch
 
 import tlt
-from tlt.api import Engine, Sampling, _named, train
-from tlt.assembly.engine import EngineSettings
-from tlt.cli.main import main
-from tlt.config.engine import DeviceSection, EngineSection
-from tlt.config.load import load_config
-from tlt.config.schema import Config
+from tlt.apps.api import Engine, Sampling, _named, train
+from tlt.apps.cli.main import main
+from tlt.base.config.engine import DeviceSection, EngineSection
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.io.recipes import find_recipe
+from tlt.base.strategy import Strategy
+from tlt.base.types import Reward, SamplingParams, UserError
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.hf.config import load_model_config
-from tlt.hf.weights import save_model
-from tlt.io.recipes import find_recipe
+from tlt.engine.build.engine import EngineSettings
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.report.console import Console
-from tlt.speculative.strategy import Strategy
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import save_model
 from tlt.tasks.base import get_task
 from tlt.tasks.countdown import TASK
 from tlt.training.live import LiveSettings
-from tlt.types import Reward, SamplingParams, UserError
+from tlt.training.report.console import Console
 
 BASE = find_recipe("countdown").parent / "base"
 PROMPTS = ["[2,9,16:5]", "[4,8:12]"]
@@ -72,7 +72,7 @@ def test_importing_the_package_brings_neither_torch_nor_pydantic() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert not {"torch", "pydantic", "transformers", "numpy", "tlt.api"} & set(loaded)
+    assert not {"torch", "pydantic", "transformers", "numpy", "tlt.apps.api"} & set(loaded)
 
 
 def test_every_public_name_resolves_and_is_listed() -> None:

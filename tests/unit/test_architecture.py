@@ -1,14 +1,16 @@
 """Imports point down only. These tests read every import statement under tlt/, those inside functions and for
 type checkers included.
 
-A module may import its own folder and lower floors, nothing beside it and nothing above. `tlt` itself and
-`python -m tlt` stand above everything: the first hands public names on, the second starts the command line.
+A wing is a folder of tlt/, a room any folder with modules. A module may use its own wing and the wings that
+MAY_USE names; rooms import each other in no circle, and neither do files. `tlt` itself and `python -m tlt` stand
+above everything: the first hands public names on, the second starts the command line.
 """
 
 from __future__ import annotations
 
 import ast
 import graphlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,50 +19,30 @@ import tlt
 
 ROOT = Path(tlt.__file__).parent
 
-FLOORS: tuple[frozenset[str], ...] = tuple(
-    map(
-        frozenset,
-        (
-            {"accounts", "clock", "kinds", "loops", "spans", "uploads"},
-            {"types"},
-            {"io", "speculative"},
-            {"audit", "config", "launch", "report", "tasks", "tuning"},
-            {"models", "rewards"},
-            {"engine", "hf", "ranks"},
-            {"drafter", "rl"},
-            {"rollout", "vllm"},
-            {"assembly", "saved"},
-            {"plan"},
-            {"training"},
-            {"api", "bench", "integrations", "page"},
-            {"cli"},
-        ),
-    )
-)
-HEIGHT = {part: height for height, floor in enumerate(FLOORS) for part in floor}
+MAY_USE: dict[str, set[str]] = {
+    "base": set(),
+    "speculation": {"base"},
+    "models": {"base"},
+    "tasks": {"base"},
+    "drafter": {"models", "speculation", "base"},
+    "engine": {"drafter", "models", "speculation", "base"},
+    "training": {"engine", "drafter", "models", "tasks", "base"},
+    "apps": {"training", "engine", "drafter", "models", "tasks", "speculation", "base"},
+}
 ABOVE_ALL = {"__init__", "__main__"}
 
 
 def find_violations(module: str, source: str) -> list[str]:
-    """The imports in `source` that its place forbids. `module` is dotted, such as "tlt.engine.engine"."""
-    part = _part(module)
-    found = []
-    for line, target in _imported_parts(module, source):
-        if target not in HEIGHT:
-            found.append(
-                f"{module}:{line} imports tlt.{target}, which stands on no floor: give it one in "
-                f"{Path(__file__).name}"
-            )
-        elif target == part:
-            continue
-        elif HEIGHT[target] > HEIGHT[part]:
-            found.append(f"{module}:{line} imports upwards: {part} → {target}")
-        elif HEIGHT[target] == HEIGHT[part]:
-            found.append(f"{module}:{line} imports a sibling: {part} → {target}")
-    return found
+    """The imports in `source` that its place forbids. `module` is dotted, such as "tlt.engine.own.engine"."""
+    wing = _wing(module)
+    return [
+        f"{module}:{line} imports tlt.{target}, which {wing} may not use"
+        for line, target in _imported_wings(module, source)
+        if target not in MAY_USE[wing] | {wing}
+    ]
 
 
-def _part(module: str) -> str:
+def _wing(module: str) -> str:
     return module.split(".")[1]
 
 
@@ -79,8 +61,8 @@ def _imported_names(module: str, source: str) -> list[tuple[int, str]]:
     return found
 
 
-def _imported_parts(module: str, source: str) -> list[tuple[int, str]]:
-    """(line, part) of everything imported from the package; `tlt` itself, its version, is no part."""
+def _imported_wings(module: str, source: str) -> list[tuple[int, str]]:
+    """(line, wing) of everything imported from the package; `tlt` itself, its version, is no wing."""
     names = _imported_names(module, source)
     return [
         (line, name.split(".")[1])
@@ -89,20 +71,22 @@ def _imported_parts(module: str, source: str) -> list[tuple[int, str]]:
     ]
 
 
-def find_circle(modules: dict[str, str]) -> list[str]:
-    """Modules that import each other, the first one again at the end; none: there is no circle. modules:
-    name to source."""
+def find_circle(modules: Mapping[str, str], rooms: bool = False) -> list[str]:
+    """Modules that import each other, the first one again at the end; none: there is no circle. modules: name
+    to source. rooms: looks for folders that import each other instead."""
 
     def file_of(name: str) -> str:
         return name if name in modules else name.rpartition(".")[0]
 
-    graph = {
-        module: {file_of(name) for _, name in _imported_names(module, source)}
-        & modules.keys() - {module, "tlt"}
-        for module, source in modules.items()
-    }
+    def node_of(module: str) -> str:
+        return module.rpartition(".")[0] if rooms else module
+
+    graph: dict[str, set[str]] = {}
+    for module, source in modules.items():
+        found = {file_of(name) for _, name in _imported_names(module, source)} & modules.keys() - {"tlt"}
+        graph.setdefault(node_of(module), set()).update(map(node_of, found))
     try:
-        graphlib.TopologicalSorter(graph).prepare()
+        graphlib.TopologicalSorter({node: used - {node} for node, used in graph.items()}).prepare()
     except graphlib.CycleError as error:
         return list(error.args[1])
     return []
@@ -117,25 +101,34 @@ def _modules() -> dict[str, str]:
     return sources
 
 
-def test_every_module_stands_on_a_floor() -> None:
-    parts = {_part(module) for module in _modules()} - ABOVE_ALL
-    assert parts <= set(HEIGHT), f"on no floor: {sorted(parts - set(HEIGHT))}"
+def _below_the_face() -> dict[str, str]:
+    return {module: source for module, source in _modules().items() if _wing(module) not in ABOVE_ALL}
+
+
+def test_there_are_eight_wings() -> None:
+    assert {_wing(module) for module in _below_the_face()} == MAY_USE.keys()
 
 
 def test_imports_point_down_only() -> None:
-    modules = {module: source for module, source in _modules().items() if _part(module) not in ABOVE_ALL}
+    modules = _below_the_face()
     assert len(modules) > 10
-    violations = [line for module, source in modules.items() for line in find_violations(module, source)]
-    assert violations == []
+    assert [line for module, source in modules.items() for line in find_violations(module, source)] == []
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    assert (
-        find_circle(
-            {module: source for module, source in _modules().items() if _part(module) not in ABOVE_ALL}
-        )
-        == []
-    )
+@pytest.mark.parametrize("rooms", [False, True])
+def test_neither_files_nor_rooms_import_each_other_in_a_circle(rooms: bool) -> None:
+    assert find_circle(_below_the_face(), rooms) == []
+
+
+def test_a_circle_of_rooms_is_found_where_no_files_make_one() -> None:
+    modules = {
+        "tlt.a.x": "from tlt.b.y import Y\n",
+        "tlt.b.y": "",
+        "tlt.b.z": "def f():\n    from tlt.a import w\n",
+        "tlt.a.w": "",
+    }
+    assert find_circle(modules) == []
+    assert set(find_circle(modules, rooms=True)) == {"tlt.a", "tlt.b"}
 
 
 def test_a_circle_is_found_behind_type_checkers_and_inside_functions() -> None:
@@ -160,54 +153,57 @@ def test_the_package_itself_imports_its_own_for_type_checkers_alone_and_tells_th
             if isinstance(s, ast.ImportFrom) and s.module
         }
         node.body = [ast.Pass()]
-    assert _imported_parts("tlt.__init__", ast.unparse(tree)) == []
+    assert _imported_wings("tlt.__init__", ast.unparse(tree)) == []
     assert told == tlt._HOMES
 
 
-def test_an_upward_import_is_found_even_inside_a_function() -> None:
-    source = "import torch\n\ndef f():\n    from tlt.engine.engine import RolloutEngine\n    return RolloutEngine\n"
-    assert find_violations("tlt.speculative.verify", source) == [
-        "tlt.speculative.verify:4 imports upwards: speculative → engine"
-    ]
-
-
-def test_a_sibling_import_is_found_in_each_of_its_spellings() -> None:
-    expected = ["tlt.hf.weights:1 imports a sibling: hf → engine"]
-    for source in (
-        "import tlt.engine.prefill",
-        "from tlt.engine import prefill",
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "import tlt.engine.own.prefill",
+        "from tlt.engine import own",
         "from tlt import engine",
-        "from ..engine import x",
-    ):
-        assert find_violations("tlt.hf.weights", source) == expected, source
+        "from ...engine import x",
+        "def f():\n    from tlt.engine.own.engine import RolloutEngine",
+        "if TYPE_CHECKING:\n    from tlt.engine.own.engine import RolloutEngine",
+    ],
+)
+def test_a_forbidden_import_is_found_in_each_of_its_spellings(spelling: str) -> None:
+    line = spelling.count("\n") + 1
+    for module, wing in (("tlt.models.hf.weights", "models"), ("tlt.speculation.law.verify", "speculation")):
+        assert find_violations(module, spelling) == [
+            f"{module}:{line} imports tlt.engine, which {wing} may not use"
+        ]
 
 
-def test_downward_and_own_package_imports_are_allowed() -> None:
+def test_lower_wings_and_the_own_one_may_be_used() -> None:
     lines = (
-        "from tlt.types import Rollout",
+        "from tlt.base.types import Rollout",
         "from tlt.models.decoder import X",
         "from . import cache",
-        "import tlt.engine.noise",
+        "import tlt.engine.own.noise",
     )
-    source = "\n".join(lines)
-    assert find_violations("tlt.engine.engine", source) == []
+    assert find_violations("tlt.engine.own.engine", "\n".join(lines)) == []
 
 
-def test_a_part_on_no_floor_is_found() -> None:
-    (message,) = find_violations("tlt.engine.engine", "import tlt.utils")
-    assert "tlt.utils, which stands on no floor" in message
+def test_a_ninth_wing_is_found() -> None:
+    (message,) = find_violations("tlt.engine.own.engine", "import tlt.utils")
+    assert "tlt.utils, which engine may not use" in message
 
 
 def test_what_runs_inside_vllm_knows_nothing_of_what_drives_it() -> None:
     inside = {module: source for module, source in _modules().items() if module.startswith(f"{INSIDE}.")}
     assert len(inside) > 5
     drivers = [
-        name for module, source in inside.items() for name in _imported(source) if name.startswith("tlt.vllm")
+        name
+        for module, source in inside.items()
+        for name in _imported(source)
+        if name.startswith("tlt.engine.vllm")
     ]
     assert [name for name in drivers if not name.startswith(INSIDE)] == []
 
 
-INSIDE = "tlt.vllm.inside"
+INSIDE = "tlt.engine.vllm.inside"
 
 
 def _imported(source: str) -> list[str]:
@@ -222,7 +218,7 @@ def _imported(source: str) -> list[str]:
 
 
 def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
-    """Whoever checks speculative/ needs no other part of the package."""
+    """Whoever checks speculation/law needs no other part of the package."""
     plain = {
         "__future__",
         "abc",
@@ -236,7 +232,7 @@ def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
     }
     allowed = {"torch", "tlt", "typing"} | plain
     for module, source in _modules().items():
-        if _part(module) != "speculative":
+        if not module.startswith("tlt.speculation.law"):
             continue
         for node in ast.walk(ast.parse(source)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -246,16 +242,16 @@ def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
 
 
 COMPILED_WITH = {
-    "tlt.speculative.fused": {"triton"},
-    "tlt.speculative.compiled": {"numba", "numpy", "concurrent"},
+    "tlt.speculation.law.fused": {"triton"},
+    "tlt.speculation.law.compiled": {"numba", "numpy", "concurrent"},
 }
 
 
 @pytest.mark.parametrize(
     ("compiled", "importer"),
     [
-        ("tlt.speculative.fused", "tlt.speculative.sampling"),
-        ("tlt.speculative.compiled", "tlt.speculative.draw"),
+        ("tlt.speculation.law.fused", "tlt.speculation.law.sampling"),
+        ("tlt.speculation.law.compiled", "tlt.speculation.law.draw"),
     ],
 )
 def test_what_a_package_compiles_is_imported_by_a_function_alone_so_that_all_works_without_it(

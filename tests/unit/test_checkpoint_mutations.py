@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.checkpoint_mutations import KINDS, NUM_RANKS, STEPS, Saved, judge, save_run, try_one
-from tlt.saved import checkpoint
+from tlt.training.saved import checkpoint
 
 
 @pytest.fixture(scope="module")

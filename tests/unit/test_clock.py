@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tlt import clock
-from tlt.clock import Moment
+from tlt.base import clock
+from tlt.base.clock import Moment
 
 
 def test_another_process_of_the_machine_counts_from_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:

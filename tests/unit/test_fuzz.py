@@ -20,8 +20,8 @@ from tests.faults.fuzz.judge import GOOD, judge, try_one
 from tests.faults.fuzz.kinds import INPUTS
 from tests.faults.fuzz.sound import Sound, make_models, preload
 from tests.faults.workspace import ROOT
-from tlt.cli.main import main
-from tlt.launch.signals import say
+from tlt.apps.cli.main import main
+from tlt.training.launch.signals import say
 
 IN_THIS_PROCESS = [
     kind for kind in INPUTS if kind not in ("environment", "standard streams", "variables of launchers")

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import tlt
-from tlt.hf.config import load_model_config
-from tlt.hf.weights import save_model
-from tlt.io.recipes import find_recipe
+from tlt.base.io.recipes import find_recipe
+from tlt.base.types import SamplingParams, UserError
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.types import SamplingParams, UserError
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import save_model
 
 BASE = find_recipe("countdown").parent / "base"
 PROMPT = "[2,9,16:5]"

@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import STOP, VOCAB, make_engine, make_policy
-from tlt.assembly.model import load_model
-from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
-from tlt.engine.engine import RolloutEngine
+from tlt.base.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
+from tlt.base.types import Request, Reward, Rollout, SamplingParams
+from tlt.engine.build.model import load_model
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
-from tlt.rl.algorithms import clipped_loss, group_advantages
-from tlt.rl.update import PolicyTrainer
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.speculation.law.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.tasks.countdown import TASK, reachable
-from tlt.types import Request, Reward, Rollout, SamplingParams
+from tlt.training.update.algorithms import clipped_loss, group_advantages
+from tlt.training.update.update import PolicyTrainer
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "one_file.py"

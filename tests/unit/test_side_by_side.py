@@ -10,9 +10,9 @@ import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine, make_policy, make_requests
 from tests.side_by_side import NEAR_TIE, compare, first_difference, margin_of, random_lengths
-from tlt.hf.weights import save_model
-from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.types import Request, SamplingParams
+from tlt.base.types import Request, SamplingParams
+from tlt.models.hf.weights import save_model
+from tlt.speculation.law.sampling import gumbel_noise, keys_tensor
 
 
 def request_with(params: SamplingParams) -> Request:

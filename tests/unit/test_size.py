@@ -18,15 +18,20 @@ MAX_FUNCTION_LINES = 80
 MAX_ARGUMENTS = 8
 MAX_COLUMNS = 110
 
-CORE = ("tlt.engine.", "tlt.drafter.drafting.", "tlt.speculative.", "tlt.tuning.tuner")
+CORE = (
+    "tlt.engine.own.",
+    "tlt.drafter.drafting.learned.",
+    "tlt.speculation.law.",
+    "tlt.speculation.tuner.tuner",
+)
 NOT_IN_CORE = (
-    "tlt.config",
-    "tlt.hf",
-    "tlt.saved",
-    "tlt.io.files",
-    "tlt.io.hub",
-    "tlt.io.data",
-    "tlt.assembly",
+    "tlt.base.config",
+    "tlt.models.hf",
+    "tlt.training.saved",
+    "tlt.base.io.files",
+    "tlt.base.io.hub",
+    "tlt.base.io.data",
+    "tlt.engine.build",
 )
 
 

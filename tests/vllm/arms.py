@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.side_by_side import compare
-from tlt.hf.weights import content_hash
-from tlt.report.record import read_metrics
-from tlt.rollout.dynamic import Group
-from tlt.rollout.result import PhaseResult
-from tlt.types import Finished, Request, ResponseId, Reward, Rollout, SamplingParams, id_of
+from tlt.base.types import Finished, Request, ResponseId, Reward, Rollout, SamplingParams, id_of
+from tlt.models.hf.weights import content_hash
+from tlt.training.report.record import read_metrics
+from tlt.training.rollout.dynamic import Group
+from tlt.training.rollout.result import PhaseResult
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/countdown/quickstart.toml"
@@ -66,9 +66,9 @@ def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
 
     kill: (step, engine step in it) at which the process kills itself; (): never.
     """
-    from tlt.cli.main import main
+    from tlt.apps.cli.main import main
+    from tlt.engine.vllm.engine import VllmEngine
     from tlt.training import loop
-    from tlt.vllm.engine import VllmEngine
 
     sample, step = loop.sample, VllmEngine.step
     current, num_steps = -1, 0

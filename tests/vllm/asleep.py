@@ -23,10 +23,10 @@ import torch
 
 from tests.side_by_side import interpret_triton, random_lengths
 from tests.vllm.children import BASE, DEPTH
-from tlt.assembly.engine import EngineSettings, load_engine
-from tlt.assembly.model import load_model
-from tlt.config.vllm import VllmSection
-from tlt.types import Request
+from tlt.base.config.vllm import VllmSection
+from tlt.base.types import Request
+from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.model import load_model
 
 Drafts = dict[tuple[str, int], tuple[int, ...]]
 """By problem and number of tokens before the draft."""
@@ -62,8 +62,8 @@ class Found:
 
 def fault_of(name: str | None, runner: Any) -> Any:
     """Returns the patch that plants a fault."""
-    from tlt.vllm.inside.drafter_v2 import DrafterV2  # imports vLLM
-    from tlt.vllm.inside.unread import NOTHING, Rows, UnreadPositions
+    from tlt.engine.vllm.inside.drafter_v2 import DrafterV2  # imports vLLM
+    from tlt.engine.vllm.inside.unread import NOTHING, Rows, UnreadPositions
 
     take, rows_of = UnreadPositions.take, DrafterV2._rows
 
@@ -212,7 +212,7 @@ def of_a_schedule(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], e
     import vllm
     from vllm.engine.arg_utils import EngineArgs
 
-    from tlt.vllm.inside.plugin import register
+    from tlt.engine.vllm.inside.plugin import register
 
     register()
     make = EngineArgs.create_engine_config

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from tests.side_by_side import Responses, answers, interpret_triton, random_lengths, step_by_step
-from tlt.assembly.engine import EngineSettings, load_engine
-from tlt.assembly.model import load_model
-from tlt.config.vllm import VllmSection
+from tlt.base.config.vllm import VllmSection
+from tlt.base.types import Request, SamplingParams
+from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.model import load_model
 from tlt.tasks.base import make_problems
-from tlt.types import Request, SamplingParams
 
 BASE, DEPTH = Path("recipes/countdown/base"), 4
 LAWS = {

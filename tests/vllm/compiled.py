@@ -1,4 +1,4 @@
-"""Compiles the law's kernels (tlt/speculative/fused.py) for GPUs that are not here: registers, spills,
+"""Compiles the law's kernels (tlt/speculation/law/fused.py) for GPUs that are not here: registers, spills,
 instructions."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tlt.speculative import fused
+    from tlt.speculation.law import fused
 
     found = []
     for arch in archs:

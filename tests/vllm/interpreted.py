@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.speculative.params import BatchParams
-from tlt.types import SamplingParams
+from tlt.base.types import SamplingParams
+from tlt.speculation.law.params import BatchParams
 
 SOURCE = Path(__file__).parents[2] / "tlt" / "speculative" / "fused.py"
 
@@ -120,7 +120,7 @@ def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingP
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from tlt.speculative import fused
+    from tlt.speculation.law import fused
 
     driver.set_active(_Hopper())
     run, found = JITFunction.run, []

@@ -26,18 +26,18 @@ from transformers import (
 from tests.side_by_side import Comparison, Responses, answers, compare
 from tests.vllm.children import BASE as BASE
 from tests.vllm.children import DEPTH as DEPTH
-from tlt.assembly.engine import EngineSettings, load_engine
-from tlt.assembly.model import load_model, load_model_for
-from tlt.audit.referee import Referee
-from tlt.config.drafter import DrafterSection
-from tlt.config.vllm import VllmSection
+from tlt.apps.audit.referee import Referee
+from tlt.base.config.drafter import DrafterSection
+from tlt.base.config.vllm import VllmSection
+from tlt.base.types import FinishReason, Request, Rollout, SamplingParams
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.hf.config import load_model_config
-from tlt.speculative.params import BatchParams
-from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
-from tlt.types import FinishReason, Request, Rollout, SamplingParams
+from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.model import load_model, load_model_for
+from tlt.models.hf.config import load_model_config
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, sample
 
 DRAFTER = Path("recipes/countdown/drafter")
 

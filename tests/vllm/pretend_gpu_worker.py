@@ -6,7 +6,7 @@ import torch
 from vllm.distributed.weight_transfer import ipc_engine
 
 from tests.vllm import pretend_gpu
-from tlt.vllm.inside.worker import TltWorker
+from tlt.engine.vllm.inside.worker import TltWorker
 
 ipc_engine.rebuild_cuda_tensor = pretend_gpu.rebuild_cuda_tensor
 torch.cuda.get_device_properties = pretend_gpu.properties  # type: ignore[assignment]  # the uuid is all that is asked for

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tlt.cli.drafter import DrafterExport, export
-from tlt.io.files import dumps
+from tlt.apps.cli.drafter import DrafterExport, export
+from tlt.base.io.files import dumps
 from tlt.tasks.base import make_problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ def serving_environment(folder: Path) -> dict[str, str]:
     site = folder / "site"
     (info := site / "tlt_rl_of_this_tree-0.dist-info").mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tlt-rl-of-this-tree\nVersion: 0\n")
-    plugin = "tlt_law = tlt.vllm.inside.plugin:register"
+    plugin = "tlt_law = tlt.engine.vllm.inside.plugin:register"
     (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin}\n")
     return {
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(site))),

@@ -22,18 +22,18 @@ from tests.vllm.blocks import blocks_at, randomize
 from tests.vllm.parts import BASE, assert_equal, in_vllm, make_checkpoint, own_engine, vllm_engine
 from tests.vllm.test_live import WINDOW, countdown
 from tests.vllm.test_unread import pattern
-from tlt.assembly.model import load_model
-from tlt.assembly.vllm import for_server
+from tlt.base.types import Request, SamplingParams
 from tlt.drafter.block import PackedBlock
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import BlockOptions, BlockShape, drafter_shape, training_capture
-from tlt.hf.config import load_model_config
+from tlt.engine.build.model import load_model
+from tlt.engine.build.vllm import for_server
+from tlt.engine.vllm.inside.law import LawTable, RowLaw
+from tlt.engine.vllm.server import Installed, Served, options
 from tlt.models.attention import PackedCausal
+from tlt.models.hf.config import load_model_config
 from tlt.models.packed import PackedTransformer
-from tlt.types import Request, SamplingParams
-from tlt.vllm.inside.law import LawTable, RowLaw
-from tlt.vllm.server import Installed, Served, options
 
 pytestmark = in_vllm
 

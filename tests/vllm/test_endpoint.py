@@ -31,7 +31,7 @@ from tests.vllm.serving import (
     serving_environment,
     wait_until_healthy,
 )
-from tlt.config.schema import Config
+from tlt.base.config.schema import Config
 from tlt.training.problems import load_problems
 
 pytestmark = served

@@ -23,8 +23,8 @@ from tests.vllm.parts import (
     requests_for,
     vllm_engine,
 )
-from tlt.assembly.model import load_model
-from tlt.types import Request, SamplingParams, UserError
+from tlt.base.types import Request, SamplingParams, UserError
+from tlt.engine.build.model import load_model
 
 pytestmark = in_vllm
 
@@ -80,8 +80,8 @@ def test_two_workers_share_a_model_and_its_eagle3_drafter(tmp_path: Path) -> Non
 
 
 def test_a_cache_that_holds_no_whole_response_is_refused_in_one_line(tmp_path: Path) -> None:
-    from tlt.assembly.engine import EngineSettings, load_engine
-    from tlt.config.vllm import VllmSection
+    from tlt.base.config.vllm import VllmSection
+    from tlt.engine.build.engine import EngineSettings, load_engine
 
     model = make_checkpoint("llama", tmp_path / "model")
     section = VllmSection(compile=False)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.side_by_side import answers, step_by_step
-from tests.unit.cli.parts import read_lines, save_tokenizer, succeed, write_lines
+from tests.unit.apps.cli.parts import read_lines, save_tokenizer, succeed, write_lines
 from tests.vllm.parts import (
     DEPTH,
     FOREIGN,
@@ -26,9 +26,9 @@ from tests.vllm.parts import (
     requests_for,
     vllm_engine,
 )
-from tlt.cli import main as cli
-from tlt.hf.weights import read_safetensors
-from tlt.types import Request, SamplingParams, UserError
+from tlt.apps.cli import main as cli
+from tlt.base.types import Request, SamplingParams, UserError
+from tlt.models.hf.weights import read_safetensors
 
 pytestmark = in_vllm
 

@@ -1,4 +1,4 @@
-"""The law's kernel (speculative/fused.py) against the plain law: tokens and noise bit for bit, in Triton's
+"""The law's kernel (speculation/law/fused.py) against the plain law: tokens and noise bit for bit, in Triton's
 interpreter, and on a GPU where there is one. Then the same on planted faults, each of which must show; and
 what the kernel compiles to.
 
@@ -27,10 +27,10 @@ from tests.vllm.interpreted import (
     planted,
     triton_process,
 )
-from tlt.speculative.draw import draw, draw_by_definition
-from tlt.speculative.params import BatchParams
-from tlt.speculative.sampling import gumbel_noise
-from tlt.types import SamplingParams
+from tlt.base.types import SamplingParams
+from tlt.speculation.law.draw import draw, draw_by_definition
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import gumbel_noise
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: make vllm-test"

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.side_by_side import RandomLengths, Responses, answers, random_lengths, step_by_step
 from tests.vllm.parts import BASE, DEPTH, DRAFTER, assert_equal, in_vllm, requests_for
-from tlt.assembly.model import load_model
+from tlt.base.types import Finished, Request, SamplingParams, UserError
 from tlt.drafter.formats.folder import load_drafter
 from tlt.drafter.forms import new_model
-from tlt.types import Finished, Request, SamplingParams, UserError
+from tlt.engine.build.model import load_model
 
 pytestmark = in_vllm
 

@@ -18,9 +18,9 @@ import pytest
 
 from tests.vllm.parts import served
 from tests.vllm.serving import BASE, DRAFTER, LAW, ROOT, asks, client_of, export_eagle, serving
-from tlt.assembly.engine import EngineSettings, load_engine
-from tlt.assembly.model import load_model
-from tlt.types import Request, Rollout, SamplingParams, UserError
+from tlt.base.types import Request, Rollout, SamplingParams, UserError
+from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.model import load_model
 
 pytestmark = served
 
@@ -244,7 +244,7 @@ def configured(**arguments: Any) -> Any:
     """Returns vLLM's configuration for these arguments, checked as a server's is."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from tlt.vllm.inside.plugin import register
+    from tlt.engine.vllm.inside.plugin import register
 
     register()
     given = {
@@ -290,7 +290,7 @@ def test_a_server_that_could_not_keep_the_law_does_not_start(
 def test_asynchronous_scheduling_is_refused_in_the_first_model_runner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tlt.vllm.inside.served import check_server
+    from tlt.engine.vllm.inside.served import check_server
 
     config = configured()
     config.scheduler_config.async_scheduling = (
@@ -312,7 +312,7 @@ def test_a_process_that_has_loaded_numba_can_start_another_engine(monkeypatch: p
     """The law loads Numba; its library stands in a module and has whatever attribute it is asked for."""
     from vllm.platforms import current_platform
 
-    from tlt.vllm.inside.plugin import register
+    from tlt.engine.vllm.inside.plugin import register
 
     class Library:
         __slots__ = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.vllm.parts import BASE, in_vllm
-from tlt.vllm.settings import VllmSettings
+from tlt.engine.vllm.settings import VllmSettings
 
 pytestmark = in_vllm
 
@@ -13,7 +13,7 @@ pytestmark = in_vllm
 def test_vllm_captures_graphs_for_every_draft_length_also_where_one_sequence_runs_at_a_time() -> None:
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    from tlt.vllm.start import arguments
+    from tlt.engine.vllm.start import arguments
 
     drafter = {"method": "eagle", "model": "drafter"}
     for depths in ((0, 6), (0, 1, 2, 3, 4, 6, 8)):

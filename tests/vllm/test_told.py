@@ -17,11 +17,11 @@ import torch
 
 from tests.side_by_side import RandomLengths, answers
 from tests.vllm.parts import BASE, DRAFTER, in_vllm, vllm_engine
-from tlt.assembly.model import load_model
-from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import Fixed
-from tlt.types import Request
-from tlt.types import SamplingParams as OurParams
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request
+from tlt.base.types import SamplingParams as OurParams
+from tlt.engine.build.model import load_model
+from tlt.speculation.tuner.tuner import Fixed
 
 pytestmark = in_vllm
 
@@ -48,8 +48,8 @@ Steps = dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]
 @pytest.fixture(scope="module")
 def telling() -> Iterator[Any]:
     """vLLM with the tuner in its scheduler and EAGLE, which keeps and tells its counts."""
-    from tlt.vllm import start
-    from tlt.vllm.inside.tuned import TunedScheduler
+    from tlt.engine.vllm import start
+    from tlt.engine.vllm.inside.tuned import TunedScheduler
 
     quiet = start.arguments
     told = {"scheduler_cls": TunedScheduler, "disable_log_stats": False}

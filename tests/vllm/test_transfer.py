@@ -15,11 +15,11 @@ from tests.side_by_side import answers
 from tests.vllm import pretend_gpu
 from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm, vllm_engine
 from tests.vllm.test_live import MODEL, changed_policy, countdown
+from tlt.base.types import Request, UserError
 from tlt.drafter.formats.folder import load_drafter
 from tlt.drafter.forms import new_model
+from tlt.engine.vllm import link, transfer
 from tlt.models.packed import layer_by_layer
-from tlt.types import Request, UserError
-from tlt.vllm import link, transfer
 
 pytestmark = in_vllm
 
@@ -32,7 +32,7 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> pretend_gpu.Memory:
 @pytest.fixture(scope="module")
 def shared(memory: pretend_gpu.Memory) -> Iterator[Any]:
     """vLLM with a worker of its own, to which everything has gone by `ipc` from the start."""
-    from tlt.vllm import start  # imports vllm
+    from tlt.engine.vllm import start  # imports vllm
 
     with pytest.MonkeyPatch.context() as patch:
         arguments = start.arguments

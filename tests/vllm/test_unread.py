@@ -12,7 +12,7 @@ import pytest
 from tests.side_by_side import random_lengths
 from tests.vllm.parts import in_vllm
 from tests.vllm.test_live import countdown
-from tlt.types import Request
+from tlt.base.types import Request
 
 pytestmark = in_vllm
 
@@ -76,7 +76,7 @@ def test_drafts_are_those_of_a_drafter_that_ran_in_every_step(
     live: Any, monkeypatch: pytest.MonkeyPatch, when: str, room: str
 ) -> None:
     """More requests than run at a time: some read their prompts while the drafter is behind others."""
-    from tlt.vllm.inside import unread  # imports vLLM
+    from tlt.engine.vllm.inside import unread  # imports vLLM
 
     requests = countdown(20, 60)
     with monkeypatch.context() as patch:

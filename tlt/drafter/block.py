@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tlt.base.uploads import upload
 from tlt.drafter.model import Anchors, DraftModel, Embed, PackedDrafter, PackedText, flatten_anchors
 from tlt.drafter.shape import BlockShape
 from tlt.models.block_attention import BlockAttention
 from tlt.models.decoder import Attend, DecoderLayer, RMSNorm, apply_rope, run_layer
 from tlt.models.packed import PackedLayer, PackedLinear, PackedNorm
-from tlt.uploads import upload
 
 
 class MarkovHead(nn.Module):

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tlt.base.uploads import upload
 from tlt.drafter.model import Anchors, DraftModel, Embed, PackedDrafter, PackedText, flatten_anchors
 from tlt.drafter.pairs import align
 from tlt.drafter.shape import EagleShape
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Attend, DecoderLayer, run_layer
 from tlt.models.packed import PackedLayer
-from tlt.uploads import upload
 
 
 class EagleModel(DraftModel):

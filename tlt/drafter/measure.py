@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.accounts import DrafterCheck
+from tlt.base.records import DrafterCheck
+from tlt.base.types import Rollout
 from tlt.drafter.model import Anchors, DraftModel, PackedDrafter, flatten_anchors
 from tlt.drafter.pairs import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
 from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
-from tlt.types import Rollout
 
 CANARY_TOKENS = 256
 """Response tokens that each rank measures per step. Their prompts are read in addition."""

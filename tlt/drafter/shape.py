@@ -10,9 +10,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from tlt.base.strategy import Strategy
+from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig
-from tlt.speculative.strategy import Strategy
-from tlt.types import UserError
 
 Method = Literal["eagle", "eagle3", "dflash", "dspark"]
 

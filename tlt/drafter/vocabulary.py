@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.base.kinds import DraftVocab
+from tlt.base.types import Rollout, UserError
 from tlt.drafter.shape import DrafterShape, layer_numbers
-from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
-from tlt.types import Rollout, UserError
 
 HEAD_SHARE = 0.1
 """Share of the target's weights in its head from which on `auto` reduces the vocabulary."""

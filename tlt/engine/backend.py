@@ -2,7 +2,7 @@
 
     load_policy ─▶ add ─▶ step, step, ... until is_idle ─▶ release ─▶ (policy update) ─▶ load_policy ─▶ ...
 
-Every engine samples by the law (speculative/sampling.py).
+Every engine samples by the law (speculation/law/sampling.py).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tlt.accounts import TimedStep
+from tlt.base.records import TimedStep
+from tlt.base.spans import Span, SpanName
+from tlt.base.strategy import Strategy
+from tlt.base.types import Finished, Request, Rollout
+from tlt.drafter.protocol import Drafting
 from tlt.engine.lengths import Lengths
 from tlt.engine.sequence import Decode, check_request
 from tlt.engine.sequence import Sequence as Running
 from tlt.engine.stats import EngineStats
 from tlt.engine.waiting import Waiting
 from tlt.models.packed import PackedTransformer
-from tlt.spans import Span, SpanName
-from tlt.speculative.protocol import Drafting
-from tlt.speculative.strategy import (
+from tlt.speculation.tuner.protocol import (
     BatchState,
     ExpectedSpeeds,
     RunningSequence,
     StepOutcome,
-    Strategy,
     StrategyTuner,
 )
-from tlt.types import Finished, Request, Rollout
 
 
 class Unfinished(Protocol):

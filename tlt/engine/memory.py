@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from tlt.base.types import Request, UserError
+from tlt.drafter.protocol import Drafter, NoDrafter
 from tlt.models.kv_budget import BLOCK, Budget
 from tlt.models.kv_cache import Cache
-from tlt.speculative.protocol import Drafter, NoDrafter
-from tlt.types import Request, UserError
 
 GPU_SHARE = 0.8
 """Share of a GPU's free memory; the rest is for activations, logits, noise and the drafter's training."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tlt.types import DraftOutcome, Drafts, FinishReason, Request, Rollout, UserError, Verdict
+from tlt.base.types import DraftOutcome, Drafts, FinishReason, Request, Rollout, UserError, Verdict
 
 Decode = Callable[[list[int]], str]
 """Returns the text of a response's tokens. Further tokens only add to it, except that _NO_CHARACTER stands at

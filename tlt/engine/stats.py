@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from tlt.accounts import TimedStep
-from tlt.speculative.strategy import NO_EXPECTATION, ExpectedSpeeds, StepOutcome
+from tlt.base.records import TimedStep
+from tlt.speculation.tuner.protocol import NO_EXPECTATION, ExpectedSpeeds, StepOutcome
 
 
 @dataclass

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from tlt.types import Request
+from tlt.base.types import Request
 
 
 class Waiting:

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.io.extras import loading_numba
+from tlt.base.io.extras import loading_numba
+from tlt.base.uploads import upload
 from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
-from tlt.uploads import upload
 
 if TYPE_CHECKING:
     from tlt.models.compiled_attention import CompiledAttention

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tlt.base.uploads import upload
 from tlt.models.decoder import ModelConfig
-from tlt.uploads import upload
 
 
 class BlockAttention:

@@ -22,8 +22,8 @@ from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # ca
 from numba.extending import overload
 from torch import Tensor
 
-from tlt import loops
-from tlt.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
+from tlt.base import loops
+from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
 
 KEYS_AT_ONCE = 64
 """Keys of one pass."""

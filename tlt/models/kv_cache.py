@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tlt.base.uploads import upload
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_budget import BLOCK, UNBOUNDED, Budget, whole_blocks
-from tlt.uploads import upload
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tlt.config.lora import LoraSection
+from tlt.base.config.lora import LoraSection
+from tlt.base.types import UserError
 from tlt.models.decoder import Linear, ModelConfig, Transformer
-from tlt.types import UserError
 
 
 class LoraLinear(Linear):

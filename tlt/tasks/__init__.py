@@ -1,0 +1,1 @@
+"""Problems and their scores; rewards/ scores responses in worker processes."""

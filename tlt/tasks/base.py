@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-from tlt.io.files import Record, get_id
-from tlt.io.plugins import describe, get_object, split_name
-from tlt.types import UserError
+from tlt.base.io.files import Record, get_id
+from tlt.base.io.plugins import describe, get_object, split_name
+from tlt.base.types import UserError
 
 BUILTIN = {
     "countdown": "tlt.tasks.countdown:TASK",
@@ -90,7 +90,7 @@ def warm_up(task: Task, options: Mapping[str, Any]) -> None:
 
 def get_task(name: str) -> Task:
     """Returns the task called `name`: one of ours, a family's such as "reasoning-gym:chain_sum", or the
-    user's own (`tlt.io.plugins`). Raises UserError."""
+    user's own (`tlt.base.io.plugins`). Raises UserError."""
     family, colon, member = name.partition(":")
     if colon and family in TASK_FAMILIES:
         make_task: Callable[[str], Task] = get_object(f"task {name!r}", TASK_FAMILIES[family])

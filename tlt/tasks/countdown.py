@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tlt.io.files import Record
-from tlt.kinds import shorten
+from tlt.base.io.files import Record
+from tlt.base.kinds import shorten
+from tlt.base.types import UserError
 from tlt.tasks.exact import MAX_DRAWS, ExactTask, apply, draw_count, read_weights
 from tlt.tasks.splits import Split, split_of
-from tlt.types import UserError
 
 MAX_INTERMEDIATE = 99
 """The largest result of a step in the solutions sought; the scorer accepts any positive integer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlt.types import UserError
+from tlt.base.types import UserError
 
 
 class DataRows:

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from typing import Any
 
-from tlt.io.plugins import describe
-from tlt.io.processes import this_python
-from tlt.types import UserError
+from tlt.base.io.plugins import describe
+from tlt.base.io.processes import this_python
+from tlt.base.types import UserError
 
 
 def draw_alike(place: str, function: str, *arguments: Any) -> Any:

@@ -17,9 +17,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from tlt.io.extras import how_to_install
+from tlt.base.io.extras import how_to_install
+from tlt.base.types import UserError
 from tlt.tasks.numbers import to_number
-from tlt.types import UserError
 
 ROUNDED = Fraction(1, 10**6)
 """A decimal of six digits differs from the number that it rounds by at most five times this part of it."""

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any, ClassVar, get_args
 
-from tlt.io.files import Record
-from tlt.kinds import shorten
+from tlt.base.io.files import Record
+from tlt.base.kinds import shorten
+from tlt.base.thoughts import after_thinking
+from tlt.base.types import UserError
 from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.numbers import gold_text, to_number
 from tlt.tasks.splits import Split, check_split
-from tlt.tasks.thoughts import after_thinking
-from tlt.types import UserError
 
 MAX_DRAWS = 10_000
 """Draws without a problem of the split, after which there is taken to be none."""

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.io.plugins import without_folder
+from tlt.base.io.plugins import without_folder
+from tlt.base.types import UserError
 from tlt.tasks.base import PreparesRecords, get_task, make_problems, warm_up
-from tlt.types import UserError
 
 
 @dataclass(frozen=True)

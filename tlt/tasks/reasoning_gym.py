@@ -27,12 +27,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tlt.io.extras import how_to_install
+from tlt.base.io.extras import how_to_install
+from tlt.base.thoughts import after_thinking
+from tlt.base.types import UserError
 from tlt.tasks.answers import find_answer
 from tlt.tasks.drawing import draw_alike
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, digest, split_of
-from tlt.tasks.thoughts import after_thinking
-from tlt.types import UserError
 
 TEMPLATES = {
     "tag": "{question}\n\nGive the final answer between <answer> and </answer>.",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from typing import Literal, cast, get_args
 
-from tlt.types import UserError
+from tlt.base.types import UserError
 
 Split = Literal["train", "test"]
 

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlt.io.extras import how_to_install
-from tlt.io.plugins import describe, see
+from tlt.base.io.extras import how_to_install
+from tlt.base.io.plugins import describe, see
+from tlt.base.types import UserError
 from tlt.tasks.drawing import draw_alike
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
-from tlt.types import UserError
 
 _PATIENCE = 32
 """An endless taskset is read for this many times the expected number of tasks."""

@@ -10,16 +10,16 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from tlt.accounts import RewardSummary
-from tlt.io.files import read_file, remove_own
-from tlt.ranks.world import broadcast_json
-from tlt.report.words import near, when
-from tlt.rewards.pool import check_scorable, summarize
-from tlt.saved.run_folder import PRODUCTS
-from tlt.spans import SpanName
+from tlt.base.io.files import read_file, remove_own
+from tlt.base.records import RewardSummary
+from tlt.base.spans import SpanName
+from tlt.base.types import Request
+from tlt.tasks.rewards.pool import check_scorable, summarize
 from tlt.training.evaluations import Evaluation
+from tlt.training.ranks.world import broadcast_json
+from tlt.training.report.words import near, when
 from tlt.training.run import Run
-from tlt.types import Request
+from tlt.training.saved.run_folder import PRODUCTS
 
 MARK = "tlt_evaluation"
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tlt.io.files import dumps, parse_json, read_appended, refuse_endless, write_jsonl
-from tlt.report.outcome import Gain
-from tlt.report.record import paired_sign_flip_test
-from tlt.report.words import when
-from tlt.rewards.pool import summarize
-from tlt.rewards.scoring import OWN_SCORE
-from tlt.rollout.result import PhaseResult
-from tlt.types import Reward
+from tlt.base.io.files import dumps, parse_json, read_appended, refuse_endless, write_jsonl
+from tlt.base.types import Reward
+from tlt.tasks.rewards.pool import summarize
+from tlt.tasks.rewards.scoring import OWN_SCORE
+from tlt.training.report.outcome import Gain
+from tlt.training.report.record import paired_sign_flip_test
+from tlt.training.report.words import when
+from tlt.training.rollout.result import PhaseResult
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Live rollouts: engine, drafter and work queue beside a training loop of the user's own (TRL's:
-integrations/trl.py).
+apps/integrations/trl.py).
 
     the caller's module ── weights, at every call ──▶ engine ──▶ a response per prompt, on the prompt's rank
           ▲                                           ▲    │
@@ -20,26 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt.assembly.engine import EngineSettings, build_engine
-from tlt.assembly.watched_drafter import watch_drafter
-from tlt.config.drafter import DrafterSection
-from tlt.config.mistakes import validate
-from tlt.drafter.formats.folder import load_drafter
-from tlt.engine.stats import EngineStats
-from tlt.hf.module import module_config, module_tensors, unwrap
-from tlt.hf.prompts import read_ids
-from tlt.hf.tokenizer import check_prompt
-from tlt.hf.weights import expected_shapes
-from tlt.kinds import BatchSize, Share, plain, shorten
-from tlt.ranks.world import gather_objects, join_process_group, shutdown
-from tlt.report.timeline import Timeline, shared_epoch
-from tlt.rollout.idle_time import IdleWork, build_idle_choice, facts_of
-from tlt.rollout.phase import RolloutPhase
-from tlt.rollout.protocol import DrafterTraining, Receivers
-from tlt.rollout.result import PhaseResult
-from tlt.rollout.work_queue import connect_work_queue
-from tlt.speculative.strategy import Strategy
-from tlt.types import (
+from tlt.base.config.drafter import DrafterSection
+from tlt.base.config.mistakes import validate
+from tlt.base.kinds import BatchSize, Share, plain, shorten
+from tlt.base.strategy import Strategy
+from tlt.base.types import (
     Problem,
     Purpose,
     Request,
@@ -52,6 +37,21 @@ from tlt.types import (
     id_of,
     resolve_dtype,
 )
+from tlt.drafter.formats.folder import load_drafter
+from tlt.engine.build.engine import EngineSettings, build_engine
+from tlt.engine.stats import EngineStats
+from tlt.models.hf.module import module_config, module_tensors, unwrap
+from tlt.models.hf.prompts import read_ids
+from tlt.models.hf.tokenizer import check_prompt
+from tlt.models.hf.weights import expected_shapes
+from tlt.training.build.watched_drafter import watch_drafter
+from tlt.training.ranks.world import gather_objects, join_process_group, shutdown
+from tlt.training.report.timeline import Timeline, shared_epoch
+from tlt.training.rollout.idle_time import IdleWork, build_idle_choice, facts_of
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.protocol import DrafterTraining, Receivers
+from tlt.training.rollout.result import PhaseResult
+from tlt.training.rollout.work_queue import connect_work_queue
 
 
 @dataclass(frozen=True)

@@ -14,36 +14,36 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tlt.accounts import IdleUse
-from tlt.assembly.world import join_ranks
-from tlt.clock import Moment
-from tlt.config.schema import Config
-from tlt.io.text import quoted
-from tlt.ranks.store import share_stop
-from tlt.ranks.waiting import naming_absent_ranks, on_leader
-from tlt.ranks.world import Rendezvous, broadcast_json, gather_objects, shutdown
-from tlt.report.words import near
-from tlt.rewards.pool import check_scorable, describe_constant
-from tlt.rl.finite import NonFiniteUpdate
-from tlt.rollout.ahead import AheadOfPolicy
-from tlt.rollout.dynamic import DynamicSampling
-from tlt.rollout.idle_time import IdleWork, facts_of
-from tlt.rollout.phase import StopRequested
-from tlt.rollout.protocol import NO_AHEAD, Ahead
-from tlt.rollout.result import PhaseResult
-from tlt.saved.manifest import latest_checkpoint
-from tlt.saved.run_folder import explain_os_error
-from tlt.spans import SpanName
+from tlt.base.clock import Moment
+from tlt.base.config.schema import Config
+from tlt.base.io.text import quoted
+from tlt.base.records import IdleUse
+from tlt.base.spans import SpanName
+from tlt.base.types import Request, UserError
+from tlt.tasks.rewards.pool import check_scorable, describe_constant
+from tlt.training.build.world import join_ranks
 from tlt.training.evaluate import evaluate, settle_best
 from tlt.training.problems import problems_of_step, spare_problems
 from tlt.training.products import write_evaluation, write_products
+from tlt.training.ranks.store import share_stop
+from tlt.training.ranks.waiting import naming_absent_ranks, on_leader
+from tlt.training.ranks.world import Rendezvous, broadcast_json, gather_objects, shutdown
 from tlt.training.record import record
+from tlt.training.report.words import near
+from tlt.training.rollout.ahead import AheadOfPolicy
+from tlt.training.rollout.dynamic import DynamicSampling
+from tlt.training.rollout.idle_time import IdleWork, facts_of
+from tlt.training.rollout.phase import StopRequested
+from tlt.training.rollout.protocol import NO_AHEAD, Ahead
+from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run
+from tlt.training.saved.manifest import latest_checkpoint
+from tlt.training.saved.run_folder import explain_os_error
 from tlt.training.speedup import measure_speedup
-from tlt.types import Request, UserError
+from tlt.training.update.finite import NonFiniteUpdate
 
 if TYPE_CHECKING:
-    from tlt.launch.signals import StopRequest
+    from tlt.training.launch.signals import StopRequest
 
 
 def train(run: Run) -> None:

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt.assembly.model import model_folder
-from tlt.config.schema import Config
-from tlt.hf.config import load_model_config
-from tlt.hf.prompts import ChatFormat, EncodedPrompt, describe_prompts, encode_prompts
-from tlt.hf.tokenizer import Tokenizer, load_tokenizer
-from tlt.io.data import DataSource, Records, read_data
-from tlt.io.files import Record
-from tlt.ranks.world import World, broadcast_json, refuse_together
-from tlt.saved.inputs import digest_of_problems
+from tlt.base.config.schema import Config
+from tlt.base.io.data import DataSource, Records, read_data
+from tlt.base.io.files import Record
+from tlt.base.types import Problem, UserError
+from tlt.engine.build.model import model_folder
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.prompts import ChatFormat, EncodedPrompt, describe_prompts, encode_prompts
+from tlt.models.hf.tokenizer import Tokenizer, load_tokenizer
 from tlt.tasks.base import make_problems, prepare_records
-from tlt.types import Problem, UserError
+from tlt.training.ranks.world import World, broadcast_json, refuse_together
+from tlt.training.saved.inputs import digest_of_problems
 
 
 @dataclass(frozen=True)

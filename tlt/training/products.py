@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.config.schema import Config
-from tlt.hf.weights import StoredTensors, content_hash
-from tlt.io.plugins import is_importable
-from tlt.report.log import LOG
-from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
-from tlt.report.record import StepRecord, read_metrics
-from tlt.report.speedup import speedup_of
-from tlt.report.timeline import merge_timelines
-from tlt.report.words import near
-from tlt.saved.responses import FOLDER as RESPONSES
-from tlt.saved.run_folder import forget_journal
+from tlt.base.config.schema import Config
+from tlt.base.io.plugins import is_importable
+from tlt.models.hf.weights import StoredTensors, content_hash
 from tlt.training.problems import data_source
+from tlt.training.report.log import LOG
+from tlt.training.report.outcome import Outcome, evaluation_rows, summary_rows
+from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.report.speedup import speedup_of
+from tlt.training.report.timeline import merge_timelines
+from tlt.training.report.words import near
 from tlt.training.run import Run
+from tlt.training.saved.responses import FOLDER as RESPONSES
+from tlt.training.saved.run_folder import forget_journal
 
 
 def write_products(run: Run) -> None:

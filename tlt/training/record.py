@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from tlt.accounts import SpeedupPair, UpdateMetrics
-from tlt.ranks.world import gather_objects
-from tlt.report.record import StepRecord
-from tlt.rewards.pool import summarize
-from tlt.rollout.result import PhaseResult
-from tlt.spans import SpanName
+from tlt.base.records import SpeedupPair, UpdateMetrics
+from tlt.base.spans import SpanName
+from tlt.tasks.rewards.pool import summarize
+from tlt.training.ranks.world import gather_objects
+from tlt.training.report.record import StepRecord
+from tlt.training.rollout.result import PhaseResult
 from tlt.training.samples import show_samples
 
 if TYPE_CHECKING:

@@ -12,50 +12,56 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tlt.assembly.engine import build_backend, load_stored_drafter
-from tlt.assembly.model import adapter_folder, drafter_folder, open_start
-from tlt.assembly.policy import build_policy_trainer, master_dtype, reward_spec, saved_dtype
-from tlt.assembly.run_engine import engine_settings
-from tlt.assembly.watched_drafter import watch_drafter
-from tlt.assembly.world import layout_of
-from tlt.clock import Moment
-from tlt.config.schema import Config
-from tlt.drafter.drafting.references import References
-from tlt.hf.peft import save_adapter
-from tlt.hf.weights import save_model
-from tlt.io.files import write_atomically
-from tlt.launch.signals import STOPPING
+from tlt.base.clock import Moment
+from tlt.base.config.schema import Config
+from tlt.base.io.files import write_atomically
+from tlt.base.spans import SpanName
+from tlt.base.types import Purpose, Rollout, resolve_dtype
+from tlt.drafter.drafting.retrieval.references import References
+from tlt.engine.build.engine import build_backend, load_stored_drafter
+from tlt.engine.build.model import adapter_folder, drafter_folder, open_start
 from tlt.models.decoder import Transformer
+from tlt.models.hf.peft import save_adapter
+from tlt.models.hf.weights import save_model
 from tlt.models.packed import layer_by_layer
-from tlt.ranks.sharding import FullTensors, full_tensor
-from tlt.ranks.waiting import on_all_ranks, on_leader
-from tlt.ranks.world import World, broadcast_json, gather_objects
-from tlt.report.console import Console
-from tlt.report.environment import append_environment
-from tlt.report.log import LOG
-from tlt.report.record import MetricsWriter
-from tlt.report.timeline import Timeline, rank_path, shared_epoch
-from tlt.report.trackers import TrackedRun
-from tlt.report.tracking import NO_TRACKING, Tracking, track
-from tlt.rewards.pool import RewardPool
-from tlt.rollout.idle_time import build_idle_choice
-from tlt.rollout.phase import RolloutPhase
-from tlt.rollout.protocol import Receivers
-from tlt.rollout.result import PhaseResult
-from tlt.rollout.work_queue import WorkQueue, connect_work_queue
-from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
-from tlt.saved.inputs import Inputs, resolved_from
-from tlt.saved.journal import FileJournal
-from tlt.saved.responses import KeptResponses, forget_responses
-from tlt.saved.run_folder import FolderLock
-from tlt.saved.run_identity import identify_run
-from tlt.spans import SpanName
+from tlt.tasks.rewards.pool import RewardPool
+from tlt.training.build.policy import build_policy_trainer, master_dtype, reward_spec, saved_dtype
+from tlt.training.build.run_engine import engine_settings
+from tlt.training.build.watched_drafter import watch_drafter
+from tlt.training.build.world import layout_of
 from tlt.training.evaluations import Evaluations, is_judged_by_reward
+from tlt.training.launch.signals import STOPPING
 from tlt.training.problems import check_same_problems, load_problems
-from tlt.types import Purpose, Rollout, resolve_dtype
+from tlt.training.ranks.sharding import FullTensors, full_tensor
+from tlt.training.ranks.waiting import on_all_ranks, on_leader
+from tlt.training.ranks.world import World, broadcast_json, gather_objects
+from tlt.training.report.console import Console
+from tlt.training.report.environment import append_environment
+from tlt.training.report.log import LOG
+from tlt.training.report.record import MetricsWriter
+from tlt.training.report.timeline import Timeline, rank_path, shared_epoch
+from tlt.training.report.trackers import TrackedRun
+from tlt.training.report.tracking import NO_TRACKING, Tracking, track
+from tlt.training.rollout.idle_time import build_idle_choice
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.protocol import Receivers
+from tlt.training.rollout.result import PhaseResult
+from tlt.training.rollout.work_queue import WorkQueue, connect_work_queue
+from tlt.training.saved.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    Saved,
+    find_checkpoint,
+    load_checkpoint,
+)
+from tlt.training.saved.inputs import Inputs, resolved_from
+from tlt.training.saved.journal import FileJournal
+from tlt.training.saved.responses import KeptResponses, forget_responses
+from tlt.training.saved.run_folder import FolderLock
+from tlt.training.saved.run_identity import identify_run
 
 if TYPE_CHECKING:
-    from tlt.launch.signals import StopRequest
+    from tlt.training.launch.signals import StopRequest
 
 
 class Run:

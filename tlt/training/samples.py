@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tlt.rollout.result import PhaseResult
+from tlt.training.rollout.result import PhaseResult
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

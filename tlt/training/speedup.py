@@ -5,11 +5,11 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from tlt.accounts import NAN, SpeedupPair
-from tlt.ranks.world import gather_objects
-from tlt.rollout.result import PhaseResult
-from tlt.rollout.speedup import MIN_TOKENS, affordable_tokens, measure_pair, pair_requests
-from tlt.spans import SpanName
+from tlt.base.records import NAN, SpeedupPair
+from tlt.base.spans import SpanName
+from tlt.training.ranks.world import gather_objects
+from tlt.training.rollout.result import PhaseResult
+from tlt.training.rollout.speedup import MIN_TOKENS, affordable_tokens, measure_pair, pair_requests
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

@@ -8,7 +8,7 @@ from random import Random
 from tests.faults.fuzz.case import Case, Place, lines
 from tests.faults.fuzz.inputs import PROBLEMS, RESPONSES
 from tests.faults.mutations import ODD, to_toml
-from tlt.cli.commands import COMMANDS
+from tlt.apps.cli.commands import COMMANDS
 
 AMOUNTS = {
     "num", "num_problems", "samples", "steps", "rounds", "seconds", "minutes", "epochs", "max_tokens",

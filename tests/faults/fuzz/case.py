@@ -16,7 +16,7 @@ from unittest import mock
 from tests.faults.commands import Command
 from tests.faults.fuzz.sound import CONFIG, Sound
 from tests.faults.mutations import to_toml
-from tlt.cli.main import main as tlt
+from tlt.apps.cli.main import main as tlt
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Case:
         """Runs the command in this process; returns its exit code."""
         if self.trains or self.words[:1] != ("train",):
             return tlt(self.words)
-        with mock.patch("tlt.training.start.launch_ranks", return_value=0):
+        with mock.patch("tlt.apps.run.start.launch_ranks", return_value=0):
             return tlt(self.words)
 
     def command(self, folder: Path) -> Command:

@@ -13,7 +13,7 @@ from typing import Any
 from tests.faults.fuzz.case import Case, Place, lines
 from tests.faults.fuzz.sound import CONFIG
 from tests.faults.mutations import ODD, damaged, mutated, to_toml
-from tlt.config.load import load_config
+from tlt.base.config.load import load_config
 
 PROBLEMS = [
     {

@@ -15,8 +15,8 @@ from tests.faults import workspace
 from tests.faults.commands import Command, run
 from tests.faults.mutations import to_toml
 from tests.faults.workspace import ROOT
-from tlt.cli.main import main as tlt
-from tlt.hf.tokenizer import load_tokenizer
+from tlt.apps.cli.main import main as tlt
+from tlt.models.hf.tokenizer import load_tokenizer
 
 CONFIG: dict[str, Any] = {
     "run": {"num_steps": 2, "num_ranks": 1, "dtype": "float64", "seed": 7, "device": "cpu"},
@@ -70,11 +70,11 @@ def preload(sound: Sound) -> None:
     """Imports here what commands import when they need it: they are forks of this process, and find it
     there."""
     for name in (
-        "training.start",
+        "apps.run.start",
         "training.loop",
         "drafter.measure",
         "drafter.formats.export",
-        "audit.report",
+        "apps.audit.report",
     ):
         importlib.import_module(f"tlt.{name}")
     load_tokenizer(sound.model)

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from tests.unit.hf.chat_parts import NAMES, some_record
-from tests.unit.hf.test_chat import encode_or_refuse, load
+from tests.unit.models.hf.chat_parts import NAMES, some_record
+from tests.unit.models.hf.test_chat import encode_or_refuse, load
 
 NUM_CHATS = 400
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.page.damage import damages, make_sound, sample, show_page, show_status, surprises
+from tests.unit.apps.page.damage import damages, make_sound, sample, show_page, show_status, surprises
 
 READ_BY_STATUS = ("metrics.jsonl", "evaluations.jsonl", "config.json")
 

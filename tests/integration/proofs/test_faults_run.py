@@ -34,8 +34,8 @@ from pathlib import Path
 FAULT, MARK = os.environ["FAULT"], Path(os.environ["MARK"])
 
 def main(description, stop):
-    from tlt.engine.engine import RolloutEngine
-    from tlt.rl.update import PolicyTrainer
+    from tlt.engine.own.engine import RolloutEngine
+    from tlt.training.update.update import PolicyTrainer
     from tlt.training import loop
 
     where = {"update": (PolicyTrainer, "update")}.get(FAULT.split()[-1], (RolloutEngine, "step"))
@@ -56,11 +56,11 @@ def main(description, stop):
     loop.main(description, stop)
 
 if __name__ == "__main__":
-    from tlt.clock import Moment
-    from tlt.config.load import load_config
-    from tlt.launch.failures import Restarts
-    from tlt.launch.local import launch
-    from tlt.training.start import describe_run, describe_saved, prepare
+    from tlt.base.clock import Moment
+    from tlt.base.config.load import load_config
+    from tlt.training.launch.failures import Restarts
+    from tlt.training.launch.local import launch
+    from tlt.apps.run.start import describe_run, describe_saved, prepare
 
     config = prepare(load_config(sys.argv[1], sys.argv[2:]))
     restarts = Restarts(config.run.max_restarts, lambda: describe_saved(config.run.out_dir))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Tlt
-from tests.unit.saved.arrangements import arrange, scatter
+from tests.unit.training.saved.arrangements import arrange, scatter
 
 WORDS = (
     *(

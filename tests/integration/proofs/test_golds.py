@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.golds import SUMS, Pair, draw_pairs, wrong_verdicts
-from tlt.cli.main import main
-from tlt.cli.own_reward import EXACT
+from tlt.apps.cli.main import main
+from tlt.apps.cli.own_reward import EXACT
 
 NUM = 2000
 

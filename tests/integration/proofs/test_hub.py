@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.standin import Hub, serve_hub
-from tlt.io.files import write_jsonl
+from tlt.base.io.files import write_jsonl
 
 BASE = Path(__file__).parents[3] / "recipes" / "countdown" / "base"
 

@@ -17,7 +17,7 @@ from tests.unit.training.test_live import make_model
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.hf.module import module_config
+from tlt.models.hf.module import module_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,8 +41,8 @@ rollouts.close()
 TRL = """
 import sys
 from pathlib import Path
-from tests.unit.integrations.test_trl import Recorder, make_trainer
-from tlt.integrations.trl import TLTRollout
+from tests.unit.apps.integrations.test_trl import Recorder, make_trainer
+from tlt.apps.integrations.trl import TLTRollout
 
 recorder = Recorder(TLTRollout(speculation="ngram:3x1x3"))
 trainer = make_trainer(Path(sys.argv[1]) / "run", recorder, per_device_train_batch_size=4 // size)

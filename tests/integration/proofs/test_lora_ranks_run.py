@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.integration.test_run import command, records, same_weights, train, what_the_law_fixes
-from tlt.hf.config import load_model_config
-from tlt.hf.weights import content_hash, load_tensors
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import content_hash, load_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.golds import STORIES
-from tlt.io.recipes import find_recipe
-from tlt.report.record import read_metrics
+from tlt.base.io.recipes import find_recipe
+from tlt.training.report.record import read_metrics
 
 pytestmark = pytest.mark.slow
 

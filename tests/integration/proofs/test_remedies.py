@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.plan.remedies import check, draw_asked, write_run
+from tests.unit.apps.plan.remedies import check, draw_asked, write_run
 
 pytestmark = pytest.mark.slow
 

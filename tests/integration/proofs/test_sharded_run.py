@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.test_run import PATIENCE, command, records, same_weights, train, what_the_law_fixes
-from tlt.hf.config import load_model_config
-from tlt.hf.weights import content_hash, load_tensors
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import content_hash, load_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
 

@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-from tlt.api import train
-from tlt.cli.main import main
-from tlt.config.load import load_config
-from tlt.hf.config import load_model_config
-from tlt.hf.tokenizer import load_tokenizer
-from tlt.hf.weights import content_hash, load_tensors
+from tlt.apps.api import train
+from tlt.apps.cli.main import main
+from tlt.base.config.load import load_config
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.tokenizer import load_tokenizer
+from tlt.models.hf.weights import content_hash, load_tensors
 
 pytestmark = [
     pytest.mark.slow,

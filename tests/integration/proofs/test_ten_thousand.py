@@ -41,20 +41,20 @@ from tests.lossless.helpers import (
 from tests.lossless.test_law import probabilities
 from tests.reference_kinds import KINDS, reference_of
 from tests.unit.models.transformer_parts import in_float64
-from tlt.audit.fault import PlantedFault
-from tlt.drafter.drafting.references import References
+from tlt.apps.audit.fault import PlantedFault
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Request, Rollout, SamplingParams, Verdict, id_of
+from tlt.drafter.drafting.retrieval.references import References
 from tlt.drafter.forms import new_model
 from tlt.drafter.model import DraftModel
 from tlt.drafter.shape import BlockOptions, drafter_shape
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.training.offline import OfflineSettings, train_offline
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.decoder import Transformer
-from tlt.speculative.params import BatchParams
-from tlt.speculative.strategy import Strategy
-from tlt.speculative.verify import NoiseAt, Verify, verify
-from tlt.types import DraftTree, Request, Rollout, SamplingParams, Verdict, id_of
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.verify import NoiseAt, Verify, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

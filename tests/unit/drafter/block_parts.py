@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
 from tlt.drafter.block import BlockModel
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import BlockOptions, BlockShape, Method, drafter_shape, training_capture
 from tlt.drafter.training.buffer import PackedBatch

@@ -10,24 +10,25 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_policy, pack
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal, LearnedSettings
+from tlt.base.strategy import Strategy
+from tlt.base.types import Finished, Request, Rollout, SamplingParams
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedProposal, LearnedSettings
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.model import DraftModel
+from tlt.drafter.protocol import DraftContext, DraftNoise
 from tlt.drafter.shape import Method, drafter_shape
 from tlt.drafter.training.buffer import PackedBatch, TrajectoryBuffer
 from tlt.drafter.training.eagle_loss import EaglePreset
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.params import BatchParams
-from tlt.speculative.protocol import DraftContext, DraftNoise
-from tlt.speculative.strategy import Strategy, StrategyTuner
-from tlt.tuning.tuner import Fixed
-from tlt.types import Finished, Request, Rollout, SamplingParams
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.tuner.protocol import StrategyTuner
+from tlt.speculation.tuner.tuner import Fixed
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()

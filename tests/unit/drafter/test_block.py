@@ -26,15 +26,15 @@ from tests.unit.drafter.block_parts import (
     plain_slots,
 )
 from tests.unit.drafter.parts import context_of, make_request, randn, random_tokens
-from tlt.assembly.cost_prior import cost_prior
+from tlt.base.strategy import Strategy
+from tlt.base.types import SamplingParams, UserError
 from tlt.drafter.block import BlockModel, PackedBlock, run_blocks
-from tlt.drafter.drafting import block_cache
-from tlt.drafter.drafting.learned import LearnedDrafter
+from tlt.drafter.drafting.learned import block_cache
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter
 from tlt.drafter.forms import pack_drafter
 from tlt.drafter.shape import BlockOptions, Method, drafter_shape, spread_layers
+from tlt.engine.build.cost_prior import cost_prior
 from tlt.models import kv_cache
-from tlt.speculative.strategy import Strategy
-from tlt.types import SamplingParams, UserError
 
 forms = pytest.mark.parametrize(("method", "draft_vocab"), FORMS)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.lossless.helpers import VOCAB
 from tests.unit.drafter.block_parts import DEEP, FORMS, NUM_DRAFTED, POLICY, SIZE, make_block
+from tlt.base.types import UserError
 from tlt.drafter.formats.export import (
     FORMATS,
     export_drafter,
@@ -24,7 +25,6 @@ from tlt.drafter.formats.export import (
 from tlt.drafter.formats.folder import StoredDrafter, choose_preset, load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.shape import BlockShape, Method
-from tlt.types import UserError
 
 BLOCK_FORMATS = [name for name, form in FORMATS.items() if form.method in ("dflash", "dspark")]
 EMBEDDING_VE = POLICY.model.embed_tokens.weight.detach()

@@ -28,8 +28,9 @@ from tests.unit.drafter.block_parts import (
 )
 from tests.unit.drafter.parts import context_of, make_request, make_rollout, random_tokens
 from tests.unit.drafter.watched_parts import Parts
+from tlt.base.strategy import Strategy
 from tlt.drafter.block import BlockModel, run_blocks
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.measure import draw_counts, engine_logits, read_sample, trainer_logits
 from tlt.drafter.shape import BlockOptions, Method, drafter_shape
@@ -40,9 +41,8 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.offline import OfflineSettings, train_offline
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary
-from tlt.hf.weights import content_hash
 from tlt.models.decoder import Transformer
-from tlt.speculative.strategy import Strategy
+from tlt.models.hf.weights import content_hash
 
 forms = pytest.mark.parametrize(("method", "draft_vocab"), FORMS)
 LOSSES = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.drafter.parts import MODEL, make_drafter
-from tlt.drafter.drafting.calibration import Calibration, TauSearch
-from tlt.speculative.strategy import ReferenceDraft
+from tlt.drafter.drafting.learned.calibration import Calibration, TauSearch
+from tlt.speculation.tuner.protocol import ReferenceDraft
 
 
 def test_a_calibration_that_ages_moves_halfway_back_to_its_prior_weight_at_the_same_rate() -> None:

@@ -26,7 +26,7 @@ from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import FeatureRecompute
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.hf.weights import content_hash
+from tlt.models.hf.weights import content_hash
 from tlt.models.packed import PackedTransformer
 
 

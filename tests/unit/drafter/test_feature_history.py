@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lossless.helpers import make_engine, make_policy, use_references
-from tlt.drafter.drafting.feature_history import FeatureHistory
-from tlt.drafter.drafting.references import References
-from tlt.engine.engine import RolloutEngine
-from tlt.speculative.strategy import Strategy, StrategyTuner
-from tlt.tuning.tuner import Fixed
-from tlt.types import Request, SamplingParams
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, SamplingParams
+from tlt.drafter.drafting.learned.feature_history import FeatureHistory
+from tlt.drafter.drafting.retrieval.references import References
+from tlt.engine.own.engine import RolloutEngine
+from tlt.speculation.tuner.protocol import StrategyTuner
+from tlt.speculation.tuner.tuner import Fixed
 
 
 @settings(max_examples=100, deadline=None)

@@ -23,17 +23,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
-from tests.unit.tuning.test_tuner import Machine, play
-from tlt.assembly.engine import EngineSettings, _make_tuner
+from tests.unit.speculation.tuner.test_tuner import Machine, play
+from tlt.base.types import UserError
 from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import EagleShape, Method, drafter_shape
-from tlt.hf.config import load_model_config
+from tlt.engine.build.engine import EngineSettings, _make_tuner
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
-from tlt.types import UserError
+from tlt.models.hf.config import load_model_config
 
 RECORDED: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "data" / "drafter_formats.json").read_text()

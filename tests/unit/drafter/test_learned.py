@@ -29,14 +29,15 @@ from tests.unit.drafter.parts import (
     remember,
     run_engine,
 )
-from tlt.drafter.drafting import pair_cache
-from tlt.drafter.drafting.learned import LearnedDrafter
-from tlt.drafter.drafting.references import References
-from tlt.engine.engine import RolloutEngine
+from tlt.base.strategy import Strategy
+from tlt.base.types import Finished, Request, SamplingParams
+from tlt.drafter.drafting.learned import pair_cache
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter
+from tlt.drafter.drafting.retrieval.references import References
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.strategy import Strategy, StrategyTuner
-from tlt.tuning.tuner import Fixed
-from tlt.types import Finished, Request, SamplingParams
+from tlt.speculation.tuner.protocol import StrategyTuner
+from tlt.speculation.tuner.tuner import Fixed
 
 
 def recorded_forward(drafter: LearnedDrafter) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -12,10 +12,10 @@ import torch
 
 from tests.lossless.helpers import CONFIG
 from tests.unit.drafter.watched_parts import POLICY, Parts, make_rollouts
-from tlt.drafter.drafting.suffix_index import count_retrieved
+from tlt.base.types import Rollout
+from tlt.drafter.drafting.retrieval.suffix_index import count_retrieved
 from tlt.drafter.measure import READ_FOR_EACH, distribution, draw_counts, read_sample
 from tlt.models.attention import PackedCausal
-from tlt.types import Rollout
 
 
 def test_the_measure_is_the_overlap_of_target_and_drafter_position_by_position() -> None:

@@ -14,18 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lossless.helpers import Given, by_id, make_engine, make_policy, use_references
-from tlt.drafter.drafting import continuations, ngram, suffix_index
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Request, Rollout, SamplingParams, Verdict
 from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
-from tlt.drafter.drafting.learned import LearnedProposal
-from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
-from tlt.drafter.drafting.references import References
-from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
+from tlt.drafter.drafting.learned.drafter import LearnedProposal
+from tlt.drafter.drafting.retrieval import continuations, ngram, suffix_index
+from tlt.drafter.drafting.retrieval.ngram import NgramDrafter, NgramProposal
+from tlt.drafter.drafting.retrieval.references import References
+from tlt.drafter.drafting.retrieval.suffix_index import ANCHORS, SuffixIndex
+from tlt.drafter.protocol import DraftContext, DraftNoise
 from tlt.engine.stats import EngineStats
-from tlt.speculative.params import BatchParams
-from tlt.speculative.protocol import DraftContext, DraftNoise
-from tlt.speculative.strategy import BatchState, Hindsight, StepOutcome, Strategy
-from tlt.tuning.tuner import Fixed, default_arms, make_tuner
-from tlt.types import DraftTree, Request, Rollout, SamplingParams, Verdict
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.tuner.protocol import BatchState, Hindsight, StepOutcome
+from tlt.speculation.tuner.tuner import Fixed, default_arms, make_tuner
 
 SHORT, CPU = ANCHORS[-1], torch.device("cpu")
 CHAIN = Strategy("ngram", 4, 1, 4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
+from tlt.base.types import Rollout
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
 from tlt.drafter.training.losses import PRESETS
@@ -22,7 +23,6 @@ from tlt.drafter.training.offline import (
 )
 from tlt.drafter.vocabulary import mask_token
 from tlt.models.packed import PackedTransformer
-from tlt.types import Rollout
 
 POLICY = make_policy()
 TARGET = pack(POLICY)

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack, to_transformers
 from tests.unit.drafter.parts import randn
-from tlt.config.schema import Config
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.apps.run.start import preflight
+from tlt.base.config.schema import Config
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, SamplingParams, UserError
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.model import DraftModel
@@ -22,14 +25,11 @@ from tlt.drafter.training.buffer import PackedBatch
 from tlt.drafter.training.lesson import Preset
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
 from tlt.models.cpu_kernels import CausalAndOwn
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.strategy import Strategy
-from tlt.training.start import preflight
-from tlt.tuning.tuner import Fixed
-from tlt.types import Request, SamplingParams, UserError
+from tlt.speculation.tuner.tuner import Fixed
 
 DEEP = replace(CONFIG, num_layers=5)
 POLICY = make_policy(config=DEEP)
@@ -257,6 +257,6 @@ def test_a_preset_of_another_form_is_refused_before_anything_starts(
             "run": {"num_ranks": 1},
         }
     )
-    monkeypatch.setattr("tlt.training.start.load_model_config", lambda path: DEEP)
+    monkeypatch.setattr("tlt.apps.run.start.load_model_config", lambda path: DEEP)
     with pytest.raises(UserError, match=r"drafter.preset: hass does not train a drafter of form eagle3"):
         preflight(config)

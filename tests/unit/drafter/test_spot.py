@@ -25,7 +25,9 @@ from tests.unit.drafter.parts import (
     run_engine,
     unpack,
 )
-from tlt.accounts import DrafterReport
+from tlt.base.records import DrafterReport
+from tlt.base.spans import Span
+from tlt.base.strategy import Strategy
 from tlt.drafter.training.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
 from tlt.drafter.training.spot import (
     MICRO_STEP_SHARE,
@@ -34,10 +36,8 @@ from tlt.drafter.training.spot import (
     MicroStepSize,
     SpotTrainer,
 )
-from tlt.hf.weights import content_hash
-from tlt.spans import Span
-from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import Fixed
+from tlt.models.hf.weights import content_hash
+from tlt.speculation.tuner.tuner import Fixed
 
 
 def run_idle(spot: SpotTrainer, max_micro_steps: int = 200) -> DrafterReport:

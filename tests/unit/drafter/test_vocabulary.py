@@ -29,9 +29,11 @@ from tests.unit.drafter.parts import (
     make_rollout,
 )
 from tests.unit.drafter.watched_parts import Parts, make_rollouts
-from tlt.assembly.cost_prior import cost_prior
-from tlt.drafter.drafting.learned import LearnedDrafter
-from tlt.drafter.drafting.vocabulary_choice import VocabularyChoice
+from tlt.base.kinds import DraftVocab
+from tlt.base.strategy import Strategy
+from tlt.base.types import Rollout, SamplingParams, UserError
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter
+from tlt.drafter.drafting.learned.vocabulary_choice import VocabularyChoice
 from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.formats.layouts import Target
@@ -48,14 +50,12 @@ from tlt.drafter.vocabulary import (
     check_wanted,
     sizes_of,
 )
-from tlt.engine.engine import RolloutEngine
-from tlt.hf.files import COUNTS
-from tlt.kinds import DraftVocab
+from tlt.engine.build.cost_prior import cost_prior
+from tlt.engine.own.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.files import COUNTS
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.strategy import Strategy
-from tlt.tuning.tuner import Fixed
-from tlt.types import Rollout, SamplingParams, UserError
+from tlt.speculation.tuner.tuner import Fixed
 
 LARGE = replace(CONFIG, vocab_size=16_384, num_layers=4)
 """Most of its numbers are the head's."""

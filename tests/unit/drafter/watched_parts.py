@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
-from tlt.accounts import DrafterCheck, DrafterReport
+from tlt.base.records import DrafterCheck, DrafterReport
+from tlt.base.types import Rollout
 from tlt.drafter.drafting.hybrid import HybridDrafter
-from tlt.drafter.drafting.learned import LearnedDrafter
-from tlt.drafter.drafting.ngram import NgramDrafter
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter
+from tlt.drafter.drafting.retrieval.ngram import NgramDrafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.measure import DrafterCopies, Measurement, Tally
 from tlt.drafter.shape import drafter_shape
@@ -22,9 +23,8 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftVocabulary
-from tlt.report.timeline import Timeline
-from tlt.rollout.watched_drafter import Ranks, RankState, WatchedDrafter
-from tlt.types import Rollout
+from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.watched_drafter import Ranks, RankState, WatchedDrafter
 
 POLICY = make_policy()
 TARGET = pack(POLICY)

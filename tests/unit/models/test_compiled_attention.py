@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt import loops
+from tlt.base import loops
 from tlt.models import attention
 from tlt.models.attention import Cached, cached, real_tokens
 from tlt.models.decoder import ModelConfig
-from tlt.speculative.tree import chain_mask
+from tlt.speculation.law.tree import chain_mask
 
 compiled = pytest.importorskip("tlt.models.compiled_attention", reason="Numba is not installed: SDPA attends")
 

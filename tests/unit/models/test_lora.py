@@ -15,26 +15,26 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import HashStore
 
-from tests.unit.rl.test_policy import OPTIMIZER, make_batch, make_trainer
-from tlt.assembly.model import Model
-from tlt.assembly.policy import build_policy, build_policy_trainer, plan_policy
-from tlt.cli.train import resolve_config
-from tlt.config.load import load_config
-from tlt.config.lora import ALL_TARGETS, LoraSection
-from tlt.config.schema import Config
-from tlt.hf.peft import save_adapter
+from tests.unit.training.update.test_policy import OPTIMIZER, make_batch, make_trainer
+from tlt.apps.cli.train import resolve_config
+from tlt.apps.plan.fit import fits, judge
+from tlt.apps.plan.memory import plan_memory
+from tlt.apps.plan.sizes import PlannedRun
+from tlt.apps.run.start import describe_lora
+from tlt.base.config.load import load_config
+from tlt.base.config.lora import ALL_TARGETS, LoraSection
+from tlt.base.config.schema import Config
+from tlt.base.types import UserError
+from tlt.engine.build.model import Model
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.peft import save_adapter
 from tlt.models.lora import BaseOf, adapted, count_adapters, is_of_adapter, start_value
 from tlt.models.packed import PackedTransformer, layer_by_layer
-from tlt.plan.fit import fits, judge
-from tlt.plan.memory import plan_memory
-from tlt.plan.sizes import PlannedRun
-from tlt.ranks.sharding import FullTensors
-from tlt.ranks.world import World
-from tlt.rl.update import PolicyTrainer
-from tlt.training.start import describe_lora
-from tlt.types import UserError
+from tlt.training.build.policy import build_policy, build_policy_trainer, plan_policy
+from tlt.training.ranks.sharding import FullTensors
+from tlt.training.ranks.world import World
+from tlt.training.update.update import PolicyTrainer
 
 LLAMA = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256)
 SHAPES = {

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.forked import fork_ranks, run_ranks
-from tests.unit.ranks.test_sharding import LLAMA, UNTIED, apart, assert_same_metrics
-from tests.unit.rl.test_policy import make_batch, shuffled
-from tlt.assembly.model import open_model
-from tlt.assembly.policy import build_policy_trainer
-from tlt.config.schema import Config
-from tlt.hf.weights import save_model
+from tests.unit.training.ranks.test_sharding import LLAMA, UNTIED, apart, assert_same_metrics
+from tests.unit.training.update.test_policy import make_batch, shuffled
+from tlt.base.config.schema import Config
+from tlt.base.types import resolve_dtype
+from tlt.engine.build.model import open_model
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.weights import save_model
 from tlt.models.lora import BaseOf, adapted
-from tlt.ranks.sharding import FullTensors, full_tensor, local_rows
-from tlt.ranks.world import World
-from tlt.rl.update import PolicyTrainer
-from tlt.types import resolve_dtype
+from tlt.training.build.policy import build_policy_trainer
+from tlt.training.ranks.sharding import FullTensors, full_tensor, local_rows
+from tlt.training.ranks.world import World
+from tlt.training.update.update import PolicyTrainer
 
 QWEN3 = replace(LLAMA, architecture="qwen3")
 ONCE = {"reduce_each_micro_batch": False}

@@ -39,7 +39,7 @@ from tlt.models.decoder import (
     rope_inverse_frequencies,
 )
 from tlt.models.packed import PackedLinear, PackedTransformer
-from tlt.speculative.tree import chain_mask
+from tlt.speculation.law.tree import chain_mask
 
 
 @pytest.fixture(params=CASES)

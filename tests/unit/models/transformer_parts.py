@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from tests.lossless.helpers import pack
-from tlt.hf.config import parse_config
 from tlt.models.attention import Cached, PackedCausal, StoringPrefill
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.config import parse_config
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.tree import chain_mask
+from tlt.speculation.law.tree import chain_mask
 
 VOCAB = 61
 PROMPTS = ((7, 3, 44, 9, 60), (1,), (12, 12, 5, 33, 28, 2, 0, 59, 17))

@@ -10,8 +10,8 @@ import pytest
 
 from recipes.smollm2.arithmetic import CHECKED, TASK, WITH_STEPS, Question
 from tests.golds import SUMS
+from tlt.base.types import UserError
 from tlt.tasks.base import make_problems
-from tlt.types import UserError
 
 MIXED = {"operations": ["+", "-", "*", "max"], "digits": [1, 3], "terms": [2, 4]}
 

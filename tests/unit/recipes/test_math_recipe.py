@@ -6,8 +6,8 @@ from __future__ import annotations
 import tlt
 from recipes.math.train_base import difficulty_at
 from recipes.math.word_problems import TASK
-from tlt.hf.tokenizer import load_tokenizer
-from tlt.io.recipes import find_recipe
+from tlt.base.io.recipes import find_recipe
+from tlt.models.hf.tokenizer import load_tokenizer
 
 BASE = find_recipe("math").with_name("base")
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tlt.cli.main import main
-from tlt.config.load import load_config
-from tlt.hf.peft import read_adapter
-from tlt.hf.tokenizer import load_tokenizer
-from tlt.io.recipes import copy_recipe, find_config, find_recipe, list_configs
+from tlt.apps.cli.main import main
+from tlt.base.config.load import load_config
+from tlt.base.io.recipes import copy_recipe, find_config, find_recipe, list_configs
+from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig
+from tlt.models.hf.peft import read_adapter
+from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.tasks.base import make_problems
 from tlt.training.problems import load_problems
-from tlt.types import UserError
 
 
 def test_a_recipes_name_stands_for_its_configuration() -> None:

@@ -13,9 +13,9 @@ import torch
 
 from recipes.smollm2 import warm_up
 from recipes.smollm2.arithmetic import Question
-from tlt.assembly.model import load_model
-from tlt.hf.tokenizer import load_tokenizer
-from tlt.io.recipes import find_recipe
+from tlt.base.io.recipes import find_recipe
+from tlt.engine.build.model import load_model
+from tlt.models.hf.tokenizer import load_tokenizer
 
 BASE = find_recipe("math").with_name("base")
 MATRIX = "model.layers.1.mlp.up_proj.weight"

@@ -11,8 +11,8 @@ import pytest
 
 from recipes.math.word_problems import TASK, Chain, ChainLimits, draw_chain, solve, tell_story
 from tests.golds import STORIES
+from tlt.base.types import UserError
 from tlt.tasks.base import make_problems
-from tlt.types import UserError
 
 EVERYDAY = ChainLimits({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}, max_number=30, max_result=99)
 IN_WORDS = {"twice": 2, "doubles": 2, "half": 2}

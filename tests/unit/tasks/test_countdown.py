@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.countdown.search import write_search
+from tlt.base.types import UserError
 from tlt.tasks.countdown import MAX_INTERMEDIATE, TASK, Puzzle, is_correct, moves, reachable
-from tlt.types import UserError
 
 Steps = tuple[tuple[int, str, int, int], ...]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tlt.base.types import UserError
 from tlt.tasks.drawing import draw_alike
-from tlt.types import UserError
 
 MODULE = """
 import os, sys

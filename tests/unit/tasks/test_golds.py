@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.golds import SUMS
-from tlt.cli.main import main
+from tlt.apps.cli.main import main
+from tlt.base.types import UserError
 from tlt.tasks.base import get_task, prepare_records
-from tlt.types import UserError
 
 UNREADABLE: tuple[Any, ...] = (
     "12 apples",

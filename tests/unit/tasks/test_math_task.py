@@ -9,16 +9,16 @@ from typing import Any, get_args
 
 import pytest
 
-from tlt.rewards.pool import RewardPool
-from tlt.rewards.scoring import RewardSpec
+from tlt.base.thoughts import after_thinking
+from tlt.base.types import UserError
 from tlt.tasks import math as math_task
 from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.base import make_problems, prepare_records
 from tlt.tasks.equal import is_equal
 from tlt.tasks.math import TASK, gold_answer, to_problem
 from tlt.tasks.numbers import to_number
-from tlt.tasks.thoughts import after_thinking
-from tlt.types import UserError
+from tlt.tasks.rewards.pool import RewardPool
+from tlt.tasks.rewards.scoring import RewardSpec
 
 DAPO_PROMPT = (
     'Solve step by step. What is 2+2?\n\nRemember to put your answer on its own line after "Answer:".'

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.golds import SUMS
-from tlt.rewards.pool import RewardPool, summarize
-from tlt.rewards.scoring import RewardSpec
+from tlt.base.types import UserError
 from tlt.tasks.base import get_task, make_problems
 from tlt.tasks.mixture import divide
-from tlt.types import UserError
+from tlt.tasks.rewards.pool import RewardPool, summarize
+from tlt.tasks.rewards.scoring import RewardSpec
 
 MODULE = """
 LOADED = []

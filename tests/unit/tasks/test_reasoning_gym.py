@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from tlt.rewards.pool import RewardPool
-from tlt.rewards.scoring import RewardSpec
+from tlt.base.types import Reward, UserError
 from tlt.tasks.base import get_task, make_problems
 from tlt.tasks.reasoning_gym import ReasoningGym, _extract, _make_dataset, _make_entry, _score
-from tlt.types import Reward, UserError
+from tlt.tasks.rewards.pool import RewardPool
+from tlt.tasks.rewards.scoring import RewardSpec
 
 FACTORY = '''
 import sys
@@ -220,8 +220,8 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 ALL = """
 import json, sys
 from reasoning_gym.factory import DATASETS
-from tlt.rewards.pool import RewardPool
-from tlt.rewards.scoring import RewardSpec
+from tlt.tasks.rewards.pool import RewardPool
+from tlt.tasks.rewards.scoring import RewardSpec
 from tlt.tasks.base import get_task, make_problems
 
 unscored, problems = [], {}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.golds import STORIES, SUMS
+from tlt.base.types import UserError
 from tlt.tasks.base import BUILTIN, get_task, make_problems
-from tlt.types import UserError
 
 DRAWN: dict[str, dict[str, Any]] = {
     "countdown": {"mix": {"2": 1, "3": 1, "4": 1}, "max_number": 12, "max_target": 40},

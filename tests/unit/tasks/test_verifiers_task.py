@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from tlt.base.types import UserError
 from tlt.tasks.base import get_task, make_problems
 from tlt.tasks.splits import split_of
 from tlt.tasks.verifiers import Verifiers
-from tlt.types import UserError
 
 TASKSET = """
 import verifiers.v1 as vf

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import tlt
-from tlt.config.mistakes import section_of
-from tlt.config.schema import Config
+from tlt.base.config.mistakes import section_of
+from tlt.base.config.schema import Config
 from tools.docs_commands import Shown, all_commands, commands_of, mistakes_of, pages, programs_of
 
 ROOT = Path(__file__).parents[3]

@@ -42,7 +42,7 @@ def test_every_page_of_docs_stands_in_the_navigation_once() -> None:
         ("docs/a.md", "../README.md", "index.md", ""),
         ("README.md", "docs/a.md", "a.md", ""),
         ("benchmarks/results/r.md", "../../docs/a.md", "../../a.md", ""),
-        ("docs/a.md", "../tlt/api.py", "https://x.y/blob/main/tlt/api.py", "https://x.y/blob/main"),
+        ("docs/a.md", "../tlt/apps/api.py", "https://x.y/blob/main/tlt/apps/api.py", "https://x.y/blob/main"),
         ("docs/a.md", "https://z.org/", "https://z.org/", ""),
         ("docs/a.md", "#words", "#words", ""),
     ],
@@ -52,6 +52,6 @@ def test_a_link_is_rewritten_for_the_site(name: str, link: str, site: str, repos
 
 
 def test_a_file_without_a_page_is_named_where_no_repository_is_known() -> None:
-    text = "[the code](../tlt/api.py), [`tlt/api.py`](../tlt/api.py)\n\n```\n[x](../tlt/api.py)\n```\n"
-    shown = "the code (`tlt/api.py`), `tlt/api.py`\n\n```\n[x](../tlt/api.py)\n```\n"
+    text = "[the code](../tlt/apps/api.py), [`tlt/apps/api.py`](../tlt/apps/api.py)\n\n```\n[x](../tlt/apps/api.py)\n```\n"
+    shown = "the code (`tlt/apps/api.py`), `tlt/apps/api.py`\n\n```\n[x](../tlt/apps/api.py)\n```\n"
     assert rewrite("docs/a.md", text, PAGES, "") == shown

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 import tlt
-from tests.unit.report.records import record
-from tlt.cli.commands import COMMANDS
-from tlt.cli.options import label, options_of
-from tlt.config.mistakes import section_of
-from tlt.config.schema import Config
+from tests.unit.training.report.records import record
+from tlt.apps.cli.commands import COMMANDS
+from tlt.apps.cli.options import label, options_of
+from tlt.base.config.mistakes import section_of
+from tlt.base.config.schema import Config
 from tlt.training.evaluations import Evaluation
 from tools.docs_reference import PAGES, as_markdown, plain, split_fields
 

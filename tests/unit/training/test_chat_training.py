@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tests.unit.hf.checkpoint_parts import SIZES, hash_of
-from tlt.api import Engine, train
-from tlt.config.load import load_config
+from tests.unit.models.hf.checkpoint_parts import SIZES, hash_of
+from tlt.apps.api import Engine, train
+from tlt.base.config.load import load_config
 from tlt.tasks.base import get_task
 from tlt.training.problems import load_problems
 

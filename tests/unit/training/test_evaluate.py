@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.unit.training.test_evaluations import make_evaluation
-from tlt.accounts import RewardSummary
-from tlt.report.console import Console
+from tlt.base.records import RewardSummary
 from tlt.training.evaluate import report
 from tlt.training.evaluations import Evaluations
+from tlt.training.report.console import Console
 
 
 @pytest.mark.parametrize("by_reward", [False, True])

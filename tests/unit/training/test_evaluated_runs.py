@@ -14,20 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tlt.clock import Moment
-from tlt.config.load import load_config
-from tlt.config.schema import Config
-from tlt.hf.config import load_model_config
-from tlt.hf.weights import save_model
-from tlt.io.recipes import find_recipe
-from tlt.launch.signals import StopRequest
+from tlt.apps.run.start import go_back
+from tlt.base.clock import Moment
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.io.recipes import find_recipe
+from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.report.environment import read_environments
-from tlt.report.record import read_metrics
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import save_model
 from tlt.training.evaluations import Evaluation, read_evaluations
+from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import describe_run, main
-from tlt.training.start import go_back
-from tlt.types import UserError
+from tlt.training.report.environment import read_environments
+from tlt.training.report.record import read_metrics
 
 BASE = find_recipe("countdown").parent / "base"
 HERE = "tests.unit.training.test_evaluated_runs"

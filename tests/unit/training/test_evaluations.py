@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tlt.accounts import DrafterReport
+from tlt.base.records import DrafterReport
+from tlt.base.types import Reward, Rollout, UserError
 from tlt.engine.stats import EngineStats
-from tlt.rollout.result import PhaseResult, ReplicaReport
 from tlt.training.evaluations import Evaluation, Evaluations, is_judged_by_reward, read_evaluations
-from tlt.types import Reward, Rollout, UserError
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
 
 
 def make_evaluation(step: int, *shares: float, num_unscored: int = 0) -> Evaluation:

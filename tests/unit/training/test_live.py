@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tlt.base.spans import SpanName
+from tlt.base.types import Rollout, SamplingParams, UserError
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.hf.module import module_config, module_tensors
-from tlt.hf.weights import expected_shapes
 from tlt.models.attention import PackedCausal
-from tlt.spans import SpanName
+from tlt.models.hf.module import module_config, module_tensors
+from tlt.models.hf.weights import expected_shapes
 from tlt.training.live import LiveRollouts, LiveSettings
-from tlt.types import Rollout, SamplingParams, UserError
 
 VOCAB, STOP = 61, 2
 PROMPTS = [[1, 5, 6], [1, 5, 6], [1, 9, 17, 4], [1, 5, 6]]

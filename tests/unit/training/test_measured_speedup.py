@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from tests.unit.training.test_evaluated_runs import base, make_config, weights
-from tlt.accounts import SpeedupPair
-from tlt.clock import Moment
-from tlt.config.schema import Config
+from tlt.base.clock import Moment
+from tlt.base.config.schema import Config
+from tlt.base.records import SpeedupPair
 from tlt.engine.stats import EngineStats
-from tlt.launch.signals import StopRequest
-from tlt.report.record import StepRecord, read_metrics
-from tlt.rollout import speedup as pairs
 from tlt.training import speedup
+from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import describe_run, main
+from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.rollout import speedup as pairs
 from tlt.training.speedup import is_pair_due
 
 __all__ = ["base"]

@@ -10,11 +10,11 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 from tests.standin import Hub, serve_hub
-from tests.unit.cli.parts import write_lines
-from tests.unit.io.test_hub import point_at
-from tlt.config.load import is_own
-from tlt.training.own import choose_own
-from tlt.types import UserError
+from tests.unit.apps.cli.parts import write_lines
+from tests.unit.base.io.test_hub import point_at
+from tlt.apps.run.own import choose_own
+from tlt.base.config.load import is_own
+from tlt.base.types import UserError
 
 MODEL = Path(__file__).parents[3] / "recipes/math/base"
 

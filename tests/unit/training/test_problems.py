@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tlt.config.load import load_config
+from tlt.base.config.load import load_config
+from tlt.base.types import UserError
 from tlt.tasks.base import get_task, make_problems
 from tlt.training.problems import load_problems
-from tlt.types import UserError
 
 BASE = Path(__file__).parents[3] / "recipes" / "countdown" / "base"
 SCORE = "    def score(self, problem, text):\n        return {'reward': 1.0, 'solved': True}\nTASK = Mine()\n"

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.unit.hf.chat_parts import template_of, write_tokenizer
-from tlt.config.load import load_config
-from tlt.config.schema import Config
-from tlt.hf.tokenizer import load_tokenizer
-from tlt.saved.inputs import Inputs, resolved_from
-from tlt.training import start
+from tests.unit.models.hf.chat_parts import template_of, write_tokenizer
+from tlt.apps.run import start
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.types import SamplingParams, UserError
+from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.training.problems import load_problems, read_problems
-from tlt.types import SamplingParams, UserError
+from tlt.training.saved.inputs import Inputs, resolved_from
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

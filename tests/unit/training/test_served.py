@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.training.test_evaluated_runs import Judge, base, judges, make_config
-from tlt.clock import Moment
+from tlt.apps.run.served import open_served
+from tlt.base.clock import Moment
+from tlt.base.types import UserError
 from tlt.training.loop import describe_run, main
-from tlt.training.served import open_served
-from tlt.types import UserError
 
 __all__ = ["base"]  # a fixture
 

@@ -16,19 +16,19 @@ import torch
 from huggingface_hub import constants
 
 from tests.standin import serve_hub
-from tests.unit.io.test_hub import point_at
-from tlt.cli.train import resolve_config
-from tlt.clock import Moment
-from tlt.config.load import load_config
-from tlt.config.schema import Config
-from tlt.hf.tokenizer import Tokenizer
-from tlt.launch.signals import say
-from tlt.report.console import Console
-from tlt.saved.run_folder import FolderLock
+from tests.unit.base.io.test_hub import point_at
+from tlt.apps.cli.train import resolve_config
+from tlt.apps.run.start import describe_update, launch_ranks, preflight, prepare
+from tlt.base.clock import Moment
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.types import UserError
+from tlt.models.hf.tokenizer import Tokenizer
+from tlt.training.launch.signals import say
 from tlt.training.problems import load_problems
 from tlt.training.products import next_commands, write_evaluation
-from tlt.training.start import describe_update, launch_ranks, preflight, prepare
-from tlt.types import UserError
+from tlt.training.report.console import Console
+from tlt.training.saved.run_folder import FolderLock
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "countdown"
 SIZES = ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
@@ -83,7 +83,7 @@ def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("tlt.assembly.ranks.num_cores", lambda: 2)
+    monkeypatch.setattr("tlt.training.build.ranks.num_cores", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
@@ -245,7 +245,7 @@ def test_what_the_launcher_says_stands_in_the_log_of_the_run_which_the_summary_n
         print("a library talks", file=sys.stderr)
         return 7
 
-    monkeypatch.setattr("tlt.training.start.launch", launch)
+    monkeypatch.setattr("tlt.apps.run.start.launch", launch)
     assert launch_ranks(make_config(tmp_path), Moment.now()) == 7
     assert capsys.readouterr().err == "tlt: a rank died\na library talks\n"
     assert (tmp_path / "console.log").read_text() == "  starting 2 ranks …\ntlt: a rank died\n"

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
-from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
-from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
-from tlt.speculative.strategy import Strategy
-from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Verdict
-from tlt.uploads import upload
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Verdict
+from tlt.base.uploads import upload
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedProposal
+from tlt.drafter.drafting.retrieval.ngram import NgramDrafter, NgramProposal
+from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
+from tlt.speculation.law.tree import chain
 
 
 def drafter_kinds(has_learned: bool) -> tuple[str, ...]:

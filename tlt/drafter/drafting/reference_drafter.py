@@ -18,15 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.drafter.drafting.continuations import match_bucket
+from tlt.base.strategy import Strategy
+from tlt.base.types import Request, Rollout, Verdict
+from tlt.base.uploads import upload
 from tlt.drafter.drafting.hybrid import choose_rows
-from tlt.drafter.drafting.references import Reference, References
-from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
-from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
-from tlt.speculative.strategy import ReferenceDraft, Strategy
-from tlt.speculative.tree import chain
-from tlt.types import Request, Rollout, Verdict
-from tlt.uploads import upload
+from tlt.drafter.drafting.retrieval.continuations import match_bucket
+from tlt.drafter.drafting.retrieval.references import Reference, References
+from tlt.drafter.drafting.retrieval.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
+from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
+from tlt.speculation.law.tree import chain
+from tlt.speculation.tuner.protocol import ReferenceDraft
 
 REFERENCE = "ahead"
 """The kind that drafts from references alone; with `ahead+KIND`, KIND drafts where there is no reference."""

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from tlt.base.strategy import Strategy
 from tlt.drafter.shape import BlockShape, Method
-from tlt.hf.config import Fields, config_to_hf, parse_config
 from tlt.models.decoder import ModelConfig
-from tlt.speculative.strategy import Strategy
+from tlt.models.hf.config import Fields, config_to_hf, parse_config
 
 BLOCK_ARCHITECTURE: Mapping[Method, str] = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 """The architecture in config.json by the drafter's form."""

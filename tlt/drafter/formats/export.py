@@ -23,16 +23,16 @@ from pathlib import Path
 import torch
 
 from tlt import __version__
+from tlt.base.io.files import replace_folder
+from tlt.base.kinds import DraftVocab
+from tlt.base.types import UserError
 from tlt.drafter.formats.folder import StoredDrafter, write_files
 from tlt.drafter.formats.layouts import Target, lay_out, num_to_draft
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import BlockShape, EagleShape, Method
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
-from tlt.hf.files import DRAFTER_FILES
-from tlt.io.files import replace_folder
-from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
-from tlt.types import UserError
+from tlt.models.hf.files import DRAFTER_FILES
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.base.io.files import replace_folder
+from tlt.base.kinds import shorten
+from tlt.base.types import UserError
 from tlt.drafter.formats.block_folder import BLOCK_ARCHITECTURE, block_from_hf, block_to_hf
 from tlt.drafter.formats.foreign import (
     drop_repeated,
@@ -28,13 +31,10 @@ from tlt.drafter.shape import BlockShape, DrafterShape, EagleShape, Method, draf
 from tlt.drafter.training.lesson import Preset
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.vocabulary import from_pairs, to_pairs
-from tlt.hf.config import Fields, config_to_hf, parse_config
-from tlt.hf.files import COUNTS, DRAFTER_FILES, read_json
-from tlt.hf.weights import save_tensors
-from tlt.io.files import replace_folder
-from tlt.kinds import shorten
 from tlt.models.decoder import ModelConfig
-from tlt.types import UserError
+from tlt.models.hf.config import Fields, config_to_hf, parse_config
+from tlt.models.hf.files import COUNTS, DRAFTER_FILES, read_json
+from tlt.models.hf.weights import save_tensors
 
 ARCHITECTURE: Mapping[Method, str] = {
     "eagle": "EagleLlamaForCausalLM",

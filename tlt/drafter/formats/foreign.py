@@ -21,13 +21,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from tlt.base.types import UserError
 from tlt.drafter.formats.block_folder import block_method
 from tlt.drafter.model import draft_token_ids
 from tlt.drafter.shape import Method
-from tlt.hf.config import MOST_LAYERS, Fields
-from tlt.hf.files import INDEX, WEIGHTS, read_json
-from tlt.hf.weights import read_safetensors
-from tlt.types import UserError
+from tlt.models.hf.config import MOST_LAYERS, Fields
+from tlt.models.hf.files import INDEX, WEIGHTS, read_json
+from tlt.models.hf.weights import read_safetensors
 
 METHOD_BY_ARCHITECTURE: Mapping[str, Method | None] = {
     "EagleLlamaForCausalLM": "eagle",

@@ -17,12 +17,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tlt.base.uploads import upload
 from tlt.drafter.block import BlockModel, run_blocks
 from tlt.drafter.model import Anchors
 from tlt.drafter.pairs import TOKEN_AHEAD
 from tlt.drafter.shape import BlockShape, DrafterShape
 from tlt.drafter.training.lesson import Lesson, Preset
-from tlt.uploads import upload
 
 _PACE = 0.5
 """D-PACE's α: the chance of a slot is at least this (arXiv 2605.18810)."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.base.types import Rollout
 from tlt.drafter.pairs import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
-from tlt.types import Rollout
 
 TOKEN_ID_BYTES = 8
 """Bytes counted for a token id in a tuple."""

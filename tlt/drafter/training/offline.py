@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.base.types import Rollout
 from tlt.drafter.forms import pack_drafter
 from tlt.drafter.measure import draw_counts, engine_logits, read_sample
 from tlt.drafter.model import DraftModel
@@ -24,7 +25,6 @@ from tlt.drafter.training.spot import FeatureRecompute
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
-from tlt.types import Rollout
 
 _RECOMPUTE_TOKENS = 128
 """Tokens that the target reads at a time to compute features."""

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.accounts import DrafterReport
+from tlt.base.records import DrafterReport
+from tlt.base.spans import Span, SpanName
+from tlt.base.types import Rollout
 from tlt.drafter.training.buffer import Trajectory, TrajectoryBuffer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import Cached
 from tlt.models.packed import PackedTransformer
-from tlt.spans import Span, SpanName
-from tlt.speculative.tree import chain_mask
-from tlt.types import Rollout
+from tlt.speculation.law.tree import chain_mask
 
 MIN_TOKENS = 128
 """Fewest tokens of a micro-step, and their number before anything is measured."""

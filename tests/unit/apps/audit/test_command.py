@@ -1,0 +1,120 @@
+"""`tlt audit`: its exit codes, its report and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.apps.cli.parts import fail, write_lines
+from tlt.apps.cli import main as cli
+
+PROMPTS = "--prompts prompts.jsonl"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    code = cli.main(("audit", *arguments))
+    captured = capsys.readouterr()
+    assert code in (0, 1, 3), captured.err
+    return code, json.loads(captured.out.splitlines()[-1]), captured.out
+
+
+def test_our_engine_is_lossless_with_exit_code_0(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At temperature 0, where every token is compared."""
+    arguments = "--prompts prompts.jsonl --temperature 0 --samples 1 --max-tokens 30"
+    code, summary, text = run(capsys, str(model), *arguments.split())
+    assert (code, summary["lossless"]) == (0, True)
+    assert text.startswith("off: lossless; ")
+
+
+def test_too_few_tokens_are_undecided_with_exit_code_3(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "--prompts prompts.jsonl --samples 20 --max-tokens 30 --out new/report.json"
+    code, summary, text = run(capsys, str(model), *arguments.split())
+    assert code == 3
+    assert summary["lossless"] is None
+    (mode,) = json.loads(Path("new/report.json").read_text())["modes"]
+    assert (mode["verdict"], mode["is_lossless"]) == ("undecided", None)
+    needed = max(mode["tokens_for_power"].values())
+    has = f"needs {needed:,} tokens, and has {mode['num_tokens']:,}"
+    assert text.startswith(f"off: undecided: no evidence against; {has}; ")
+    assert run(capsys, str(model), *arguments.split(), "--few-tokens-pass")[0] == 0
+    assert mode["num_responses"] == 40
+    assert mode["offenders"][0]["expected_text"]
+
+
+def test_another_temperature_than_said_is_exit_code_1(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate = ["generate", str(model), "--prompts", "prompts.jsonl", "--samples", "60", "--max-tokens", "40"]
+    assert cli.main([*generate, "--temperature", "0.7", "--out", "sharp.jsonl"]) == 0
+    capsys.readouterr()
+    code, summary, text = run(capsys, str(model), "--responses", "sharp.jsonl", "--temperature", "0.7")
+    assert (code, summary["lossless"]) == (3, None)
+    code, summary, text = run(capsys, str(model), "--responses", "sharp.jsonl")
+    assert (code, summary["lossless"]) == (1, False)
+    assert text.startswith("sharp.jsonl: NOT lossless: the tokens follow another law")
+    assert "\n  response " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "--prompts: give the prompts to answer"),
+        (f"{PROMPTS} --task countdown", "--prompts: give the prompts to answer"),
+        ("--responses no.jsonl", "--responses: no.jsonl does not exist"),
+        ("--responses no.jsonl --url http://localhost:1", "name two engines"),
+        ("--responses no.jsonl --speculation 4x1x4", "is another engine; leave --speculation"),
+        (f"--responses no.jsonl {PROMPTS}", "holds its prompts itself"),
+        (f"--url http://localhost:1 {PROMPTS}", "--url and --engine-model belong together"),
+        (f"{PROMPTS} --speculation off,learned:4x1x4", "'learned:4x1x4' needs a drafter"),
+        (f"{PROMPTS} --speculation off,off", "must name every mode once"),
+        (f"{PROMPTS} --plant-fault 0.1", "is a fault of speculation"),
+        (f"{PROMPTS} --plant-fault 1.1", "--plant-fault: is 1.1"),
+        (f"{PROMPTS} --alpha 0", "--alpha: is 0; it must be greater than 0"),
+        (f"{PROMPTS} --tolerance -1", "--tolerance: is -1; it must be greater than or equal to 0"),
+        (f"{PROMPTS} --samples 0", "--samples: is 0"),
+        (f"{PROMPTS} --temperature -1", "--temperature: is -1; it must be greater than or equal to 0"),
+        (f"{PROMPTS} --out prompts.jsonl/report.json", "prompts.jsonl is no folder; give another path"),
+        ("--task countdown --num 0", "--num: is 0"),
+        ("--task nonsense", "unknown task 'nonsense'"),
+        (f"--url http://127.0.0.1:9 --engine-model m {PROMPTS}", "cannot be reached"),
+        (f"--url nonsense --engine-model m {PROMPTS}", "cannot be reached"),
+    ],
+)
+def test_every_mistake_is_one_line(
+    arguments: str, message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fail(capsys, "audit", str(model), *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt_ids": [5]}, "r.jsonl:1: token_ids must be a list"),
+        ({"prompt_ids": [5], "token_ids": []}, "need at least one token each"),
+        ({"prompt_ids": [5], "token_ids": [99]}, "token id 99 is outside the vocabulary of 23"),
+        ({"prompt_ids": [5], "token_ids": [6] * 99}, "has 100 tokens but the model's window is 64"),
+        ({"prompt_ids": [5], "token_ids": [6], "logprobs": [0.0, 0.0]}, "1 token_ids but 2 logprobs"),
+        ({"prompt_ids": [5], "token_ids": [6], "logprobs": 1}, "logprobs is 1; give a number for each"),
+        ({"prompt_ids": [5], "token_ids": [6], "logprobs": {"0": 0.5}}, "logprobs is {'0': 0.5}; give"),
+        ({"prompt_ids": [5], "token_ids": [6], "logprobs": [None]}, "logprobs is [None]; give a number"),
+        ({"prompt_ids": [5], "token_ids": [6], "finish_reason": "stop"}, "keep the token that ended it"),
+    ],
+)
+def test_every_mistake_in_a_file_of_responses_is_one_line(
+    line: dict[str, Any], message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("r.jsonl", line)
+    assert message in fail(capsys, "audit", str(model), "--responses", "r.jsonl")
+
+
+def test_a_folder_without_a_model_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds no model" in fail(capsys, "audit", str(here), "--prompts", "prompts.jsonl")
+    (here / "config.json").write_text("{}")
+    assert "transformers cannot load it" in fail(capsys, "audit", str(here), "--prompts", "prompts.jsonl")

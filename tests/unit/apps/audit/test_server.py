@@ -1,0 +1,432 @@
+"""`tlt audit --url`: token ids from an OpenAI-compatible server, and servers that give none."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import itertools
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tests.unit.apps.audit.test_command import run
+from tests.unit.apps.cli.parts import fail
+from tlt.apps.audit import server as asked
+from tlt.apps.audit.known import Server, identify, known_fault
+from tlt.apps.audit.referee import Referee
+from tlt.apps.audit.server import read_token_ids
+from tlt.apps.cli import main as cli
+from tlt.base.types import UserError
+
+
+def test_token_ids_are_read_in_both_forms() -> None:
+    assert read_token_ids({"token_ids": [1, 2]}, "u") == [1, 2]
+    assert read_token_ids({"token_ids": None, "logprobs": {"tokens": ["token_id:7"]}}, "u") == [7]
+    assert read_token_ids({"text": "x", "logprobs": None}, "u") is None
+    assert read_token_ids({"text": "x", "logprobs": [0.0]}, "u") is None
+    for tokens in (["a"], ["token_id:7", "token_id:x"], ["token_id:-1"], [None], "token_id:7"):
+        assert read_token_ids({"logprobs": {"tokens": tokens}}, "u") is None
+
+
+@pytest.mark.parametrize("ids", [[1.7], [True], ["5"], [None], 5, "5", {"0": 5}, [5, [6]], [float("nan")]])
+def test_ids_of_another_kind_are_refused_and_not_rounded(ids: Any) -> None:
+    with pytest.raises(UserError, match=r"answers token_ids .*, no list of ids; give an OpenAI"):
+        read_token_ids({"token_ids": ids}, "u")
+
+
+PROMPTS = ("--engine-model", "m", "--prompts", "prompts.jsonl")
+ARGUMENTS = (*PROMPTS, "--samples", "25", "--max-tokens", "12")
+Answer = Callable[[dict[str, Any]], Any]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Starts a completions endpoint that answers each payload by the function given, has these other
+    pages, and asks for a key where one is given; returns its address."""
+    servers = []
+
+    def start(answer: Answer, pages: Mapping[str, str] = MappingProxyType({}), key: str = "") -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200 if self.path in pages else 404)
+                self.end_headers()
+                self.wfile.write(pages.get(self.path, "").encode())
+
+            def do_POST(self) -> None:
+                payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                found = answer(payload)
+                if isinstance(found, bytes):  # the whole answer, as it goes over the wire
+                    self.wfile.write(found)
+                    self.close_connection = True
+                    return
+                body = json.dumps(found).encode()
+                status = 200 if self.path == "/v1/completions" else 404
+                if key and (shown := self.headers["Authorization"]) != f"Bearer {key}":
+                    status, body = 401, json.dumps({"error": f"not authorized by {shown}"}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        class Quick(http.server.ThreadingHTTPServer):
+            request_queue_size = 128  # of connections not yet accepted; the default of 5 resets the others
+
+        server = Quick(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{server.server_address[1]}/v1"
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@cache
+def sampled(
+    model: Path, temperature: float, prompt: tuple[int, ...], stop: frozenset[int], length: int, seed: int
+) -> list[int]:
+    """Tokens of the model itself, one forward per token; by its seed a response is the same whoever asks
+    for it."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = []
+    while len(tokens) < length and not (tokens and tokens[-1] in stop):
+        (logits,) = referee_of(model).logits([*prompt, *tokens], [0])
+        p = (logits[0].double() / temperature).softmax(-1)
+        tokens.append(int(torch.multinomial(p, 1, generator=generator)))
+    return tokens
+
+
+referee_of = cache(Referee)
+
+
+def sampler(model: Path, form: str, temperature: float = 1.0) -> Answer:
+    """A server that samples the model."""
+    referee_of(model)  # before threads ask for it at once
+
+    def answer(payload: dict[str, Any]) -> dict[str, Any]:
+        stop, prompt = frozenset(payload["stop_token_ids"]), tuple(payload["prompt"])
+        tokens = sampled(model, temperature, prompt, stop, payload["max_tokens"], payload["seed"])
+        choice: dict[str, Any] = {"finish_reason": "stop" if tokens[-1] in stop else "length"}
+        if form == "token_ids" and payload.get("return_token_ids"):
+            choice["token_ids"] = tokens
+        if form == "logprobs" and payload.get("return_tokens_as_token_ids"):
+            choice["logprobs"] = {"tokens": [f"token_id:{token}" for token in tokens]}
+        return {"choices": [choice]}
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("form", "temperature", "expected"), [("token_ids", 1.0, 3), ("logprobs", 1.0, 3), ("token_ids", 0.5, 1)]
+)
+def test_a_server_is_judged(
+    form: str,
+    temperature: float,
+    expected: int,
+    model: Path,
+    here: Path,
+    serve: Callable[[Answer], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = serve(sampler(model, form, temperature))
+    code, summary, _ = run(capsys, str(model), "--url", url, *ARGUMENTS)
+    assert code == expected
+    assert list(summary["modes"]) == [url]
+
+
+DRAFTING = "vllm:spec_decode_num_drafts_total 7"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "version", "metrics", "is_named"),
+    [
+        (0.5, "0.32.0", DRAFTING, True),
+        (0.5, "0.32.0", "vllm:num_requests_running 0", False),  # it does not draft
+        (0.5, "0.40.1", DRAFTING, False),
+        (1.0, "0.32.0", DRAFTING, False),  # nothing is wrong
+    ],
+)
+def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
+    temperature: float,
+    version: str,
+    metrics: str,
+    is_named: bool,
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pages = {"/version": json.dumps({"version": version}), "/metrics": metrics}
+    url = serve(sampler(model, "token_ids", temperature), pages)
+    code, _, output = run(capsys, str(model), "--url", url, *ARGUMENTS)
+    assert code == (1 if temperature != 1.0 else 3)
+    assert ("vllm issue 55005" in output and "not of vLLM on GPUs" in output) == is_named
+
+
+@pytest.mark.parametrize("page", ["", "[]", "{}", '{"version": 3}'])
+def test_a_server_that_does_not_say_what_it_is_has_no_known_fault(
+    page: str, serve: Callable[..., str]
+) -> None:
+    assert identify(serve(lambda payload: {}, {"/version": page, "/metrics": DRAFTING})) is None
+
+
+def test_greedy_decoding_does_not_have_the_bug() -> None:
+    assert known_fault(Server("0.32.0", drafts=True), 1.0)
+    assert known_fault(Server("0.32.0", drafts=True), 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"choices": [{"text": "x"}]}, "returns no token ids"),
+        ({"choices": []}, "answered without one choice"),
+        ({}, "answered without one choice"),
+    ],
+)
+def test_a_server_without_token_ids_is_one_line(
+    answer: dict[str, Any],
+    message: str,
+    model: Path,
+    here: Path,
+    serve: Callable[[Answer], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = serve(lambda payload: answer)
+    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
+    assert message in line
+
+
+def wire(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", *headers, *([] if headers else [f"Content-Length: {len(body)}"]), "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+BROKEN = {
+    "cut off": (wire(b'{"choices"', "200 OK", "Content-Length: 999"), "gives no whole answer of HTTP"),
+    "cut off within a chunk": (
+        wire(b"40\r\n{", "200 OK", "Transfer-Encoding: chunked"),
+        "gives no whole answer of HTTP",
+    ),
+    "no HTTP": (b"SSH-2.0-OpenSSH_9.6\r\n", "gives no whole answer of HTTP"),
+    "nothing": (b"", "gives no whole answer of HTTP"),
+    "no text": (wire(b'"\xff\xfe"'), "answers no JSON"),
+    "a page": (wire(b"<html>"), "answers no JSON"),
+    "deep": (wire(b"[" * 100_000), "answers no JSON"),
+    "a long number": (wire(b'{"choices": ' + b"9" * 5000 + b"}"), "answers no JSON"),
+    "a list": (wire(b"[]"), "answered without one choice"),
+    "two choices": (wire(b'{"choices": [{}, {}]}'), "answered without one choice"),
+    "an error in a good answer": (wire(b'{"error": {"message": "no such model"}}'), "no such model"),
+    "logprobs a list": (wire(b'{"choices": [{"logprobs": [1]}]}'), "returns no token ids"),
+    "null as an id": (wire(b'{"choices": [{"token_ids": [null]}]}'), "no list of ids"),
+    "NaN as an id": (wire(b'{"choices": [{"token_ids": [NaN]}]}'), "no list of ids"),
+    "a fraction as an id": (wire(b'{"choices": [{"token_ids": [1.7]}]}'), "no list of ids"),
+    "an id beyond the vocabulary": (
+        wire(b'{"choices": [{"token_ids": [23]}]}'),
+        "token id 23 is outside the vocabulary of 23",
+    ),
+    "a negative id": (wire(b'{"choices": [{"token_ids": [-1]}]}'), "token id -1 is outside"),
+    "more than the window": (
+        wire(json.dumps({"choices": [{"token_ids": [5] * 64}]}).encode()),
+        "the model's window is 64",
+    ),
+    "no ids": (wire(b'{"choices": [{"token_ids": []}]}'), "look at the server's log"),
+    "a refusal that is cut off": (wire(b"no", "404 No", "Content-Length: 99"), "refuses (404"),
+    "a redirect to nowhere": (wire(b"", "302 Found", "Location: ://"), ""),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_answer_is_one_line(
+    kind: str, model: Path, here: Path, serve: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer, message = BROKEN[kind]
+    line = fail(capsys, "audit", str(model), "--url", serve(lambda payload: answer), *PROMPTS)
+    assert "--url: http://127.0.0.1" in line
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://local host:1/v1",
+        "http://[::1/v1",
+        "http://127.0.0.1:abc",
+        "http://x/ü",
+        "http:///v1",
+        "file:///",
+    ],
+)
+def test_an_address_that_is_none_is_one_line(
+    url: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "cannot be reached" in fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
+
+
+BUSY = wire(b"later", "503 Busy", "Retry-After: 0", "Content-Length: 5")
+LATER = "Thu, 01 Jan 1970 00:00:00 GMT"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        BUSY,
+        wire(b"", "429 Too Many", f"Retry-After: {LATER}", "Content-Length: 0"),
+        wire(b"", "504 Late"),
+        wire(b'{"choices"', "200 OK", "Content-Length: 999"),
+        b"",
+    ],
+)
+def test_a_server_that_is_busy_for_a_moment_is_asked_again(
+    failure: bytes,
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every third request fails, but the first, by which the server is known."""
+    monkeypatch.setattr(asked, "_WAITS", (0.0,) * 6)
+    good, count = sampler(model, "token_ids"), itertools.count()
+    url = serve(lambda payload: failure if next(count) % 3 == 1 else good(payload))
+    code, summary, output = run(capsys, str(model), "--url", url, *ARGUMENTS)
+    assert (code, summary["lossless"]) == (3, None)
+    assert "50 responses" in output
+    assert "missing" not in output
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, 3), (0.5, 1)])
+def test_answers_that_came_before_a_server_went_away_are_judged_and_the_others_counted(
+    temperature: float,
+    expected: int,
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asked, "_WAITS", (0.0,) * 2)
+    good, count = sampler(model, "token_ids", temperature), itertools.count()
+    url = serve(lambda payload: good(payload) if next(count) <= 45 else BUSY)
+    words = [*ARGUMENTS, "--max-batch-size", "1", "--few-tokens-pass", "--out", "report.json"]
+    code = cli.main(["audit", str(model), "--url", url, *words])
+    captured = capsys.readouterr()
+    assert code == expected
+    assert "tlt: 5 of 50 responses are missing, the others are judged: " in captured.err
+    assert "is busy (503: later)" in captured.err
+    assert json.loads((here / "report.json").read_text())["modes"][0]["num_missing"] == 5
+    assert ("5 responses are missing" in captured.out) == (expected == 3)
+
+
+def test_a_server_that_stays_busy_is_one_line(
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asked, "_WAITS", (0.0,) * 2)
+    line = fail(capsys, "audit", str(model), "--url", serve(lambda payload: BUSY), *PROMPTS)
+    assert "is busy (503: later); look at its log" in line
+
+
+def test_a_server_that_breaks_off_while_it_is_identified_has_no_known_fault() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(wire(b"{", "200 OK", "Content-Length: 99"))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert identify(f"http://127.0.0.1:{listener.getsockname()[1]}/v1") is None
+        thread.join()
+
+
+def test_a_fault_of_the_audit_itself_is_not_the_code_of_a_verdict(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.apps.audit.verdict.Auditor.judge", Mock(side_effect=ZeroDivisionError("a bug")))
+    assert cli.main(["audit", str(model), "--prompts", "prompts.jsonl", "--max-tokens", "2"]) == 70
+    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_is_quoted(
+    model: Path, here: Path, serve: Callable[[Answer], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = serve(lambda payload: {"error": "no such path"}) + "/v2"
+    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
+    assert "refuses (404" in line
+    assert "no such path" in line
+
+
+KEY = "a key of the server's"
+
+
+def test_an_api_key_is_read_from_the_variable_that_is_named_and_written_nowhere(
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = serve(sampler(model, "token_ids", 1.0), key=KEY)
+    monkeypatch.setenv("OF_THE_SERVER", f"{KEY}\n")
+    words = [
+        "--samples",
+        "2",
+        "--max-tokens",
+        "4",
+        "--api-key-variable",
+        "OF_THE_SERVER",
+        "--out",
+        "report.json",
+    ]
+    code, _, said = run(capsys, str(model), "--url", url, *PROMPTS, *words)
+    assert code == 3
+    assert KEY not in said + (here / "report.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [],
+            "not authorized by None\"}); export its API key, and give --api-key-variable the variable's name",
+        ),
+        (
+            ["--api-key-variable", "WRONG"],
+            'not authorized by Bearer ***"}); correct the key that --api-key-variable names',
+        ),
+        (["--api-key-variable", "NOT_SET"], "NOT_SET is not set, or is empty; export the server's API key"),
+    ],
+)
+def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_model(
+    words: list[str],
+    message: str,
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = serve(sampler(model, "token_ids", 1.0), key=KEY)
+    monkeypatch.setenv("WRONG", "another key")
+    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS, *words)
+    assert message in line
+    assert "another key" not in line

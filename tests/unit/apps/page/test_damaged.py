@@ -1,0 +1,74 @@
+"""A run with a damaged file is a page or a status, or one line, never a traceback. A small part of what
+tests/integration/proofs/test_damaged_runs.py tries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.apps.page.damage import (
+    Damage,
+    damage,
+    damages,
+    make_sound,
+    sample,
+    show_page,
+    show_status,
+    surprises,
+)
+from tests.unit.apps.page.synthetic import evaluation
+from tlt.base.io.files import write_jsonl
+from tlt.base.types import UserError
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sound(tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_the_status_of_a_damaged_run_is_shown_or_one_line(sound: Path) -> None:
+    assert surprises(sound, sample(sound, 120, seed=0), show_status) == []
+
+
+def test_the_page_of_a_damaged_run_is_made_or_one_line(sound: Path) -> None:
+    assert surprises(sound, sample(sound, 5, seed=0), show_page) == []
+
+
+KNOWN: list[Damage] = [
+    ("config.json", ("rewards",), '{"functions": 7}'),
+    ("responses/rollout-00000001.jsonl", ("token_ids", 0), "1" + "0" * 20),
+    ("responses/rollout-00000001.jsonl", ("prompt_ids", 0), "-5"),
+    ("responses/rollout-00000001.jsonl", ("reward",), "1e400"),
+    ("metrics.jsonl", ("step",), "1" + "0" * 30),
+    ("metrics.jsonl", ("finished_at",), "1e300"),
+    ("evaluations.jsonl", ("by_problem",), "{}"),
+]
+
+
+@pytest.mark.parametrize("one", KNOWN, ids=lambda one: f"{one[0]} {one[1][0]}")
+def test_what_once_was_a_traceback_is_none(sound: Path, one: Damage) -> None:
+    assert surprises(sound, [one], show_page) == []
+
+
+@pytest.mark.parametrize("odd", ["1e400", "-3", "true", '"7"', "null", "[7]"])
+def test_a_number_of_steps_that_is_none_is_one_line_of_the_status(
+    sound: Path, odd: str, tmp_path: Path
+) -> None:
+    folder = make_sound(tmp_path / "run")
+    damage(folder, "config.json", ("run", "num_steps"), odd)
+    with pytest.raises(UserError, match=r"config.json: cannot be read .*bring the run's file back"):
+        show_status(folder)
+
+
+def test_evaluations_without_a_problem_are_shown(tmp_path: Path) -> None:
+    folder = make_sound(tmp_path / "run")
+    write_jsonl(folder / "evaluations.jsonl", [evaluation(step, 0.5, {}) for step in (0, 1)])
+    show_status(folder)
+    show_page(folder)
+
+
+def test_the_damages_are_thousands(sound: Path) -> None:
+    assert len(damages(sound)) > 2000
+    assert json.loads((sound / "config.json").read_text())["run"]

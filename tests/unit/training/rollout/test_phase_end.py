@@ -1,0 +1,108 @@
+"""After a rollout phase: what stays to train on, and what memory is given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.training.rollout.phase_parts import (
+    PARAMS,
+    Scorers,
+    make_engine,
+    make_model,
+    make_phase,
+    make_problems,
+    make_queues,
+    make_training,
+)
+from tlt.base.types import ResponseId, Reward, Rollout
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.training.rollout.phase import StopRequested
+
+
+def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on() -> None:
+    engine, learned = make_engine()
+    trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
+    carried = [Rollout("before", 0, (3, 4), (5, 6, 7), (0.0,) * 3, "stop", 0)]
+    spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48)
+    spot.end_step(carried, 1.0)
+    started = [t.token_ids for t in spot.buffer.trajectories]
+    (queue,) = make_queues(1)
+    phase = make_phase(engine, queue)
+    phase.should_stop = lambda: len(spot.buffer) > 3
+    with pytest.raises(StopRequested):
+        phase.run(
+            make_problems(6),
+            2,
+            PARAMS,
+            "rollout",
+            0,
+            make_training(spot, learned, engine.model),
+        )
+    assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
+    assert spot.counters()["trajectories"] == [[[3, 4, 5, 6, 7], 2]]
+
+
+def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:
+    def rollout(name: str, length: int) -> Rollout:
+        return Rollout(name, 0, (3, 4), (5,) * length, (0.0,) * length, "stop", 0)
+
+    buffer = TrajectoryBuffer(8 * 20)
+    buffer.carry_over([rollout("before", 10)], 1)
+    buffer.add(rollout("new", 17))
+    assert [len(t.token_ids) for t in buffer.trajectories] == [19]
+    buffer.abandon()
+    assert [len(t.token_ids) for t in buffer.trajectories] == [12]
+
+
+def test_scores_are_waited_for_less_long_than_other_ranks_wait_for_this_one() -> None:
+    patience: list[float] = []
+
+    class Patient(Scorers):
+        def drain(self, patience_seconds: float) -> dict[ResponseId, Reward]:
+            patience.append(patience_seconds)
+            return super().drain(patience_seconds)
+
+    engine, _ = make_engine()
+    phase = make_phase(engine, make_queues(1)[0], Patient())
+    phase.world = replace(phase.world, timeout_seconds=200.0)
+    phase.run(make_problems(2), 2, PARAMS, "rollout", 0)
+    assert patience == [0.9 * 200.0]
+
+
+def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> None:
+    engine, learned = make_engine()
+    (queue,) = make_queues(1)
+    make_phase(engine, queue).run(make_problems(6), 2, PARAMS, "rollout", 0)
+    assert engine.stats.num_tokens > 0
+    caches = (
+        engine.cache.groups,
+        learned.memory.cache.groups,
+        engine.cache.layers,
+        learned.memory.cache.layers,
+    )
+    assert caches == ([], [], [], [])
+    assert learned.memory.history.ring_SCF.nbytes == 0
+
+
+def test_features_are_read_out_only_where_they_are_trained_on() -> None:
+    reads = []
+    for is_trained in (True, False):
+        engine, learned = make_engine()
+        read = learned.memory.history.read
+        num_reads: list[int] = []
+        learned.memory.history.read = lambda s, f, t, read=read, n=num_reads: (
+            (f == [0] and n.append(1)) or read(s, f, t)
+        )
+        trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
+        spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48)
+        (queue,) = make_queues(1)
+        drafter = make_training(spot, learned, engine.model)
+        drafter.spot = spot if is_trained else None
+        make_phase(engine, queue).run(make_problems(2), 1, PARAMS, "rollout", 0, drafter)
+        reads.append(len(num_reads))
+    assert reads[0] >= reads[1] + 2

@@ -1,0 +1,119 @@
+"""What idle work costs those at work beside it: planted costs are found again, and none are found where
+there are none."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tlt.base.records import IdleStretch, IdleUse, TimedStep
+from tlt.training.rollout.slowdown import Slowdown, SlowdownSums, add_up, sums_of
+
+COSTS = {IdleUse.AHEAD: 0.12, IdleUse.TRAIN: 0.3, IdleUse.REST: 0.0}
+SIZES = {1: 0.004, 2: 0.005, 4: 0.007}
+
+
+def windows(order: str, seconds: float = 0.2) -> list[IdleStretch]:
+    """Stretches one after the other; a letter each: a(head), t(rain), r(est)."""
+    uses = {use.value[0]: use for use in IdleUse}
+    return [IdleStretch(uses[letter], i * seconds, (i + 1) * seconds) for i, letter in enumerate(order)]
+
+
+def steps_beside(
+    stretches: list[IdleStretch], costs: dict[IdleUse, float], seed: int = 0
+) -> Iterator[TimedStep]:
+    """Engine steps of one rank, each as much slower as the stretch is that it begins in; batches shrink,
+    as they do."""
+    rng, now, end = random.Random(seed), 0.0, stretches[-1].end
+    while now < end:
+        num_running = 4 if now < end / 3 else 2 if now < 2 * end / 3 else 1
+        strategy, factor = rng.choice([("off", 1.0), ("learned:4x1x4", 1.6)])
+        use = next(s.use for s in stretches if s.start <= now < s.end)
+        seconds = SIZES[num_running] * factor * math.exp(costs[use] + rng.gauss(0, 0.2))
+        yield TimedStep(strategy, num_running, now, now + seconds)
+        now += seconds
+
+
+@pytest.mark.parametrize("use", [IdleUse.AHEAD, IdleUse.TRAIN])
+def test_a_planted_cost_is_found_within_its_stated_deviation(use: IdleUse) -> None:
+    stretches = windows("arttrraatraatr" * 8)
+    slowdown = Slowdown()
+    slowdown.observe(sums_of([*steps_beside(stretches, COSTS)], [stretches]))
+    found = slowdown.costs()[use]
+    assert found.deviation < 0.02
+    assert (
+        abs(found.mean - COSTS[use]) < 4 * found.deviation
+    )  # fails by chance once in 16,000 seeds; this seed is fixed
+
+
+def test_deviations_are_those_of_repeated_measurements() -> None:
+    stretches = windows("atrrtaar" * 2)
+    errors = []
+    for seed in range(40):
+        slowdown = Slowdown()
+        slowdown.observe(sums_of([*steps_beside(stretches, COSTS, seed)], [stretches]))
+        found = slowdown.costs()[IdleUse.TRAIN]
+        errors.append((found.mean - COSTS[IdleUse.TRAIN]) / found.deviation)
+    assert 0.6 < float(np.std(errors)) < 1.5
+
+
+def test_work_that_lies_where_batches_are_small_is_not_taken_for_fast() -> None:
+    """Nothing costs anything; but the neighbour works mostly at the end, when the batch has shrunk and
+    steps are short."""
+    stretches = windows("rrrrrrat" * 3 + "rat" * 8 + "tatatatr" * 3)
+    slowdown = Slowdown()
+    slowdown.observe(sums_of([*steps_beside(stretches, dict.fromkeys(IdleUse, 0.0))], [stretches]))
+    for cost in slowdown.costs().values():
+        assert abs(cost.mean) < 4 * cost.deviation
+
+
+def test_steps_beside_two_neighbours_count_both() -> None:
+    first, second = windows("arar" * 12), windows("aarr" * 12)
+    both = {
+        start: [*(s.use for s in first if s.start == start), *(s.use for s in second if s.start == start)]
+        for start in (s.start for s in first)
+    }
+    rng, now, steps = random.Random(1), 0.0, []
+    while now < first[-1].end:
+        uses = both[max(start for start in both if start <= now)]
+        seconds = 0.005 * math.exp(sum(COSTS[use] for use in uses) + rng.gauss(0, 0.1))
+        steps.append(TimedStep("off", 2, now, now + seconds))
+        now += seconds
+    slowdown = Slowdown()
+    slowdown.observe(sums_of(steps, [first, second]))
+    assert slowdown.costs()[IdleUse.AHEAD].mean == pytest.approx(COSTS[IdleUse.AHEAD], abs=0.03)
+
+
+def test_steps_beside_a_neighbour_that_decodes_do_not_count() -> None:
+    idle = windows("atr" * 10)
+    late = [TimedStep("off", 1, idle[-1].end + 0.01 * i, idle[-1].end + 0.01 * (i + 1)) for i in range(50)]
+    assert sums_of(late, [idle]).num_steps == 0
+    assert sums_of([], [idle]).num_steps == sums_of(late, []).num_steps == 0
+    halfway = [TimedStep("off", 1, idle[-1].end - 0.005, idle[-1].end + 0.005)] * 3
+    assert sums_of(halfway, [idle]).num_steps == 0
+
+
+def test_sums_of_ranks_add_up_and_survive_a_restart() -> None:
+    stretches = windows("atr" * 20)
+    parts = [sums_of([*steps_beside(stretches, COSTS, seed)], [stretches]) for seed in range(3)]
+    slowdown, again = Slowdown(), Slowdown()
+    slowdown.observe(add_up(parts))
+    assert slowdown.sums.num_steps == sum(part.num_steps for part in parts)
+    again.restore(json.loads(json.dumps(slowdown.counters())))
+    assert again.costs() == slowdown.costs()
+
+
+def test_what_was_measured_long_ago_fades() -> None:
+    slowdown = Slowdown()
+    old, new = windows("tr" * 60), windows("tr" * 60)
+    slowdown.observe(sums_of([*steps_beside(old, COSTS)], [old]))
+    free = dict.fromkeys(IdleUse, 0.0)
+    for seed in range(2):
+        slowdown.observe(sums_of([*steps_beside(new, free, seed)], [new]))
+    assert slowdown.costs()[IdleUse.TRAIN].mean < 0.06, "as one of three phases it would be a third of 0.3"
+    assert isinstance(slowdown.sums, SlowdownSums)

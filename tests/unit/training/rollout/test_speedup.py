@@ -1,0 +1,109 @@
+"""The measured speedup: the same responses with and without drafts, and an engine that remembers nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.unit.training.rollout.phase_parts import PARAMS, TREES, make_engine, make_problems
+from tlt.base.records import NAN, SpeedupPair
+from tlt.base.types import Request
+from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.drafting.retrieval.ngram import NgramDrafter
+from tlt.engine.own.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
+from tlt.speculation.tuner.cost_model import CostModel
+from tlt.speculation.tuner.protocol import StepOutcome
+from tlt.speculation.tuner.tuner import default_arms
+from tlt.training.rollout.speedup import MAX_SHARE, affordable_tokens, measure_pair, pair_requests
+
+REQUESTS = pair_requests(make_problems(3), PARAMS, 5, 4, 20)
+OWN = [Request(problem.problem_id, 0, problem.prompt_ids, PARAMS) for problem in make_problems(3)]
+
+
+def adaptive_engine() -> RolloutEngine:
+    engine, learned = make_engine()
+    engine.load_drafter(HybridDrafter(learned, NgramDrafter(4)))
+    engine.tuner = CostModel(default_arms(("hybrid", "learned", "ngram")))
+    return engine
+
+
+def ticking(*moments: float) -> Callable[[], float]:
+    left: Iterator[float] = iter(moments)
+    return lambda: next(left)
+
+
+def test_the_speedup_is_that_of_the_engine_steps_and_the_tokens_are_the_same_in_either_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EngineStats, "seconds", property(lambda stats: float(stats.num_steps)))
+    engine, num_steps = make_engine()[0], {}
+    for drafts in (True, False):
+        with engine.aside(drafts) as stats:
+            num_tokens = sum(len(one.token_ids) for one in engine.generate(REQUESTS))
+            num_steps[drafts] = stats.num_steps
+    assert num_steps[True] < num_steps[False]
+    expected = SpeedupPair(pytest.approx(num_steps[False] / num_steps[True]), 4, num_tokens, 0, 14)
+    for drafts_first in (True, False):
+        assert measure_pair(engine, REQUESTS, drafts_first, ticking(0, 14)) == expected
+
+
+def test_what_is_measured_leaves_no_trace() -> None:
+    engine, other = adaptive_engine(), adaptive_engine()
+    for one in (engine, other):
+        list(one.generate(OWN))
+    drafting = engine.drafter.counters()
+    learned = drafting["learned"], drafting["learned_accepted"]
+    assert engine.tuner is not None
+    tuned, steps, drafter = json.dumps(engine.tuner.counters()), engine.stats.num_steps, engine.drafter
+    lengths = vars(engine.lengths).copy()
+    pair = measure_pair(engine, REQUESTS, True, ticking(0, 1))
+    assert pair.num_different == 0
+    assert json.dumps(engine.tuner.counters()) == tuned
+    assert (engine.stats.num_steps, vars(engine.lengths), engine.drafter) == (steps, lengths, drafter)
+    after = engine.drafter.counters()
+    assert (after["learned"], after["learned_accepted"]) == learned
+    assert engine.memory.drafter is engine.drafter
+    tokens = [{r.problem_id: r.token_ids for r in one.generate(OWN)} for one in (engine, other)]
+    assert tokens[0] == tokens[1]
+
+
+def test_an_interrupted_measurement_leaves_the_engine_as_it_was() -> None:
+    engine = adaptive_engine()
+    drafter, tuner = engine.drafter, engine.tuner
+
+    def interrupt() -> None:
+        with engine.aside(drafts=False):
+            engine.add(REQUESTS)
+            engine.step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert engine.is_idle
+    assert (engine.drafter, engine.tuner) == (drafter, tuner)
+
+
+def test_requests_have_noise_of_their_own_and_go_round_the_problems_step_by_step() -> None:
+    first, second = (pair_requests(make_problems(5), PARAMS, step, 3, 16) for step in (0, 1))
+    assert [one.problem_id for one in (*first, *second)] == ["p0", "p1", "p2", "p3", "p4", "p0"]
+    assert {one.params.max_tokens for one in first} == {16}
+    many = pair_requests(make_problems(2), PARAMS, 0, 8, 10**6)
+    assert len({one.noise_key for one in many}) == 8
+    assert not {one.noise_key for one in many} & {one.noise_key for one in OWN}
+    assert many[0].params.max_tokens == PARAMS.max_tokens
+
+
+def test_a_hundredth_of_the_seconds_is_spent_at_most() -> None:
+    """A response gains 4 tokens in 0.02 s, and without drafts as many in the speedup times that, at most 4."""
+    stats = EngineStats()
+    for _ in range(10):
+        stats.record_step(str(TREES), StepOutcome(8, (3, 3), (6, 6), 0.02), 2)
+    for _ in range(20):
+        stats.record_verifications((6,), (3,), (4,), 3)
+    for before, speedup in ((NAN, 4), (1.5, 1.5)):
+        num = affordable_tokens(stats, 100.0, before)
+        assert num / 4 * 0.02 * (1 + speedup) == pytest.approx(MAX_SHARE * 100.0, abs=0.03)
+    assert affordable_tokens(EngineStats(), 100.0, NAN) == 0, "the leader had nothing to do"

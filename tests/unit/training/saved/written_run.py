@@ -1,0 +1,22 @@
+"""A run's folder for tests, written without a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.unit.training.report.records import record
+from tlt.base.config.load import load_config
+
+
+def write_run(folder: Path, num_steps: int, done: int, checkpoint: int | None = None) -> Path:
+    folder.mkdir()
+    config = load_config("countdown", {"run.out_dir": str(folder), "run.num_steps": num_steps})
+    (folder / "config.json").write_text(config.to_json())
+    lines = [record(step, step_seconds=60.0).to_json() for step in range(1, done + 1)]
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    (folder / "evaluations.jsonl").write_text(json.dumps({"step": 0, "solve_rate": 0.25}) + "\n")
+    if checkpoint is not None:
+        (folder / f"checkpoints/step-{checkpoint:08d}").mkdir(parents=True)
+        (folder / f"checkpoints/step-{checkpoint:08d}.newer").mkdir()
+    return folder

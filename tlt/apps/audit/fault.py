@@ -1,0 +1,46 @@
+"""A fault planted in an engine on purpose, for the audit to find."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from torch import Tensor
+
+from tlt.base.types import DraftTree, Verdict
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.verify import Noise, verify
+
+
+class PlantedFault:
+    """A replacement of an engine's `verify` that accepts a rejected draft with `probability`.
+
+    The walk down the tree then goes on from that draft, as in an engine with this fault.
+    """
+
+    def __init__(self, probability: float, seed: int = 0) -> None:
+        self.probability, self.random = probability, random.Random(seed)
+        self.num_planted = 0
+
+    def __call__(
+        self, tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams
+    ) -> list[Verdict]:
+        tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
+        verdicts = verify(tree, logits_BNV, noise, params)
+        logits_BNV = logits_BNV.clone()
+        decided: set[tuple[int, int]] = set()
+        while True:
+            before = self.num_planted
+            for row, verdict in enumerate(verdicts):
+                node = verdict.path[-1]
+                children = [child for child in range(1, tree.num_nodes) if parents[row][child] == node]
+                if not children or (row, node) in decided:
+                    continue
+                decided.add((row, node))
+                if self.random.random() < self.probability:
+                    logits_BNV[row, node] = -math.inf
+                    logits_BNV[row, node, tokens[row][children[0]]] = 0.0
+                    self.num_planted += 1
+            if self.num_planted == before:
+                return verdicts
+            verdicts = verify(tree, logits_BNV, noise, params)

@@ -1,0 +1,276 @@
+"""Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids.
+
+Prompts go out as token ids. Token ids come back in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2), or
+as tokens written "token_id:17" among the log-probabilities (`return_tokens_as_token_ids`, older vLLM). Text
+is never used: encoding it again need not give the sampled tokens.
+
+    answer        token ids of the model ─▶ a response     anything else ─▶ UserError
+    busy or gone  asked again, after Retry-After or 1, 2, 4 … seconds; at last the answers that came are kept
+"""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import json
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tlt.base.io.files import parse_json
+from tlt.base.io.text import one_line
+from tlt.base.kinds import shorten
+from tlt.base.types import FinishReason, Request, Rollout, UserError
+
+_FORMS: tuple[dict[str, Any], ...] = (
+    {"return_token_ids": True},
+    {"return_tokens_as_token_ids": True, "logprobs": 1},
+)
+_TIMEOUT_SECONDS = 600
+_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses of a server that may answer later."""
+_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds before a request is sent again, where the server names none."""
+_LONGEST_WAIT = 120.0
+_SUCH_AS = "give an OpenAI-compatible server such as http://host:8000/v1"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    url: str
+    model: str
+    """The name by which it serves the model."""
+    vocab_size: int
+    window: int
+    """The longest sequence of the model."""
+    api_key: str | None = field(default=None, repr=False)
+    """None: it asks for none."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The responses that a server gave, in the order of the requests."""
+
+    rollouts: tuple[Rollout, ...]
+    num_missing: int = 0
+    """Requests that it did not answer."""
+    why: str = ""
+    """Why it did not answer them."""
+
+
+class Unavailable(UserError):
+    """The server gave no answer. is_busy: by its own word; seconds: for which it asks to wait; None: it does
+    not say."""
+
+    def __init__(self, message: str, is_busy: bool = False, seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.is_busy, self.seconds = is_busy, seconds
+
+
+def read_api_key(variable: str) -> str:
+    """Returns the key in an environment variable. Raises UserError where there is none."""
+    if not (key := os.environ.get(variable, "").strip()):
+        raise UserError(
+            f"--api-key-variable: {variable} is not set, or is empty; export the server's API key by that "
+            "name"
+        )
+    return key
+
+
+def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 32) -> Answers:
+    """Asks for one response per request; every request has a seed of its own.
+
+    Raises UserError for an answer that is no response, and for a server that answers no request.
+    """
+    form = _find_form(server, requests[0])
+    gives_up = threading.Event()
+
+    def answer(request: Request) -> Rollout | Unavailable:
+        try:
+            return _complete_one(server, request, form, gives_up)
+        except Unavailable as error:
+            gives_up.set()
+            return error
+        except UserError:
+            gives_up.set()
+            raise
+
+    with ThreadPoolExecutor(num_parallel) as pool:
+        found = list(pool.map(answer, requests))
+    missing = [one for one in found if isinstance(one, Unavailable)]
+    rollouts = tuple(one for one in found if isinstance(one, Rollout))
+    if not rollouts:
+        raise missing[0]
+    return Answers(rollouts, len(missing), str(missing[0]) if missing else "")
+
+
+def _find_form(server: Endpoint, request: Request) -> dict[str, Any]:
+    """Asks for one token to find the options by which this server returns token ids."""
+    for form in _FORMS:
+        if read_token_ids(_ask(server, request, form, 1, None), server.url) is not None:
+            return form
+    raise UserError(
+        f"--url: {server.url} returns no token ids (neither return_token_ids nor return_tokens_as_token_ids);"
+        " use a server that does, or write its responses to a file for --responses"
+    )
+
+
+def _complete_one(
+    server: Endpoint, request: Request, form: dict[str, Any], gives_up: threading.Event
+) -> Rollout:
+    choice = _ask(server, request, form, request.params.max_tokens, gives_up)
+    place = f"--url: {server.url}: problem {request.problem_id!r}"
+    token_ids = tuple(read_token_ids(choice, server.url) or ())
+    if not token_ids:
+        raise UserError(f"{place}: no token ids were returned; look at the server's log")
+    if (length := len(request.prompt_ids) + len(token_ids)) > server.window:
+        raise UserError(
+            f"{place}: {length} tokens with the prompt, and the model's window is {server.window}; "
+            "serve the model that is audited"
+        )
+    if (bad := next((token for token in token_ids if not 0 <= token < server.vocab_size), None)) is not None:
+        raise UserError(
+            f"{place}: token id {shorten(bad)} is outside the vocabulary of {server.vocab_size}; serve the "
+            "model that is audited"
+        )
+    finish_reason: FinishReason = "stop" if choice.get("finish_reason") == "stop" else "length"
+    return Rollout(
+        request.problem_id,
+        request.sample_index,
+        request.prompt_ids,
+        token_ids,
+        (),
+        finish_reason,
+        policy_version=0,
+    )
+
+
+def read_token_ids(choice: dict[str, Any], url: str) -> list[int] | None:
+    """Returns the sampled ids of one choice, in either form; None where it has none. Raises UserError for
+    other values than whole numbers."""
+    if (ids := choice.get("token_ids")) is not None:
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise UserError(f"--url: {url} answers token_ids {shorten(ids)}, no list of ids; {_SUCH_AS}")
+        return ids
+    logprobs = choice.get("logprobs")
+    tokens = logprobs.get("tokens") if isinstance(logprobs, dict) else None
+    if isinstance(tokens, list):
+        found = [re.fullmatch(r"token_id:([0-9]{1,9})", str(token)) for token in tokens]
+        return [int(match[1]) for match in found if match] if all(found) else None
+    return None
+
+
+def _ask(
+    server: Endpoint,
+    request: Request,
+    form: dict[str, Any],
+    max_tokens: int,
+    gives_up: threading.Event | None,
+) -> dict[str, Any]:
+    """Leaves out options that are off: not every server knows them."""
+    params = request.params
+    optional = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
+    payload = {
+        "model": server.model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": max_tokens,
+        "temperature": params.temperature,
+        "seed": request.noise_key[0] >> 1,  # a hash of seed, problem and sample, below 2³¹
+        **({"stop_token_ids": list(params.stop_ids)} if params.stop_ids else {}),
+        **{name: value for name, (value, off) in optional.items() if value != off},
+        **form,
+    }
+    match _post_patiently(server, payload, gives_up):
+        case {"choices": [dict() as choice]}:
+            return choice
+        case {"error": error}:
+            said = " ".join(json.dumps(error).split())[:200]
+            raise UserError(_hidden(server, f"answers with an error ({said}); look at its log"))
+    raise UserError(f"--url: {server.url} answered without one choice; {_SUCH_AS}")
+
+
+def _post_patiently(server: Endpoint, payload: dict[str, Any], gives_up: threading.Event | None) -> Any:
+    """Returns the answer, where need be at a later try. Raises Unavailable once another request has given the
+    server up, or after the last try. gives_up: None: the server has not answered yet, so that a fault of
+    the connection is one of the address."""
+    pause = gives_up or threading.Event()
+    last = Unavailable(f"--url: {server.url} was not asked")
+    for wait in (*_WAITS, 0.0):
+        if pause.is_set():
+            break
+        try:
+            return _post(server, payload)
+        except Unavailable as error:
+            last = error
+            if gives_up is None and not error.is_busy:
+                break
+            pause.wait(wait if error.seconds is None else min(error.seconds, _LONGEST_WAIT))
+    raise last
+
+
+def _post(server: Endpoint, payload: dict[str, Any]) -> Any:
+    url, key = server.url, server.api_key
+    address, body = f"{url.rstrip('/')}/completions", json.dumps(payload).encode()
+    try:
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        if key is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {key}")  # a redirect does not get it
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+            read = answer.read()
+    except urllib.error.HTTPError as error:
+        raise _refusal(server, error) from None
+    except (http.client.IncompleteRead, http.client.BadStatusLine) as error:
+        why = f"gives no whole answer of HTTP ({one_line(error, 80)}); look at its log"
+        raise Unavailable(_hidden(server, why)) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:  # no server, host or valid address
+        why = f"cannot be reached ({error}); start the server or correct the address"
+        raise Unavailable(_hidden(server, why)) from None
+    try:
+        return parse_json(read.decode())
+    except ValueError as error:
+        raise Unavailable(_hidden(server, f"answers no JSON ({one_line(error, 80)}); {_SUCH_AS}")) from None
+
+
+def _refusal(server: Endpoint, error: urllib.error.HTTPError) -> UserError:
+    with error:
+        try:
+            text = error.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            text = ""
+    said = " ".join(text.split())[:200]
+    if error.code in _BUSY:
+        why = f"is busy ({error.code}: {said}); look at its log, or lower --max-batch-size"
+        return Unavailable(_hidden(server, why), True, _seconds(error.headers.get("Retry-After")))
+    return UserError(
+        _hidden(server, f"refuses ({error.code}: {said}); {_remedy(error.code, server.api_key)}")
+    )
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Retry-After is a number or a date; None: neither."""
+    if re.fullmatch("[0-9]{1,9}", text := (retry_after or "").strip()):
+        return float(text)
+    try:
+        return max(email.utils.parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _hidden(server: Endpoint, why: str) -> str:
+    """Leaves out the key, which a server may repeat."""
+    return f"--url: {server.url} {why.replace(server.api_key, '***') if server.api_key else why}"
+
+
+def _remedy(status: int, key: str | None) -> str:
+    if status not in (401, 403):
+        return "correct --engine-model and options"
+    if key is not None:
+        return "correct the key that --api-key-variable names"
+    return "export its API key, and give --api-key-variable the variable's name"

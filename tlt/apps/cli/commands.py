@@ -1,0 +1,123 @@
+"""All commands by their names: their options and what runs them; and the overview that lists them."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tlt.apps.cli import (
+    audit,
+    bench,
+    completion,
+    doctor,
+    drafter,
+    drafter_eval,
+    generate,
+    hub,
+    init,
+    own,
+    plan,
+    report,
+    serve,
+    status,
+    task,
+    train,
+)
+from tlt.apps.cli.options import Options
+from tlt.apps.cli.summary import Ended, Summarize
+from tlt.base.config.mistakes import find_nearest
+from tlt.base.io.files import Record
+from tlt.base.types import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `tlt`."""
+
+    options: type[Options]
+    run: Callable[[Any], int | Record | Ended]
+    """Takes the options; returns the exit code, or a record to print."""
+    summarize: Summarize | None = None
+    """Returns the record for people; None: the command prints text alone, and has no record."""
+    lists_keys: bool = False
+    """Whether its help explains every key of the configuration, too."""
+
+    @property
+    def purpose(self) -> str:
+        return (self.options.__doc__ or "").splitlines()[0]
+
+    @property
+    def has_record(self) -> bool:
+        """Whether it takes --json."""
+        return self.summarize is not None
+
+    def split_json(self, words: Sequence[str]) -> tuple[list[str], bool]:
+        """Returns a command's words without --json, and whether that was among them."""
+        others = [word for word in words if word != "--json" or not self.has_record]
+        return others, len(others) < len(words)
+
+
+def complete(options: completion.Completion) -> int:
+    known = {name: completion.typed(one.options, one.has_record) for name, one in COMMANDS.items()}
+    print(completion.script(options.shell, known), end="")
+    return 0
+
+
+COMMANDS = {
+    "init": Command(init.Init, init.run),
+    "init own": Command(own.InitOwn, own.run),
+    "train": Command(train.Train, train.run, lists_keys=True),
+    "doctor": Command(doctor.Doctor, doctor.run, doctor.summarize),
+    "status": Command(status.Status, status.run, status.summarize),
+    "report": Command(report.Report, report.run, report.summarize),
+    "plan memory": Command(plan.PlanMemory, plan.memory, plan.summarize),
+    "generate": Command(generate.Generate, generate.run, generate.summarize),
+    "task": Command(task.WriteProblems, task.write_problems, task.summarize_problems),
+    "score": Command(task.Score, task.score, task.summarize_scores),
+    "audit": Command(audit.Audit, audit.run, audit.summarize),
+    "drafter train": Command(drafter.DrafterTrain, drafter.train, drafter.summarize_training),
+    "drafter export": Command(drafter.DrafterExport, drafter.export, drafter.summarize_export),
+    "drafter eval": Command(drafter_eval.DrafterEval, drafter_eval.evaluate, drafter_eval.summarize),
+    "serve": Command(serve.Serve, serve.run),
+    "hub push": Command(hub.HubPush, hub.run, hub.summarize),
+    "bench": Command(bench.Bench, bench.run, bench.summarize),
+    "completion": Command(completion.Completion, complete),
+}
+FAMILIES = {
+    "drafter": "Train, export and measure the small model that drafts for a large one.",
+    "plan": "Say what a run takes before it begins.",
+    "hub": "Share what a run has made.",
+}
+
+
+def find_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the command's name, of one word or two, and the arguments after it. Raises UserError for an
+    unknown one."""
+    for num_words in (2, 1):
+        name = " ".join(arguments[:num_words])
+        if name in COMMANDS:
+            return name, list(arguments[num_words:])
+    name = " ".join(arguments[: 2 if arguments[0] in FAMILIES else 1])
+    nearest = next((known for known in COMMANDS if known.startswith(name)), find_nearest(name, COMMANDS))
+    remedy = f"did you mean tlt {nearest}?" if nearest else f"commands are {', '.join(COMMANDS)}"
+    raise UserError(f"{name}: unknown command; {remedy}")
+
+
+def overview(family: str = "") -> str:
+    """Returns the help of `tlt`, or of a family such as `tlt drafter`: a line for each command."""
+    prefix = f"{family} " if family else ""
+    listed = {name: command.purpose for name, command in COMMANDS.items() if name.startswith(prefix)}
+    width = max(map(len, listed))
+    columns, indent = shutil.get_terminal_size().columns, " " * (width + 4)
+    lines = "\n".join(
+        textwrap.fill(purpose, columns, initial_indent=f"  {name:<{width}}  ", subsequent_indent=indent)
+        for name, purpose in listed.items()
+    )
+    about = FAMILIES.get(
+        family, "Train reasoning models with RL; speculative decoding speeds the rollout up."
+    )
+    end = "tlt COMMAND --help explains a command; tlt --version prints the version."
+    return f"usage: tlt {family or 'COMMAND'} ...\n\n{about}\n\n{lines}\n\n{end}"

@@ -1,0 +1,72 @@
+"""Options that commands share which read prompts or problems: the rows of the data, and the form of
+prompts."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from tlt.apps.cli.options import JsonObject, JsonTexts, Options, Written
+from tlt.base.config.section import Day
+from tlt.base.io.data import DataSource, read_data
+from tlt.base.kinds import PositiveInt
+
+if TYPE_CHECKING:
+    from tlt.models.hf.prompts import EncodedPrompt
+    from tlt.models.hf.tokenizer import Tokenizer
+
+Data = Annotated[Path | None, Written("DATA")]
+Subset = Annotated[str | None, Written("NAME")]
+Columns = JsonTexts
+
+
+class DataOptions(Options):
+    """The rows of the data:"""
+
+    subset: Subset = None
+    """Configuration of a dataset, such as main."""
+    split: Annotated[str | None, Written("NAME")] = None
+    """Split of a dataset, such as test or 'test[:100]'; by default the only one, else test."""
+    columns: Columns = Field(default_factory=dict)
+    """The data's names of columns by TLT's, such as '{"prompt": "question"}'."""
+
+    def source(self, name: Path, option: str) -> DataSource:
+        return DataSource(name, option, self.subset, self.split, self.columns, usual_split="test")
+
+
+class PromptOptions(DataOptions):
+    """The rows of the prompts, and how a prompt is written:"""
+
+    chat: bool = False
+    """Whether a text prompt goes into the chat template as the user's message; messages always do."""
+    system_prompt: Annotated[str | None, Written("TEXT")] = None
+    """System message to begin every prompt with; a text prompt then becomes the user's message."""
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    """Variables for the chat template, such as '{"enable_thinking": false}'."""
+    date: Annotated[Day | None, Written("DATE")] = None
+    """Date that the chat template writes, where it writes one, such as 2026-11-26; by default today."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Length of the longest prompt, in tokens; longer ones are left out, and counted."""
+
+    def read_prompts(
+        self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
+    ) -> list[EncodedPrompt]:
+        """Reads --prompts as token ids."""
+        from tlt.models.hf.prompts import ChatFormat, describe_prompts, describe_template, encode_prompts
+
+        day = None if self.date is None else datetime.date.fromisoformat(self.date)
+        chat = ChatFormat(self.chat, self.system_prompt, self.chat_template_kwargs, day)
+        records, longest = read_data(self.source(name, "--prompts")), self.max_prompt_tokens
+        rows = [record for _, record in records]
+        for line in describe_template(rows, tokenizer, chat, "--chat true"):
+            print(f"tlt: {line}", file=sys.stderr, flush=True)
+        prompts = encode_prompts(
+            records, tokenizer, chat, vocab_size=vocab_size, window=window, longest=longest
+        )
+        for line in describe_prompts(rows, len(prompts), longest, "--max-prompt-tokens"):
+            print(f"tlt: {line}", file=sys.stderr, flush=True)
+        return prompts

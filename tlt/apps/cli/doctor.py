@@ -1,0 +1,97 @@
+"""`tlt doctor`: this machine, what is missing on it, and what every "auto" means here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tlt.apps.cli.engine import show_busy
+from tlt.apps.cli.options import Options, Switch, Written
+from tlt.apps.cli.summary import Ended, Summary
+from tlt.base.io.extras import PURPOSES
+from tlt.base.io.files import Record
+from tlt.base.io.machine import Facts, Finding, diagnose, read_facts
+from tlt.base.io.network import ask_servers
+
+if TYPE_CHECKING:
+    from tlt.base.config.schema import Config
+
+
+class Doctor(Options):
+    """Look at this machine: what is missing, how to get it, and what "auto" means.
+
+    Exit code 0: TLT works here; 1: something that it needs is broken. Optional packages may be missing.
+    """
+
+    config: Annotated[Path, Written("[CONFIG]", is_alone=True)] = Path("countdown")
+    """TOML configuration, or the name of a recipe, whose "auto" are resolved."""
+    network: Switch = False
+    """Asks whether the Hugging Face hub answers, and the server of the configuration's tracker (wandb,
+    trackio, mlflow); otherwise nothing is sent."""
+
+
+def run(options: Doctor) -> Ended:
+    from tlt.base.config.load import load_config
+
+    config = load_config(options.config)
+    with show_busy("looking at this machine"):
+        facts, found = _look(config)
+        if options.network:
+            found += ask_servers(config.tracking.use)
+    return report(facts, found, str(options.config))
+
+
+def _look(config: Config) -> tuple[Facts, list[Finding]]:
+    try:
+        from tlt.engine.memory import machine_bytes
+        from tlt.training.build.choices_here import resolve_here
+        from tlt.training.build.ranks import num_cores
+    except (ImportError, OSError):  # torch cannot be imported, which the facts say
+        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return (facts := read_facts(os.cpu_count() or 1, num_bytes)), diagnose(facts)
+    facts = read_facts(num_cores(), machine_bytes())
+    found = diagnose(facts)
+    for key, text, is_right in resolve_here(config):
+        found.append(Finding(key, "ok" if is_right else "broken", text))
+    return facts, found
+
+
+def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
+    """Returns the record and the exit code."""
+    machine = {
+        "python": facts.python,
+        "cpu_cores": facts.cpu_cores,
+        "memory_gib": facts.memory_bytes / 2**30,
+        "gpus": [{"name": gpu.name, "memory_gib": gpu.memory_bytes / 2**30} for gpu in facts.gpus],
+        "compilers": dict(facts.compilers),
+    }
+    broken = [one.name for one in found if one.state == "broken"]
+    told = {one.name: {"state": one.state, "text": one.text, "remedy": one.remedy} for one in found}
+    record = {"works": not broken, "broken": broken, "config": config, "machine": machine, "found": told}
+    return Ended(record, int(bool(broken)))
+
+
+def summarize(record: Record) -> Summary:
+    machine, by_state = record["machine"], dict[str, dict[str, str]]()
+    keys: dict[str, str] = {}
+    for name, one in record["found"].items():
+        if "." in name and one["state"] == "ok":
+            keys[name] = one["text"]
+        else:
+            by_state.setdefault(one["state"], {})[name] = f"{one['text']}\n{one['remedy']}".strip()
+    missing, fine = by_state.get("missing", {}), by_state.get("ok", {})
+    headline = "TLT works here" if record["works"] else f"broken: {', '.join(record['broken'])}"
+    headline += f"; optional and missing: {', '.join(missing)}" if missing else ""
+    rows: Record = {"broken": by_state["broken"]} if "broken" in by_state else {}
+    rows["Python"] = machine["python"]
+    rows["CPU"] = f"{machine['cpu_cores']} cores, {machine['memory_gib']:.1f} GiB"
+    shown = ("GPUs", "compilers", *(name for name in fine if name.startswith("network")))
+    rows |= {name: fine.pop(name) for name in shown if name in fine}
+    rows["packages"] = ", ".join(f"{name} {text}" for name, text in fine.items() if name not in PURPOSES)
+    rows["optional"] = ", ".join(name for name in fine if name in PURPOSES) or "none"
+    rows[f"auto, for {record['config']}"] = keys
+    for state, title in (("note", "to note"), ("missing", "missing")):
+        rows |= {title: by_state[state]} if state in by_state else {}
+    return Summary(headline, rows)

@@ -1,0 +1,108 @@
+"""`tlt drafter eval`: measures how often a drafter's guesses are accepted, and the speed gained here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from tlt.apps.cli.drafter import AnswerOptions
+from tlt.apps.cli.engine import show_busy
+from tlt.apps.cli.options import File, Written
+from tlt.apps.cli.summary import Summary, rounded
+from tlt.base.config.drafter import DraftVocabOption
+from tlt.base.io.files import Record, check_output_file, with_folder, write_json
+from tlt.base.io.hub import resolve_model
+from tlt.base.kinds import BatchSize, MaxTokens, NonNegativeInt, Temperature
+from tlt.base.strategy import Strategy
+
+
+class DrafterEval(AnswerOptions):
+    """Measure how often a drafter's guesses are accepted, and where."""
+
+    drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
+    """Drafter of TLT or of another trainer: a folder, or OWNER/NAME on the hub."""
+    model: Annotated[Path, Written("MODEL")]
+    """The model that it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
+    prompts: Annotated[Path, Written("DATA")]
+    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
+    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
+    out: File = None
+    """JSON to write, with the whole result."""
+    depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3
+    """Tokens of the chain that is drafted for each verification; vLLM calls it num_speculative_tokens."""
+    temperature: Temperature = 0.0
+    max_tokens: MaxTokens = 512
+    max_batch_size: BatchSize = 8
+    """Sequences that are decoded at a time."""
+    draft_vocab: DraftVocabOption = "auto"
+    """Tokens that the drafter may propose. A number N: the N most frequent tokens, by the counts in its
+    folder and in what is sampled. full: all tokens. auto: all, or fewer where the drafter's head takes a
+    tenth of a forward or more."""
+    rounds: NonNegativeInt = 2
+    """Times that the responses are generated with and without the drafter, in turns, to compare speeds; 0:
+    the speed is not measured."""
+
+
+def evaluate(options: DrafterEval) -> Record:
+    """Generates responses with chains of guesses, and reports how many of them are accepted
+    (apps/bench/acceptance.py)."""
+    check_output_file(options.out, "--out")
+    folder, drafter_folder = resolve_model(options.model), resolve_model(options.drafter)
+    adapter = options.adapter and resolve_model(options.adapter)
+    with show_busy():
+        import torch
+
+        from tlt.apps.bench.acceptance import Chains, observe, speedup
+        from tlt.drafter.formats.folder import load_drafter
+        from tlt.engine.build.model import load_model
+
+        model = load_model(folder, adapter=adapter)
+    drafter = load_drafter(drafter_folder, model.config, model.tensors)
+    requests = options.requests(options.prompts, model)
+    torch.set_num_threads(options.threads)
+    chains = Chains(model, drafter, options.depth, options.max_batch_size, options.draft_vocab)
+    with show_busy(f"answering {len(requests)} prompts"):
+        acceptance = observe(chains, requests)
+    summary: Record = {
+        "form": drafter.config.method,
+        "depth": options.depth,
+        "temperature": options.temperature,
+        "responses": len(requests),
+        **asdict(acceptance),
+    }
+    if options.rounds:
+        with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
+            ratio, num_different = speedup(chains, requests, options.rounds)
+        about = {"batch_size": options.max_batch_size, "num_different": num_different}
+        summary["speedup"] = asdict(ratio) | about
+    if options.out is not None:
+        write_json(with_folder(options.out), summary)
+    return summary
+
+
+def summarize(record: Record) -> Summary:
+    names = "form", "depth", "temperature", "responses", "num_verifications", "draft_vocab"
+    rows: Record = {name: record[name] for name in names}
+    rows["mean error of confidence"] = record["calibration_error"]
+    rows["all guesses accepted up to this position"] = [
+        {"position": position, "accepted_share": share}
+        for position, share in enumerate(record["by_position"], start=1)
+    ]
+    for key, title in (
+        ("by_entropy", "by the target's entropy, in nats"),
+        ("by_confidence", "by confidence"),
+    ):
+        rows[title] = [
+            {"from": one["low"], "to": one["high"], "mean": one["mean"], "guesses": one["num_guesses"]}
+            | {"accepted_share": one["accepted"]}
+            for one in record[key]
+        ]
+    headline = f"accept length {rounded(record['accept_length'])}"
+    if (speed := record.get("speedup")) is not None:
+        interval = "" if speed["low"] is None else f" ({speed['low']:.2f} to {speed['high']:.2f})"
+        headline += f"; {speed['mean']:.2f}{interval} times as fast as without drafts"
+        rows["batch size of the speed"] = speed["batch_size"]
+    return Summary(headline, rows)

@@ -1,0 +1,219 @@
+"""TRL's GRPOTrainer generates with our engine: `GRPOTrainer(..., rollout_func=TLTRollout(drafter=...))`.
+
+    GRPOTrainer ── prompts of this process, one per completion ──▶ TLTRollout ──▶ LiveRollouts (all processes)
+        ▲                                                             │
+        └── prompt_ids, completion_ids, logprobs, in their order ─────┘
+
+TRL's own model is the target. TRL calls rollout_func experimental, so its version is pinned, and tests check
+what is relied on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from tlt.base.io.extras import how_to_install
+from tlt.base.spans import SpanName
+from tlt.base.types import Purpose, SamplingParams, UserError
+from tlt.training.live import LiveRollouts, LiveSettings
+
+TRL_VERSION = "1.16"
+
+LAW = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+SAMPLING = {**LAW, "max_new_tokens": 0, "do_sample": True}
+"""Settings of transformers' generation that TLT has, too, with the value that None stands for."""
+
+NEUTRAL = {"repetition_penalty": 1.0, "num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0}
+"""Settings that would change the law of sampling, with the value at which they do not."""
+
+HARMLESS = ("use_cache", "cache_implementation", "disable_compile", "pad_token_id", "bos_token_id")
+
+DRAFTER_FOLDER = "drafter"
+"""Where a checkpoint of TRL's keeps the drafter."""
+
+log = logging.getLogger(__name__)
+
+
+class _Attached:
+    """The trainer of the latest call, and the engine beside it."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.rollouts: LiveRollouts | None = None
+
+    def rollouts_of(self, trainer: Any, settings: LiveSettings) -> LiveRollouts:
+        if self.rollouts is None or self.trainer is not trainer:
+            check_trainer(trainer)
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            self.trainer, self.rollouts = trainer, LiveRollouts(model, resumed(settings, trainer))
+            trainer.add_callback(Keeper(self.rollouts))
+        return self.rollouts
+
+
+@dataclass(frozen=True)
+class TLTRollout(LiveSettings):
+    """A rollout function for TRL's GRPOTrainer. Its settings are those of LiveSettings; temperature, lengths
+    and the like are the trainer's own (GRPOConfig).
+
+    The key of a response is (args.seed, training or evaluation, global step, prompt, its earlier occurrences
+    in the step), so a resumed run draws the tokens of an uninterrupted one, with any drafter.
+    """
+
+    _attached: _Attached = field(default_factory=_Attached, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_version()
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Returns a completion of each of this process's prompts. TRL calls it on every process."""
+        rollouts = self._attached.rollouts_of(trainer, self)
+        prompt_ids = encode(prompts, trainer)
+        purpose: Purpose = "rollout" if trainer.model.training else "evaluation"
+        generated = rollouts.generate(
+            prompt_ids, sampling_params(trainer), trainer.state.global_step, purpose
+        )
+        for name, value in metrics(rollouts).items():
+            trainer._log_metric(f"tlt/{name}", value)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [list(rollout.token_ids) for rollout in generated],
+            "logprobs": [list(rollout.logprobs) for rollout in generated],
+        }
+
+    @property
+    def rollouts(self) -> LiveRollouts | None:
+        """The engine beside the trainer; None before its first call."""
+        return self._attached.rollouts
+
+
+class Keeper(TrainerCallback):
+    """Saves the drafter in TRL's checkpoints, and makes a repeated evaluation draw the same responses."""
+
+    def __init__(self, rollouts: LiveRollouts) -> None:
+        self.rollouts = rollouts
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.rollouts.save_drafter(checkpoint_folder(args, state) / DRAFTER_FOLDER)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rollouts.restart("evaluation")
+
+
+def checkpoint_folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
+    """Returns the settings with the drafter of the checkpoint that the trainer resumes from, if any."""
+    folder = checkpoint_folder(trainer.args, trainer.state) / DRAFTER_FOLDER
+    if settings.drafter is None or trainer.state.global_step == 0 or not folder.is_dir():
+        return settings
+    log.info("the drafter goes on from %s", folder)
+    return replace(settings, drafter=folder)
+
+
+# ── what TRL says ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_version() -> None:
+    """Raises UserError where TRL is missing, or has another version than this file was written for."""
+    try:
+        found = version("trl")
+    except PackageNotFoundError:
+        raise UserError(f"trl: is not installed; {how_to_install('trl')}") from None
+    if found.split(".")[:2] != TRL_VERSION.split("."):
+        differs = f"{found} is installed, but rollout_func may differ from {TRL_VERSION}'s"
+        raise UserError(f"trl: {differs}; {how_to_install('trl')}")
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raises UserError for trainers that our rollout function does not support."""
+    if trainer.use_vllm:
+        raise UserError("use_vllm: is True, but completions come from TLT's engine; set it to False")
+    if trainer.tools or trainer.environment_factories is not None:
+        raise UserError(
+            "tools: responses over several turns are not supported; remove tools and environment_factory"
+        )
+    if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        reads = f"a {type(trainer.processing_class).__name__} reads more than text"
+        raise UserError(f"processing_class: {reads}, which is not supported; use a text model")
+
+
+def sampling_params(trainer: Any) -> SamplingParams:
+    """Returns the sampling of the trainer's arguments, overridden by generation_kwargs, as in TRL. Raises
+    UserError for settings under which transformers would sample by another law."""
+    args = trainer.args
+    given = {name: getattr(args, name) for name in (*LAW, "repetition_penalty")}
+    given |= {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}
+    for name, value in given.items():
+        if name in SAMPLING or name in HARMLESS or value is None or value == NEUTRAL.get(name):
+            continue
+        remedy = f"set it to {NEUTRAL[name]}" if name in NEUTRAL else "remove it"
+        raise UserError(f"{name}: is {value!r}, which is not supported in rollouts of TLT; {remedy}")
+    law: dict[str, Any] = {
+        name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()
+    }
+    return SamplingParams(
+        temperature=law["temperature"] if law["do_sample"] else 0.0,
+        top_k=law["top_k"],
+        top_p=law["top_p"],
+        min_p=law["min_p"],
+        max_tokens=law["max_new_tokens"],
+        stop_ids=tuple(trainer.eos_token_ids),
+        seed=args.seed,
+    )
+
+
+def encode(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
+    """Returns the prompts as the token ids of TRL's own generation: text as it is, messages by the chat
+    template."""
+    from trl import is_conversational
+
+    tokenizer, messages = trainer.processing_class, list(prompts)
+    if not is_conversational({"prompt": messages[0]}):
+        encoded = tokenizer(text=messages)
+    else:
+        encoded = tokenizer.apply_chat_template(
+            conversation=messages,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )
+    prompt_ids: list[list[int]] = encoded["input_ids"]
+    return prompt_ids
+
+
+# ── what TRL logs ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def metrics(rollouts: LiveRollouts) -> Mapping[str, float]:
+    """Returns figures of the latest rollout by the names under which they are logged, behind "tlt/".
+
+    draft_…: EngineStats.draft_metrics.
+    rollout_seconds, tokens_per_second: of all processes together.
+    idle_seconds: idle time up to the last token of all, summed over processes.
+    drafter_seconds: of training the drafter; TRL logs the mean over processes.
+    drafter_acceptance: sum_v min(p, q) per token, after training.
+    """
+    result = rollouts.latest
+    assert result is not None, "something has been generated"
+    measured = {
+        "rollout_seconds": result.seconds,
+        "tokens_per_second": result.stats.num_tokens / result.seconds,
+        "idle_seconds": result.idle_seconds,
+        "drafter_seconds": rollouts.seconds.get(SpanName.TRAIN_DRAFTER, 0.0),
+    }
+    if result.check is not None:
+        measured["drafter_acceptance"] = result.check.acceptance
+    return {**result.stats.draft_metrics, **measured}

@@ -1,0 +1,136 @@
+"""Reads what a run has recorded, as far as the page tells it: configuration, steps, evaluations, failures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt.base.io.files import Record, parse_json, read_file
+from tlt.base.records import NAN
+from tlt.base.types import UserError
+from tlt.training.evaluations import Evaluation, Evaluations, is_judged_by_reward
+from tlt.training.report.environment import read_environments
+from tlt.training.report.outcome import Gain
+from tlt.training.report.record import StepRecord, read_metrics
+
+Values = NDArray[np.float64]
+
+NO_VARIANCE_SHARE = "update/no_variance_share"
+"""Figure that is derived from two others: the share of an update's groups without variance."""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of a run.
+
+    name: what the page calls it.
+    config: of config.json; {}: there is none.
+    failures: lines of failures.log, the latest last.
+    environments: of each attempt, versions, commit and machine; []: not written yet.
+    """
+
+    name: str
+    folder: Path
+    config: Record
+    steps: list[StepRecord]
+    evaluations: list[Evaluation]
+    gain: Gain | None
+    failures: list[str]
+    environments: list[Record]
+
+    @cached_property
+    def x(self) -> Values:
+        return np.array([record.step for record in self.steps], dtype=np.float64)
+
+    @cached_property
+    def _figures(self) -> list[dict[str, float]]:
+        return [record.figures() for record in self.steps]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of all figures, as trackers call them."""
+        return list(dict.fromkeys(name for figures in self._figures for name in figures))
+
+    def values(self, name: str) -> Values:
+        """Returns a figure of every step, NaN where it does not exist."""
+        if name == NO_VARIANCE_SHARE:
+            return np.array([_no_variance_share(record) for record in self.steps], dtype=np.float64)
+        return np.array([figures.get(name, NAN) for figures in self._figures], dtype=np.float64)
+
+    def group(self, prefix: str) -> dict[str, Values]:
+        """Returns the figures under a name, such as rollout/strategy_seconds, by the rest of their names."""
+        names = [name for name in self.names if name.startswith(f"{prefix}/")]
+        return {name.removeprefix(f"{prefix}/"): self.values(name) for name in names}
+
+    def setting(self, place: str, default: object = None) -> object:
+        """Returns the value of `section.key` in the configuration."""
+        section, _, key = place.partition(".")
+        found = self.config.get(section)
+        return found.get(key, default) if isinstance(found, dict) else default
+
+
+def _no_variance_share(record: StepRecord) -> float:
+    num_groups = record.rollout.groups_sampled - record.rollout.groups_discarded
+    return record.update.zero_variance_groups / num_groups if num_groups > 0 else NAN
+
+
+def read_run(folder: Path, name: str) -> RunRecords:
+    """Reads a run's folder, also while the run writes to it."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(
+            f"RUN: {folder} holds no metrics.jsonl; give the folder of a run, as run.out_dir names it"
+        )
+    config = _read_config(folder / "config.json")
+    functions = config.get("rewards", {}).get("functions") or []
+    if not isinstance(functions, list) or not all(isinstance(name, str) for name in functions):
+        raise UserError(f"{folder / 'config.json'}: rewards.functions is no list of names; repair the file")
+    evaluations = Evaluations(
+        folder / "evaluations.jsonl", 1 << 62, writes=False, by_reward=is_judged_by_reward(functions)
+    )
+    failures = folder / "failures.log"
+    lines = failures.read_bytes().decode("utf-8", "replace").splitlines() if failures.is_file() else []
+    return RunRecords(
+        name,
+        folder,
+        config,
+        read_metrics(path),
+        evaluations.all,
+        evaluations.progress(),
+        lines,
+        read_environments(folder),
+    )
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
+    """Reads runs and names them by their folders' names, or whole paths where names are equal."""
+    short = [folder.resolve().name for folder in folders]
+    names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _read_config(path: Path) -> Record:
+    if not path.exists():
+        return {}
+    try:
+        config = parse_json(read_file(path).decode())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); repair the file, or move it away") from None
+    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
+        raise UserError(f"{path}: is no configuration of sections; repair the file, or move it away")
+    return config
+
+
+def is_known(values: Values) -> bool:
+    return bool(np.isfinite(values).any())
+
+
+def mean_of(values: Values) -> float:
+    """Returns the mean of the values that exist; NaN: none does."""
+    return float(np.nanmean(values)) if is_known(values) else math.nan

@@ -1,0 +1,133 @@
+"""The content of charts as plain values: lines, bars, areas, rectangles. charts.py draws them.
+
+Each shape has a label, and a color and a dash by number: charts.py holds the palettes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tlt.apps.page.gather import Values
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line through points.
+
+    low, high: a band around it; None: none is known.
+    behind: a faint line that belongs to it, such as each step's own value behind a moving average.
+    """
+
+    label: str
+    x: Values
+    y: Values
+    color: int
+    dash: int = 0
+    low: Values | None = None
+    high: Values | None = None
+    width: float = 2.0
+    behind: Line | None = None
+
+
+@dataclass(frozen=True)
+class Areas:
+    """Areas stacked upon each other; `layers` by label, from the bottom."""
+
+    x: Values
+    layers: dict[str, Values]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars over categories."""
+
+    label: str
+    names: list[str]
+    heights: Values
+    color: int
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A table of colored cells, each a share of its column. notes: a text by cell, shown on demand."""
+
+    rows: list[str]
+    columns: list[str]
+    shares: Values
+    notes: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Rows of colored stretches of time. stretches: (row, label, start, end)."""
+
+    rows: list[str]
+    stretches: list[tuple[str, str, float, float]]
+
+
+Z = 1.96
+"""The normal distribution's 97.5th percentile."""
+SHARES = ("share", "share kept", "solve rate", "share of groups")
+"""Names of y axes from 0 to 1."""
+
+Shape = Line | Areas | Bars | Cells | Stretches
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart.
+
+    key: names it on the page.
+    see: one sentence that says what to see in it.
+    is_by_step: whether x counts steps: all such charts move together.
+    x_end: x goes from 0 to here, and charts of the same end move together; None: as far as there are values.
+    is_count: whether y counts something, so that there are no ticks between whole numbers.
+    """
+
+    key: str
+    title: str
+    see: str
+    x_label: str
+    y_label: str
+    shapes: list[Shape]
+    is_by_step: bool = False
+    is_log: bool = False
+    x_end: float | None = None
+    is_count: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        return self.y_label in SHARES
+
+
+def moving_mean(values: Values, width: int, is_share: bool = False) -> tuple[Values, Values, Values]:
+    """Returns (mean, low, high) over windows of `width` values around each: the band is the mean's 95 %
+    interval by the scatter within the window. Values that do not exist are left out."""
+    half = width // 2
+    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+    found = [mean_interval(window[np.isfinite(window)], is_share) for window in windows]
+    mean, low, high = np.array(found).reshape(-1, 3).T
+    return mean, low, high
+
+
+def mean_interval(values: Values, is_share: bool) -> tuple[float, float, float]:
+    """Returns the mean of independent values and its 95 % interval; NaN where there is none.
+
+    is_share: the values lie between 0 and 1, and so does the interval: Wilson's (1927), for as many yes-or-no
+        answers as would scatter like the values.
+    """
+    count = len(values)
+    if not count:
+        return math.nan, math.nan, math.nan
+    mean = float(values.mean())
+    error = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+    if not is_share or not 0.0 <= mean <= 1.0:
+        return mean, mean - Z * error, mean + Z * error
+    answers = max(mean * (1 - mean) / error**2, count) if error > 0 else count
+    middle = (mean + Z**2 / (2 * answers)) / (1 + Z**2 / answers)
+    spread = math.sqrt(mean * (1 - mean) / answers + Z**2 / (4 * answers**2))
+    margin = Z * spread / (1 + Z**2 / answers)
+    return mean, min(max(middle - margin, 0.0), mean), max(min(middle + margin, 1.0), mean)

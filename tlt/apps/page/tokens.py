@@ -1,0 +1,65 @@
+"""Finds what a response's view shows of its tokens: where they lie in the text, who drafted each, and where
+drafts were rejected."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from tlt.base.types import DraftOutcome
+
+MAX_CHARACTERS = 2000
+"""Characters shown of a prompt or response, its begin and its end."""
+MAX_SHOWN_TOKENS = 800
+"""Coloured tokens shown of a response: so many of 240 responses, each drafted, keep the page below 5 MB."""
+DRAFTERS = {"learned": "learned drafter", "ngram": "retrieval", "ahead": "reference"}
+"""Names of drafters on the page, by kind."""
+
+Stretch = tuple[int, list[int]]
+"""A stretch of tokens that is shown: its first token, and the characters of each."""
+
+
+def clip(pieces: Sequence[str], most: int = MAX_CHARACTERS) -> tuple[str, list[Stretch]]:
+    """Returns the text to show of a text in pieces, and the stretches of pieces in it, `most` in all."""
+    lengths = [len(piece) for piece in pieces]
+    starts = [0, *accumulate(lengths)]
+    total, half = starts[-1], MAX_CHARACTERS // 2
+    if total <= MAX_CHARACTERS and len(pieces) <= most:
+        return "".join(pieces), [(0, lengths)]
+    head = min(bisect_right(starts, half) - 1, most // 2)
+    tail = max(bisect_left(starts, total - half), len(pieces) - most // 2)
+    left_out = f"\n[… {starts[tail] - starts[head]:,} characters …]\n"
+    text = "".join(pieces[:head]) + left_out + "".join(pieces[tail:])
+    return text, [(0, lengths[:head]), (tail, lengths[tail:])]
+
+
+def drafts_within(
+    drafts: Sequence[DraftOutcome], stretches: Sequence[Stretch], text_of: Callable[[int], str]
+) -> list[list[Any]]:
+    """Returns the drafts that touch these stretches, as the page reads them: the fields of `DraftOutcome`,
+    the rejected token as text."""
+    return [
+        [*draft[:-1], None if draft.rejected is None else text_of(draft.rejected)]
+        for draft in drafts
+        if any(draft.place < first + len(lengths) and first <= draft.place + draft.num_accepted
+               for first, lengths in stretches)
+    ]  # fmt: skip
+
+
+def sum_up(drafts: Sequence[DraftOutcome], num_tokens: int) -> str:
+    """Returns one line on the drafts of a response of so many tokens."""
+    if not drafts:
+        return f"Drafted and accepted: none of {num_tokens} tokens."
+    accepted: Counter[str] = Counter()
+    for draft in drafts:
+        accepted[draft.drafter] += min(draft.num_accepted, num_tokens - draft.place)
+    num_verified = sum(min(draft.num_accepted + 1, num_tokens - draft.place) for draft in drafts)
+    num_rejected = sum(draft.num_drafted - draft.num_accepted for draft in drafts)
+    by_drafter = ", ".join(f"{DRAFTERS.get(kind, kind)} {num}" for kind, num in accepted.items())
+    return (
+        f"Drafted and accepted: {accepted.total()} of {num_tokens} tokens ({by_drafter}); {len(drafts)} "
+        f"verifications of {num_verified / len(drafts):.2f} tokens; rejected: {num_rejected} drafted tokens."
+    )

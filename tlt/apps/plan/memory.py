@@ -1,0 +1,249 @@
+"""Plans a run's memory on one device, before anything is loaded: a table of terms over shapes.
+
+    always    weights · optimizer · engine's copy · drafter     the device must hold
+    rollout   + caches · a step's tensors                  ───▶  the largest sum of a row
+    idle      + caches · the drafter's training
+    update    + gradients · activations · logits · gathered layers
+    save      + a layer on its way to the engine · a checkpoint's copy
+
+benchmarks/scale/memory.py compares the sums with the memory of real processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from tlt.apps.plan.sizes import GIB, META, PlannedRun
+from tlt.base.strategy import Strategy
+from tlt.drafter.drafting.hybrid import drafter_kinds
+from tlt.drafter.drafting.learned.caches import make_cache
+from tlt.drafter.drafting.learned.drafter import LearnedSettings
+from tlt.drafter.forms import new_packed
+from tlt.drafter.shape import training_capture
+from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
+from tlt.drafter.vocabulary import LARGEST_SHARE
+from tlt.engine.memory import CPU_SHARE, GPU_SHARE
+from tlt.engine.vllm.settings import CPU_KV_GIB
+from tlt.models import cpu_kernels
+from tlt.models.decoder import ModelConfig
+from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
+from tlt.models.packed import PackedTransformer
+from tlt.speculation.law.sampling import VALUES_PER_PART
+from tlt.speculation.tuner.tuner import default_arms
+from tlt.training.build.ranks import CPU_PROCESS_BYTES
+from tlt.training.update.logprobs import LOGITS_PER_CHUNK
+from tlt.training.update.plan import MIN_PROMPT
+
+Phase = Literal["rollout", "idle", "update", "save"]
+ALWAYS: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
+
+CACHES, COPY = "caches", "copy of the policy"
+
+PROCESS_BYTES = {"cpu": CPU_PROCESS_BYTES, "cuda": 1200 * 2**20}
+"""A process with PyTorch and transformers; its context on a GPU, a rule of thumb."""
+
+VLLM_PROCESS_BYTES = 600 * 2**20
+"""A started vLLM without weights and caches, estimated from one on a CPU."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """The tensors of one kind on a device.
+
+    phases: the phases in which they lie there.
+    how: the formula, in words.
+    """
+
+    name: str
+    phases: tuple[Phase, ...]
+    num_bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The terms of a rank's device.
+
+    least: bytes of the smallest caches: for one response of full length, or as rollout.kv_gib says.
+    """
+
+    terms: tuple[Term, ...]
+    least: int
+
+    def total(self, phase: Phase) -> int:
+        return sum(term.num_bytes for term in self.terms if phase in term.phases)
+
+    @property
+    def peak(self) -> tuple[Phase, int]:
+        """The phase with the largest sum, and its bytes."""
+        phase = max(ALWAYS, key=self.total)
+        return phase, self.total(phase)
+
+    @property
+    def needed(self) -> int:
+        """The peak with the smallest caches: with less memory, the run cannot go on."""
+        least = {CACHES: self.least}
+        terms = (replace(t, num_bytes=min(t.num_bytes, least.get(t.name, t.num_bytes))) for t in self.terms)
+        return replace(self, terms=tuple(terms)).peak[1]
+
+
+def plan_memory(run: PlannedRun) -> MemoryPlan:
+    """Returns the plan of one rank's device."""
+    terms = [*_standing(run), *_rollout(run), *_idle(run), *_update(run)]
+    caches, least = _caches(run, sum(term.num_bytes for term in terms if term.phases == ALWAYS))
+    return MemoryPlan(tuple(term for term in (*terms, caches) if term.num_bytes), least)
+
+
+def _standing(r: PlannedRun) -> Iterator[Term]:
+    config, size, cut = r.config, r.engine_dtype.itemsize, r.num_slices
+    trained, weights, has_lora = r.trained_bytes // cut, r.num_parameters * size, config.lora.rank > 0
+    on_cpu = not r.is_gpu
+    has_layout = on_cpu and cpu_kernels.has_matrices(r.engine_dtype)  # oneDNN's, of the head beside its rows
+    copy = weights + has_layout * r.model.vocab_size * r.model.hidden_size * size
+    yield Term("process", ALWAYS, PROCESS_BYTES["cpu" if on_cpu else "cuda"], "Python and libraries")
+    yield Term("frozen weights", ALWAYS, has_lora * r.num_parameters * r.frozen // cut, "base model / slices")
+    yield Term("adapters" if has_lora else "weights", ALWAYS, trained, "trained parameters / slices")
+    yield Term("optimizer", ALWAYS, 2 * trained, "AdamW's two moments / slices")
+    has_reference = config.algorithm.kl_coefficient > 0 and not has_lora
+    yield Term("reference policy", ALWAYS, trained if has_reference else 0, "as the weights")
+    if r.uses_vllm:
+        on_gpus = config.vllm.tensor_parallel if r.is_gpu else 1
+        yield Term("engine", ALWAYS, weights // on_gpus, "parameters / vllm.tensor_parallel")
+        yield Term("vLLM", ALWAYS, VLLM_PROCESS_BYTES, "its libraries; graphs and workspaces are not counted")
+        if r.drafts_by_learned:
+            yield Term(COPY, ALWAYS, copy, "parameters, which the drafter's training reads")
+    else:
+        yield Term("engine", ALWAYS, copy, "parameters, whole on each rank")
+    if r.drafter is not None:
+        num_rows = r.model.vocab_size // LARGEST_SHARE if r.drafter.can_choose else r.drafter.draft_vocab_size
+        packed = (r.drafter_parameters * (2 if r.uses_vllm else 1) + num_rows * r.model.hidden_size) * size
+        yield Term("drafter", ALWAYS, packed, "the engine's copy, and its head's rows")
+        if config.drafter.train:
+            yield Term("drafter's optimizer", ALWAYS, 12 * r.drafter_parameters, "weights and two moments")
+            trajectories = -(-r.num_responses // r.num_ranks) + config.drafter.carry_longest
+            features = trajectories * r.longest * (captured_size(r) * size + 8)
+            buffer = min(config.drafter.buffer_mib * 2**20, features)
+            yield Term("drafter's buffer", ALWAYS, buffer, "drafter.buffer_mib, at most")
+    copied = 3 * r.trained_bytes // cut + 12 * r.drafter_parameters * config.drafter.train if on_cpu else 0
+    when = ALWAYS if config.run.checkpoint_every else ("save",)
+    yield Term("checkpoint's copy", when, copied, "weights and two moments, until they are written")
+
+
+def _rollout(r: PlannedRun) -> Iterator[Term]:
+    """Yields the tensors of an engine step, in which tokens are read or sampled, or the caches grow."""
+    c, size, sampling = r.model, r.engine_dtype.itemsize, r.config.sampling
+    if (speculation := r.config.rollout.speculation) == "adaptive":
+        budget = max(arm.budget for arm in default_arms(drafter_kinds(r.drafter is not None)))
+    else:
+        budget = Strategy.parse(speculation).budget
+    tokens = min(PREFILL_TOKENS, max(r.longest, r.num_slots * r.longest_prompt))
+    attention = (c.num_qkv + c.num_heads) * c.head_dim
+    width = 4 * c.intermediate_size + 3 * c.hidden_size + attention + captured_size(r)
+    logits = (r.num_slots + min(r.num_slots, 8) * budget) * c.vocab_size
+    truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    sampled = logits * (size + 4) + min(logits, VALUES_PER_PART) * (60 if truncates else 12)
+    grown = min(GROUP_BYTES, r.num_slots * slot_bytes(r, r.longest) // 2)
+    how = "the most of: a prompt read, rows of logits sampled, a group of layers' caches grown"
+    yield Term("a step", ("rollout",), max(tokens * width * size, sampled, grown), how)
+
+
+def captured_size(r: PlannedRun) -> int:
+    """Returns the number of captured target features at a position."""
+    if r.drafter is None or not r.drafts_by_learned:
+        return 0
+    trains = r.config.drafter.train
+    capture = training_capture(r.drafter, r.model.num_layers) if trains else r.drafter.capture
+    return len(capture) * r.model.hidden_size
+
+
+def slot_bytes(r: PlannedRun, length: int) -> int:
+    """Returns the bytes of a running sequence with room for `length` tokens, as in the engine."""
+    num_bytes = Cache(r.model, r.model.num_layers, r.engine_dtype, META, r.num_slots).slot_bytes(length)
+    if r.drafter is None or not r.drafts_by_learned or r.uses_vllm:
+        return num_bytes
+    target = PackedTransformer(replace(r.model, num_layers=1, max_positions=1), r.engine_dtype, META)
+    shape = replace(r.drafter, layer=replace(r.drafter.layer, max_positions=1))
+    packed = new_packed(shape, r.engine_dtype, META)
+    cache = make_cache(packed, target, captured_size(r), LearnedSettings.window, r.num_slots)
+    return num_bytes + cache.slot_bytes(length)
+
+
+def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
+    """Returns the caches and their smallest size. standing: bytes of all terms that are always there."""
+    least, rank_bytes, is_gpu = slot_bytes(r, r.longest), r.rank_bytes, r.is_gpu
+    wanted, limit, why = r.num_slots * least, None, "as much as all sequences want"
+    if (given := r.config.rollout.kv_gib) is not None:
+        limit, why = int(given * GIB), "rollout.kv_gib"
+    elif r.uses_vllm and not is_gpu:
+        limit, why = int(CPU_KV_GIB * GIB), "vLLM's share"
+    elif rank_bytes is not None and is_gpu:
+        limit, why = int(GPU_SHARE * max(rank_bytes - standing, 0)), "four fifths of what is free"
+    elif rank_bytes is not None:
+        limit, why = int(CPU_SHARE * rank_bytes), "half of a rank's memory"
+    phases: tuple[Phase, ...] = ("rollout", "idle")
+    if r.uses_vllm and limit is not None:  # taken at the start; on a CPU never given back
+        taken, phases = max(limit, least), phases if is_gpu else ALWAYS
+    else:
+        taken = wanted if limit is None else max(min(wanted, limit), least)
+    how = f"{why}: {min(taken // least, r.num_slots)} of {r.num_slots} sequences × {r.longest} tokens"
+    return Term(CACHES, phases, taken, how), least if given is None else taken
+
+
+def _idle(r: PlannedRun) -> Iterator[Term]:
+    """Yields the drafter's training, all of a batch in one backward pass. One rank is never idle."""
+    settings = r.config.drafter
+    if r.drafter is None or not settings.train or r.num_ranks == 1:
+        return
+    c, vocabulary = r.drafter.layer, r.drafter.draft_vocab_size
+    preset = PRESETS[settings.preset or DEFAULT_PRESET[r.drafter.method]]
+    rows_each = preset.rows_per_token(r.drafter)
+    logits = int((1 + 3 * rows_each) * vocabulary)  # per row log-softmax, the target's, a gradient
+    each = int(rows_each * c.num_layers * (activations_per_token(c) + 2 * c.hidden_size)) + logits
+    rows = vocabulary * c.hidden_size if r.engine_dtype != torch.float32 else 0  # the head, in float32
+    tokens = min(settings.tokens_per_micro_step, r.num_responses * r.longest)
+    features = Cache(r.model, r.model.num_layers, r.engine_dtype, META, 1).slot_bytes(r.longest)  # recomputed
+    how = "tokens of a micro-step × (activations and logits of their rows), and a response's features"
+    training = 4 * (tokens * each + r.drafter_parameters + rows)
+    yield Term("drafter's training", ("idle",), training + features, how)
+
+
+def activations_per_token(c: ModelConfig) -> int:
+    """Returns the number of values that autograd keeps of a layer at a token: inputs of norms and matrices,
+    queries, keys and values before and after the rotation, the attention's output, four of MLP width."""
+    return 6 * c.hidden_size + (c.num_qkv + 2 * c.num_heads) * c.head_dim + 4 * c.intermediate_size
+
+
+def _update(r: PlannedRun) -> Iterator[Term]:
+    c, parallel, lora, size = r.model, r.config.parallel, r.config.lora, r.computed
+    slices = 1 if r.is_sharded and not parallel.reduce_each_micro_batch else r.num_slices
+    yield Term("gradients", ("update",), r.trained_bytes // slices, "trained parameters / slices")
+    per_rank = -(-r.num_responses // r.num_ranks)
+    own, prompts = r.longest - r.longest_prompt, per_rank
+    if (
+        r.longest_prompt >= MIN_PROMPT * own
+    ):  # computed once for a problem's responses (training/update/plan.py)
+        prompts = -(-per_rank // r.config.rollout.samples_per_problem)
+    computed = per_rank * own + prompts * r.longest_prompt
+    tokens = min(max(r.config.algorithm.tokens_per_micro_batch, r.longest), computed)
+    layer = activations_per_token(c) + lora.rank * len(lora.targets)
+    kept = c.num_layers * c.hidden_size + layer if parallel.checkpoint_activations else c.num_layers * layer
+    activations = tokens * (kept + 3 * c.intermediate_size + 6 * c.hidden_size) * size
+    stepped = r.trained_bytes // r.num_slices if r.is_gpu else 0  # AdamW's copies, once the others are gone
+    how = f"{tokens} tokens × {'layers, checkpointed' if parallel.checkpoint_activations else 'all layers'}"
+    yield Term("activations", ("update",), max(activations, stepped), how)
+    head = 0 if lora.rank else c.hidden_size * max(c.vocab_size, 2 * c.intermediate_size) * size
+    rows = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1))
+    logits = rows * c.vocab_size * (8 + size) + head
+    yield Term("logits", ("update",), logits, f"{rows} rows with gradients, and the head's gradient")
+    ends = (1 if c.tie_embeddings else 2) * c.vocab_size * c.hidden_size
+    each = (r.num_parameters - ends) // c.num_layers
+    whole = (2 * each + ends) * size
+    gathered = r.is_sharded * whole * (1 if lora.rank else 2)  # with their gradients
+    yield Term("gathered layers", ("update",), gathered, "two layers, embedding and head, whole")
+    merged = each * r.frozen if lora.rank else 0
+    packed = max(2 * c.intermediate_size * c.hidden_size * (16 + r.frozen), r.is_sharded * ends * size)
+    yield Term("a layer for the engine", ("save",), merged + packed, "joined and scaled in float64")

@@ -1,0 +1,67 @@
+"""The section [drafter]: which drafter, how it drafts, and how idle ranks train it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from tlt.base.config.mistakes import mistake
+from tlt.base.config.section import AnyPath, Section
+from tlt.base.kinds import MOST_DRAFTED, DraftVocab, LearningRate, Mib, NonNegativeInt, PositiveInt
+from tlt.base.types import UserError
+
+
+def _is_vocabulary(value: Any) -> Any:
+    is_number = type(value) is int and value >= 2
+    if is_number and value > MOST_DRAFTED:
+        raise mistake(f"it must be less than or equal to {MOST_DRAFTED}")
+    if is_number or value in ("auto", "full"):
+        return value
+    raise mistake("it must be auto, full, or a number of 2 or more")
+
+
+def _read_vocabulary(value: Any) -> Any:
+    return _is_vocabulary(int(value) if isinstance(value, str) and value.isdecimal() else value)
+
+
+DraftVocabKey = Annotated[DraftVocab, BeforeValidator(_is_vocabulary)]
+DraftVocabOption = Annotated[DraftVocab, BeforeValidator(_read_vocabulary)]
+"""The same, which also reads a number written as text."""
+
+
+def check_served(vocabulary: DraftVocab, place: str) -> None:
+    """Raises UserError for a number: vLLM serves a drafter with the vocabulary that it was trained with."""
+    if isinstance(vocabulary, int):
+        raise UserError(f"{place}: {vocabulary} is for TLT's own engine; leave it out, or give engine tlt")
+
+
+class DrafterSection(Section):
+    """The drafter, and how idle ranks train it."""
+
+    path: AnyPath | None = None
+    """A drafter folder, as tlt drafter train writes it; None: drafts come from retrieval alone."""
+    vocabulary: DraftVocabKey = "auto"
+    """Tokens that the drafter may propose. A number N: the N most frequent tokens of the run's own responses.
+    full: all tokens. auto: all, or fewer where the drafter's head takes a tenth of a forward or more. Changes
+    the speed alone."""
+    train: bool = False
+    """Whether idle ranks train the drafter, as long as that gains more time than it costs the busy ranks."""
+    preset: Literal["eagle", "hass", "eagle3", "dflash", "dflash-pace", "dspark"] | None = None
+    """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
+    learning_rate: LearningRate = 3e-4
+    """Learning rate of the drafter's training in idle time."""
+    tokens_per_micro_step: PositiveInt = 1024
+    """Most tokens of one optimizer step of the drafter; it takes fewer where that many would take over half a
+    percent of a policy step."""
+    buffer_mib: Mib = 512
+    """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped
+    first."""
+    carry_longest: NonNegativeInt = 8
+    """Number of the previous step's longest responses that the drafter is trained on again."""
+    check_every: PositiveInt = 1
+    """Policy steps between measurements of the drafter's acceptance; while it is bad, drafts come from
+    retrieval instead. Every step checks that the drafter is finite and the same on all ranks."""
+    ranking: Literal["coupled", "top-k"] = "coupled"
+    """How the candidates of a draft are ranked, with q the drafter's probability: by log q / tau + the
+    sampling noise (coupled), or by log q (top-k, as EAGLE-2 does). Changes the speed alone."""

@@ -1,0 +1,78 @@
+"""The section [rollout]: how many responses a policy step has, and how they are generated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from tlt.base.config.engine import EngineSection
+from tlt.base.config.mistakes import mistake
+from tlt.base.kinds import NonNegativeFloat, NonNegativeInt, Problems, Samples
+from tlt.base.strategy import Strategy
+from tlt.base.types import UserError
+
+
+def may_use_references(speculation: str, tuner: str = "cost-model") -> bool:
+    return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).uses_references
+
+
+class RolloutSection(EngineSection):
+    """The responses of a policy step: how many, and how they are generated."""
+
+    problems_per_step: Problems = 8
+    """Problems that each policy step answers."""
+    samples_per_problem: Annotated[Samples, Field(ge=2)] = 4
+    """Responses to each problem of a step, a GRPO group: advantages compare them, so at least 2."""
+    speculation: str = "adaptive"
+    """How tokens are drafted: off, adaptive (chosen at every decoding step, off included), or fixed as
+    [DRAFTER:]DEPTHxWIDTHxBUDGET, such as 4x1x4. DRAFTER is learned, ngram (retrieval from the problem's own
+    responses), hybrid (both), ahead (earlier responses drawn with the same noise, docs/ahead.md) or
+    ahead+hybrid."""
+    migrate: bool = True
+    """Whether a rank without work takes over running responses of another; it has to prefill their tokens
+    again."""
+    ahead: Literal[0, 1, 2, "adaptive"] = 0
+    """Number of coming policy steps whose responses idle ranks generate ahead. When such a step comes, it
+    drafts from them and draws the same tokens as without (docs/ahead.md). adaptive: two, where that saves
+    more time than other uses of idle ranks."""
+    references_mib: NonNegativeFloat = 64.0
+    """MiB on each rank for responses, at four bytes a token, that later ones are drafted from because they
+    draw with the same noise, such as those of the last evaluation (docs/ahead.md); 0: none. Used where
+    rollout.tuner is cost-model and rollout.engine is tlt."""
+    tuner: Literal["cost-model", "beg-mab"] = "cost-model"
+    """How adaptive speculation chooses drafts: by measured costs and acceptance (cost-model), or by the
+    bandit of the TLT paper (beg-mab)."""
+
+    measure_speedup_every: NonNegativeInt = 5
+    """Policy steps between two measurements of the speedup by speculation: the leader generates a few more
+    responses with and without drafts, in at most 1 % of the rollouts' seconds; where that is too short to
+    tell, the measurement waits for more steps. A shorter run measures in its last step. 0: never."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """The most policy steps whose responses are generated ahead. For `adaptive` two: more gained no more
+        (benchmarks/log.md)."""
+        return 2 if self.ahead == "adaptive" else self.ahead
+
+    @property
+    def compares_idle_work(self) -> bool:
+        """Whether idle ranks generate ahead only where that saves more time than their other work."""
+        return self.ahead == "adaptive"
+
+    @property
+    def uses_references(self) -> bool:
+        """Whether drafts come from references: earlier responses drawn with the same noise."""
+        is_used = may_use_references(self.speculation, self.tuner)
+        return is_used and self.references_mib > 0 and self.engine == "tlt"
+
+    @field_validator("speculation")
+    @classmethod
+    def _is_strategy(cls, value: str) -> str:
+        if value != "adaptive":
+            try:
+                Strategy.parse(value)
+            except UserError:
+                remedy = "give off, adaptive or DEPTHxWIDTHxBUDGET (budget >= depth) such as 4x1x4"
+                raise mistake(remedy) from None
+        return value

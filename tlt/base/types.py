@@ -1,0 +1,310 @@
+"""The nouns that cross a boundary: frozen values, without behaviour beyond what follows from their fields.
+
+torch appears as the type of a tensor alone; importing this file does not import it.
+
+Axes used throughout the package:
+    N tokens of a flat batch · B sequences · T tokens per sequence (in rl/: response tokens) · V vocabulary
+    E hidden size · H query heads · K key/value heads · D head dimension · L cache length · S cache slots
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from tlt.base.kinds import (
+    MaxTokens,
+    MinP,
+    Seed,
+    StopIds,
+    StopTexts,
+    Temperature,
+    TopK,
+    TopP,
+    convert,
+    kinds_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+Purpose = Literal["rollout", "evaluation", "generate"]
+ResponseId = tuple[str, int]
+"""Names a response within a step: (problem id, sample index)."""
+NoiseKey = tuple[int, int, int, int]
+"""Names a response's noise: four 32-bit words, see `Request.noise_key`."""
+
+LAW_VERSION = 1
+"""Version of the sampling law. Bump it whenever the same key would give another token."""
+
+
+class UserError(ValueError):
+    """A mistake of the user's. Its message is one line that names the place, the value and the remedy
+    (exit code 2)."""
+
+
+def checked(place: str, value: object, kind: Any) -> Any:
+    """Returns the value as one of a kind (kinds.py). Raises UserError, "PLACE: is VALUE; REMEDY"."""
+    try:
+        return convert(value, kind)
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from None
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The sampling of one sequence.
+
+    top_k, top_p, min_p: 0, 1 and 0 switch the truncation off.
+    max_tokens: fewer where the model's window ends.
+    stop: texts; a response ends at the first token after which it contains one of them.
+    """
+
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    max_tokens: MaxTokens = 2048
+    stop_ids: StopIds = ()
+    seed: Seed = 0
+    stop: StopTexts = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in kinds_of(SamplingParams).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), kind))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p can remove a token."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+class DraftOutcome(NamedTuple):
+    """The outcome of a verification for one response. Tokens that no outcome covers were not drafted: the
+    target drew them alone, the one that follows the accepted ones among them."""
+
+    place: int
+    """Tokens of the response before it."""
+    drafter: str
+    """Who drafted: learned, ngram (retrieval) or ahead (a reference)."""
+    num_drafted: int
+    """Drafted tokens, all candidates of a tree included."""
+    num_accepted: int
+    """Drafted tokens that the target drew, too; those after the response's end included."""
+    rejected: int | None
+    """The drafted token in whose place the target drew another; None: it went beyond the draft."""
+
+
+Drafts = tuple[DraftOutcome, ...] | None
+"""Outcomes of all drafts for a response, in order; None: the engine does not record them."""
+
+
+def read_drafts(values: Sequence[Sequence[Any]] | None) -> Drafts:
+    """Returns the drafts that JSON has brought back as lists."""
+    return None if values is None else tuple(DraftOutcome(*value) for value in values)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for one response: sample `sample_index` of a problem, with everything its tokens depend on.
+
+    token_ids, logprobs, drafts: the response so far, where another engine with the same policy has begun it.
+        It goes on as it would have there, for its tokens depend on the other fields alone.
+    """
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    purpose: Purpose = "rollout"
+    policy_step: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    drafts: Drafts = ()
+
+    @property
+    def noise_key(self) -> NoiseKey:
+        """128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem
+        id, sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. NumPy's
+        numbers and strings count as the Python ones that they equal."""
+        numbers = (int(self.params.seed), int(self.policy_step), int(self.sample_index))
+        fields = (LAW_VERSION, numbers[0], str(self.purpose), numbers[1], str(self.problem_id), numbers[2])
+        digest = hashlib.blake2b(repr(fields).encode(), digest_size=16).digest()
+        words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
+        return words[0], words[1], words[2], words[3]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished response.
+
+    logprobs: log-softmax(logits / temperature) before truncation, one per token; at temperature 0 those of
+        temperature 1.
+    """
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_version: int
+    drafts: Drafts = None
+
+
+def id_of(response: Request | Rollout | Response) -> ResponseId:
+    return response.problem_id, response.sample_index
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sample of the answer to a prompt, as the Python API returns it and `tlt generate` writes it.
+
+    problem_id: the record's own, else the prompt's position in the call, counted from 1.
+    text: without special tokens; None for a model without a tokenizer.
+    logprobs: natural, one per token: log-softmax(logits / temperature) before truncation; at temperature 0
+        those of temperature 1.
+    finish_reason: "stop" (token_ids ends with a stop token or with the end of a stop text) or "length".
+    """
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+    @staticmethod
+    def of(rollout: Rollout, decode: Callable[[list[int]], str] | None) -> Response:
+        """Returns the response of a rollout. decode: token ids → text; None: the model has no tokenizer."""
+        return Response(
+            rollout.problem_id,
+            rollout.sample_index,
+            rollout.prompt_ids,
+            rollout.token_ids,
+            None if decode is None else decode(list(rollout.token_ids)),
+            rollout.logprobs,
+            rollout.finish_reason,
+        )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A response that an engine step ended.
+
+    captured_TF: the captured features of the target at all tokens but the last; None: none were asked for, or
+        the engine no longer holds them.
+    """
+
+    rollout: Rollout
+    captured_TF: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens of B sequences as trees of one common shape bound.
+
+    The root has depth 0, the d-th drafted token on a path has depth d. A drafter works level by level,
+    counted from 0: level l drafts the nodes of depth l + 1.
+
+    tokens_BN:  int64. Column 0 is the root: the last committed token, whose successor is sought.
+    parents_BN: int64. Column of each node's parent; always smaller than the node's own column. Column 0 holds
+        -1. A node that is padding (a sequence with fewer nodes than others) has parent -1 and is never
+        visited. Siblings carry distinct tokens.
+    is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
+    lengths: nodes of each row, the root included, where all padding stands behind them; None: rows are whole,
+        or their padding is known by its parents alone.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    is_chain: bool = False
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens_BN.shape[1]
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Columns of each row that the target reads: nodes, the root included, and padding between them."""
+        return self.lengths or (self.num_nodes,) * self.tokens_BN.shape[0]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of verifying one sequence's draft.
+
+    tokens: the committed tokens: the accepted drafts, then the target's own next token.
+    num_accepted: drafted tokens among them, len(tokens) - 1.
+    path: columns of the visited nodes, the root first; their cache entries are kept.
+    logprobs: one per committed token.
+    num_drafted: drafted tokens, without padding.
+    rejected: the draft's token, of several the first, where the target drew another; None: there is none.
+    num_levels: depth of the deepest drafted token.
+    """
+
+    tokens: tuple[int, ...]
+    num_accepted: int
+    path: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_drafted: int = 0
+    rejected: int | None = None
+    num_levels: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt with the data that its scorer needs.
+
+    data: the task's own record, opaque to everything between.
+    """
+
+    problem_id: str
+    prompt_ids: tuple[int, ...]
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The score of one response.
+
+    error: why there is no score (time-out, exception); then `value` means nothing. Empty: there is one.
+    parts: the value of each reward function that applies, before its weight; empty: the task alone scores.
+    metrics: figures that reward functions logged.
+    task: the problem's column `task`, by which means are taken; empty: none.
+    """
+
+    value: float
+    is_solved: bool
+    error: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    task: str = ""
+
+    @property
+    def is_scored(self) -> bool:
+        return not self.error
+
+
+def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
+    """Returns both in canonical order, by (problem id, sample index)."""
+    pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: id_of(pair[0]))
+    return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
+
+
+def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
+    """Returns the torch type of that name. device: the kind that "auto" suits: bfloat16 for "cuda", else
+    float32."""
+    import torch  # here alone, so that the command line starts without it
+
+    dtypes = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtypes["auto"] = torch.bfloat16 if device == "cuda" else torch.float32
+    if name not in dtypes:
+        raise UserError(f"dtype: {name!r} is unknown; use one of {', '.join(dtypes)}")
+    return dtypes[name]

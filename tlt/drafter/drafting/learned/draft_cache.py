@@ -1,0 +1,136 @@
+"""The base of a learned drafter's caches of the running sequences, each in the slot that the engine gave it.
+A cache gives the ranking the logits of one level after the other.
+
+    committed tokens ─▶ read what is new ─▶ Levels:  first() ─▶ next(tokens of level 1) ─▶ …
+                        (cache, history)
+
+pair_cache.py reads EAGLE's pairs, block_cache.py the context of blocks. Every proposal first reads what was
+committed since the last one: a few tokens while speculating, up to the window of kept features when
+speculation is switched on late. The target never runs for this.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from tlt.base.strategy import Strategy
+from tlt.drafter.drafting.learned.feature_history import FeatureHistory
+from tlt.drafter.model import PackedDrafter
+from tlt.drafter.protocol import DraftContext
+from tlt.models.kv_cache import Cache
+from tlt.models.packed import PackedTransformer
+
+
+class Levels(ABC):
+    """The logits of one proposal, over the draft vocabulary, level by level. F: nodes to be expanded."""
+
+    @abstractmethod
+    def first(self) -> Tensor:
+        """Returns the logits [B, 1, V] behind the root."""
+
+    @abstractmethod
+    def next(self, tokens_BF: Tensor, parents_BF: Tensor | None) -> Tensor:
+        """Returns the logits [B, F, V] behind the nodes that are expanded next: `tokens_BF`, children of the
+        nodes `parents_BF` of those expanded last. None: a chain's only node."""
+
+
+class DraftCache(ABC):
+    """Reads the running sequences for the drafter.
+
+    captured_size: width of the features at a position, those included that only training needs.
+    window: positions per sequence whose features are kept; nothing further back is ever read.
+    spare: columns behind a sequence's entries, for the drafts.
+    least: entries of a sequence from which on `restart` reads it.
+    """
+
+    def __init__(
+        self,
+        model: PackedDrafter,
+        target: PackedTransformer,
+        captured_size: int,
+        window: int,
+        max_slots: int,
+        spare: int,
+        least: int,
+    ) -> None:
+        self.model, self.target, self.spare, self.least = model, target, spare, least
+        layer = model.config.layer
+        self.cache = Cache(layer, layer.num_layers, model.dtype, model.device, max_slots)
+        self.history = FeatureHistory(captured_size, window, max_slots, model.dtype, model.device)
+        self.room: tuple[int, int] | None = None  # slots and tokens of the engine's cache; None: unknown
+        self.firsts = [0] * max_slots  # position of the entry in column 0
+        self.counts = [0] * max_slots  # entries in the cache
+
+    @abstractmethod
+    def begin(self, context: DraftContext, strategy: Strategy, roots_B1: Tensor) -> Levels:
+        """Reads what is new and begins a proposal. roots_B1: the last committed tokens."""
+
+    def admit(self, slot: int) -> None:
+        self.firsts[slot] = self.counts[slot] = 0
+
+    def forget(self) -> None:
+        """Drops the cache; it is computed again from the kept features."""
+        self.counts = [0] * len(self.counts)
+
+    def move(self, source: int, target: int) -> None:
+        self.firsts[target], self.counts[target] = self.firsts[source], self.counts[source]
+        self.history.move(source, target)
+        if self.counts[source]:
+            self.cache.move(source, target, self.counts[source])
+
+    def slot_bytes(self, length: int) -> int:
+        return self.cache.slot_bytes(length + self.spare) + self.history.slot_bytes(length)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Bounds the caches to `num_slots` sequences of `length` tokens. They grow when needed."""
+        self.room = num_slots, length
+        self.history.reserve(num_slots, length)
+        slots = min(self.cache.num_slots, num_slots)
+        columns = min(self.cache.capacity, length + self.spare)
+        if slots and (slots, columns) != (self.cache.num_slots, self.cache.capacity):
+            self.cache.resize(slots, columns)
+
+    def release(self) -> None:
+        self.room = None
+        self.cache.release()
+        self.history.release()
+
+    def hold(self, num_slots: int, num_columns: int) -> None:
+        """Makes room in the cache."""
+        if self.room is None:
+            self.cache.reserve(num_slots, num_columns)
+        elif not self.cache.holds(num_slots, num_columns):
+            slots, length = self.room
+            self.cache.resize(max(slots, num_slots), max(length + self.spare, num_columns))
+
+    def restart(self, context: DraftContext) -> tuple[list[int], list[tuple[int, int]]]:
+        """Forgets sequences whose next entry has left the window. Returns the slots to read from their first
+        entry on, and pairs (leader, slot) of samples of one prompt, which share the leader's entries."""
+        entering: list[int] = []
+        copies: list[tuple[int, int]] = []
+        leader_of: dict[tuple[int, ...], int] = {}
+        for slot, (tokens, request) in enumerate(zip(context.tokens, context.requests, strict=True)):
+            known = len(tokens) - 1
+            if self.firsts[slot] + self.counts[slot] < self.history.first_known(known):
+                self.firsts[slot], self.counts[slot] = self.history.first_known(known), 0
+            if self.counts[slot] or known - self.firsts[slot] < self.least:
+                continue
+            is_prompt = len(tokens) == len(request.prompt_ids)
+            if is_prompt and (leader := leader_of.setdefault(request.prompt_ids, slot)) != slot:
+                copies.append((leader, slot))
+            else:
+                entering.append(slot)
+        return entering, copies
+
+    def share(self, copies: list[tuple[int, int]]) -> None:
+        """Copies the entries of each leader to its slot."""
+        for leader, slot in copies:
+            self.cache.move(leader, slot, self.counts[leader])
+            self.firsts[slot], self.counts[slot] = self.firsts[leader], self.counts[leader]
+
+    def positions(self, columns_BT: Tensor, offsets_B1: Tensor | None) -> Tensor:
+        """Returns the rotary positions of columns, flat; beyond the window, those of its end."""
+        positions_BT = columns_BT if offsets_B1 is None else columns_BT + offsets_B1
+        return positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)

@@ -1,0 +1,281 @@
+"""The learned drafter: ranks candidates for the next tokens and makes chains and trees of them (EAGLE, arXiv
+2401.15077; EAGLE-2, arXiv 2406.16858).
+
+    committed tokens, read ─▶ logits of a level ─▶ scores of the candidates ─▶ the best
+    (draft_cache.py)              ▲                                              │
+                                  └──────────── drafted tokens ◀─────────────────┘
+
+The logits of the next level come from a pass over the drafted tokens (EAGLE: pair_cache.py) or from the next
+slot of a block that one pass has drafted (block_cache.py). What is made of them is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Request, Rollout, Verdict
+from tlt.base.uploads import upload
+from tlt.drafter.drafting.learned.caches import make_cache
+from tlt.drafter.drafting.learned.calibration import Calibration, TauSearch
+from tlt.drafter.drafting.learned.draft_cache import Levels
+from tlt.drafter.drafting.learned.tree_selection import best_nodes, select
+from tlt.drafter.drafting.learned.vocabulary_choice import VocabularyChoice
+from tlt.drafter.model import PackedDrafter
+from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal
+from tlt.drafter.shape import training_capture
+from tlt.drafter.vocabulary import DraftVocabulary
+from tlt.models.packed import PackedTransformer
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.tree import chain
+
+_MAX_LOG_CHANCE = -1e-4
+"""Upper bound of a candidate's log P(accepted | parent accepted): a child never outranks its parent."""
+
+
+@dataclass(frozen=True)
+class LearnedSettings:
+    """Settings of the learned drafter: how it ranks and what it remembers."""
+
+    ranking: Literal["coupled", "top-k"] = "coupled"
+    """Scores candidates by log q / tau + the target's noise (coupled: tlt/speculation/__init__.py) or by log
+    q alone (top-k; EAGLE-2, arXiv 2406.16858). q: the draft distribution at the sequence's temperature."""
+    tau: float | None = None
+    """The coupling temperature; None: tuned while running."""
+    window: int = 4096
+    """Positions per sequence whose features are kept. The drafter does not see what lies further back."""
+    calibrate: bool = True
+    """Whether the confidences that rank a tree's nodes are corrected by the acceptance so far."""
+    keep_targets: bool = False
+    """Whether the features that training needs are kept, too (`training_capture` in shape.py)."""
+
+
+@dataclass(frozen=True)
+class LearnedProposal(Proposal):
+    """A learned draft, and what its verdicts are compared with."""
+
+    guesses_KB: Tensor | None = None
+    """See `TauSearch.guess`; None: not this time."""
+    noted_3BN: Tensor | None = None
+    """See `Calibration.note`; None: nothing counts."""
+    logprobs_BD: Tensor | None = None
+    """The drafter's log-probabilities of a chain's tokens at the sequences' temperatures; None: unwatched."""
+
+
+OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
+"""Receives every proposal with its verdicts; for measuring."""
+
+
+@dataclass(frozen=True)
+class _Front:
+    """The arguments of one proposal, and where the logits of its levels come from."""
+
+    params: BatchParams
+    strategy: Strategy
+    noise: DraftNoise
+    unwanted: Sequence[int]
+    roots_B1: Tensor
+    """The last committed tokens."""
+    levels: Levels
+
+
+class LearnedDrafter(Drafter[LearnedProposal]):
+    """Drafts with a small model that shares the target's embedding and head.
+
+    on_verdicts: watches it; None: not watched.
+    vocabulary: the tokens to propose; None: all, or those that the drafter's folder fixes.
+    """
+
+    kinds = ("learned",)
+
+    def __init__(
+        self,
+        model: PackedDrafter,
+        target: PackedTransformer,
+        max_slots: int,
+        settings: LearnedSettings = LearnedSettings(),
+        on_verdicts: OnVerdicts | None = None,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        self.model, self.target, self.settings, self.on_verdicts = model, target, settings, on_verdicts
+        self.choice = None if vocabulary is None else VocabularyChoice(model, vocabulary)
+        self.is_coupled = settings.ranking == "coupled"
+        self.tau_search = TauSearch(settings.tau)
+        self.calibration = Calibration(model.device) if settings.calibrate else None
+        trained = training_capture(model.config, target.config.num_layers)
+        self._capture = trained if settings.keep_targets else model.config.capture
+        size = len(self._capture) * target.config.hidden_size
+        self.memory = make_cache(model, target, size, settings.window, max_slots)
+
+    @property
+    def version(self) -> int:
+        return self.model.version
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self._capture
+
+    @property
+    def tau(self) -> float:
+        return self.tau_search.tau
+
+    # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def load(self, tensors: dict[str, Tensor], version: int) -> None:
+        """Replaces the weights, for running sequences, too: the cache is computed again from the remembered
+        features. What was learned about the old weights' confidence counts for less."""
+        self.model.load(tensors, version)
+        self.memory.forget()
+        if self.calibration is not None:
+            self.calibration.age()
+
+    def admit(self, slot: int, request: Request) -> None:
+        self.memory.admit(slot)
+        if self.choice is not None:
+            self.choice.admit()
+
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        self.memory.history.write(slots, starts, features_BTF)
+
+    def move(self, source: int, target: int) -> None:
+        self.memory.move(source, target)
+
+    def recall(self, slot: int, num_positions: int) -> Tensor | None:
+        history = self.memory.history
+        if history.first_known(num_positions) > 0:
+            return None
+        return history.read([slot], [0], num_positions)[0]
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        if self.choice is not None:
+            self.choice.finish(rollout)
+
+    def slot_bytes(self, length: int) -> int:
+        return self.memory.slot_bytes(length)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        self.memory.reserve(num_slots, length)
+
+    def release(self) -> None:
+        self.memory.release()
+
+    def observe(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
+        if proposal.guesses_KB is not None:
+            self.tau_search.observe(proposal.guesses_KB, [verdict.tokens[0] for verdict in verdicts])
+        if self.calibration is not None and proposal.noted_3BN is not None:
+            self.calibration.observe(proposal.noted_3BN, verdicts)
+        if self.on_verdicts is not None:
+            self.on_verdicts(proposal, verdicts)
+
+    def counters(self) -> dict[str, Any]:
+        calibration = None if self.calibration is None else self.calibration.counters()
+        return {"calibration": calibration, "tau": self.tau_search.counters()}
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
+        if self.calibration is not None:
+            self.calibration.restore(counters[0]["calibration"])
+        self.tau_search.restore(counters[0]["tau"])
+
+    # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def propose(
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+    ) -> LearnedProposal:
+        if self.choice is not None:
+            self.choice.look(context)
+        roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
+        levels = self.memory.begin(context, strategy, roots_B1)
+        front = _Front(context.params, strategy, noise, unwanted, roots_B1, levels)
+        return self._chain(front) if strategy.width == 1 else self._branch(front)
+
+    def _depth(self, strategy: Strategy) -> int:
+        """Returns the levels to draft. The hybrid's strategies may be deeper than the drafter's block."""
+        return min(strategy.depth, self.model.config.max_depth)
+
+    def _rank(self, front: _Front, logits_BTV: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ranks the candidates of one level by their logits, over the draft vocabulary.
+
+        Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise, or log q
+        if ranking is not coupled, up to a constant per node), and at level 0 `TauSearch.guess`.
+
+        The log-softmax of the scores is a candidate's raw confidence. Where the scores contain the noise it
+        is no log-probability: `Calibration.estimate` makes log P(accepted) of it.
+        """
+        scaled_BTV = front.params.scale(logits_BTV)
+        if not self.is_coupled:
+            return scaled_BTV, scaled_BTV, None
+        noise_BV = front.noise.of_level(level, self.model.token_ids)
+        guesses_KB = None
+        if level == 0:
+            guesses_KB = self.tau_search.guess(scaled_BTV[:, 0], noise_BV, self.model.token_ids)
+        return scaled_BTV, torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau), guesses_KB
+
+    def _note(self, tree: DraftTree, cells_BN: Tensor | None, unwanted: Sequence[int]) -> Tensor | None:
+        """Returns `Calibration.note` of a tree with these cells; unwanted rows do not count."""
+        if self.calibration is None or cells_BN is None:
+            return None
+        if unwanted:
+            cells_BN[upload(unwanted, cells_BN.device)] = Calibration.UNUSED
+        return self.calibration.note(tree, cells_BN)
+
+    def _token_ids(self, drafted: Tensor) -> Tensor:
+        """Returns the target's ids of tokens of the draft vocabulary."""
+        return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
+
+    def _chain(self, front: _Front) -> LearnedProposal:
+        """Drafts the best candidate level by level."""
+        tokens, logprobs = [front.roots_B1], list[Tensor]()
+        guesses_KB: Tensor | None = None
+        for level in range(self._depth(front.strategy)):
+            logits_B1V = front.levels.next(tokens[-1], None) if level else front.levels.first()
+            scaled_B1V, scores_B1V, guessed_KB = self._rank(front, logits_B1V, level)
+            guesses_KB = guesses_KB if level else guessed_KB
+            token_B1 = scores_B1V.argmax(dim=-1)
+            tokens.append(self._token_ids(token_B1))
+            if self.on_verdicts is not None:
+                logprobs.append(scaled_B1V[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
+        logprobs_BD = torch.cat(logprobs, dim=1) if logprobs else None
+        return LearnedProposal(chain(torch.cat(tokens, dim=1)), guesses_KB, logprobs_BD=logprobs_BD)
+
+    def _branch(self, front: _Front) -> LearnedProposal:
+        """Drafts a tree (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are expanded
+        by `width` candidates each, and the `budget` most confident nodes of all become the tree. A node's
+        confidence is the product of the chances, from the root on, that each candidate is accepted."""
+        strategy, device, B = front.strategy, self.model.device, len(front.roots_B1)
+        width, depth = min(strategy.width, self.model.num_proposed), self._depth(strategy)
+        confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
+        pool_index_BF = torch.zeros(B, 1, dtype=torch.int64, device=device)  # 0 is the root
+        logits_BFV = front.levels.first()
+        pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
+        pool_confidence, pool_cells = [], []
+        guesses_KB: Tensor | None = None
+        for level in range(depth):
+            _, scores_BFV, guessed_KB = self._rank(front, logits_BFV, level)
+            guesses_KB = guesses_KB if level else guessed_KB
+            raw_confidence_BFW, token_BFW = scores_BFV.float().log_softmax(dim=-1).topk(width, dim=-1)
+            log_chance_BFW = raw_confidence_BFW
+            if self.calibration is not None:
+                cells_BFW, log_chance_BFW = self.calibration.estimate(level, raw_confidence_BFW)
+                pool_cells.append(cells_BFW.flatten(1))
+            frontier = confidence_BF.shape[1]
+            log_chance_BFW = log_chance_BFW.clamp_max(_MAX_LOG_CHANCE)
+            confidence_BC = (confidence_BF[:, :, None] + log_chance_BFW).flatten(1)
+            token_BC = self._token_ids(token_BFW.flatten(1))
+            pool_tokens.append(token_BC)
+            pool_parents.append(pool_index_BF.repeat_interleave(width, dim=1))
+            pool_confidence.append(confidence_BC)
+            if level + 1 < depth:
+                num_next = min(strategy.width, confidence_BC.shape[1])
+                confidence_BF, chosen_BF = confidence_BC.topk(num_next, dim=-1)
+                pool_index_BF = chosen_BF + pool_size
+                logits_BFV = front.levels.next(token_BC.gather(1, chosen_BF), chosen_BF // width)
+            pool_size += frontier * width
+        chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
+        tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
+        cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1) if pool_cells else None
+        return LearnedProposal(tree, guesses_KB, self._note(tree, cells_BN, front.unwanted))

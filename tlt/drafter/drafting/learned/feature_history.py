@@ -1,0 +1,137 @@
+"""The target's features (hidden states) at the latest positions of every running sequence. The learned
+drafter reads them when speculation is switched on in the middle of a response.
+
+    a decoding step ── write ─▶ queue ── flush ─▶ ring, one per slot ── read ─▶ the drafter
+
+Without speculation the features are not read and must cost nothing: `write` only queues the engine's tensor,
+and many steps are copied at once. F: size of a feature, S: slots (places in the engine's batch), C: columns
+of the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt.base.strategy import Strategy
+from tlt.base.uploads import upload
+from tlt.models.kv_budget import BLOCK, whole_blocks
+
+_MAX_QUEUED = 64
+"""Most decoding steps in the queue; bounds its memory."""
+
+
+class FeatureHistory:
+    """The features of each slot's latest `window` positions in a ring: position p lies in column p mod C.
+
+    A verification also writes the positions of drafts that are then rejected. They are written again before
+    they are read. The ring is wider than the window by the longest draft, so they never overwrite a position
+    of the window.
+    """
+
+    def __init__(
+        self, size: int, window: int, max_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.window, self.max_slots, self.device = window, max_slots, device
+        self.num_columns = window + Strategy.MAX_DEPTH + 1
+        self.ring_SCF = torch.zeros(0, min(BLOCK, self.num_columns), size, dtype=dtype, device=device)
+        self._room: tuple[int, int] | None = None
+        self._queue: list[Tensor] = []
+        self._slots: tuple[int, ...] = ()
+        self._starts: list[int] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ring_SCF.nbytes
+
+    def slot_bytes(self, length: int) -> int:
+        """Returns the bytes of a sequence of `length` tokens in ring and queue."""
+        num_columns = min(whole_blocks(length), self.num_columns) + _MAX_QUEUED
+        return num_columns * self.ring_SCF.shape[2] * self.ring_SCF.element_size()
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Bounds the ring to `num_slots` sequences of `length` tokens. It grows when written."""
+        self._room = num_slots, min(length, self.num_columns)
+        if len(self.ring_SCF) > num_slots or self.ring_SCF.shape[1] > self._room[1]:
+            self.flush()
+            self.ring_SCF = self.ring_SCF[:num_slots, : self._room[1]].clone()
+
+    def write(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        """Keeps the features of the T positions from starts[b] on of the sequence in slots[b]. The next
+        position of the same sequences is queued; anything else is copied at once."""
+        slots = tuple(slots)
+        follows = slots == self._slots and all(
+            start == first + len(self._queue) for start, first in zip(starts, self._starts, strict=True)
+        )
+        if features_BTF.shape[1] == 1 and follows and len(self._queue) < _MAX_QUEUED:
+            self._queue.append(features_BTF)
+            return
+        self.flush()
+        if features_BTF.shape[1] == 1:
+            self._slots, self._starts, self._queue = slots, list(starts), [features_BTF]
+        else:
+            self._store(slots, starts, features_BTF)
+
+    def flush(self) -> None:
+        """Copies the queue into the ring."""
+        if self._queue:
+            queue, self._queue = self._queue, []
+            self._store(self._slots, self._starts, queue[0] if len(queue) == 1 else torch.cat(queue, dim=1))
+        self._slots = ()
+
+    def read(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
+        """Returns the features of num_positions positions from starts[b] on, [B, num_positions, F]. Positions
+        without a committed token hold arbitrary values."""
+        self.flush()
+        self._reserve(max(slots) + 1, max(starts) + num_positions)
+        return self.ring_SCF[self._index(slots, starts, num_positions)]
+
+    def gather(self, slots_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Returns the features [N, F] of single positions that were written."""
+        self.flush()
+        return self.ring_SCF[slots_N, positions_N % self.num_columns]
+
+    def first_known(self, num_known: int) -> int:
+        """Returns the earliest position still held after the first `num_known` positions were written."""
+        return max(num_known - self.window, 0)
+
+    def move(self, source: int, target: int) -> None:
+        """Moves a sequence's features to another slot."""
+        self.flush()
+        self._reserve(max(source, target) + 1, 0)
+        self.ring_SCF[target] = self.ring_SCF[source]
+
+    def release(self) -> None:
+        """Forgets everything and gives the memory back."""
+        self._queue, self._slots, self._room = [], (), None
+        self.ring_SCF = self.ring_SCF[:0, : min(BLOCK, self.num_columns)].clone()
+
+    def _store(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        skipped = max(features_BTF.shape[1] - self.num_columns, 0)  # a prompt longer than the ring
+        starts = [start + skipped for start in starts]
+        num_positions = features_BTF.shape[1] - skipped
+        self._reserve(max(slots) + 1, max(starts) + num_positions)
+        self.ring_SCF[self._index(slots, starts, num_positions)] = features_BTF[:, skipped:]
+
+    def _index(
+        self, slots: Sequence[int], starts: Sequence[int], num_positions: int
+    ) -> tuple[Tensor, Tensor]:
+        slots_B1, starts_B1 = upload([[*slots], [*starts]], self.device)[..., None]
+        columns_BT = starts_B1 + torch.arange(num_positions, device=self.device)
+        if max(starts) + num_positions > self.num_columns:
+            columns_BT %= self.num_columns
+        return slots_B1, columns_BT
+
+    def _reserve(self, num_slots: int, num_positions: int) -> None:
+        slots, columns, size = self.ring_SCF.shape
+        wanted = min(num_positions, self.num_columns)
+        if num_slots <= slots and wanted <= columns:
+            return
+        bound = self._room or (min(2 * slots, self.max_slots), min(2 * wanted, self.num_columns))
+        slots_wanted = slots if num_slots <= slots else max(num_slots, bound[0])
+        columns_wanted = columns if wanted <= columns else max(wanted, bound[1])
+        grown = self.ring_SCF.new_zeros(slots_wanted, columns_wanted, size)
+        grown[:slots, :columns] = self.ring_SCF
+        self.ring_SCF = grown

@@ -1,0 +1,232 @@
+"""Retrieval, drafting without a model: the tokens that followed where the last tokens occurred before.
+
+    problem ─▶ texts: this sequence, other samples of its prompt, the prompt's responses of earlier epochs
+                 └─ the last 10 or 4 tokens ─▶ their latest occurrences ─▶ longest match backwards
+                                                   └─▶ the tokens that followed there, as a trie of candidates
+
+Everything lies on the host.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Request, Rollout, Verdict
+from tlt.base.uploads import upload
+from tlt.drafter.drafting.retrieval.continuations import (
+    Branch,
+    Retrieved,
+    branch_out,
+    grow,
+    match_bucket,
+    walk,
+)
+from tlt.drafter.drafting.retrieval.suffix_index import MAX_MATCH, SuffixIndex
+from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal
+from tlt.speculation.law.tree import chain
+from tlt.speculation.tuner.protocol import Hindsight
+
+_KEEP = 0.99
+"""Factor by which the counts of acceptance fade per draft."""
+
+_MAX_LOOKS = 8
+"""Most chains that are judged in hindsight at a time; a step's tokens beyond them are left out."""
+
+DEFAULT_MAX_TOKENS = 200_000
+"""Most indexed tokens over all problems, about 60 bytes each; the least recently used leave first."""
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A chain that retrieval would draft, judged once its sequence has grown."""
+
+    start: int
+    """Length of the sequence when the chain was found."""
+    retrieved: Retrieved
+
+
+@dataclass(frozen=True)
+class NgramProposal(Proposal):
+    retrieved: tuple[Retrieved, ...]
+    """The candidates by row, of which acceptance is learned whether or not they were verified."""
+
+
+class NgramDrafter(Drafter[NgramProposal]):
+    """Drafts by retrieval over a problem's own responses; needs no training.
+
+    Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter
+    (continuations.py). Acceptance is learned by the length of the match (`survival`).
+
+    max_tokens: most indexed tokens.
+    """
+
+    kinds = ("ngram",)
+
+    def __init__(self, max_slots: int, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
+        self.max_tokens = max_tokens
+        self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
+        self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
+        self.watched: _Watched | None = None
+        self._is_asked = False
+        # by bucket: tokens accepted, tokens tried; the prior is Beta(1, 1)
+        self.hits = [[1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(index.num_tokens for index in self.problems.values())
+
+    # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+        """Judges the sequence in the first slot, while neither retrieval nor the hybrid drafts. Candidates
+        are ranked without the law's noise, which makes retrieval look a little worse than it is."""
+        if self._is_asked:  # its verdicts are observed
+            self._is_asked, self.watched = False, None
+            return ()
+        text, found = tokens[0], []
+        watched = self.watched or self._watch(text)
+        for _ in range(_MAX_LOOKS):
+            nodes, start = watched.retrieved.nodes, watched.start
+            came = text[start : start + len(nodes) + 1]
+            accepted, has_failed = walk(nodes, came)
+            if not has_failed and len(came) <= len(nodes):
+                self.watched = watched  # right so far
+                break
+            self._count(watched.retrieved, accepted, has_failed)
+            found.append(Hindsight(len(nodes), accepted))
+            watched = self._watch(text[: start + accepted + 1])
+        else:
+            self.watched = None
+        return tuple(found)
+
+    def _watch(self, text: Sequence[int]) -> _Watched:
+        """Returns the chain that would be drafted after this text of the first slot."""
+        trie, length = self._continuations(0, text, Hindsight.STRATEGY)
+        return _Watched(len(text), Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY)))
+
+    def admit(self, slot: int, request: Request) -> None:
+        index = self.problems.setdefault(request.problem_id, SuffixIndex())
+        self.problems.move_to_end(request.problem_id)
+        self.slots[slot] = (index, index.open_sample(request.prompt_ids))
+
+    def move(self, source: int, target: int) -> None:
+        self.slots[target], self.slots[source] = self.slots[source], None
+
+    def _text(self, slot: int) -> tuple[SuffixIndex, int]:
+        """Returns the index of the slot's problem, and the slot's text in it."""
+        place = self.slots[slot]
+        assert place is not None, f"slot {slot} was never admitted"
+        return place
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        index, text = self._text(slot)
+        index.extend(text, (*rollout.prompt_ids, *rollout.token_ids))
+        self.withdraw(slot)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        if (total := self.num_tokens) <= self.max_tokens:
+            return
+        running = {id(place[0]) for place in self.slots if place is not None}
+        for problem_id, known in list(self.problems.items()):
+            if total > self.max_tokens and id(known) not in running:
+                total -= self.problems.pop(problem_id).num_tokens
+
+    def withdraw(self, slot: int) -> None:
+        """Gives up the slot; its text stays for other samples of the prompt."""
+        index, text = self._text(slot)
+        index.close(text)
+        self.slots[slot] = None
+        self.watched = self.watched if slot else None
+
+    def observe(self, proposal: NgramProposal, verdicts: Sequence[Verdict]) -> None:
+        """Learns from the target's tokens, whether or not the retrieved candidates were verified."""
+        for row, verdict in zip(proposal.retrieved, verdicts, strict=True):
+            self._count(row, *walk(row.nodes, verdict.tokens))
+
+    def _count(self, retrieved: Retrieved, accepted: int, has_failed: bool) -> None:
+        if retrieved.nodes:
+            successes, tried = self.hits[retrieved.bucket]
+            tried = _KEEP * tried + accepted + has_failed
+            self.hits[retrieved.bucket] = [_KEEP * successes + accepted, tried]
+
+    # ── across restarts ─────────────────────────────────────────────────────────────────────────────────────
+
+    def counters(self) -> dict[str, Any]:
+        problems = {problem_id: index.ended_texts() for problem_id, index in self.problems.items()}
+        return {"hits": [list(pair) for pair in self.hits], "problems": problems}
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
+        self.hits = [list(pair) for pair in counters[0]["hits"]]
+        for known in reversed(counters):  # this rank's own texts last: they count as the latest
+            for problem_id, texts in known["problems"].items():
+                index = self.problems.setdefault(problem_id, SuffixIndex())
+                self.problems.move_to_end(problem_id)
+                for num_prompt, tokens in texts:
+                    text = index.open_sample(tuple(tokens[:num_prompt]))
+                    index.extend(text, tokens)
+                    index.close(text)
+        self._make_room()
+
+    # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def survival(self, retrieved: Retrieved, depth: int) -> list[float]:
+        """Returns the chance that this row's draft is accepted to depth 1, 2, … `depth`."""
+        accepted, tried = self.hits[retrieved.bucket]
+        num_found = min(retrieved.depth, depth)
+        return [(accepted / tried) ** d for d in range(1, num_found + 1)] + [0.0] * (depth - num_found)
+
+    def propose(
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+    ) -> NgramProposal:
+        """Retrieves for unwanted rows, too: it learns from every row."""
+        self._is_asked = True
+        tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
+        self._fetch_noise([trie for trie, _ in tries], noise)
+        rows = [grow(trie, strategy) for trie, _ in tries]
+        retrieved = tuple(
+            Retrieved(match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True)
+        )
+        num_nodes = 1 + max(len(nodes) for nodes in rows)
+        tokens_BN, parents_BN = [], []
+        for committed, nodes in zip(context.tokens, rows, strict=True):
+            missing = num_nodes - 1 - len(nodes)
+            tokens_BN.append([committed[-1], *(token for token, _ in nodes), *[0] * missing])
+            parents_BN.append([-1, *(parent for _, parent in nodes), *[-1] * missing])
+        device = context.device
+        nodes_BN = upload(tokens_BN, device)
+        lengths = tuple(1 + len(nodes) for nodes in rows)
+        if strategy.width == 1:
+            return NgramProposal(chain(nodes_BN, lengths), retrieved)
+        return NgramProposal(DraftTree(nodes_BN, upload(parents_BN, device), lengths=lengths), retrieved)
+
+    def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Branch, int]:
+        """Returns the trie of what followed the longest matches, and the length of the longest."""
+        index, text = self._text(slot)
+        index.extend(text, tokens)
+        weights: dict[tuple[int, ...], float] = {}
+        longest = 0
+        for length, source, start in index.sources(tokens):
+            longest = max(longest, length)
+            followed = tuple(index.texts[source][start : start + strategy.depth])
+            weights[followed] = weights.get(followed, 0.0) + length * length
+        return branch_out([*weights.items()]), longest
+
+    def _fetch_noise(self, tries: Sequence[Branch], noise: DraftNoise) -> None:
+        """Sets the law's noise of every candidate that has a sibling."""
+        contested: list[tuple[int, Branch]] = []
+        for row, root in enumerate(tries):
+            stack = [root]
+            while stack:
+                children = stack.pop().children
+                stack += children
+                if len(children) > 1:
+                    contested += [(row, child) for child in children]
+        if contested:
+            values = noise.of_tokens([(row, node.depth - 1, node.token) for row, node in contested])
+            for (_, node), value in zip(contested, values, strict=True):
+                node.noise = value

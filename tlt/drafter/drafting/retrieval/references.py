@@ -1,0 +1,63 @@
+"""References: responses drawn before with the noise that a request will be drawn with.
+
+    key of the noise ─▶ tokens
+
+The reference may come from the last evaluation, from the policy of one update ago (generated ahead), or from
+a file (`tlt generate --references`). With the same noise hardly a token differs. A reference is only a draft:
+a wrong one costs time and changes no token.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt.base.types import NoiseKey
+
+DEFAULT_MIB = 64.0
+"""Default size of the store in MiB; a token takes four bytes."""
+
+_TYPE = "i"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A response drawn before."""
+
+    token_ids: Sequence[int]
+    version: int = 0
+    """Of the policy that drew it."""
+    is_whole: bool = False
+    """Whether the response was drawn to its end."""
+
+
+class References:
+    """Keeps references by the key of their noise, `mib` MiB at most (None: no limit); the oldest leave."""
+
+    def __init__(self, mib: float | None = DEFAULT_MIB) -> None:
+        self.max_tokens = sys.maxsize if mib is None else int(mib * 2**20) // array(_TYPE).itemsize
+        self.num_tokens = 0
+        self._kept: OrderedDict[NoiseKey, Reference] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, key: NoiseKey, token_ids: Sequence[int], version: int = 0, is_whole: bool = False) -> None:
+        """Keeps a response; it replaces what was kept under its key."""
+        self.drop(key)
+        self._kept[key] = Reference(array(_TYPE, token_ids), version, is_whole)
+        self.num_tokens += len(token_ids)
+        while self.num_tokens > self.max_tokens:
+            self.drop(next(iter(self._kept)))
+
+    def drop(self, key: NoiseKey) -> None:
+        """Forgets what is kept under a key, if anything."""
+        if (dropped := self._kept.pop(key, None)) is not None:
+            self.num_tokens -= len(dropped.token_ids)
+
+    def get(self, key: NoiseKey) -> Reference | None:
+        """Returns the reference of a key; None: there is none."""
+        return self._kept.get(key)

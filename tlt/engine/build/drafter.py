@@ -1,0 +1,64 @@
+"""Builds the copy of a drafter that is trained, and its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from tlt.base.config.drafter import DrafterSection
+from tlt.base.spans import Span
+from tlt.base.types import Rollout
+from tlt.drafter.formats.folder import StoredDrafter, choose_preset
+from tlt.drafter.forms import new_model
+from tlt.drafter.model import DraftModel
+from tlt.drafter.shape import BlockShape, DrafterShape
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.drafter.vocabulary import count_tokens, mask_token
+from tlt.models.packed import PackedTransformer
+
+
+def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:
+    """Builds the copy of a drafter that is trained."""
+    model = new_model(drafter.config).to(device)
+    model.load_state_dict(drafter.tensors)
+    return model
+
+
+def new_draft_model(
+    shape: DrafterShape, target: PackedTransformer, rollouts: Sequence[Rollout], seed: int
+) -> DraftModel:
+    """Returns a drafter of random weights, to be trained on these responses. A block's masks look like a
+    token that they do not use."""
+    if isinstance(shape, BlockShape):
+        said = (token for one in rollouts for token in (*one.prompt_ids, *one.token_ids))
+        counts_V = count_tokens(said, target.config.vocab_size)
+        shape = replace(shape, mask_token_id=mask_token(counts_V, target.embedding_VE))
+    return new_model(shape).initialize(seed)
+
+
+def build_spot_trainer(
+    settings: DrafterSection,
+    stored: StoredDrafter,
+    model: DraftModel,
+    target: PackedTransformer,
+    seed: int,
+    on_span: Callable[[Span], None],
+) -> SpotTrainer:
+    """Returns the trainer of the drafter in idle time.
+
+    model: the copy to train.
+    target: the engine's policy.
+    seed: of the windows it draws; every rank has another.
+    """
+    preset = choose_preset(settings.preset, stored)
+    return SpotTrainer(
+        DrafterTrainer(model, target, preset, settings.learning_rate),
+        TrajectoryBuffer(settings.buffer_mib * 2**20, seed),
+        settings.tokens_per_micro_step,
+        settings.carry_longest,
+        on_span,
+    )

@@ -1,0 +1,171 @@
+"""Reads the model that the user names: a local folder, or one of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tlt.base.config.schema import Config
+from tlt.base.io.hub import resolve_model
+from tlt.base.types import SamplingParams, UserError
+from tlt.engine.sequence import Decode
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf.config import OtherComputation, load_model_config
+from tlt.models.hf.limits import Limits, read_limits
+from tlt.models.hf.peft import AdaptedTensors, Adapter, read_adapter
+from tlt.models.hf.tokenizer import Tokenizer, check_stop_ids, has_tokenizer, load_tokenizer, read_stop_ids
+from tlt.models.hf.weights import StoredTensors
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checkpoint folder without its weights, for an engine that loads them itself.
+
+    config: bounds of token ids and positions.
+    tokenizer: None: the folder has none, and prompts must be token ids.
+    """
+
+    path: Path
+    config: Limits
+    tokenizer: Tokenizer | None
+    stop_ids: tuple[int, ...]
+
+    @property
+    def decode(self) -> Decode | None:
+        """Converts a response's tokens to text; None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode
+
+    def with_ends(self, params: SamplingParams, place: str = "stop") -> SamplingParams:
+        """Returns the parameters with stop texts that are special tokens as their ids. Raises UserError,
+        which begins with `place`, for ends that no response can have."""
+        if self.tokenizer is not None:
+            return self.tokenizer.with_ends(params, place)
+        check_stop_ids(params, self.config.vocab_size, place)
+        return params
+
+
+@dataclass(frozen=True)
+class Model(ModelFolder):
+    """A checkpoint of a family that our decoder computes, with its weights.
+
+    adapter: an adapter that is trained further; None: there is none, or it is merged into the weights.
+    """
+
+    config: ModelConfig
+    tensors: Mapping[str, Tensor]
+    adapter: Adapter | None = None
+
+
+def model_folder(config: Config) -> Path:
+    """Returns the local folder of a run's model, which may come from the hub."""
+    return resolve_model(config.model.path, config.model.revision)
+
+
+def adapter_folder(config: Config) -> Path | None:
+    """Returns the local folder of the adapter that a run's policy starts from; None: there is none."""
+    return None if config.model.adapter is None else resolve_model(config.model.adapter)
+
+
+def drafter_folder(config: Config) -> Path | None:
+    """Returns the local folder of a run's drafter, which may come from the hub; None: there is none."""
+    return None if config.drafter.path is None else resolve_model(config.drafter.path)
+
+
+def load_model_for(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> ModelFolder:
+    """Reads the model that `engine` generates with. vLLM takes families that our decoder does not compute.
+
+    adapter: see `load_model`.
+    """
+    if adapter is not None and engine == "vllm":
+        raise UserError(
+            f"adapter {adapter}: vLLM reads the model itself; merge the two with PEFT, or leave out engine "
+            "vllm"
+        )
+    try:
+        return load_model(path, adapter=adapter)
+    except OtherComputation:
+        if engine == "tlt":
+            raise
+        return ModelFolder(path, read_limits(path), *_tokens(path))
+
+
+def load_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
+    """Reads a checkpoint folder.
+
+    dtype: of the tensors; None: as stored.
+    adapter: a PEFT folder that is merged into them; UserError where it does not fit.
+    """
+    model = open_model(path, dtype, adapter)
+    return replace(model, tensors=dict(model.tensors))
+
+
+def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
+    """Does the same lazily: each tensor is read, and its values checked, when it is looked up."""
+    config = load_model_config(path)
+    tokens = _tokens(path)
+    if adapter is None:
+        return Model(path, config, *tokens, StoredTensors(path, config, dtype))
+    adapted = AdaptedTensors(path, config, dtype, read_adapter(adapter, config))
+    return Model(path, config, *tokens, adapted)
+
+
+def open_start(config: Config, dtype: torch.dtype) -> Model:
+    """Opens the model that a run's policy starts from. Its adapter is trained further if the run trains
+    adapters, else merged into the weights. Raises UserError where `lora` describes another adapter."""
+    folder, adapter = model_folder(config), adapter_folder(config)
+    if adapter is None or not config.lora.rank:
+        return open_model(folder, dtype, adapter)
+    model = open_model(folder, dtype)
+    return replace(model, adapter=read_start(config, model.config))
+
+
+def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
+    """Reads the adapter that a run's policy starts from; None: there is none. Raises UserError where the run
+    trains adapters and `lora` describes another."""
+    if (folder := adapter_folder(config)) is None:
+        return None
+    adapter = read_adapter(folder, shape)
+    if config.lora.rank and adapter.without is not None:
+        raise UserError(
+            f"model.adapter: {folder} does not adapt {adapter.without}, as a run that trains adapters does; "
+            "train the whole policy with lora.rank 0"
+        )
+    for key in ("rank", "scale", "targets") if config.lora.rank else ():
+        wanted, found = (
+            sorted(v) if isinstance(v := getattr(lora, key), tuple) else v
+            for lora in (config.lora, adapter.lora)
+        )
+        if wanted != found:
+            name = "alpha" if key == "scale" else key
+            raise UserError(
+                f"lora.{name}: describes another adapter than model.adapter, {folder} (there {key} is "
+                f"{found}, not {wanted});"
+                " set rank, alpha, rslora and targets as there, or train the whole policy with lora.rank 0"
+            )
+    return adapter
+
+
+def _tokens(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """Returns a folder's tokenizer, None without one, and the ids that end a response."""
+    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+    return tokenizer, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
+
+
+def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:
+    """Returns the device that a single engine computes on: for "auto" a GPU if there is one. Raises
+    UserError, which begins with `place`, for a device that is unknown or absent."""
+    has_cuda = torch.cuda.is_available()
+    device = None
+    with suppress(RuntimeError, TypeError):
+        device = torch.device(("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted)
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"{place}: {wanted!r} is unknown; give auto, cpu or cuda")
+    if device.type == "cuda" and not has_cuda:
+        raise UserError(f"{place}: {wanted} is not available here; give cpu or auto")
+    return device

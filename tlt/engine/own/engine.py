@@ -1,0 +1,340 @@
+"""The rollout engine: continuous batching with lossless speculation, one step at a time.
+
+    add ─▶ admit ─▶ prefill (a prompt once for all its samples) ─▶ fork
+             ▼
+    preempt  where memory is spent: the cheapest goes back to the queue, and is read again later
+             ▼
+    step:  batch ─▶ choose a strategy ─▶ propose trees ─▶ verify: one target forward ─▶ commit ─▶ record
+             ▼
+    release  what ended
+
+A step without speculation is the same step with a tree that is only its root. Time is measured here and
+nowhere below.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Slots
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.base.spans import Span, SpanName
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Finished, Request, UserError, Verdict, id_of
+from tlt.base.uploads import upload
+from tlt.drafter.protocol import DraftContext, Drafter, LentDrafter, NoDrafter, Proposal
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.memory import CacheMemory
+from tlt.engine.own.noise import BatchLaw, StepNoise
+from tlt.engine.own.prefill import prefill
+from tlt.engine.own.scheduler import Admission, Scheduler
+from tlt.engine.own.tree_forward import PIECE, along_paths, forward_trees
+from tlt.engine.sequence import Decode, Sequence, broken_policy
+from tlt.engine.stats import EngineStats
+from tlt.models.attention import prepare_kernels
+from tlt.models.kv_cache import Cache
+from tlt.models.packed import PackedTransformer
+from tlt.speculation.law.draw import compiled_loops
+from tlt.speculation.law.tree import chain, layout
+from tlt.speculation.law.verify import Verify, verify
+from tlt.speculation.tuner.protocol import (
+    NO_EXPECTATION,
+    BatchState,
+    PrefillTime,
+    RunningSequence,
+    StepOutcome,
+    StrategyTuner,
+)
+
+
+class RolloutEngine(RolloutBackend):
+    """Generates responses with PyTorch. All state lives in this object; nothing in it is random.
+
+    verify: an argument, so that an audit can pass a faulty one.
+    cache_bytes: returns the bytes that all caches may take; called whenever the caches start empty.
+    """
+
+    drafter: Drafter[Any]
+    generates_aside = True
+
+    def __init__(
+        self,
+        model: PackedTransformer,
+        *,
+        max_batch_size: int = 64,
+        tuner: StrategyTuner | None = None,
+        on_span: Callable[[Span], None] | None = None,
+        verify: Verify = verify,
+        decode: Decode | None = None,
+        cache_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        window = model.config.max_positions
+        super().__init__(max_batch_size, window, tuner=tuner, on_span=on_span, decode=decode)
+        self.model = self.target = model
+        self.config, self.device = model.config, model.device
+        self.scheduler = Scheduler(self.waiting, max_batch_size, window, decode)
+        self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
+        self.memory = CacheMemory(self.cache, window, cache_bytes)
+        self.drafter = self.memory.drafter
+        self.verify = verify
+        self._law: BatchLaw | None = None
+        prepare_kernels(self.device, model.dtype)
+        if self.device.type == "cpu":
+            compiled_loops()
+        self._expected = NO_EXPECTATION
+
+    # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def policy_version(self) -> int:
+        return self.model.version
+
+    def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        assert self.is_idle, "a policy cannot change under running responses"
+        self.model.load_parts(parts, version)
+
+    def load_drafter(self, drafter: Drafter[Any]) -> None:
+        """Attaches a drafter. Raises UserError without a tuner, because no step would use it."""
+        assert self.is_idle, "a drafter is attached between responses"
+        if self.tuner is None:
+            raise UserError(
+                "speculation is off, so a drafter has no use; set speculation to adaptive or "
+                "DEPTHxWIDTHxBUDGET"
+            )
+        self.drafter = self.memory.drafter = drafter
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def room(self) -> int:
+        taken = len(self.running) + len(self.waiting)
+        return max(min(super().room, self.memory.max_slots(self.scheduler.longest) - taken), 0)
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self.scheduler.running
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        self.memory.check(request)
+
+    @torch.inference_mode()
+    def _drop(self, slots: Slots[int]) -> None:
+        for slot in slots:
+            self.drafter.withdraw(slot)
+            self._vacate(slot)
+
+    def release(self) -> None:
+        assert self.is_idle
+        self.memory.release()
+
+    @contextmanager
+    def aside(self, drafts: bool) -> Iterator[EngineStats]:
+        assert self.is_idle, "responses are generated aside between phases"
+        kept = self.tuner, self.drafter, self.stats, self.lengths, self.on_span
+        self.tuner = deepcopy(self.tuner) if drafts else None
+        self.drafter = self.memory.drafter = LentDrafter(self.drafter) if drafts else NoDrafter()
+        self.stats, self.lengths, self.on_span = EngineStats(), copy(self.lengths), None
+        try:
+            yield self.stats
+        finally:
+            self.abort()
+            self.release()
+            self.tuner, self.drafter, self.stats, self.lengths, self.on_span = kept
+            self.memory.drafter = self.drafter
+
+    # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def step(self, captures: bool = False) -> list[Finished]:
+        """Preempts what no longer fits, admits what does, and advances all that run by at least one token."""
+        self._preempt()
+        admissions = self.scheduler.admit(self.memory.fits_longer)
+        prefill_time = self._prefill(admissions) if admissions else None
+        ended = self._release_finished(captures)  # continued ones may already hold their last token
+        if not self.running:
+            return ended
+        start = time.perf_counter()
+        batch = self._batch_state(sum(len(admission.slots) for admission in admissions), prefill_time)
+        strategy = self._choose(batch)
+        proposal = self._propose(strategy)
+        verdicts = self._verify(proposal.tree)
+        kept = self._commit(strategy, proposal, verdicts)
+        self._record(start, batch, strategy, proposal, verdicts, kept)
+        return ended + self._release_finished(captures)
+
+    def _prefill(self, admissions: list[Admission]) -> PrefillTime | None:
+        """Prefills what was admitted, every distinct text once. Returns its time; None where nothing was
+        read, or the device runs asynchronously."""
+        start = time.perf_counter()
+        for admission in admissions:
+            for slot in admission.slots:
+                self.drafter.admit(slot, self.running[slot].request)
+        self._law = None
+        if sum(len(a.slots) for a in admissions) == len(self.running):
+            # the cache is empty: it starts anew, without the room that an earlier long sequence needed
+            self.cache.release()
+        self.memory.reserve(len(self.running), self.scheduler.longest + 1)
+        num_tokens, num_forwards = prefill(
+            self.model, self.cache, admissions, self.drafter.capture, self._on_read
+        )
+        end = time.perf_counter()
+        if self.on_span is not None:
+            self.on_span(Span(SpanName.PREFILL, start, end))
+        is_timed = num_tokens > 0 and self.device.type == "cpu"
+        return PrefillTime(num_tokens, num_forwards, end - start) if is_timed else None
+
+    def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
+        self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
+
+    def _preempt(self) -> None:
+        """Returns the sequences that are cheapest to prefill again to the queue, until the others have room
+        for another token. By the law, preemption changes no token."""
+        running = self.running
+        while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
+            (request,) = self.withdraw([self.scheduler.cheapest()])
+            self.waiting.put_first(request)
+            self.stats.num_preemptions += 1
+            self.stats.num_reread_tokens += len(request.prompt_ids) + len(request.token_ids) - 1
+
+    def _batch_state(self, num_admitted: int, prefill_time: PrefillTime | None) -> BatchState:
+        running, drafter = self.running, self.drafter
+        tokens = [s.tokens for s in running]
+        sequences: tuple[RunningSequence, ...] = ()
+        num_left = None
+        if self.tuner is not None:
+            sequences, num_left = self._left((id_of(one.request), one) for one in running)
+        return BatchState(
+            len(running),
+            sum(map(len, tokens)) / len(running),
+            self.model.version,
+            drafter.version,
+            num_admitted,
+            reference_drafts=drafter.reference_drafts(tokens),
+            hindsight=drafter.hindsight(tokens),
+            num_left=num_left,
+            prefill_time=prefill_time,
+            sequences=sequences,
+        )
+
+    def _choose(self, batch: BatchState) -> Strategy:
+        self._expected = NO_EXPECTATION
+        if self.tuner is None or not self.drafter.kinds:
+            return Strategy.OFF
+        if any(len(sequence.tokens) < 2 for sequence in self.running):
+            return Strategy.OFF  # no feature to draft from exists yet
+        strategy = self.tuner.choose(batch)
+        if not self.memory.has_room(batch.num_running, self.scheduler.longest + strategy.budget):
+            return Strategy.OFF  # a draft is not worth a preemption
+        self._expected = self.tuner.expected
+        return strategy
+
+    def _batch_law(self) -> BatchLaw:
+        if self._law is None:
+            self._law = BatchLaw.of([s.request for s in self.running], self.device)
+        return self._law
+
+    def _propose(self, strategy: Strategy) -> Proposal:
+        running = self.running
+        if strategy.is_off:
+            return Proposal(chain(upload([[s.tokens[-1]] for s in running], self.device)))
+        law, tokens = self._batch_law(), [s.tokens for s in running]
+        context = DraftContext(tokens, law.requests, law.params, self.device)
+        noise = StepNoise(law, [*map(len, tokens)], self.config.vocab_size)
+        proposal: Proposal = self.drafter.propose(context, strategy, noise)
+        return proposal
+
+    def _verify(self, tree: DraftTree) -> list[Verdict]:
+        """Runs the target over the trees and draws its tokens by the law. The cache and the drafter keep what
+        was computed at the visited nodes."""
+        law, prefixes = self._batch_law(), [sequence.num_cached for sequence in self.running]
+        nodes = layout(tree, prefixes, self.model.dtype)
+        self.memory.reserve(len(prefixes), nodes.length)
+        captured_BNF, forward = forward_trees(self.model, self.cache, tree, nodes, self.drafter.capture)
+        verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
+        for sequence, verdict in zip(self.running, verdicts, strict=True):
+            if not math.isfinite(sum(verdict.logprobs)):
+                raise broken_policy(self.model.version, self.model.dtype, sequence)
+        if not tree.is_chain:
+            self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
+        self._remember(tree, captured_BNF, prefixes, verdicts)
+        return verdicts
+
+    def _remember(
+        self, tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
+    ) -> None:
+        """Hands the drafter what was captured at the visited nodes, at the positions that their tokens now
+        have: the root stays at its prefix, the path follows it. Beyond the first piece of a chain, only the
+        kept nodes are handed over."""
+        if not tree.is_chain:
+            captured_BNF = along_paths(captured_BNF, verdicts)
+        self.drafter.remember(range(len(verdicts)), prefixes, captured_BNF[:, :PIECE])
+        for slot, verdict in enumerate(verdicts):
+            if (end := len(verdict.path)) > PIECE:
+                self.drafter.remember([slot], [prefixes[slot] + PIECE], captured_BNF[slot, PIECE:end][None])
+
+    def _commit(self, strategy: Strategy, proposal: Proposal, verdicts: list[Verdict]) -> list[int]:
+        """Appends the verdicts' tokens to their sequences; returns how many each kept."""
+        kept = []
+        for slot, (sequence, verdict) in enumerate(zip(self.running, verdicts, strict=True)):
+            drafter = "" if strategy.is_off else proposal.drafter_of(slot, strategy)
+            kept.append(sequence.commit(verdict, self.decode, drafter))
+        return kept
+
+    def _record(
+        self,
+        start: float,
+        batch: BatchState,
+        strategy: Strategy,
+        proposal: Proposal,
+        verdicts: list[Verdict],
+        kept: list[int],
+    ) -> None:
+        """Counts the step that began at `start`. Drafter and tuner learn from it."""
+        drafts = () if strategy.is_off else verdicts
+        accepted = tuple(verdict.num_accepted for verdict in drafts)
+        drafted = tuple(verdict.num_drafted for verdict in drafts)
+        if drafts:
+            self.drafter.observe(proposal, drafts)
+            deepest = max(verdict.num_levels for verdict in drafts)
+            self.stats.record_verifications(drafted, accepted, kept, deepest)
+        for version, num_accepted in zip(proposal.references, accepted, strict=False):
+            if version is not None:
+                self.stats.record_reference(version, self.model.version, num_accepted)
+        followed = tuple(version is not None for version in proposal.references)
+        names = tuple(one.name for one in batch.sequences)
+        seconds = time.perf_counter() - start
+        outcome = StepOutcome(sum(kept), accepted, drafted, seconds, followed, names=names)
+        self._count_step(strategy, batch, outcome, start, self._expected)
+        if self.tuner is not None:
+            self.tuner.observe(strategy, batch, outcome)
+
+    def _release_finished(self, captures: bool) -> list[Finished]:
+        finished = []
+        for slot in reversed(range(len(self.running))):
+            sequence = self.running[slot]
+            if sequence.finish_reason is None:
+                continue
+            self.lengths.note_ended(sequence)
+            rollout = sequence.to_rollout(self.model.version)
+            captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
+            self.drafter.finish(slot, rollout)
+            finished.append(Finished(rollout, captured_TF))
+            self._vacate(slot)
+        return finished
+
+    def _vacate(self, slot: int) -> None:
+        """Frees a slot; the last sequence moves there."""
+        moved_from = self.scheduler.remove(slot)
+        self._law = None
+        if moved_from is not None:
+            self.cache.move(moved_from, slot, self.running[slot].num_cached)
+            self.drafter.move(moved_from, slot)

@@ -1,0 +1,70 @@
+"""The law's noise of the running batch, as keys and positions. Sampling and drafting compute the values
+that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tlt.base.types import Request
+from tlt.base.uploads import upload
+from tlt.speculation.law.draw import noise_of_tokens, noise_to_rank_with
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import keys_tensor
+from tlt.speculation.law.tree import TreeLayout
+from tlt.speculation.law.verify import NoiseAt
+
+
+@dataclass(frozen=True)
+class BatchLaw:
+    """Sampling parameters and noise keys of the running sequences, by slot. Built anew when the batch
+    changes."""
+
+    requests: tuple[Request, ...]
+    params: BatchParams
+    keys: tuple[tuple[int, int, int, int], ...]
+    keys_B4: Tensor
+
+    @staticmethod
+    def of(requests: Sequence[Request], device: torch.device) -> BatchLaw:
+        keys = tuple(request.noise_key for request in requests)
+        params = BatchParams([request.params for request in requests], device)
+        return BatchLaw(tuple(requests), params, keys, keys_tensor(keys, device))
+
+    def of_nodes(self, nodes: TreeLayout, rows: Sequence[int], first: int, end: int) -> NoiseAt:
+        """Returns the noise of the positions that follow the nodes in columns first .. end - 1 of these
+        rows."""
+        if len(rows) == len(self.keys):
+            return NoiseAt(self.keys_B4, nodes.positions_BN[:, first:end] + 1)
+        return NoiseAt(self.keys_B4[rows], nodes.positions_BN[rows, first:end] + 1)
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """The noise that one step's drafts are ranked with (`DraftNoise`)."""
+
+    law: BatchLaw
+    starts: Sequence[int]
+    """By row: the position that level 0 drafts for."""
+    vocab_size: int
+
+    def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
+        noise_BV = noise_to_rank_with(self.law.keys_B4, self._starts_B + level, self.vocab_size, token_ids_V)
+        scale_B11 = self.law.params.noise_scale_B11
+        return noise_BV if scale_B11 is None else noise_BV * scale_B11[:, 0].float()
+
+    @cached_property
+    def _starts_B(self) -> Tensor:
+        return upload(self.starts, self.law.keys_B4.device)
+
+    def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
+        keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])
+        positions_K = torch.tensor([self.starts[row] + level for row, level, _ in places])
+        noise_K = noise_of_tokens(keys_K4, positions_K, torch.tensor([token for _, _, token in places]))
+        is_greedy = [request.params.temperature == 0 for request in self.law.requests]
+        noise = zip(places, noise_K.tolist(), strict=True)
+        return [0.0 if is_greedy[row] else value for (row, _, _), value in noise]

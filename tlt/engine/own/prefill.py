@@ -1,0 +1,134 @@
+"""Prefill: the target reads what a sequence starts from (its prompt, or prompt and response so far), all
+but the last token. Every distinct text is read once, in forwards of bounded size, and copied to the other
+slots that start from it. A common beginning, such as a chat template, is read once for several texts.
+
+    short texts   [ beginning rest rest rest ] [ text text ]      packed, up to PREFILL_TOKENS in a forward
+    a long one    [ first part      ] [part] [part] …             each later part attends to the cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tlt.base.uploads import upload
+from tlt.engine.own.scheduler import Admission
+from tlt.models import kv_cache
+from tlt.models.attention import Cached, StoringPrefill
+from tlt.models.kv_cache import Cache, prefill_groups
+from tlt.models.packed import PackedTransformer
+from tlt.speculation.law.tree import chain_mask
+
+_PART_TOKENS = 512
+"""Tokens of a later part of a long text. The mask has a row per token and per query head that shares a
+key: 235 MiB in bf16 at 7B and 32k tokens."""
+
+MIN_SHARED = 8
+"""Smallest number of common tokens for which texts are read as one family."""
+
+OnRead = Callable[[tuple[int, ...], int, Tensor], None]
+"""Receives (slots, first position, captured_TF) of tokens that were read for these slots."""
+
+
+@torch.inference_mode()
+def prefill(
+    model: PackedTransformer,
+    cache: Cache,
+    admissions: Sequence[Admission],
+    capture: tuple[int, ...],
+    on_read: OnRead,
+) -> tuple[int, int]:
+    """Reads the admitted texts into their slots, for which the cache has room. Returns (tokens read, number
+    of forwards).
+
+    capture: see `forward_capturing`.
+    """
+    num_tokens = num_forwards = 0
+    for group in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
+        for admission, captured_TF, num_read in _read_first(model, cache, group, capture):
+            num_tokens += num_read
+            on_read(admission.slots, 0, captured_TF)
+            for start, later_TF in _read_on(model, cache, admission, capture):
+                on_read(admission.slots, start, later_TF)
+                num_tokens, num_forwards = num_tokens + later_TF.shape[0], num_forwards + 1
+            cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
+        num_forwards += 1
+    return num_tokens, num_forwards
+
+
+def _read_first(
+    model: PackedTransformer, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
+) -> Iterator[tuple[Admission, Tensor, int]]:
+    """Reads up to PREFILL_TOKENS of each text, all in one forward. Yields each text, what was captured of
+    it, and how many of its tokens were not shared with an earlier one."""
+    texts = [a.tokens[:-1][: kv_cache.PREFILL_TOKENS] for a in group]
+    shared = shared_beginnings(texts)
+    families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
+    slots = [group[i].slots[0] for _, members in shared for i in members]
+    attend = StoringPrefill(model.config, families, cache.layers, slots)
+    parts = [
+        part
+        for length, (first, *others) in shared
+        for part in (texts[first], *(texts[i][length:] for i in others))
+    ]
+    tokens_N = upload([token for part in parts for token in part], model.device)
+    captured_NF = model.forward_capturing(tokens_N, attend.positions(model.device), attend, capture)[1]
+    captured = iter(captured_NF.split([len(part) for part in parts]))
+    for length, (first, *others) in shared:
+        first_TF = next(captured)
+        yield group[first], first_TF, len(first_TF)
+        for i in others:
+            own_TF = next(captured)
+            yield group[i], torch.cat([first_TF[:length], own_TF]), len(own_TF)
+
+
+def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
+    """Returns families of texts as (length of their common beginning, indices of the texts). Each text is
+    in one family; a text alone begins with itself. Dynamic programming over the sorted texts finds the
+    families of neighbours that save most tokens."""
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    with_next = [_num_common(texts[i], texts[j]) for i, j in pairwise(order)]
+    # by the number of texts in order: tokens saved, and (start, length) of the last family
+    saved, chosen = [0], [(0, 0)]
+    for end in range(1, len(order) + 1):
+        best, length = saved[-1], len(texts[order[end - 1]])
+        family = (end - 1, length)
+        for start in range(end - 2, -1, -1):
+            length = min(length, with_next[start])
+            if length < MIN_SHARED:
+                break
+            if (total := saved[start] + length * (end - 1 - start)) > best:
+                best, family = total, (start, length)
+        saved.append(best)
+        chosen.append(family)
+    families: list[tuple[int, list[int]]] = []
+    end = len(order)
+    while end:
+        start, length = chosen[end]
+        families.append((length, order[start:end]))
+        end = start
+    return families[::-1]
+
+
+def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Returns the length of the common beginning."""
+    pairs = zip(text, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
+
+
+def _read_on(
+    model: PackedTransformer, cache: Cache, admission: Admission, capture: tuple[int, ...]
+) -> Iterator[tuple[int, Tensor]]:
+    """Reads what `_read_first` has left of a text, part by part. Yields each part's position and what was
+    captured."""
+    slot, num_read = admission.slots[0], len(admission.tokens) - 1
+    layers = [layer[slot : slot + 1] for layer in cache.layers]
+    for first in range(kv_cache.PREFILL_TOKENS, num_read, _PART_TOKENS):
+        end = min(first + _PART_TOKENS, num_read)
+        columns_1T = torch.arange(first, end, device=model.device)[None]
+        attend = Cached(model.config, layers, columns_1T, end, chain_mask(columns_1T, end, model.dtype))
+        tokens_T = upload(admission.tokens[first:end], model.device)
+        yield first, model.forward_capturing(tokens_T, columns_1T[0], attend, capture)[1]

@@ -1,0 +1,127 @@
+"""One target forward over draft trees, and their verification. Long chains are verified piece by piece.
+
+    trees behind their sequences ─▶ forward ─┬▶ captured, for the drafter
+                                             └▶ features ─▶ logits of a piece ─▶ verdicts ─▶ next piece, where
+                                                                                             all was accepted
+With a vocabulary of 152k, logits and noise of 256 nodes take gigabytes for a few sequences. A draft that is
+rejected early needs only its first piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tlt.base.strategy import Strategy
+from tlt.base.types import DraftTree, Verdict
+from tlt.base.uploads import upload
+from tlt.models.attention import cached, pad
+from tlt.models.kv_cache import Cache
+from tlt.models.packed import PackedTransformer
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.tree import TreeLayout, chain
+from tlt.speculation.law.verify import Noise, Verify
+
+PIECE = Strategy.MAX_DEPTH + 1
+"""Nodes of a chain that are verified at a time, the root included."""
+
+NoiseOf = Callable[[Sequence[int], int, int], Noise]
+"""Returns the noise of the positions that follow the nodes in columns first .. end - 1 of these rows."""
+
+
+@dataclass(frozen=True)
+class TreeForward:
+    """A forward of the target over a batch of trees, to be verified.
+
+    features_NE: the target's features at the real nodes, without padding.
+    real_N: indices of the real nodes among all; None: all are real.
+    """
+
+    model: PackedTransformer
+    tree: DraftTree
+    features_NE: Tensor
+    real_N: Tensor | None
+
+    def verdicts(self, verify: Verify, noise_of: NoiseOf, params: BatchParams) -> list[Verdict]:
+        """Returns the verdict of each tree."""
+        B, N = self.tree.tokens_BN.shape
+        rows = list(range(B))
+        if N <= PIECE or not self.tree.is_chain:
+            return verify(self.tree, self.logits(), noise_of(rows, 0, N), params)
+        features_BNE = pad(self.features_NE, self.real_N, B * N).view(B, N, -1)
+        tokens = self.tree.tokens_BN.tolist()
+        found: list[list[Verdict]] = [[] for _ in rows]
+        for first in range(0, N, PIECE):
+            counts = [min(self.tree.row_lengths[row] - first, PIECE) for row in rows]
+            end = first + max(counts)
+            piece = chain(self.tree.tokens_BN[rows, first:end], counts)
+            logits_bnV = self._logits_of_piece(features_BNE[rows, first:end], counts)
+            of_rows = params.take(upload(rows, logits_bnV.device))
+            verdicts = verify(piece, logits_bnV, noise_of(rows, first, end), of_rows)
+            goes_on = []
+            for row, count, verdict in zip(rows, counts, verdicts, strict=True):
+                found[row].append(verdict)
+                is_kept = verdict.num_accepted == count - 1 and self.tree.row_lengths[row] > first + PIECE
+                if is_kept and verdict.tokens[-1] == tokens[row][first + PIECE]:
+                    goes_on.append(row)
+            rows = goes_on
+            if not rows:
+                break
+        lengths = self.tree.row_lengths
+        return [_join(pieces, tokens[row][: lengths[row]]) for row, pieces in enumerate(found)]
+
+    def logits(self) -> Tensor:
+        """Returns the logits at all nodes, [B, N, V]; zeros at padding."""
+        B, N = self.tree.tokens_BN.shape
+        return pad(self.model.logits(self.features_NE), self.real_N, B * N).view(B, N, -1)
+
+    def _logits_of_piece(self, features_bnE: Tensor, counts: Sequence[int]) -> Tensor:
+        """Returns [b, n, V]; zeros at padding."""
+        b, n, _ = features_bnE.shape
+        device = features_bnE.device
+        is_real_bn = torch.arange(n, device=device) < upload(counts, device)[:, None]
+        real_N = is_real_bn.flatten().nonzero()[:, 0]
+        return pad(self.model.logits(features_bnE.flatten(0, 1)[real_N]), real_N, b * n).view(b, n, -1)
+
+
+def forward_trees(
+    model: PackedTransformer, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int]
+) -> tuple[Tensor, TreeForward]:
+    """Runs the target over the trees, laid out as `nodes`. Returns what was captured, [B, N, F], and the
+    forward to verify."""
+    B, N = tree.tokens_BN.shape
+    if N > 1 and (unsound_V := model.unsound_V) is not None:  # any other draft token is as valid
+        roots_B1 = tree.tokens_BN[:, :1]
+        tree = replace(tree, tokens_BN=torch.where(unsound_V[tree.tokens_BN], roots_B1, tree.tokens_BN))
+    config, layers = model.config, cache.layers
+    attend = cached(
+        config, layers, nodes.columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts
+    )
+    real_N = attend.real_N
+    tokens_N, positions_N = tree.tokens_BN.flatten(), nodes.positions_BN.flatten()
+    if real_N is not None:
+        tokens_N, positions_N = tokens_N[real_N], positions_N[real_N]
+    if nodes.length > config.max_positions:  # drafts beyond the window are never kept
+        positions_N = positions_N.clamp_max(config.max_positions - 1)
+    features_NE, captured_NF = model.forward_capturing(tokens_N, positions_N, attend, capture)
+    return pad(captured_NF, real_N, B * N).view(B, N, -1), TreeForward(model, tree, features_NE, real_N)
+
+
+def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
+    """Returns what was captured along each verdict's path; a shorter path repeats its last node."""
+    longest = max(len(verdict.path) for verdict in verdicts)
+    nodes = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
+    rows_B1 = torch.arange(len(nodes), device=captured_BNF.device)[:, None]
+    return captured_BNF[rows_B1, upload(nodes, captured_BNF.device)]
+
+
+def _join(pieces: Sequence[Verdict], chain_tokens: Sequence[int]) -> Verdict:
+    """Returns the verdict of one chain from those of its consecutive pieces."""
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
+    num, num_nodes = len(tokens), len(chain_tokens)
+    rejected = chain_tokens[num] if num < num_nodes else None
+    return Verdict(tokens, num - 1, tuple(range(num)), logprobs, num_nodes - 1, rejected, num_nodes - 1)

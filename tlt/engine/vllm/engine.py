@@ -1,0 +1,242 @@
+"""vLLM as a rollout engine: a RolloutBackend over an unmodified vLLM with our law inside.
+
+    add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ new tokens ─▶ Sequence ─▶ Finished
+                        ▲ draft lengths from the tuner
+
+vLLM has the kernels, the caches and the tensor parallelism. This engine decides what a response is, where it
+ends and which draft length comes next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Slots
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tlt.base.spans import Span
+from tlt.base.strategy import Strategy
+from tlt.base.types import Finished, Verdict
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.sequence import Decode, Sequence, broken_policy
+from tlt.engine.vllm.drafter import VllmDrafter
+from tlt.engine.vllm.inside.law import RowLaw
+from tlt.engine.vllm.inside.verified import Verified
+from tlt.engine.vllm.link import Link
+from tlt.models.packed import PackedTransformer, layer_by_layer
+from tlt.speculation.tuner.protocol import NO_EXPECTATION, BatchState, StepOutcome, StrategyTuner
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How drafts are made and chosen; by default there are none."""
+
+    tuner: StrategyTuner | None = None
+    drafter: VllmDrafter | None = None
+    """The learned drafter; None: there is none."""
+    target: PackedTransformer | None = None
+    """A copy of the policy in our own layout, to train and measure the drafter; None: this is not done."""
+
+
+class VllmEngine(RolloutBackend):
+    """Generates responses with the vLLM of a Link."""
+
+    policy_version = 0
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        max_batch_size: int,
+        window: int,
+        speculation: Speculation = Speculation(),
+        on_span: Callable[[Span], None] | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        super().__init__(max_batch_size, window, tuner=speculation.tuner, on_span=on_span, decode=decode)
+        self.link, self.device = link, link.device
+        self.drafter: VllmDrafter | None = speculation.drafter
+        self.target = speculation.target
+        self._running: dict[str, Sequence] = {}
+        self._has_spoilt_caches = False
+        """Whether a broken policy may have left NaN in vLLM's caches."""
+        self._reading: set[str] = set()
+        """Sequences whose prompt vLLM has not read to its end."""
+        self._numbers = itertools.count()
+        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
+
+    # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
+        """Publishes a policy, by Hugging Face names. No response may be running."""
+        self.load_policy_parts(layer_by_layer(tensors), version)
+
+    def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        """Publishes a policy part by part, to vLLM and to the copy in our layout."""
+        assert self.is_idle, "a policy cannot change under running responses"
+        with self.link.weights.loading_policy() as load:
+            passing = self._hand_on(parts, load)
+            if self.target is None:
+                deque(passing, maxlen=0)
+            else:
+                self.target.load_parts(passing, version)
+        if self._has_spoilt_caches:
+            self.link.call("tlt_clear_caches")
+            self._has_spoilt_caches = False
+        if self.drafter is not None:
+            self.drafter.follow()
+        self.policy_version = version
+
+    def _hand_on(
+        self, parts: Iterable[Mapping[str, Tensor]], load: Callable[[Mapping[str, Tensor]], None]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        for part in parts:
+            load(part)
+            if self.drafter is not None:
+                self.drafter.note(part)
+            yield part
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def running(self) -> list[Sequence]:
+        return list(self._running.values())
+
+    def _drop(self, slots: Slots[int]) -> None:
+        names = list(self._running)
+        self._leave([names[slot] for slot in slots])
+
+    def abort(self) -> None:
+        super().abort()
+        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
+
+    def release(self) -> None:
+        assert self.is_idle
+        self.link.release()
+
+    def close(self) -> None:
+        """Ends vLLM."""
+        self.link.close()
+
+    # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, captures: bool = False) -> list[Finished]:
+        ended = self._admit()
+        if not self._running:
+            return ended
+        start, read_prompts = time.perf_counter(), bool(self._reading)
+        batch = self._batch_state()
+        self._choose(batch)
+        self._verified_by, self._drafted_by = self._drafted_by, self._strategy
+        outputs = self.link.step()
+        num_tokens = 0
+        rows: list[tuple[int, int, int, str]] = []  # drafted, accepted, kept, name
+        for name, (token_ids, logprobs) in outputs.items():
+            verified = self.link.verified(name)
+            num_drafted, num_accepted = len(verified.draft), verified.num_accepted
+            num_kept = self._commit(name, token_ids, logprobs, verified)
+            num_tokens += num_kept
+            # a strategy that found nothing to draft for a sequence has that as its outcome
+            if num_drafted or not (self._verified_by.is_off or name in self._reading):
+                rows.append((num_drafted, num_accepted, num_kept, name))
+        self._reading -= outputs.keys()
+        drafted, accepted, kept, names = zip(*rows, strict=True) if rows else ((),) * 4
+        if rows:
+            self.stats.record_verifications(drafted, accepted, kept, max(drafted))
+        seconds = time.perf_counter() - start
+        outcome = StepOutcome(num_tokens, accepted, drafted, seconds, names=names)
+        self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
+        return ended + self._finish(captures)
+
+    def _admit(self) -> list[Finished]:
+        """Sends waiting requests to vLLM while there is room; returns those that had already ended."""
+        ended = []
+        while self.waiting and len(self._running) < self.max_batch_size:
+            request, name = self.waiting.take_first(), f"tlt-{next(self._numbers)}"
+            if self.link.is_v2:  # it keeps drafts on the device
+                request = replace(request, drafts=None)
+            sequence = Sequence.start(request, self.window, self.decode)
+            if sequence.finish_reason is not None:
+                ended.append(Finished(sequence.to_rollout(self.policy_version)))
+                continue
+            stop_ids, law = list(request.params.stop_ids), RowLaw.extra_args(request)
+            self.link.add(name, sequence.tokens, sequence.num_left, stop_ids, law)
+            self._running[name] = sequence
+            self._reading.add(name)
+        return ended
+
+    def _batch_state(self) -> BatchState:
+        running = self._running.values()
+        mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
+        version = 0 if self.drafter is None else self.drafter.version
+        sequences, num_left = self._left(self._running.items())
+        return BatchState(
+            len(running),
+            mean_length,
+            self.policy_version,
+            version,
+            num_left=num_left,
+            sequences=sequences,
+        )
+
+    def _choose(self, batch: BatchState) -> None:
+        """Chooses the length of the drafts at the end of this step.
+
+        A choice is kept for at least two steps, of which the second both drafts and verifies by it.
+        """
+        if self.tuner is None:
+            return
+        if self._verified_by == self._strategy:
+            self._strategy = self.tuner.choose(batch)
+        self.link.draft(min(self._strategy.depth, self.link.max_depth))
+
+    def _commit(
+        self, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...], verified: Verified
+    ) -> int:
+        """Appends a sequence's new tokens, and records the draft; returns how many tokens were kept."""
+        sequence, (draft, num_accepted) = self._running[name], verified
+        if not math.isfinite(sum(logprobs)):
+            self._has_spoilt_caches = True
+            raise broken_policy(self.policy_version, self.link.dtype, sequence)
+        rejected = draft[num_accepted] if num_accepted < len(draft) else None
+        verdict = Verdict(token_ids, num_accepted, (), logprobs, len(draft), rejected)
+        return sequence.commit(verdict, self.decode, self._verified_by.drafter)
+
+    def _account(
+        self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool
+    ) -> None:
+        """Counts the step under the strategy that it verified. The tuner learns from steps that read no
+        prompts."""
+        is_typical = outcome.num_tokens > 0 and not read_prompts
+        is_steady = is_typical and strategy == self._strategy
+        expected = self.tuner.expected if self.tuner is not None and is_steady else NO_EXPECTATION
+        self._count_step(strategy, batch, outcome, start, expected)
+        self.stats.num_preemptions += self.link.take_preemptions()
+        if self.tuner is not None and is_typical:
+            drafted_next = None if is_steady else self._strategy
+            self.tuner.observe(strategy, batch, dataclasses.replace(outcome, drafted_next=drafted_next))
+
+    def _finish(self, captures: bool) -> list[Finished]:
+        ended = [name for name, sequence in self._running.items() if sequence.finish_reason is not None]
+        finished = []
+        for name in ended:
+            sequence = self._running[name]
+            self.lengths.note_ended(sequence)
+            captured_TF = self.link.captured(name, sequence.num_cached) if captures else None
+            finished.append(Finished(sequence.to_rollout(self.policy_version), captured_TF))
+        self._leave(ended)
+        return finished
+
+    def _leave(self, names: list[str]) -> None:
+        """Drops sequences, here and in vLLM."""
+        if names:
+            self.link.abort(names)
+        self._reading -= set(names)
+        for name in names:
+            del self._running[name]

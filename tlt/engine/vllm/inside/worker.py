@@ -1,0 +1,161 @@
+"""Our methods of vLLM's workers, called on every tensor-parallel rank: weight updates and captured features.
+
+    begin ─▶ part, part, … ─▶ end ─▶ settle          a part: tensors of whole layers, by Hugging Face names
+
+A part comes in one of three ways (transfer.py): as a dictionary within this process; as the path of a
+safetensors file in shared memory, of which each rank takes its slices; or in this GPU's memory, where vLLM's
+own weight transfer begins, receives and ends.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from tlt.engine.vllm.inside.block_weights import BlockWeights
+from tlt.engine.vllm.inside.digest import digest_tensors
+from tlt.engine.vllm.inside.law import Recorded
+from tlt.engine.vllm.inside.packed import forget_experts, head_error, pack_heads
+from tlt.engine.vllm.inside.plugin import Installed, register
+
+register()  # a worker process imports this module before it loads its model
+
+WeightPart = Mapping[str, Tensor] | str
+
+
+class TltWorker:
+    """The mixin that vLLM adds to its worker (`worker_extension_cls`)."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+    weight_transfer_engine: Any
+    _tlt_awaited: frozenset[str] = frozenset()
+    """Parameters that this update has not loaded yet, by vLLM's names."""
+    _tlt_block: BlockWeights | None = None
+    """This update of a DFlash drafter; None: it is another model's."""
+
+    def tlt_hear_termination(self) -> None:
+        """Unblocks SIGTERM, which this process may have inherited blocked: a rank that ends terminates its
+        workers and waits for them."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def tlt_begin(self, is_drafter: bool) -> None:
+        """Begins an update of the policy's or the drafter's weights."""
+        model = self._tlt_model(is_drafter)
+        self._tlt_awaited = frozenset(name for name, _ in model.named_parameters())
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+        if self.device.type == "cpu":
+            forget_experts(model)
+        is_block = is_drafter and self.vllm_config.speculative_config.use_dflash()
+        self._tlt_block = BlockWeights(model) if is_block else None
+
+    def tlt_part(self, is_drafter: bool, part: WeightPart) -> str:
+        """Loads a part; returns the digest of the tensors that came in a file."""
+        tensors = load_file(part) if isinstance(part, str) else part
+        with set_current_vllm_config(self.vllm_config):
+            loaded = self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
+        if self._tlt_block is not None:
+            self._tlt_block.take(tensors)
+        # None: this model does not tell what it has loaded
+        self._tlt_awaited -= self._tlt_awaited if loaded is None else set(loaded)
+        return digest_tensors(tensors) if isinstance(part, str) else ""
+
+    def tlt_end(self, is_drafter: bool) -> None:
+        """Ends the update."""
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self._tlt_model(is_drafter), self.vllm_config.model_config)
+            if self._tlt_block is not None:
+                self._tlt_block.end()
+
+    def tlt_try_shared(self, part: dict[str, Any]) -> str:
+        """Returns the digest of tensors in this GPU's memory as vLLM's weight transfer reads them. Changes no
+        weights."""
+        engine, arrived = self.weight_transfer_engine, Arrived()
+        engine.set_weight_update_target(arrived, engine.model_config)
+        try:
+            engine.update_weights(part)
+            return digest_tensors(arrived.tensors)
+        finally:
+            engine.reset_weight_update_target()
+
+    def tlt_shared_part(self, part: dict[str, Any]) -> bool:
+        """Loads a part that lies in this GPU's memory. Returns whether vLLM has buffered some of it to read
+        later."""
+        before = self._tlt_buffered()  # holding these keeps their ids from being reused
+        self.update_weights(part)  # type: ignore[attr-defined]  # the worker's own method
+        return bool(set(map(id, self._tlt_buffered())) - set(map(id, before)))
+
+    def tlt_end_shared(self) -> None:
+        """Ends the update. The sender's memory is not read afterwards."""
+        self.finish_weight_update()  # type: ignore[attr-defined]  # the worker's own method
+        torch.accelerator.synchronize()
+
+    def tlt_settle(self, is_drafter: bool) -> tuple[float, list[str]]:
+        """Makes the update take effect everywhere. Returns packed.head_error and the parameters that were not
+        loaded (none are known after vLLM's own transfer). A drafter is not checked: it may lack what is the
+        target's."""
+        if is_drafter:
+            return 0.0, []
+        model = self._tlt_model(is_drafter)
+        with set_current_vllm_config(self.vllm_config):
+            if self.device.type == "cpu":
+                pack_heads(model)
+            return head_error(model), sorted(self._tlt_awaited)
+
+    def tlt_clear_caches(self) -> None:
+        """Overwrites all keys and values. Attention multiplies those of a block's empty places by 0, so NaN
+        there would reach whichever request is given the block."""
+        for cache in self.model_runner.kv_caches:
+            for part in cache if isinstance(cache, list | tuple) else (cache,):
+                part.zero_()
+
+    def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
+        """Returns the captured features of a running request, [num_positions, F]; None where some are
+        missing."""
+        capture = self._tlt_installed.capture
+        if capture is None:
+            return None
+        return capture.read(capture.batch.slots.slot_of(request_id), num_positions)
+
+    def tlt_release(self) -> None:
+        if (capture := self._tlt_installed.capture) is not None:
+            capture.release()
+
+    def tlt_record(self, records: bool) -> list[Recorded] | None:
+        """Starts or stops recording draws; returns those recorded so far."""
+        table = self._tlt_installed.table
+        kept, table.recorded = table.recorded, [] if records else None
+        return kept
+
+    @property
+    def _tlt_installed(self) -> Installed:
+        return self.model_runner.tlt
+
+    def _tlt_model(self, is_drafter: bool) -> Any:
+        # the worker's own method
+        if is_drafter:
+            return self.get_draft_model()  # type: ignore[attr-defined]
+        return self.model_runner.get_model()
+
+    def _tlt_buffered(self) -> list[Tensor]:
+        """Returns the received tensors that vLLM keeps until their layer is complete."""
+        layers = self.weight_transfer_engine.model.modules()
+        kept = [bound for layer in layers for _, bound in get_layerwise_info(layer).loaded_weights]
+        return [value for bound in kept for value in bound.arguments.values() if isinstance(value, Tensor)]
+
+
+class Arrived:
+    """Takes a model's place and keeps the tensors that are loaded."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.tensors = dict(weights)

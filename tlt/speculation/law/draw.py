@@ -1,0 +1,95 @@
+"""Draws by the law, row by row: each row has its own logits, key and position. The noise need not lie in
+memory.
+
+on a CPU    compiled loops (compiled.py); sampling.py for float64, and where Numba is missing
+on a GPU    the kernel (fused.py)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from tlt.speculation.law import sampling
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import VALUES_PER_PART, gumbel_noise, kernels, sample
+
+ROW_BYTES = 1 << 28
+"""Memory for the noise of the rows that `draw_by_definition` draws at a time; a value takes 28 bytes."""
+
+
+@cache
+def compiled_loops() -> ModuleType | None:
+    """Returns compiled.py, the law for CPUs. None where Numba, which compiles it, is missing: sampling.py
+    then draws, thirty times slower at large vocabularies."""
+    try:
+        from tlt.speculation.law import compiled
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
+        return None
+    compiled.load()
+    return compiled
+
+
+def draw(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor]:
+    """Returns (tokens, int64[R]; log-probabilities, [R]) as `sample` draws them, row r with keys_R4[r] at
+    positions_R[r]. `params` has R rows."""
+    loops = compiled_loops() if logits_RV.device.type == "cpu" and logits_RV.dtype != torch.float64 else None
+    if loops is None:
+        return _in_parts(logits_RV, keys_R4, positions_R, params)
+    tokens_R, logprobs_R, unsure_R = loops.draw(logits_RV, keys_R4, positions_R, params)
+    if bool(unsure_R.any()):
+        rows = unsure_R.nonzero()[:, 0]
+        drawn = _in_parts(logits_RV[rows], keys_R4[rows], positions_R[rows], params.take(rows))
+        tokens_R[rows], logprobs_R[rows] = drawn
+    return tokens_R, logprobs_R
+
+
+def noise_to_rank_with(
+    keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None = None
+) -> Tensor:
+    """Returns noise within 2⁻¹⁹ of the law's at row r's position, float32[R, V], for ranking drafts.
+
+    token_ids_V: the tokens whose noise is returned, in this order; None: the whole vocabulary.
+    """
+    if keys_R4.device.type == "cpu" and (loops := compiled_loops()) is not None:
+        noise_RV: Tensor = loops.noise_to_rank_with(keys_R4, positions_R, vocab_size, token_ids_V)
+        return noise_RV
+    noise_RV = gumbel_noise(keys_R4, positions_R[:, None], vocab_size)[:, 0]
+    return noise_RV if token_ids_V is None else noise_RV[:, token_ids_V]
+
+
+def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:
+    """Returns `sampling.noise_of_tokens` of tensors on a CPU."""
+    noise_K: Tensor = (compiled_loops() or sampling).noise_of_tokens(keys_K4, positions_K, tokens_K)
+    return noise_K
+
+
+def _in_parts(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor]:
+    """Draws by the GPU's kernel or by `draw_by_definition`, as many rows at a time as memory allows."""
+    num_rows, vocab_size = logits_RV.shape
+    law, per_part = draw_by_definition, ROW_BYTES // (28 * vocab_size)
+    if logits_RV.is_cuda:
+        law, per_part = kernels().draw, VALUES_PER_PART // vocab_size if params.truncates else num_rows
+    step = max(per_part, 1)
+    bounds = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
+    parts = [law(logits_RV[i:j], keys_R4[i:j], positions_R[i:j], params.rows(i, j)) for i, j in bounds]
+    tokens, logprobs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def draw_by_definition(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor]:
+    """Draws as sampling.py defines it: the noise of whole rows, then the law."""
+    noise_R1V = gumbel_noise(keys_R4, positions_R[:, None], logits_RV.shape[1])
+    tokens_R1, logprobs_R1 = sample(logits_RV[:, None], noise_R1V, params)
+    return tokens_R1[:, 0], logprobs_R1[:, 0]

@@ -1,0 +1,139 @@
+"""The law as a kernel, for GPUs: noise is computed in registers, so a row takes no memory but its logits.
+
+    logits [R, V] ─▶ one program for every row and block of the vocabulary
+                       Philox ─▶ Gumbel noise ─▶ + logits / T ─▶ the best score and its token
+                       logits / T ─▶ the largest, and Σ exp(logit - largest)          ─▶ 20 bytes a block
+                  ─▶ the token of the row's best block; its log-probability
+
+sampling.py defines the law; tokens and noise are the same. 1 - w has 33 bits, so it is exact in float64, and
+the noise is -log(-log(1 - w)) without a log1p. Two libraries may differ in the last bit of a float64
+logarithm (CUDA promises one unit in the last place). It shows only where the noise lies that close to the
+border between two float32 numbers: in one word of some millions, by a unit of float32 or, near noise 0, by
+2⁻⁵¹ (counted in benchmarks/results/law-kernel.md). Products and sums are never contracted to an fma, which
+would round once where the law rounds twice.
+
+Log-probabilities sum in another order than there; in float32 they differ by 2⁻¹⁷ + 2⁻²²
+(|scaled logit| + |logsumexp|) at most. Positions and the words of a key are below 2³².
+
+This file imports Triton; only tensors on a GPU come here.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt.speculation.law.params import BatchParams, truncate
+
+BLOCK = 2048
+"""Values of a program: eight per thread, which compiles without spilling registers."""
+
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""Compiler options. `enable_fp_fusion` would turn logits / T + noise into an fma."""
+
+
+def draw(
+    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+) -> tuple[Tensor, Tensor]:
+    """Returns (tokens, int64[R]; log-probabilities, [R]), as `draw.draw` does. Truncation sorts and takes 60
+    bytes for each logit; without it a row takes 20 bytes for every BLOCK of its logits."""
+    logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
+    num_rows, vocab_size = logits_RV.shape
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    kept_RV = (
+        truncate(params.scale(logits_RV[:, None]), params)[:, 0].contiguous() if params.truncates else None
+    )
+    dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
+    tokens_RK = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits_RV.device)
+    parts_RK3 = torch.empty(num_rows, num_blocks, 3, dtype=dtype, device=logits_RV.device)
+    columns = (params.inverse_temperature_B11, params.noise_scale_B11)
+    law = (
+        keys_R4.contiguous(),
+        positions_R.contiguous(),
+        *(None if c is None else c.flatten() for c in columns),
+    )
+    with torch.cuda.device_of(logits_RV):
+        law_kernel[num_rows, num_blocks](
+            logits_RV,
+            kept_RV,
+            law,
+            tokens_RK,
+            parts_RK3,
+            logits_RV.stride(0),
+            vocab_size,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
+    best_RK, largest_RK, sums_RK = parts_RK3.unbind(-1)
+    tokens_R1 = tokens_RK.gather(1, best_RK.argmax(-1, keepdim=True))  # the first of equal ones
+    chosen_R1 = params.scale(logits_RV.gather(1, tokens_R1)[:, None])[:, 0]
+    return tokens_R1[:, 0], chosen_R1[:, 0] - (largest_RK + sums_RK.log()).logsumexp(-1)
+
+
+def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
+    """Returns `sampling.gumbel_noise`, float32[B, T, V], with no memory but the result's."""
+    noise_BTV = torch.empty(*positions_BT.shape, vocab_size, dtype=torch.float32, device=keys_B4.device)
+    num_keys, num_positions = positions_BT.shape
+    grid = (num_keys * num_positions, triton.cdiv(vocab_size, BLOCK))
+    with torch.cuda.device_of(keys_B4):
+        noise_kernel[grid](
+            noise_BTV,
+            keys_B4.contiguous(),
+            positions_BT.contiguous(),
+            num_positions,
+            vocab_size,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
+    return noise_BTV
+
+
+@triton.jit
+def law_kernel(logits_ptr, kept_ptr, law, token_ptr, part_ptr, stride, vocab_size, BLOCK: tl.constexpr):
+    """Writes the best token of a row's block, and (its score, the largest logit, Σ exp(logit - largest)).
+    A NaN is the best score, as for torch.argmax; the sum is then NaN, too."""
+    key_ptr, position_ptr, inverse_ptr, scale_ptr = law
+    dtype: tl.constexpr = part_ptr.dtype.element_ty
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    token = first + tl.arange(0, BLOCK)
+    is_real = token < vocab_size
+    logit = tl.load(logits_ptr + row * stride + token, is_real, -float("inf")).to(dtype)
+    if inverse_ptr is not None:
+        logit = logit * tl.load(inverse_ptr + row).to(dtype)
+    noise = _gumbel(key_ptr + 4 * row, tl.load(position_ptr + row), first, BLOCK)
+    if scale_ptr is not None:
+        noise = noise * tl.load(scale_ptr + row).to(tl.float32)
+    kept = logit
+    if kept_ptr is not None:
+        kept = tl.load(kept_ptr + row * vocab_size + token, is_real, -float("inf"))
+    score = kept + noise.to(dtype)
+    best, index = tl.max(tl.where(score == score, score, float("inf")), 0, return_indices=True)
+    largest = tl.max(tl.where(logit == logit, logit, float("inf")), 0)
+    largest = tl.where(largest == -float("inf"), 0.0, largest)
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(token_ptr + out, first + index)
+    tl.store(part_ptr + 3 * out, best)
+    tl.store(part_ptr + 3 * out + 1, largest)
+    tl.store(part_ptr + 3 * out + 2, tl.sum(tl.exp(logit - largest), 0))
+
+
+@triton.jit
+def noise_kernel(noise_ptr, key_ptr, position_ptr, num_positions, vocab_size, BLOCK: tl.constexpr):
+    """Writes the noise of a (key, position) at its block of the vocabulary."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    token = first + tl.arange(0, BLOCK)
+    noise = _gumbel(key_ptr + 4 * (row // num_positions), tl.load(position_ptr + row), first, BLOCK)
+    tl.store(noise_ptr + row * vocab_size + token, noise, token < vocab_size)
+
+
+@triton.jit
+def _gumbel(key_ptr, position, first, BLOCK: tl.constexpr):
+    """Returns the noise of the tokens first … first + BLOCK - 1; one Philox block serves four neighbours."""
+    block = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = tl.zeros_like(block)
+    k0, k1 = tl.load(key_ptr).to(tl.uint32), tl.load(key_ptr + 1).to(tl.uint32)
+    k2, k3 = tl.load(key_ptr + 2).to(tl.uint32), tl.load(key_ptr + 3).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox_impl(block, zero + position.to(tl.uint32), zero + k2, zero + k3, k0, k1)
+    word = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+    complement = (4294967295.5 - word.to(tl.float64)) * (1.0 / 4294967296.0)  # 1 - w, exactly
+    return (-tl.log(-tl.log(complement))).to(tl.float32)

@@ -1,0 +1,80 @@
+"""The sampling parameters of a batch, applied to logits: temperature, then top-k, top-p and min-p."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt.base.types import SamplingParams
+from tlt.base.uploads import upload
+
+MAX_INVERSE_TEMPERATURE = 1e30
+"""Bounds 1 / temperature, so that a scaled logit fits into float32. At this bound, logits that differ in any
+engine's dtype are farther apart than any noise."""
+
+
+class BatchParams:
+    """The sampling parameters of B sequences as tensors, made once per change of the batch.
+
+    Temperature 0 is computed as temperature 1 without noise (`noise_scale_B11` is 0): the law is then an
+    argmax, and the log-probabilities are those of temperature 1.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> None:
+        def column(values: list[float] | list[int]) -> Tensor:
+            dtype = torch.float64 if isinstance(values[0], float) else torch.int64
+            return upload(values, device, dtype)[:, None, None]
+
+        temperatures = [p.temperature or 1.0 for p in params]
+        inverse = [min(1.0 / t, MAX_INVERSE_TEMPERATURE) for t in temperatures]
+        self.inverse_temperature_B11 = None if all(t == 1.0 for t in temperatures) else column(inverse)
+        is_sampled = [float(p.temperature > 0) for p in params]
+        self.noise_scale_B11 = None if all(is_sampled) else column(is_sampled)
+        self.truncates = any(p.truncates and p.temperature > 0 for p in params)
+        if self.truncates:
+            self.top_k_B11 = column(
+                [p.top_k if p.top_k > 0 else torch.iinfo(torch.int64).max for p in params]
+            )
+            self.top_p_B11 = column([float(p.top_p) for p in params])
+            self.min_p_B11 = column([float(p.min_p) for p in params])
+
+    def rows(self, first: int, end: int) -> BatchParams:
+        """Returns the parameters of sequences first .. end - 1."""
+        return self._part(slice(first, end))
+
+    def take(self, sequences_R: Tensor) -> BatchParams:
+        """Returns the parameters of these sequences, in this order; one may occur several times."""
+        return self._part(sequences_R)
+
+    def _part(self, index: slice | Tensor) -> BatchParams:
+        part = BatchParams.__new__(BatchParams)
+        for name, value in vars(self).items():
+            setattr(part, name, value[index] if isinstance(value, Tensor) else value)
+        return part
+
+    def scale(self, logits_BNV: Tensor) -> Tensor:
+        """Returns the logits divided by the temperature, in float32 at least."""
+        logits_BNV = logits_BNV.float() if logits_BNV.dtype in (torch.bfloat16, torch.float16) else logits_BNV
+        if self.inverse_temperature_B11 is None:
+            return logits_BNV
+        return logits_BNV * self.inverse_temperature_B11.to(logits_BNV.dtype)
+
+
+def truncate(scaled_BNV: Tensor, params: BatchParams) -> Tensor:
+    """Returns the logits with -inf where top-k, then top-p, then min-p remove a token.
+
+    Tokens are ranked by probability, equal ones by id. top-k keeps the first k. top-p keeps the shortest
+    prefix of these whose renormalized mass reaches p. min-p keeps tokens of at least min_p times the largest
+    probability. The first token always stays.
+    """
+    sorted_logits, order = scaled_BNV.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled_BNV.shape[-1], device=scaled_BNV.device)
+    removed = rank >= params.top_k_B11
+    probabilities = sorted_logits.masked_fill(removed, float("-inf")).double().softmax(dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    removed = removed | ((mass_before >= params.top_p_B11) & (params.top_p_B11 < 1))
+    removed |= probabilities < params.min_p_B11 * probabilities[..., :1]
+    removed[..., 0] = False
+    return scaled_BNV.masked_fill(torch.zeros_like(removed).scatter_(-1, order, removed), float("-inf"))

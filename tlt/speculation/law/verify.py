@@ -1,0 +1,111 @@
+"""Verification: the target draws its own token at every node, and the walk follows the drafts that agree.
+
+    root ─┬─ a ─── c        the target draws a at the root, d at a: committed a d, accepted 1 (a)
+          └─ b
+
+Only the proposed tokens come from the drafter. Each committed token is the target's own sample of the law
+(sampling.py), so speculation is lossless for any drafter and any tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt.base.types import DraftTree, Verdict
+from tlt.speculation.law.draw import draw
+from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.sampling import sample
+
+
+@dataclass(frozen=True)
+class NoiseAt:
+    """Names noise without computing it: that of keys_B4[b] at positions_BN[b, n]. The engine gives this."""
+
+    keys_B4: Tensor
+    positions_BN: Tensor
+
+
+Noise = Tensor | NoiseAt
+"""The noise of the position that follows each node: its name or, in tests, its values [B, N, V]."""
+
+Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
+"""The type of `verify`; an audit replaces it by a faulty one."""
+
+
+def verify(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
+    """Returns one verdict per sequence.
+
+    logits_BNV: of the target, at every node.
+    noise: of the position that *follows* each node.
+
+    Synchronizes once: one transfer brings tokens, log-probabilities and the tree to the host.
+    """
+    if isinstance(noise, NoiseAt):
+        chosen_BN, logprobs_BN = _draw(logits_BNV, noise, params)
+    else:
+        chosen_BN, logprobs_BN = sample(logits_BNV, noise, params)
+    if tree.num_nodes == 1:
+        (chosen,), logprobs = to_host([chosen_BN], logprobs_BN)
+        return [Verdict((c[0],), 0, (0,), (p[0],)) for c, p in zip(chosen, logprobs, strict=True)]
+    if tree.is_chain:
+        (chosen, tokens), logprobs = to_host([chosen_BN, tree.tokens_BN], logprobs_BN)
+        rows = zip(tokens, tree.row_lengths, chosen, logprobs, strict=True)
+        return [_walk_chain(*row) for row in rows]
+    (chosen, tokens, parents), logprobs = to_host([chosen_BN, tree.tokens_BN, tree.parents_BN], logprobs_BN)
+    return [_walk_tree(*row) for row in zip(tokens, parents, chosen, logprobs, strict=True)]
+
+
+def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[int]]], list[list[float]]]:
+    """Returns tensors of one shape as lists, by one transfer: reals are sent as the bits of their float64."""
+    packed = torch.stack([*integers, reals.double().view(torch.int64)]).cpu()
+    return packed[:-1].tolist(), packed[-1].view(torch.float64).tolist()
+
+
+def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tensor, Tensor]:
+    """Draws by the law at every node, with noise that never lies in memory."""
+    B, N, _ = logits_BNV.shape
+    if N == 1:
+        tokens_B, logprobs_B = draw(logits_BNV[:, 0], noise.keys_B4, noise.positions_BN[:, 0], params)
+        return tokens_B[:, None], logprobs_B[:, None]
+    rows_R = torch.arange(B, device=logits_BNV.device).repeat_interleave(N)
+    tokens_R, logprobs_R = draw(
+        logits_BNV.flatten(0, 1), noise.keys_B4[rows_R], noise.positions_BN.flatten(), params.take(rows_R)
+    )
+    return tokens_R.view(B, N), logprobs_R.view(B, N)
+
+
+def _walk_chain(tokens: list[int], length: int, chosen: list[int], logprobs: list[float]) -> Verdict:
+    """Returns the verdict on a chain of `length` nodes."""
+    end = 1
+    while end < length and tokens[end] == chosen[end - 1]:
+        end += 1
+    rejected = tokens[end] if end < length else None
+    path = tuple(range(end))
+    return Verdict(
+        tuple(chosen[:end]), end - 1, path, tuple(logprobs[:end]), length - 1, rejected, length - 1
+    )
+
+
+def _walk_tree(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:
+    """Returns the verdict on a tree."""
+    node, path = 0, [0]
+    depths = [0] * len(tokens)
+    for child in range(1, len(tokens)):  # parents come before children, so one pass finds the whole path
+        if parents[child] >= 0:
+            depths[child] = depths[parents[child]] + 1
+        if parents[child] == node and tokens[child] == chosen[node]:
+            node = child
+            path.append(child)
+    return Verdict(
+        tuple(chosen[i] for i in path),
+        len(path) - 1,
+        tuple(path),
+        tuple(logprobs[i] for i in path),
+        len(tokens) - parents.count(-1),  # neither the root nor padding has a parent
+        tokens[parents.index(node)] if node in parents else None,
+        max(depths),
+    )

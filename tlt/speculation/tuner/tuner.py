@@ -1,0 +1,129 @@
+"""Makes the tuner, which chooses the strategy of every engine step.
+
+    Fixed        always the same strategy
+    CostModel    predicts every arm's speed from measured costs and acceptance (cost_model.py)
+    BegMab       the bandit of the TLT paper (beg_mab.py)
+
+No tuner reads a clock: seconds come with the outcomes of steps, randomness as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt.base.strategy import Strategy
+from tlt.base.types import UserError
+from tlt.speculation.tuner.beg_mab import BegMab, groups_of
+from tlt.speculation.tuner.cost_model import CostModel
+from tlt.speculation.tuner.protocol import BatchState, StrategyTuner
+from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
+
+
+class Fixed(StrategyTuner):
+    """Chooses the same strategy for every batch."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    def choose(self, batch: BatchState) -> Strategy:
+        return self.strategy
+
+
+# ── the arms ────────────────────────────────────────────────────────────────────────────────────────────────
+
+_CHAINS = (1, 2, 3, 4, 6, 8, 11, 15)
+_REFERENCE_DEPTHS = (32, 64, 128, 256)
+_TREES = ((3, 2, 6), (5, 2, 10), (7, 2, 14), (6, 3, 24), (10, 4, 48))
+
+
+def default_arms(
+    kinds: Sequence[str],
+    max_depth: int = Strategy.MAX_DEPTH,
+    trees: bool = True,
+    learned_depth: int = Strategy.MAX_DEPTH,
+) -> tuple[Strategy, ...]:
+    """Returns the strategies worth trying with drafters of these kinds: off, chains, long chains from
+    references, and trees of the learned drafter.
+
+    max_depth: most drafting steps that the engine allows.
+    trees: whether the engine verifies trees.
+    learned_depth: most tokens that the learned drafter drafts one after the other.
+    """
+    arms = [Strategy.OFF]
+    for kind in kinds:
+        if "hybrid" in kinds and kind in ("ahead+learned", "ahead+ngram"):
+            continue  # ahead+hybrid takes the better of the two
+        depths: tuple[int, ...] = _CHAINS[3:] if kind == "hybrid" else _CHAINS
+        if Strategy(kind, 1, 1, 1).uses_references:
+            depths = _REFERENCE_DEPTHS
+        arms += [Strategy(kind, depth, 1, depth) for depth in depths]
+    if "learned" in kinds and trees:
+        arms += [Strategy("learned", *shape) for shape in _TREES]
+    if "learned" in kinds and learned_depth < Strategy.MAX_DEPTH:
+        whole = Strategy("learned", learned_depth, 1, learned_depth)
+        arms = [arm for arm in arms if arm.drafter != "learned" or arm.depth < learned_depth]
+        arms += [whole]
+    return tuple(arm for arm in arms if arm.uses_references or arm.depth <= max_depth)
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What an engine offers to its tuner."""
+
+    trees: bool = True
+    """Whether it verifies trees."""
+    hindsight: bool = True
+    """Whether it reports what retrieval would have drafted."""
+
+
+OURS = Abilities()
+"""What our own engine offers."""
+
+
+def check_depth(strategy: Strategy, learned_depth: int) -> None:
+    """Raises UserError for a strategy that is deeper than the learned drafter's block."""
+    if strategy.depth > learned_depth:
+        raise UserError(
+            f"speculation: {strategy} drafts {strategy.depth} tokens, and the drafter's block has "
+            f"{learned_depth}; give at most that many"
+        )
+
+
+def make_tuner(
+    speculation: str,
+    kinds: Sequence[str],
+    name: str = "cost-model",
+    max_depth: int = Strategy.MAX_DEPTH,
+    abilities: Abilities = OURS,
+    prior: CostPrior = UNKNOWN,
+    learned_depth: int = Strategy.MAX_DEPTH,
+) -> StrategyTuner | None:
+    """Returns the tuner that the user asked for; None for `off`.
+
+    speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET.
+    kinds: the drafters that exist, the preferred one first.
+    name: the tuner behind `adaptive`, cost-model or beg-mab.
+    max_depth: see `default_arms`.
+    prior: the drafter's size relative to the target's.
+    learned_depth: see `default_arms`.
+
+    Raises UserError for a strategy whose drafter does not exist.
+    """
+    if speculation == "off":
+        return None
+    if speculation != "adaptive":
+        strategy = Strategy.parse(speculation, kinds[0])
+        if strategy.is_off or strategy.drafter not in kinds:
+            raise UserError(
+                f"speculation: {speculation!r} needs a drafter of kind {strategy.drafter}; there is "
+                f"{', '.join(kinds)}"
+            )
+        if strategy.drafter == "learned":
+            check_depth(strategy, learned_depth)
+        return Fixed(strategy)
+    arms = default_arms(kinds, max_depth, abilities.trees, learned_depth)
+    if name == "beg-mab":
+        return BegMab(groups_of(arms))
+    assert name == "cost-model", name
+    return CostModel(arms, prior=prior, has_hindsight=abilities.hindsight)

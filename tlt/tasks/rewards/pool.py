@@ -1,0 +1,331 @@
+"""Rewards, computed in worker processes beside the generation.
+
+    submit      a response: its task's own score ───┐
+    complete    a group: its reward functions ──────┴▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
+                                                                    │ ▲
+                                                                    ▼ │
+                                                              worker process
+                                     killed at the time-out; another worker then tries the call again
+
+A response that cannot be scored has the reason in `Reward.error`. The update leaves it out, and `summarize`
+counts it for the step's record. `check_scorable` ends a run whose first responses cannot be scored at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from tlt.base.records import RewardSummary
+from tlt.base.types import ResponseId, Reward, UserError
+from tlt.tasks.rewards.scoring import MAX_METRICS, OWN_SCORE, Call, Completion, RewardSpec, Scorer
+from tlt.tasks.rewards.worker import Worker, WorkerLost
+
+MAX_LOST_WITH = 2
+"""Workers lost while they answer a call, after which its responses have no score."""
+MAX_LOST_BEFORE = 3
+"""Workers lost before they take a call up, after which its responses have no score."""
+
+
+def summarize(rewards: Sequence[Reward]) -> RewardSummary:
+    """Returns the means over the scored responses, and the number of the others."""
+    scored = [reward for reward in rewards if reward.is_scored]
+    errors = [reward.error for reward in rewards if not reward.is_scored]
+    of_tasks = [reward for reward in scored if reward.task]
+    mean = sum(reward.value for reward in scored) / len(scored) if scored else math.nan
+    squares = sum((reward.value - mean) * (reward.value - mean) for reward in scored)
+    return RewardSummary(
+        mean,
+        sum(reward.is_solved for reward in scored) / len(scored) if scored else math.nan,
+        len(errors),
+        errors[0] if errors else "",
+        parts=_means(reward.parts for reward in scored),
+        metrics=_bounded(_means(reward.metrics for reward in scored)),
+        reward_by_task=_means({reward.task: reward.value} for reward in of_tasks),
+        solve_rate_by_task=_means({reward.task: float(reward.is_solved)} for reward in of_tasks),
+        std=math.sqrt(squares / len(scored)) if scored else math.nan,
+    )
+
+
+def _bounded(metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the first `MAX_METRICS` figures, with the number of those left out beside them."""
+    if (num_more := len(metrics) - MAX_METRICS) <= 0:
+        return metrics
+    return {**dict(islice(metrics.items(), MAX_METRICS)), "names left out": float(num_more)}
+
+
+def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns name → mean over the records that have it, sorted by name."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            values[name].append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
+    """Raises UserError where no response at all could be scored: the task is at fault, and nothing can be
+    learned.
+
+    where: a run's first step or evaluation.
+    """
+    summary = summarize(rewards)
+    if rewards and summary.num_errors == len(rewards):
+        raise UserError(
+            f"task {task}: none of the {len(rewards)} responses of {where} could be scored; the first says "
+            f"{summary.first_error!r}; correct the task's score, or rewards.functions"
+        )
+
+
+def describe_constant(rewards: Sequence[Reward], where: str) -> list[str]:
+    """Returns a line about each reward function that gives every response the same, from two on. It is no
+    error: a hard task may begin without any reward.
+
+    where: such as "step 1".
+    """
+    scored = [reward.parts for reward in rewards if reward.is_scored]
+    if len(scored) < 2:
+        return []
+    return [
+        f"rewards.functions: {name} gives {value:g} to all {len(scored)} responses of {where}, so nothing is "
+        "learned from it"
+        for name, value in scored[0].items()
+        if name != OWN_SCORE and all(parts.get(name) == value for parts in scored)
+    ]
+
+
+class Job(NamedTuple):
+    response_ids: tuple[ResponseId, ...]
+    call: Call
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A response without a reward yet."""
+
+    response: Completion
+    parts: dict[bool, Reward] = field(default_factory=dict)
+    """Whether functions gave it (else the task's own score) → a part of the reward."""
+
+
+class RewardPool:
+    """Scores responses in worker processes. Use it from one thread; `submit` and `complete` never wait.
+
+    num_workers: processes; 0 scores inside `submit` and `complete`, without time-out, to debug a task.
+    timeout_seconds: time limit of one response, from the moment a worker takes it up; a group of n has n.
+    """
+
+    def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
+        self._scorer = Scorer(spec)  # a misspelt task is an error here, not one of every response
+        self.spec, self.timeout_seconds = spec, timeout_seconds
+        self.by_group = self._scorer.by_group
+        self._pending: dict[ResponseId, Pending] = {}
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Job, list[Reward] | Exception]] = SimpleQueue()
+        self._lock = threading.Lock()  # of the next two: no worker starts after close
+        self._workers: set[Worker] = set()
+        self._is_closed = False
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self,
+        response_id: ResponseId,
+        problem: Mapping[str, Any],
+        text: str,
+        token_ids: Sequence[int] = (),
+        step: int = 0,
+    ) -> None:
+        """Takes a response, and queues it for its task's own score. Where reward functions count it is scored
+        once its group is complete.
+
+        step: updates behind the policy that wrote it.
+        """
+        assert not self._is_closed, "the pool is closed"
+        assert response_id not in self._pending, f"{response_id} was submitted twice"
+        response = Completion(dict(problem), text, tuple(token_ids), step)
+        self._pending[response_id] = Pending(response)
+        if self._scorer.scores_alone:
+            self._queue(Job((response_id,), Call((response,), False)))
+
+    def complete(self, group: Sequence[ResponseId]) -> None:
+        """Queues a whole group of submitted responses for the reward functions, which see it in this order.
+        Without reward functions it does nothing."""
+        if self.by_group:
+            responses = tuple(self._pending[response_id].response for response_id in group)
+            self._queue(Job(tuple(group), Call(responses, True)))
+
+    def withdraw(self, response_ids: Iterable[ResponseId]) -> None:
+        """Forgets these responses, which are scored elsewhere."""
+        for response_id in response_ids:
+            del self._pending[response_id]
+
+    def _queue(self, job: Job) -> None:
+        if self._threads:
+            self._jobs.put(job)
+        else:
+            self._done.put((job, self._scorer.answer(job.call)))
+
+    def collect(self) -> dict[ResponseId, Reward]:
+        """Returns the new rewards, without waiting."""
+        rewards: dict[ResponseId, Reward] = {}
+        with contextlib.suppress(Empty):
+            while True:
+                rewards.update(self._next(0.0))
+        return rewards
+
+    def drain(self, patience: float = math.inf) -> dict[ResponseId, Reward]:
+        """Waits for everything submitted and returns the new rewards. One call takes its time-out at most
+        twice, and the start of a worker where one has died.
+
+        patience: seconds after which it raises UserError, naming the task and the unscored responses;
+            infinite where no other rank waits.
+        """
+        deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX / 2)  # a queue refuses more
+        rewards: dict[ResponseId, Reward] = {}
+        while self._pending:
+            try:
+                rewards.update(self._next(max(deadline - time.monotonic(), 0.0)))
+            except Empty:
+                raise self._too_slow(patience) from None
+        return rewards
+
+    def _too_slow(self, patience: float) -> Exception:
+        first = ", ".join(f"{problem} sample {sample}" for problem, sample in islice(self._pending, 3))
+        return UserError(
+            f"task {self.spec.task}: {len(self._pending)} responses were not scored within {patience:g} s, "
+            f"and the other ranks wait no longer; the first are {first}; raise rewards.num_workers or lower "
+            "rewards.timeout_seconds"
+        )
+
+    def abandon(self) -> None:
+        """Forgets everything submitted. A call under way goes on, to its second time-out at most."""
+        self._pending.clear()
+        while True:
+            try:
+                self._jobs.get_nowait()
+            except Empty:
+                return
+
+    def close(self) -> None:
+        """Ends the workers at once and leaves nothing running. Closing twice is harmless."""
+        self.abandon()
+        with self._lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        self._scorer.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next(self, timeout: float) -> dict[ResponseId, Reward]:
+        """Waits for the next result and returns the rewards that it makes whole; what was abandoned or
+        withdrawn has none. Raises Empty after `timeout` seconds."""
+        job, result = self._done.get(timeout=timeout)
+        rewards: dict[ResponseId, Reward] = {}
+        for number, (response_id, response) in enumerate(
+            zip(job.response_ids, job.call.responses, strict=True)
+        ):
+            pending = self._pending.get(response_id)
+            if pending is None or pending.response is not response:
+                continue
+            if isinstance(result, Exception):
+                raise result
+            pending.parts[job.call.is_group] = result[number]
+            if len(pending.parts) == self.by_group + self._scorer.scores_alone:
+                del self._pending[response_id]
+                alone, together = pending.parts.get(False), pending.parts.get(True)
+                rewards[response_id] = self._scorer.combine(alone, together)
+        return rewards
+
+    def _serve(self) -> None:
+        """Serves jobs in a thread with workers of its own."""
+        place = _Place(self._start)
+        while (job := self._jobs.get()) is not None:
+            try:
+                result: list[Reward] | Exception = self._answer(job.call, place)
+            except _Closed:
+                return
+            except Exception as error:  # ours, or an unpicklable problem: raised in `_next`
+                result = error
+            self._done.put((job, result))
+        place.leave()
+
+    def _answer(self, call: Call, place: _Place) -> list[Reward]:
+        """Returns the answer to a call; tries again where the worker was lost."""
+        lost_with = lost_before = 0
+        while True:
+            try:
+                return place.answer(call, self.timeout_seconds * len(call.responses))
+            except OSError as error:  # the system has no room for a process; the next call tries again
+                return call.refused(f"no worker could be started: {error}")
+            except WorkerLost as loss:
+                lost_with += loss.had_call
+                lost_before += not loss.had_call
+                if lost_with == MAX_LOST_WITH:
+                    return call.refused(f"{loss}; tried twice")
+                if lost_before == MAX_LOST_BEFORE:
+                    told = f"the last of {lost_before} workers lost before they took it up"
+                    return call.refused(f"{loss}; {told}")
+
+    def _start(self) -> Worker:
+        """Starts a worker. Raises _Closed once the pool is closed, and OSError."""
+        with self._lock:
+            if self._is_closed:
+                raise _Closed
+            worker = Worker(self.spec)
+            self._workers = {worker, *(other for other in self._workers if not other.is_killed)}
+            return worker
+
+
+class _Closed(Exception):
+    """The pool is closed."""
+
+
+class _Place:
+    """The worker of one thread, started ahead of its first call and replaced when it was killed.
+
+    The first death starts a spare worker, too: a task that imports much takes longer to start than to score.
+    """
+
+    def __init__(self, start: Callable[[], Worker]) -> None:
+        self._start = start
+        self._worker = self._start_ahead()
+        self._spare: Worker | None = None
+
+    def answer(self, call: Call, timeout_seconds: float) -> list[Reward]:
+        """Has the worker answer a call. Raises WorkerLost, and the errors of `start`."""
+        worker = self._worker = self._worker or self._start()
+        try:
+            return worker.answer(call, timeout_seconds)
+        finally:
+            if worker.is_killed:
+                self._worker, self._spare = self._spare or self._start_ahead(), self._start_ahead()
+
+    def leave(self) -> None:
+        """Ends its workers."""
+        for worker in filter(None, (self._worker, self._spare)):
+            worker.kill()
+
+    def _start_ahead(self) -> Worker | None:
+        with contextlib.suppress(OSError, _Closed):  # the next call then starts it, and has the error
+            return self._start()
+        return None

@@ -1,0 +1,376 @@
+"""The score of a response: its task's own, the weighted sum of reward functions, or both.
+
+A task scores each response alone. A reward function is called as TRL calls it (1.16,
+`GRPOTrainer._calculate_rewards`), with all responses of a group:
+
+    f(prompts=[p, p], completions=[c, d], completion_ids=[[…], […]], **columns, trainer_state=…, …) ->
+    [float | None, float | None]
+
+Tasks and reward functions are the user's code: an exception becomes the error of the responses that the call
+was given.
+
+This file runs in reward workers: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tlt.base.io.plugins import describe, get_object
+from tlt.base.io.secrets import hide
+from tlt.base.io.text import visible
+from tlt.base.types import Reward, UserError
+from tlt.tasks.base import Task, get_task, warm_up
+
+if TYPE_CHECKING:
+    import asyncio
+
+OWN_SCORE = "task"
+"""The name of a task's own score among the reward functions."""
+
+PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
+"""A problem's columns for its prompt; the first that it has becomes the argument `prompts`."""
+
+NOT_COLUMNS = (*PROMPT_KEYS, "completion", "completion_ids")
+
+MAX_METRICS, MAX_NAME = 100, 100
+"""Names that `log_metric` may have in a group, and of a step in the records; characters of a name."""
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """The rule by which responses are scored; its values survive JSON."""
+
+    task: str
+    """A task that comes with TLT, or the user's own (`tlt.base.io.plugins`)."""
+    functions: Sequence[str] = ()
+    """The user's functions, named likewise, and "task" for the task's own score. Empty: that alone."""
+    weights: Sequence[float] = ()
+    """One for each function; empty: 1 each."""
+    solved_at: float = 1.0
+    """The least reward of a solved response, where the task's own score is not among the functions."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The task's, for its warm-up."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A response to score."""
+
+    problem: dict[str, Any]
+    text: str
+    token_ids: tuple[int, ...] = ()
+    step: int = 0
+    """Updates behind the policy that wrote it."""
+
+
+class Call(NamedTuple):
+    """What is computed at once: the task's own score of one response, or all reward functions of a group."""
+
+    responses: tuple[Completion, ...]
+    is_group: bool
+
+    def refused(self, why: str) -> list[Reward]:
+        """Returns an answer without scores."""
+        return [Reward(0.0, False, why, task=_task_of(response)) for response in self.responses]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The part of transformers' TrainerState that a reward function is given."""
+
+    global_step: int
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's reward function with its weight."""
+
+    name: str
+    """As in metrics.jsonl."""
+    spec: str
+    """As in rewards.functions."""
+    weight: float
+    call: Callable[..., Any] = field(repr=False)
+
+    def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the offered arguments that the function takes; all of them where it has **kwargs."""
+        parameters = inspect.signature(self.call).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return dict(offered)
+        return {name: offered[name] for name in parameters if name in offered}
+
+    def check(self, offered: Mapping[str, Any]) -> None:
+        """Raises UserError where the function needs an argument that is not offered."""
+        try:
+            inspect.signature(self.call).bind(**self.arguments(offered))
+        except TypeError as error:
+            columns = ", ".join(offered)
+            raise UserError(
+                f"rewards.functions: {self.spec}: {error}; the problems offer {columns}"
+            ) from None
+
+
+class Unscorable(Exception):
+    """A response has no score; the text says why."""
+
+
+class Scorer:
+    """Scores responses by the rule of `spec`. Raises UserError for an unknown task or function.
+
+    Coroutines of reward functions run in one event loop, which lives as long as the scorer, so that clients
+    keep their connections.
+    """
+
+    def __init__(self, spec: RewardSpec) -> None:
+        self.spec = spec
+        self.task = get_task(spec.task)
+        weights = dict(zip(spec.functions, spec.weights or (1.0,) * len(spec.functions), strict=True))
+        self.own_weight = weights.pop(OWN_SCORE, None)
+        names = _short_names(weights)
+        self.functions = tuple(
+            RewardFunction(names[function], function, weight, load_function(function))
+            for function, weight in weights.items()
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def scores_alone(self) -> bool:
+        """Whether the task's own score counts."""
+        return not self.spec.functions or self.own_weight is not None
+
+    @property
+    def by_group(self) -> bool:
+        """Whether reward functions count, which are given whole groups."""
+        return bool(self.functions)
+
+    def check(self, problem: Mapping[str, Any]) -> None:
+        """Raises UserError where a reward function needs an argument that such a problem does not offer."""
+        offered = _offer([Completion(dict(problem), "")], {})
+        for function in self.functions:
+            function.check(offered)
+
+    def score(self, group: Sequence[Completion]) -> list[Reward]:
+        """Returns the rewards of a group's responses, with an error where there is none."""
+        alone = [self.answer(Call((one,), False))[0] if self.scores_alone else None for one in group]
+        together = self.answer(Call(tuple(group), True)) if self.by_group else [None] * len(group)
+        return [self.combine(*parts) for parts in zip(alone, together, strict=True)]
+
+    def answer(self, call: Call) -> list[Reward]:
+        """Returns a part of the reward of each response; `combine` joins the parts."""
+        try:
+            if call.is_group:
+                return self._score_by_functions(call.responses)
+            (response,) = call.responses
+            value, is_solved = score_by_task(self.task, response)
+            return [Reward(value, is_solved, task=_task_of(response))]
+        except BaseException as error:  # from the user's code, or from a value that it returned
+            return [_unscored(response, error) for response in call.responses]
+
+    def combine(self, alone: Reward | None, together: Reward | None) -> Reward:
+        """Returns the reward of a response from its parts. None: the rule has no such part.
+
+        alone: the task's own score.
+        together: the weighted sum of what the functions gave.
+        """
+        found = [part for part in (together, alone) if part is not None]
+        failed = next((part for part in found if part.error), None)
+        if failed is not None or not self.spec.functions:
+            return failed or found[0]
+        total, parts, task = 0.0, dict[str, float](), found[0].task
+        if together is not None:
+            total, parts = together.value, dict(together.parts)
+        if alone is not None and self.own_weight is not None:
+            total, parts[OWN_SCORE] = total + self.own_weight * alone.value, alone.value
+        if not parts:
+            return Reward(0.0, False, "not applicable: every reward function returned None", task=task)
+        try:
+            total = _to_number(total, "the weighted sum: ")
+        except Unscorable as error:
+            return Reward(0.0, False, str(error), task=task)
+        is_solved = total >= self.spec.solved_at if alone is None else alone.is_solved
+        return Reward(total, is_solved, "", parts, {} if together is None else together.metrics, task)
+
+    def warm_up(self) -> None:
+        """Has the task get ready to score."""
+        warm_up(self.task, self.spec.options)
+
+    def close(self) -> None:
+        """Ends the event loop, if there is one."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+    def _score_by_functions(self, group: Sequence[Completion]) -> list[Reward]:
+        logged: dict[str, list[float]] = defaultdict(list)
+        given = self._call_functions(_offer(group, logged), len(group))
+        metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+        return [
+            self._weigh(one, row, metrics) for one, row in zip(group, zip(*given, strict=True), strict=True)
+        ]
+
+    def _weigh(self, response: Completion, given: Sequence[Any], metrics: Mapping[str, float]) -> Reward:
+        """Returns the weighted sum of what the functions gave a response, without those that gave None."""
+        pairs = [(f, reward) for f, reward in zip(self.functions, given, strict=True) if reward is not None]
+        try:
+            parts = {f.name: _to_number(reward, f"{f.name}: ") for f, reward in pairs}
+        except BaseException as error:  # a number that does not bear being looked at
+            return _unscored(response, error)
+        total = sum(f.weight * parts[f.name] for f, _ in pairs)
+        return Reward(total, False, "", parts, metrics, _task_of(response))
+
+    def _call_functions(self, offered: Mapping[str, Any], num: int) -> list[list[Any]]:
+        """Returns `num` rewards of each function. Coroutines run side by side."""
+        results = [_attempt(function, offered) for function in self.functions]
+        awaited = iter(self._await([result for result in results if inspect.isawaitable(result)]))
+        given = []
+        for function, result in zip(self.functions, results, strict=True):
+            result = next(awaited) if inspect.isawaitable(result) else result
+            if isinstance(result, BaseException):
+                raise Unscorable(f"{function.name}: {describe(result)}")
+            try:
+                rewards = [*islice(result, num + 1)]  # it may have no end
+            except TypeError:
+                rewards = []
+            if len(rewards) != num:
+                place = f"{function.name}: returned {_shorten(result)}"
+                raise Unscorable(f"{place}; it must be a list with one reward a completion, {num} here")
+            given.append(rewards)
+        return given
+
+    def _await(self, awaitables: list[Awaitable[Any]]) -> list[Any]:
+        """Returns their results and exceptions."""
+        if not awaitables:
+            return []
+        import asyncio  # only here: without it a worker starts a third faster
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(_gather(awaitables), self._loop).result()
+
+
+def score_by_task(task: Task, response: Completion) -> tuple[float, bool]:
+    """Returns (reward, solved) of the task's own score. Raises Unscorable."""
+    try:
+        result = task.score(response.problem, response.text)
+    except (Exception, SystemExit) as error:
+        raise Unscorable(describe(error)) from None
+    if not isinstance(result, Mapping) or not {"reward", "solved"} <= set(result):
+        form = '{"reward": a number, "solved": whether it is right}'
+        raise Unscorable(f"score() returned {_shorten(result)}; it must be {form}")
+    if isinstance(result["solved"], str):
+        raise Unscorable(f"solved is {_shorten(result['solved'])}; it must be True or False")
+    return _to_number(result["reward"]), bool(result["solved"])
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """Returns the reward function of that name (`tlt.base.io.plugins`). Raises UserError."""
+    function: Callable[..., Any] = get_object(f"reward function {spec!r}", spec)
+    if not callable(function):
+        raise UserError(f"reward function {spec!r} is a {type(function).__name__}; give a function")
+    return function
+
+
+def _task_of(response: Completion) -> str:
+    label = response.problem.get("task")
+    return label if isinstance(label, str) else ""
+
+
+def _unscored(response: Completion, error: BaseException) -> Reward:
+    """Returns the reward of a response without a score. Ctrl-C is no reason: a worker handles it itself."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    why = hide(str(error)) if isinstance(error, Unscorable) else describe(error)
+    return Reward(0.0, False, why, task=_task_of(response))
+
+
+def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns all arguments that a reward function may take. A column that some problems lack holds None
+    there. `log_metric` adds to `logged`; `log_extra` does nothing, as no table of completions is kept."""
+    problems = [response.problem for response in group]
+    prompts = [_prompt_of(problem) for problem in problems]
+    columns = [key for key in dict.fromkeys(chain(*problems)) if key not in NOT_COLUMNS]
+    return {
+        **{key: [problem.get(key) for problem in problems] for key in columns},
+        "prompts": prompts,
+        "completions": [_completion(prompt, one.text) for prompt, one in zip(prompts, group, strict=True)],
+        "completion_ids": [list(response.token_ids) for response in group],
+        "trainer_state": TrainerState(group[0].step),
+        "log_metric": lambda name, value: _log_metric(logged, name, value),
+        "log_extra": lambda column, values: None,
+    }
+
+
+def _prompt_of(problem: Mapping[str, Any]) -> Any:
+    return next((problem[key] for key in PROMPT_KEYS if problem.get(key) is not None), None)
+
+
+def _completion(prompt: Any, text: str) -> Any:
+    """Returns the response as TRL gives it: of a conversation a message, else the text."""
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
+    return [{"role": "assistant", "content": text}] if is_chat else text
+
+
+def _log_metric(logged: dict[str, list[float]], name: Any, value: Any) -> None:
+    """Keeps a figure of a group. Its name goes into the run's records, so it is short and without
+    credentials. Raises ValueError for more names than a group may have."""
+    text = hide(" ".join(visible(str(name)).split()))
+    text = text if len(text) <= MAX_NAME else text[: MAX_NAME - 1] + "…"
+    if text not in logged and len(logged) == MAX_METRICS:
+        raise ValueError(f"log_metric: {text!r} is one name too many; log at most {MAX_METRICS} for a group")
+    logged[text].append(float(value))
+
+
+def _attempt(function: RewardFunction, offered: Mapping[str, Any]) -> Any:
+    try:
+        return function.call(**function.arguments(offered))
+    except (Exception, SystemExit) as error:
+        return error
+
+
+async def _gather(awaitables: list[Awaitable[Any]]) -> list[Any]:
+    import asyncio
+
+    async def settle(awaitable: Awaitable[Any]) -> Any:
+        try:
+            return await awaitable
+        except BaseException as error:  # a SystemExit would end the loop
+            return error
+
+    return await asyncio.gather(*map(settle, awaitables))
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _short_names(functions: Iterable[str]) -> dict[str, str]:
+    """Returns function → the object's name; with its module where two names are equal."""
+    short = {function: function.rpartition(":")[2] for function in functions}
+    counts = Counter([OWN_SCORE, *short.values()])
+    return {function: name if counts[name] == 1 else function for function, name in short.items()}
+
+
+def _to_number(value: Any, place: str = "") -> float:
+    """Returns a finite number; text is none. Raises Unscorable."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise Unscorable(f"{place}the reward is {_shorten(value)}; it must be a finite number")
+    return number
+
+
+def _shorten(value: Any) -> str:
+    text = " ".join(hide(repr(value)).split())
+    return text if len(text) <= 80 else text[:79] + "…"

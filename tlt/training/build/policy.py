@@ -1,0 +1,122 @@
+"""A run's configuration → the policy, its trainer, and the specification of its rewards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt.base.config.schema import Config
+from tlt.base.types import resolve_dtype
+from tlt.engine.build.model import Model, model_folder
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf.weights import StoredTensors, stored_dtype
+from tlt.models.lora import BaseOf, add_adapters, is_of_adapter, start_value
+from tlt.tasks.rewards.scoring import RewardSpec
+from tlt.training.ranks.sharding import fill, mesh_of, shard
+from tlt.training.ranks.world import World
+from tlt.training.update.update import PolicyTrainer
+
+
+def build_policy_trainer(
+    config: Config, model: Model, world: World, is_sharded: bool = False
+) -> PolicyTrainer:
+    """Builds the policy's trainer, with a trained copy of the model's tensors. A KL term also needs a frozen
+    reference: a second copy, or the base itself beside LoRA adapters that begin at zero."""
+
+    def build() -> Transformer:
+        policy, seed = plan_policy(config, model.config), config.run.seed
+        if not is_sharded:
+            return build_policy(policy, model, world.device, seed)
+        wanted = config.parallel.param_dtype
+        param_dtype = None if wanted is None else resolve_dtype(wanted)
+        return build_sharded_policy(policy, model, world, param_dtype, seed)
+
+    policy, reference = build(), None
+    if config.algorithm.kl_coefficient > 0:
+        starts_from_base = config.lora.rank and model.adapter is None
+        reference = BaseOf(policy) if starts_from_base else build()
+    return PolicyTrainer(
+        policy,
+        config.algorithm,
+        config.optimizer,
+        sampling=config.sampling,
+        num_steps=config.run.num_steps,
+        process_group=world.group,
+        reference=reference,
+        reduces_each=config.parallel.reduce_each_micro_batch,
+    )
+
+
+def reward_spec(config: Config) -> RewardSpec:
+    """Returns the specification of a run's rewards, for reward workers."""
+    rewards = config.rewards
+    return RewardSpec(
+        config.task.name, rewards.functions, rewards.weights, rewards.solved_at, config.task.options
+    )
+
+
+def master_dtype(config: Config) -> torch.dtype:
+    """Returns the dtype of trained weights: float32, unless the engine computes in float64."""
+    return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
+
+
+def saved_dtype(config: Config) -> torch.dtype:
+    """Returns the dtype that the policy is saved in: that of the starting model, or float64 where the run
+    computes in it."""
+    trained = master_dtype(config)
+    return trained if trained == torch.float64 else stored_dtype(model_folder(config))
+
+
+def base_dtype(config: Config) -> torch.dtype:
+    """Returns the dtype of frozen weights: lora.base_dtype, by default the master dtype."""
+    wanted = config.lora.base_dtype
+    return master_dtype(config) if wanted is None else resolve_dtype(wanted)
+
+
+def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
+    """Returns the policy's module on the meta device, without memory."""
+    with torch.device("meta"):
+        policy = Transformer(shape, config.parallel.checkpoint_activations).to(base_dtype(config))
+    if config.lora.rank:
+        add_adapters(policy, config.lora, master_dtype(config))
+    return policy
+
+
+def build_policy(policy: Transformer, model: Model, device: torch.device, seed: int = 0) -> Transformer:
+    """Fills a planned policy with copies of the model's tensors and the adapters' initial values. Returns it.
+
+    seed: of the adapters.
+    """
+
+    def start(name: str, shape: torch.Size) -> Tensor:
+        return _start_of_adapter(model, name, shape, seed) if is_of_adapter(name) else model.tensors[name]
+
+    tensors = {name: start(name, t.shape).to(t.dtype, copy=True) for name, t in policy.state_dict().items()}
+    policy.load_state_dict(tensors, assign=True)
+    return policy.to(device)
+
+
+def build_sharded_policy(
+    policy: Transformer, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
+) -> Transformer:
+    """Fills a planned policy with this rank's slices of the same tensors. Every rank calls it, and reads its
+    own slices alone.
+
+    param_dtype: see `shard`.
+    """
+    shard(policy, mesh_of(world), param_dtype)
+    policy.to_empty(device=world.device)
+    stored, shapes = model.tensors, {name: parameter.shape for name, parameter in policy.named_parameters()}
+    assert isinstance(stored, StoredTensors)
+
+    def start(name: str, rows: slice) -> Tensor:
+        if is_of_adapter(name):
+            return _start_of_adapter(model, name, shapes[name], seed)[rows]
+        return stored.rows(name, rows)
+
+    fill(policy, start)
+    return policy
+
+
+def _start_of_adapter(model: Model, name: str, shape: torch.Size, seed: int) -> Tensor:
+    return start_value(name, shape, seed) if model.adapter is None else model.adapter.tensors[name]

@@ -1,0 +1,98 @@
+"""A run's configuration → the number of its ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tlt.base.config.schema import Config
+from tlt.base.io.hub import resolve_description
+from tlt.base.types import resolve_dtype
+from tlt.engine.memory import CPU_SHARE, machine_bytes
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf.config import load_model_config
+from tlt.models.hf.weights import count_parameters
+from tlt.models.lora import count_adapters
+from tlt.training.build.policy import base_dtype, master_dtype
+from tlt.training.launch.place import find_place
+from tlt.training.launch.ray_cluster import num_cluster_gpus
+
+CPU_PROCESS_BYTES = 400 * 2**20
+"""A process with PyTorch and transformers on CPUs, measured."""
+_TRAINED_COPIES = 7
+"""Copies of the trained weights in a rank: themselves, gradients, two moments, and three in a checkpoint."""
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class RankChoice:
+    """A number of ranks, with the reason for the user; an empty one where the user or the GPUs say it."""
+
+    number: int
+    reason: str = ""
+
+
+def local_ranks(config: Config) -> int:
+    """Returns the number of ranks on this machine: the launcher's, or all of them under `tlt train`."""
+    place = find_place()
+    return choose_ranks(config).number if place is None else place.local_world_size
+
+
+def all_ranks(config: Config) -> int:
+    """Returns the number of ranks on all machines together."""
+    return choose_ranks(config).number
+
+
+def choose_ranks(config: Config) -> RankChoice:
+    """Returns the launcher's number of ranks, or run.num_ranks; for "auto" one for each GPU, and without GPUs
+    what `ranks_on_cpus` says of this machine."""
+    if (place := find_place()) is not None:
+        return RankChoice(place.world_size)
+    if config.run.num_ranks != "auto":
+        return RankChoice(config.run.num_ranks)
+    if config.run.device != "cpu" and (num := num_gpus(config)):
+        return RankChoice(num)
+    shape = load_model_config(resolve_description(config.model.path, config.model.revision))
+    each, by_cores = standing_bytes(config, shape), num_cores() // config.run.threads_per_rank
+    return ranks_on_cpus(by_cores, machine_bytes(), each, config.rollout.problems_per_step)
+
+
+def ranks_on_cpus(by_cores: int, machine: int, each: int, num_problems: int) -> RankChoice:
+    """Returns as many ranks as cores, memory and problems carry, at least one.
+
+    machine: bytes of memory; the engines' caches take their share of it (engine/memory.py).
+    each: bytes that a rank always holds.
+    num_problems: of a step. A rank begins with whole problems, so more ranks would begin idle.
+    """
+    by_memory = int((1 - CPU_SHARE) * machine) // each
+    limits = {"the cores": by_cores, "the memory": by_memory, "problems_per_step": num_problems}
+    limit, number = min(limits.items(), key=lambda item: item[1])
+    return RankChoice(max(number, 1), f"as many as {limit} allow{'s' * (limit != 'the cores')}")
+
+
+def num_cores() -> int:
+    """Returns the cores that this process may use: its affinity, within its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    if _CPU_QUOTA.is_file():
+        quota, period = _CPU_QUOTA.read_text().split()
+        cores = cores if quota == "max" else min(cores, max(int(quota) // int(period), 1))
+    return cores
+
+
+def standing_bytes(config: Config, shape: ModelConfig) -> int:
+    """Returns the bytes of a replicated rank on CPUs without caches and activations: less than
+    `tlt plan memory` counts, but known before a prompt is read."""
+    num, rank = count_parameters(shape), config.lora.rank
+    trained = (count_adapters(shape, config.lora) if rank else num) * master_dtype(config).itemsize
+    frozen = num * base_dtype(config).itemsize if rank else 0
+    engine = num * resolve_dtype(config.run.dtype).itemsize
+    return CPU_PROCESS_BYTES + _TRAINED_COPIES * trained + frozen + engine
+
+
+def num_gpus(config: Config) -> int:
+    """Returns the number of GPUs of this machine, or of the Ray cluster if Ray starts the ranks."""
+    starts_on_ray = find_place() is None and config.run.launcher == "ray"
+    return num_cluster_gpus() if starts_on_ray else torch.cuda.device_count()

@@ -1,0 +1,47 @@
+"""Builds the WatchedDrafter of a run: the copy that is trained, its trainer, and what measures both
+copies."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tlt.base.config.drafter import DrafterSection
+from tlt.drafter.drafting.retrieval.suffix_index import count_retrieved
+from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.measure import DrafterCopies
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.build.drafter import build_draft_model, build_spot_trainer
+from tlt.training.ranks.world import World, average_weighted, gather_objects
+from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.protocol import DrafterTraining
+from tlt.training.rollout.watched_drafter import Ranks, WatchedDrafter
+
+
+def watch_drafter(
+    settings: DrafterSection,
+    stored: StoredDrafter | None,
+    engine: RolloutBackend,
+    world: World,
+    timeline: Timeline,
+    *,
+    seed: int,
+    share: float = 0.0,
+) -> DrafterTraining:
+    """Returns the engine's learned drafter as the run trains and measures it; the base, which does nothing,
+    where the engine has none.
+
+    seed: of the choice of training windows, which differs by rank.
+    share: see WatchedDrafter.
+    """
+    drafter, target = engine.drafter, engine.target
+    if stored is None or drafter is None or drafter.learned is None:
+        return DrafterTraining()
+    assert target is not None, "an engine with a learned drafter keeps the policy for it"
+    model = build_draft_model(stored, world.device)
+    spot = None
+    if settings.train:
+        seed = seed * world.world_size + world.rank
+        spot = build_spot_trainer(settings, stored, model, target, seed, timeline.add)
+    copies = DrafterCopies(model, drafter.learned.model, target, count_retrieved)
+    ranks = Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world))
+    return WatchedDrafter(copies, drafter.learned, spot, ranks, timeline, settings.check_every, share)

@@ -1,0 +1,229 @@
+"""This process's place among the ranks, read from the launcher's environment variables.
+
+    torchrun, Kubernetes, Ray, tlt train   RANK · WORLD_SIZE · LOCAL_RANK · LOCAL_WORLD_SIZE · MASTER_ADDR ·
+    MASTER_PORT srun, where RANK is absent             SLURM_PROCID · SLURM_NTASKS · SLURM_LOCALID ·
+    SLURM_NODELIST …
+
+The launcher decides: WORLD_SIZE is the number of ranks. A contradiction between its variables, or with the
+user's configuration, is an error of one line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from tlt.base.types import UserError
+
+ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables in which launchers count restarts of the same ranks."""
+SECRET = "TLT_SECRET"
+"""Variable by which a launcher gives its ranks a secret."""
+LISTENING = "TLT_LISTENING"
+"""Variable by which rank 0 is told the file descriptor of the port that the launcher has opened for it."""
+MAX_HOSTS = 2**16
+"""Slurm's most nodes; a longer list is a mistake, and is not expanded in memory."""
+
+_RANGE = "[0-9]{1,18}(?:-[0-9]{1,18})?"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place among the ranks.
+
+    local_rank: its number among the ranks of its machine.
+    local_world_size: number of ranks of its machine.
+    master_addr, master_port: where the ranks meet.
+    is_server: whether this process serves that port; otherwise the launcher does.
+    listening: file descriptor of that port where the launcher has opened it for this process.
+    has_own_gpu: whether the launcher shows each rank its own GPU alone.
+    is_restart: whether the launcher has started these ranks before.
+    secret: prefix of the ranks' part of the store, which other users do not know; empty: no prefix.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    is_server: bool = False
+    listening: int | None = None
+    has_own_gpu: bool = False
+    is_restart: bool = False
+    secret: str = ""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+
+def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """Returns this process's place; None: no launcher has started it as a rank. A Slurm step with one task is
+    no rank, because `tlt train` starts all ranks there. Raises UserError for contradictions."""
+    if "RANK" in environ:
+        place = _torchrun_place(environ)
+    elif "SLURM_PROCID" not in environ or _slurm_num_tasks(environ, default=1) <= 1:
+        return None
+    else:
+        place = _slurm_place(environ)
+    for name, value, limit_name, limit in (
+        ("rank", place.rank, "ranks", place.world_size),
+        ("local rank", place.local_rank, "ranks of its machine", place.local_world_size),
+    ):
+        if not 0 <= value < limit:
+            raise UserError(
+                f"{_source(environ)}: {name} {value}, but there are {limit} {limit_name}; "
+                "start all ranks alike"
+            )
+    if place.local_world_size > place.world_size:
+        raise UserError(
+            f"{_source(environ)}: {place.local_world_size} ranks on this machine, but {place.world_size} in "
+            "all; start all ranks alike"
+        )
+    return place
+
+
+def check_num_ranks(place: Place | None, num_ranks: int) -> None:
+    """Raises UserError if the user asks for another number of ranks than the launcher has started."""
+    if place is not None and place.world_size != num_ranks:
+        raise UserError(
+            f"run.num_ranks: is {num_ranks}, but {place.world_size} ranks were started (WORLD_SIZE or "
+            f"SLURM_NTASKS); remove it, or give --run.num_ranks {place.world_size}"
+        )
+
+
+def _source(environ: Mapping[str, str]) -> str:
+    names = "RANK, WORLD_SIZE, LOCAL_RANK", "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
+    return names["RANK" not in environ]
+
+
+def read_number(
+    environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is"
+) -> int:
+    """Returns the number in a variable. because: why it must be set, if there is no default."""
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise UserError(f"{name}: {because} set, but this is not; set both, or neither")
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise UserError(f"{name}: {text!r} is no number; give one, or unset it")
+    return int(text)
+
+
+def _port(environ: Mapping[str, str], default: int | None = None) -> int:
+    port = read_number(environ, "MASTER_PORT", default)
+    if not 0 < port < 2**16:
+        raise UserError(f"MASTER_PORT: {port} is no port; give one in [1, 65535]")
+    return port
+
+
+def _torchrun_place(environ: Mapping[str, str]) -> Place:
+    rank, world_size = read_number(environ, "RANK"), read_number(environ, "WORLD_SIZE")
+    local_rank, local_world_size = 0, 1
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:  # Kubernetes sets neither: one per machine
+        local_rank = read_number(environ, "LOCAL_RANK", because="LOCAL_WORLD_SIZE is")
+        local_world_size = read_number(environ, "LOCAL_WORLD_SIZE", because="LOCAL_RANK is")
+    address, port = "127.0.0.1", 0
+    if world_size > 1:
+        if not (address := environ.get("MASTER_ADDR", "")):
+            raise UserError("MASTER_ADDR: RANK is set, but this is not; give the host of rank 0")
+        port = _port(environ)
+    return Place(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        address,
+        port,
+        is_server=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        listening=read_number(environ, LISTENING) if LISTENING in environ else None,
+        has_own_gpu=environ.get("TLT_OWN_GPU") == "1",
+        is_restart=_is_restart(environ),
+        secret=environ.get(SECRET, ""),
+    )
+
+
+def _is_restart(environ: Mapping[str, str]) -> bool:
+    return any(environ.get(name, "0") not in ("", "0") for name in ATTEMPTS)
+
+
+# -- Slurm ---------------------------------------------------------------------------------------------------
+
+
+def _slurm_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    return read_number(environ, name, default, because="SLURM_PROCID is")
+
+
+def _slurm_num_tasks(environ: Mapping[str, str], default: int | None = None) -> int:
+    of_step = "SLURM_STEP_NUM_TASKS"
+    return _slurm_number(environ, of_step if of_step in environ else "SLURM_NTASKS", default)
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place:
+    """A step's own variables go before the job's."""
+    rank, world_size = _slurm_number(environ, "SLURM_PROCID"), _slurm_num_tasks(environ)
+    nodes = (environ.get(f"SLURM_{which}NODELIST") for which in ("STEP_", "", "JOB_"))
+    hosts = expand_hosts(next(filter(None, nodes), ""))
+    if not hosts:
+        raise UserError("SLURM_NODELIST: SLURM_PROCID is set, but this is not; start the ranks with srun")
+    step = sum(_slurm_number(environ, name, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return Place(
+        rank,
+        world_size,
+        _slurm_number(environ, "SLURM_LOCALID"),
+        _tasks_here(environ, world_size, len(hosts)),
+        environ.get("MASTER_ADDR") or hosts[0],
+        _port(environ, default=15000 + step % 10000),  # below the ports that systems assign themselves
+        is_server=rank == 0,
+        has_own_gpu=len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1,  # srun --gpus-per-task=1
+        is_restart=_is_restart(environ),
+        secret=environ.get(SECRET, ""),
+    )
+
+
+def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> int:
+    """Reads a list such as "4(x2),3": 4, 4 and 3 tasks on three machines."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if text is None:
+        return num_tasks if num_hosts == 1 else -(-num_tasks // num_hosts)
+    counts: list[int] = []
+    for number, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text):
+        counts += [int(number)] * min(int(times or 1), num_tasks + 1)  # more machines than tasks cannot be
+    node = _slurm_number(environ, "SLURM_NODEID", default=0)
+    if sum(counts) != num_tasks or node >= len(counts):
+        raise UserError(
+            f"SLURM_TASKS_PER_NODE: {text} does not make SLURM_NTASKS = {num_tasks}; "
+            "start the ranks with srun"
+        )
+    return counts[node]
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """Returns the hosts of Slurm's compact list: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7 and login.
+    Raises UserError for a list that Slurm would not write."""
+    item = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"
+    if not re.fullmatch(rf"(?:{item}(?:,{item})*)?", nodelist):
+        raise UserError(f"SLURM_NODELIST: {nodelist!r} is no list of hosts; start the ranks with srun")
+    hosts: list[str] = []
+    for name in re.findall(item, nodelist):
+        names = [""]
+        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", name):
+            endings = [text] if text else [number for part in numbers.split(",") for number in _numbers(part)]
+            names = list(islice((first + ending for first in names for ending in endings), MAX_HOSTS + 1))
+        hosts += names
+        if not names or len(hosts) > MAX_HOSTS:
+            what = "a range without a host" if not names else f"more than {MAX_HOSTS} hosts"
+            raise UserError(f"SLURM_NODELIST: {nodelist!r} has {what}; start the ranks with srun")
+    return hosts
+
+
+def _numbers(part: str) -> list[str]:
+    """Reads "01-03", with the first one's digits, or "7"; returns at most MAX_HOSTS + 1."""
+    first, _, last = part.partition("-")
+    numbers = range(int(first), int(last or first) + 1)
+    return [str(number).zfill(len(first)) for number in numbers[: MAX_HOSTS + 1]]

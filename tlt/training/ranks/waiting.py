@@ -1,0 +1,127 @@
+"""Waiting for another rank through the Store, outside of any collective. A collective would end the run when
+one rank takes longer than its time-out, and writing a large model may."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from torch.distributed import PrefixStore, Store
+
+from tlt.base.types import UserError
+from tlt.training.launch.failures import RankAwaited
+from tlt.training.ranks.store import ABSENT, clone, read_now
+from tlt.training.ranks.world import World, gather_objects
+
+T = TypeVar("T")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
+"""Seconds between two polls of the Store, doubled from the first to the longest."""
+
+PATIENCE_SECONDS = 3600.0
+"""Seconds for which a rank waits while another works alone, for example writes a model."""
+
+
+class Waiting:
+    """Tells other ranks results through the store, and waits for theirs.
+
+    store: a connection of its own.
+    patience: seconds until a wait raises TimeoutError.
+    """
+
+    def __init__(self, store: Store, patience: float = PATIENCE_SECONDS) -> None:
+        self._store, self.patience = store, patience
+        self.is_over = threading.Event()
+        """Set when this process ends: every wait ends at once."""
+
+    def tell(self, key: str, value: Any) -> None:
+        """Publishes a value that JSON can hold under the key."""
+        self._store.set(key, json.dumps(value))
+
+    def hear(self, key: str, whom: str) -> Any:
+        """Waits for the key and returns its value. `whom`: who is awaited, for the error."""
+        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        while (value := read_now(self._store, key)) == ABSENT:
+            if self.is_over.wait(pause):
+                raise TimeoutError(f"{whom} was still awaited when this process ended")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{whom} has been awaited for {self.patience:g} s")
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return json.loads(value)
+
+
+def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting:
+    return Waiting(clone(world.store), patience)
+
+
+def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
+    """Does `work` on the leader while the other ranks wait for its end. Every rank calls it, and an exception
+    is raised on all.
+
+    name: a name that no other work of these ranks has.
+    """
+    if world.world_size == 1:
+        work()
+        return
+    waiting, key = connect_waiting(world), f"lead/{name}"
+    if not world.is_leader:
+        is_mistake, failure = waiting.hear(key, f"rank 0 ({name})")
+        if failure:
+            raise UserError(failure) if is_mistake else RuntimeError(f"rank 0 failed ({name}): {failure}")
+        return
+    outcome = (False, "")
+    try:
+        work()
+    except BaseException as error:  # Ctrl-C, too: the others have to hear of it
+        outcome = (isinstance(error, UserError), str(error) or repr(error))
+        raise
+    finally:
+        waiting.tell(key, outcome)
+
+
+ROLL_CALL_SECONDS = 5.0
+"""Seconds for which a rank that has waited in vain looks for others that have. Their time-outs end at nearly
+the same time."""
+
+
+@contextmanager
+def naming_absent_ranks(world: World) -> Iterator[None]:
+    """Turns the time-out of a collective into RankAwaited, which names the absent ranks: those that did not
+    wait in vain themselves. The traceback stays the collective's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.world_size == 1 or "timed out" not in str(error).lower():
+            raise
+        absent = _call_the_roll(world)
+        names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        raise RankAwaited(
+            f"rank {world.rank} has waited {world.timeout_seconds:g} s (run.timeout_seconds) in a collective "
+            f"for {names if absent else 'nobody: all ranks waited'}"
+        ).with_traceback(error.__traceback__) from None
+
+
+def _call_the_roll(world: World) -> list[int]:
+    roll, deadline = PrefixStore("waited", world.store), time.monotonic() + ROLL_CALL_SECONDS
+    roll.set(str(world.rank), "here")
+    while True:
+        absent = [rank for rank in range(world.world_size) if read_now(roll, str(rank)) == ABSENT]
+        if not absent or time.monotonic() > deadline:
+            return absent
+        time.sleep(_LONGEST_PAUSE)
+
+
+def on_all_ranks(world: World, work: Callable[[], T]) -> T:
+    """Does `work` on every rank. A UserError of one rank is raised on all of them, so none goes on alone."""
+    result, failure = None, ""
+    try:
+        result = work()
+    except UserError as error:
+        failure = str(error)
+    if first := next(filter(None, gather_objects(world, failure)), None):
+        raise UserError(first)
+    return cast(T, result)

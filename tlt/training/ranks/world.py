@@ -1,0 +1,274 @@
+"""The world of ranks: this process's rank and device, and the few collectives that the package needs. Every
+rank calls each collective."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tlt.base.types import UserError
+from tlt.models.attention import keep_to_steady_kernels
+from tlt.training.launch.place import Place, find_place
+from tlt.training.ranks.store import (
+    Watch,
+    attempt_store,
+    leave_when_over,
+    leave_when_silent,
+    meet,
+    open_store,
+)
+
+TIMEOUT_SECONDS = 600.0
+"""Default of run.timeout_seconds: how long ranks wait for each other."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks.
+
+    local_rank: its number on this machine.
+    device: where it computes.
+    store: this attempt's part of the c10d Store; a HashStore if this process is alone.
+    group: the process group; None: this process is alone, and no collective communicates.
+    timeout_seconds: how long a collective waits for the other ranks; infinite if this process is alone.
+    watch: of the threads that end this process if the attempt or its store is gone; None: there are none.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store
+    group: dist.ProcessGroup | None
+    timeout_seconds: float = math.inf
+    watch: Watch | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The device that ranks compute on, "cpu" or "cuda", with the reason for the user.
+
+    num_idle: GPUs that no rank uses.
+    """
+
+    name: str
+    reason: str
+    num_idle: int = 0
+
+
+def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
+    """Decides what `run.device` means on a machine. Every rank has its own GPU, or all compute on the CPU.
+    Raises UserError if GPUs are wanted or present, but not one for every rank: nothing falls back in silence.
+
+    wanted: "auto", "cpu" or "cuda".
+    num_ranks: ranks of this machine.
+    num_gpus: GPUs of this machine.
+    """
+    if wanted == "cpu":
+        return DeviceChoice("cpu", "run.device is cpu")
+    if wanted == "auto" and num_gpus == 0:
+        return DeviceChoice("cpu", "no GPU was found")
+    if num_gpus == 0:
+        raise UserError("run.device: cuda, but no GPU was found; give --run.device cpu")
+    if num_gpus < num_ranks:
+        raise UserError(
+            f"run.num_ranks: {num_ranks} ranks cannot have a GPU each, this machine has {num_gpus}; "
+            f"give --run.num_ranks {num_gpus} or --run.device cpu"
+        )
+    return DeviceChoice("cuda", f"{num_ranks} of {num_gpus} GPU(s)", num_gpus - num_ranks)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The ranks of an attempt that have met on a store, before they form a process group.
+
+    number: the attempt's number, from 1.
+    store: the attempt's part of the store.
+    watch: of the thread that ends this process once another attempt begins.
+    """
+
+    place: Place
+    number: int
+    store: dist.Store
+    watch: Watch
+
+    @property
+    def is_restart(self) -> bool:
+        return self.place.is_restart or self.number > 1
+
+
+def meet_ranks(place: Place, timeout_seconds: float) -> Rendezvous:
+    """Waits for all ranks. Raises UserError if some do not come in time."""
+    if place.world_size == 1:
+        return Rendezvous(place, 1, dist.HashStore(), Watch())
+    store = open_store(place, timeout_seconds)
+    attempt = meet(store, place.rank, place.world_size, timeout_seconds)
+    return Rendezvous(place, attempt.number, attempt_store(store, attempt), leave_when_over(store, attempt))
+
+
+def init_process_group_from_env(
+    device: str | torch.device = "cpu",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    met: Rendezvous | None = None,
+    group_of_one: bool = False,
+) -> World:
+    """Joins the ranks that the environment names (place.py). If it names none, this process is a world of one
+    without a process group. gloo serves tensors on the CPU, NCCL those on a GPU; with a GPU both are set up,
+    and objects travel over gloo.
+
+    met: the ranks, if they have met already.
+    group_of_one: whether a process that is alone gets a group, which FSDP needs.
+    """
+    place = (find_place() or Place(0, 1)) if met is None else met.place
+    device = _device_of(place, torch.device(device))
+    if place.world_size == 1 and not group_of_one:
+        return World(0, 1, place.local_rank, device, dist.HashStore(), None)
+    met = met or meet_ranks(place, timeout_seconds)
+    rank, world_size = place.rank, place.world_size
+    dist.init_process_group(
+        _backend(device),
+        store=dist.PrefixStore("group", met.store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    if world_size > 1:
+        leave_when_silent(met.watch, timeout_seconds, f"{place.master_addr}:{place.master_port}")
+    group = dist.group.WORLD
+    return World(rank, world_size, place.local_rank, device, met.store, group, timeout_seconds, met.watch)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _device_of(place: Place, device: torch.device) -> torch.device:
+    """A GPU becomes the current one. Raises UserError if the machine has none for the rank."""
+    if device.type != "cuda":
+        return device
+    index, found = 0 if place.has_own_gpu else place.local_rank, torch.cuda.device_count()
+    if index >= found:
+        raise UserError(
+            f"device: cuda for rank {index} of this machine, which has {found} GPU(s); give fewer ranks"
+        )
+    torch.cuda.set_device(index)
+    keep_to_steady_kernels()
+    return torch.device("cuda", index)
+
+
+def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
+    """Returns the world of the default process group that somebody else has made, such as accelerate. It gets
+    its own group and its own part of the store. Without a process group this process is a world of one. A
+    collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return World(0, 1, 0, device, dist.HashStore(), None)
+    group = dist.new_group(backend=_backend(device), timeout=timedelta(seconds=timeout_seconds))
+    names: list[str] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, src=0, group=group)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    default_store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    store = dist.PrefixStore(names[0], default_store)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, store, group, timeout_seconds)
+
+
+def shutdown(world: World) -> None:
+    """Leaves the world, together with all other ranks. Drop models, optimizers and work queues first: objects
+    that refer to the group when the interpreter shuts down make gloo abort (in 30 % of runs without the
+    barrier and the collection)."""
+    if world.group is None:
+        return
+    dist.barrier(world.group)
+    if world.watch is not None:
+        world.watch.has_left.set()
+    gc.collect()
+    dist.destroy_process_group(None if world.group is dist.group.WORLD else world.group)
+
+
+def gather_objects(world: World, value: Any) -> list[Any]:
+    """Returns every rank's value, in the order of ranks, on every rank. Values are pickled, so keep them
+    small."""
+    if world.group is None:
+        return [value]
+    values: list[Any] = [None] * world.world_size
+    dist.all_gather_object(values, value, group=world.group)
+    return values
+
+
+def any_rank(world: World, is_true: bool) -> bool:
+    """Returns on every rank whether it is true on any. Ranks see a signal at different times and must act on
+    it together."""
+    return any(gather_objects(world, is_true))
+
+
+def broadcast_json(world: World, value: Any) -> Any:
+    """Returns the leader's value on every rank; it travels as JSON. What follows from a file or a clock is
+    for one rank to decide."""
+    return value if world.group is None else json.loads(broadcast_bytes(world, json.dumps(value).encode()))
+
+
+def broadcast_bytes(world: World, data: bytes) -> bytes:
+    if world.group is None:
+        return data
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, src=0, group=world.group)
+    told = torch.empty(int(size), dtype=torch.uint8)
+    if world.is_leader and data:
+        told.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    if data or size:
+        dist.broadcast(told, src=0, group=world.group)
+    return told.numpy().tobytes()
+
+
+def refuse_together(world: World, mistake: str | None) -> None:
+    """Raises UserError on all ranks if any has found a mistake: the first one's, with its rank and host."""
+    for rank, (message, host) in enumerate(gather_objects(world, (mistake, socket.gethostname()))):
+        if message is not None:
+            raise UserError(f"rank {rank} on {host}: {message}" if world.group is not None else message)
+
+
+def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> float:
+    """Replaces each tensor by sum(weight × tensor) / sum(weight) over the ranks, in place. Returns the total
+    weight.
+
+    With a total of 0 nothing changes. A rank of weight 0 contributes nothing, not even its NaNs. A rank that
+    has all the weight passes its tensors on bit for bit, because weights are normalized first. The tensors
+    travel as one flat bucket on the first one's device, in float64 if any is float64 and in float32
+    otherwise. Shapes and order must agree over the ranks. Tensors may lie on several devices (AdamW counts
+    its steps on the CPU).
+    """
+    assert weight >= 0, f"weight {weight}"
+    assert all(tensor.is_floating_point() for tensor in tensors), "not all tensors are floating-point"
+    if world.group is None:
+        return weight
+    weights = torch.zeros(world.world_size, dtype=torch.float64)
+    weights[world.rank] = weight
+    device = tensors[0].device if tensors else torch.device("cpu")
+    weights = weights.to(device)
+    dist.all_reduce(weights, group=world.group)
+    total = float(weights.sum())
+    if total == 0 or not tensors:
+        return total
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    with torch.no_grad():
+        bucket = torch.cat([tensor.detach().reshape(-1).to(device, wide) for tensor in tensors])
+        bucket = bucket * (weight / total) if weight > 0 else torch.zeros_like(bucket)
+        dist.all_reduce(bucket, group=world.group)
+        for tensor, part in zip(tensors, bucket.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+    return total

@@ -1,0 +1,51 @@
+"""console.log in a run's folder: the plain lines of the screen, and what the launcher says on stderr."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import TextIO, cast
+
+from tlt.base.io.secrets import hide
+from tlt.base.io.streams import Guarded, discard, forgive
+
+LOG = "console.log"
+
+
+def append_to(path: Path) -> TextIO:
+    """Returns a stream that appends to a file. One that cannot be written is said once, on stderr."""
+    return forgive(cast(TextIO, _Log(path)), str(path))
+
+
+@contextmanager
+def logging_stderr(path: Path) -> Iterator[None]:
+    """Appends the lines "tlt: …" that this process writes on stderr to this file, too."""
+    with redirect_stderr(cast(TextIO, _Copied(sys.stderr, path))):
+        yield
+
+
+class _Log(io.TextIOBase):
+    """Appends to a file that several processes print into: it is open for one write at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        with self._path.open("a", encoding="utf-8") as file:
+            return file.write(hide(text))
+
+
+class _Copied(Guarded):
+    """A stream whose lines "tlt: …", each written in one piece, go to a log, too, while it has a folder."""
+
+    def __init__(self, stream: TextIO, path: Path) -> None:
+        super().__init__(stream, lambda _: discard(stream))
+        self._folder, self._log = path.parent, append_to(path)
+
+    def write(self, text: str) -> int:
+        if text.startswith("tlt: ") and self._folder.is_dir():
+            self._log.write(text)
+        return super().write(text)

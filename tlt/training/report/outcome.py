@@ -1,0 +1,115 @@
+"""The rows of a run's summary: its gain on held-out problems, its time, and the paths of its products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.text import Text
+
+from tlt.training.report.ratio import Ratio
+from tlt.training.report.speedup import told_speedup
+from tlt.training.report.words import duration, near
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The first and the last evaluation of the same held-out problems, as pairs (first, last).
+
+    steps: updates done.
+    rewards: mean rewards.
+    p_value: of the paired difference in what evaluations are judged by.
+    by_reward: whether that is the reward; else it is the solve rate.
+    """
+
+    steps: tuple[int, int]
+    solve_rates: tuple[float, float]
+    rewards: tuple[float, float]
+    p_value: float
+    by_reward: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a run.
+
+    gain: None: there are no two evaluations to compare.
+    left_out: why the first or the last evaluation is not in the gain.
+    num_steps: updates done.
+    seconds: since the user's command began.
+    recorded_seconds: of all steps and evaluations; None: this command has done all of them.
+    speedup: by speculation, of the run's rollouts; None: not measured.
+    drafted: size of the last step's draft vocabulary, and the share of tokens in it; None: the whole
+        vocabulary.
+    """
+
+    gain: Gain | None
+    left_out: Sequence[str]
+    num_steps: int
+    seconds: float
+    recorded_seconds: float | None = None
+    drafted: tuple[int, float] | None = None
+    speedup: Ratio | None = None
+
+
+def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
+    if outcome.gain is not None:
+        yield from _gain_rows(outcome.gain)
+    for reason in outcome.left_out:
+        yield "", Text(reason, style="italic")
+    time = f"{duration(outcome.seconds)}, {outcome.num_steps} steps"
+    if outcome.recorded_seconds is not None:
+        recorded = f"{duration(outcome.recorded_seconds)} for {outcome.num_steps} steps and the evaluations"
+        time = f"{recorded}; {duration(outcome.seconds)} since this command began"
+    yield "time", Text(time)
+    if outcome.speedup is not None:
+        yield "speedup", told_speedup(outcome.speedup)
+    if outcome.drafted is not None:
+        size, coverage = outcome.drafted
+        yield "drafts", Text(f"from the {size:,} most frequent tokens, {coverage:.1%} of the last step's")
+    yield from _product_rows(products)
+
+
+def evaluation_rows(
+    solved: Mapping[str, float], rewards: Mapping[str, float], seconds: float, products: Mapping[str, Path]
+) -> Iterator[tuple[str, Text]]:
+    """Yields the summary of an evaluation alone. solved, rewards: by problem."""
+    rate, error = _mean_and_error(solved)
+    yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
+    reward, error = _mean_and_error(rewards)
+    yield "reward", Text(f"{reward:.3f}, standard error {error:.3f}")
+    yield "time", Text(duration(seconds))
+    yield from _product_rows(products)
+
+
+def _mean_and_error(by_problem: Mapping[str, float]) -> tuple[float, float]:
+    mean = sum(by_problem.values()) / len(by_problem)
+    return mean, math.sqrt(sum((one - mean) ** 2 for one in by_problem.values())) / len(by_problem)
+
+
+def _product_rows(products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
+    for name, path in products.items():
+        yield name, Text(near(path), style="cyan")
+
+
+def _gain_rows(gain: Gain) -> Iterator[tuple[str, Text]]:
+    first, last = gain.steps
+    between = "before → after" if first == 0 else f"after {first} → {last} updates"
+    solved = "solved", _rise(*gain.solve_rates, ".1%"), "of"
+    reward = "reward", _rise(*gain.rewards, ".3f"), "on"
+    (name, judged, link), other = (reward, solved) if gain.by_reward else (solved, reward)
+    yield name, judged.append(f" {link} held-out problems, {between}", style="dim")
+    yield "", Text(f"paired sign-flip test, one-sided: p {written_p_value(gain.p_value)}", style="dim")
+    yield other[:2]
+
+
+def _rise(before: float, after: float, form: str) -> Text:
+    style = "bold green" if after > before else "bold"
+    return Text(f"{before:{form}} → ").append(f"{after:{form}}", style=style)
+
+
+def written_p_value(value: float) -> str:
+    """Returns a p value as it follows the letter p: = 0.012 or < 0.0001."""
+    return "< 0.0001" if value < 1e-4 else f"= {value:.2g}"

@@ -1,0 +1,191 @@
+"""The record of a step, a JSON line of metrics.jsonl, and the paired test that says whether training helped.
+
+JSON has no NaN: a quantity that does not exist (the accept length of a step without verification) is null in
+the file and NaN in the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from tlt.base.io.files import dumps, parse_json, read_appended, refuse_endless, write_atomically
+from tlt.base.records import (
+    NAN,
+    DrafterCheck,
+    IdleRecord,
+    RewardSummary,
+    RolloutRecord,
+    SpeedupPair,
+    UpdateMetrics,
+)
+from tlt.base.types import UserError
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise.
+
+    step: its number, counted from 1 as everywhere: step n makes the policy of n updates.
+    policy_version: updates behind the policy that generated its responses, step - 1.
+    step_seconds: duration of the whole step.
+    cpu_seconds: processor time of all ranks.
+    finished_at: Unix time.
+    algorithm: its name.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: int
+    policy_version: int
+    step_seconds: float
+    cpu_seconds: float
+    finished_at: float
+    rollout: RolloutRecord
+    rewards: RewardSummary
+    update: UpdateMetrics
+    drafter: DrafterCheck
+    idle: IdleRecord
+    algorithm: str
+    speedup: SpeedupPair = field(default_factory=SpeedupPair)
+
+    def to_json(self) -> str:
+        return dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(line: str) -> StepRecord:
+        """Reads a line. Raises ValueError that names the wrong fields."""
+        values = parse_json(line)
+        refuse_endless(values)
+        try:
+            record = _STEP_RECORD.validate_python(_nan_for_null(values))
+        except ValidationError as error:
+            wrong = [(".".join(map(str, one["loc"])) or "line", one["msg"]) for one in error.errors()]
+            raise ValueError("; ".join(f"{place}: {message}" for place, message in wrong)) from None
+        if record.step < 0 or not record.step_seconds >= 0 or not 0 <= record.finished_at < _YEAR_10_000:
+            raise ValueError("step, step_seconds or finished_at: no number of a step, seconds or time")
+        return record
+
+    def figures(self) -> dict[str, float]:
+        """Returns the finite numbers by their path in the line: rollout/accept_length,
+        rollout/response_tokens/p95. A list's items are counted from 1: idle/preemption_seconds_1."""
+        left_out = {"step", "finished_at"} | ({"speedup"} if not self.speedup.num_tokens else set())
+        return dict(_numbers("", {k: value for k, value in vars(self).items() if k not in left_out}))
+
+
+_STEP_RECORD = TypeAdapter(StepRecord)
+_YEAR_10_000 = 253_402_300_800
+"""Unix time at which years have five digits."""
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+        for key, item in (value if isinstance(value, Mapping) else vars(value)).items():
+            yield from _numbers(f"{name}/{key}" if name else key, item)
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value, start=1):
+            yield from _numbers(f"{name}_{number}", item)
+    elif isinstance(value, int | float) and math.isfinite(value):
+        yield name, value
+
+
+def _nan_for_null(value: Any) -> Any:
+    """Replaces null by NaN, in place."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for place, item in items:
+        value[place] = _nan_for_null(item)
+    return NAN if value is None else value
+
+
+class MetricsWriter:
+    """Appends and flushes one line per step. Opening keeps an earlier attempt's lines up to step `last_kept`,
+    so that no step stands twice in the file."""
+
+    def __init__(self, path: str | Path, last_kept: int) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [record for record in _read_records(self.path) if record.step <= last_kept]
+        with write_atomically(self.path) as file:
+            file.writelines(record.to_json() + "\n" for record in kept)
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._last_step = last_kept
+
+    def write(self, record: StepRecord) -> None:
+        assert record.step > self._last_step, f"step {record.step} after step {self._last_step}"
+        self._last_step = record.step
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[StepRecord]:
+    """Reads a metrics.jsonl, also while it is written."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
+    return _read_records(path)
+
+
+def _read_records(path: Path) -> list[StepRecord]:
+    return read_appended(path, StepRecord.from_json, "step record")
+
+
+# -- statistics ----------------------------------------------------------------------------------------------
+
+
+def paired_sign_flip_test(
+    before: Sequence[float],
+    after: Sequence[float],
+    num_permutations: int = 100_000,
+    seed: int = 0,
+) -> float:
+    """Returns the p value of the null hypothesis that training changed nothing, from one pair of scores per
+    problem.
+
+    Under the null, each difference after - before is as likely to have either sign. p = the share of sign
+    patterns whose mean difference is at least the observed one (one-sided: training helped). Exact, over all
+    2^n patterns of the n differences other than 0, where these are at most `num_permutations`; otherwise from
+    that many random patterns, the observed one counted among them (p is never 0; Phipson & Smyth 2010).
+    """
+    if len(before) != len(after):
+        counts = f"{len(before)} scores before and {len(after)} after"
+        raise ValueError(f"paired test: {counts}; they must be of the same problems")
+    change_P = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    if not np.isfinite(change_P).all():
+        raise ValueError("paired test: a score is not finite")
+    difference_P: NDArray[np.float64] = change_P[change_P != 0]
+    num_pairs = len(difference_P)
+    observed = difference_P.sum()
+    slack = 1e-12 * np.abs(difference_P).sum()  # sums of the same terms in another order are ties
+
+    def count_extreme(is_flipped_MP: NDArray[Any]) -> int:
+        return int(((1.0 - 2.0 * is_flipped_MP) @ difference_P >= observed - slack).sum())
+
+    chunk = 4096
+    if num_pairs < 60 and 2**num_pairs <= num_permutations:
+        num_patterns, bits_P = int(2**num_pairs), np.arange(num_pairs)
+        starts = range(0, num_patterns, chunk)
+        patterns = (np.arange(start, min(start + chunk, num_patterns)) for start in starts)
+        return sum(count_extreme(pattern_M[:, None] >> bits_P & 1) for pattern_M in patterns) / num_patterns
+    generator = np.random.default_rng(seed)
+    num_extreme = 0
+    for start in range(0, num_permutations, chunk):
+        shape = (min(chunk, num_permutations - start), num_pairs)
+        num_extreme += count_extreme(generator.integers(0, 2, size=shape, dtype=np.int8))
+    return (1 + num_extreme) / (1 + num_permutations)

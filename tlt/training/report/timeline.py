@@ -1,0 +1,350 @@
+"""The timeline: each rank's time as spans, drawn as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+
+    rank 0   | step ......................................................... |
+             | prefill | decode | speculate                | update           |
+    rank 1   | prefill | decode | train drafter ........... | update           |
+
+Recording appends to a list, `flush` to `timeline.rank<R>.jsonl`; `merge_timelines` writes timeline.json from
+all ranks' files. Times in files are Unix seconds of rank 0's clock, so that ranks and resumed runs share one
+axis. No fault in reading or writing ends the run: what is missing is said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlt.base.clock import machine_name
+from tlt.base.io.files import Record, check_is_file, read_appended, write_atomically
+from tlt.base.spans import Span, SpanName
+from tlt.base.types import UserError
+
+GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
+DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
+"""Training itself, and the averaging, publishing and measuring at its end."""
+MERGE_GAP_SECONDS = 0.001
+"""Successive spans of one name with at most this gap are merged, engine steps where strategy and batch size
+are equal, too."""
+
+_EPOCH_ROUNDS = 7
+"""Exchanges in which ranks on different machines compare their clocks."""
+_NAME = re.compile(r"timeline\.rank(\d+)\.jsonl", re.ASCII)
+_LONGEST_LINE = 1 << 16
+"""Bytes of the longest line that is read."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The offsets of a rank's monotonic clock, which counts from its machine's start.
+
+    to_rank_0: seconds to add to get rank 0's monotonic clock; exactly 0 on the same machine.
+    to_unix: seconds to add to get rank 0's Unix time.
+    machine: name of the clock's machine.
+    """
+
+    to_rank_0: float = 0.0
+    to_unix: float = 0.0
+    machine: str = ""
+
+
+class Timeline:
+    """Records the spans of one rank.
+
+    path: file that `flush` appends to, behind the spans of earlier attempts; None: nothing is written.
+    epoch: from `shared_epoch`; by default the clock itself is the axis.
+    clock: monotonic seconds, by which all spans are measured.
+    say: receives one line if the file cannot be written; then nothing more is.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        path: str | Path | None = None,
+        epoch: Epoch = Epoch(),
+        clock: Callable[[], float] = time.perf_counter,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.rank, self.epoch = rank, epoch
+        self._path = None if path is None else Path(path)
+        self.clock, self._say = clock, say
+        self._is_lost = False
+        self._spans: list[list[Any]] = []  # rows of the file, on this rank's clock
+        if self._path is not None:
+            with self._writing(self._path) as path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _end_torn_line(path)
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[Path]:
+        """Gives the file up if it cannot be written."""
+        try:
+            yield path
+        except OSError as error:
+            self._is_lost = True
+            lacks = "timeline.json will lack what this rank does now"
+            self._say(f"{path}: cannot be written ({error.strerror}); {lacks}")
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Records the body of `with timeline.span("decode"): …`, at a cost of about 1 µs. Spans may nest."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.record(name, start, self.clock())
+
+    def record(self, name: str, start: float, end: float) -> None:
+        self.add(Span(name, start, end))
+
+    def add(self, span: Span) -> None:
+        """Records a span measured elsewhere, on this rank's clock."""
+        batch, busy = [span.strategy, span.num_running], span.end - span.start
+        if self._spans:
+            last = self._spans[-1]
+            is_alike = last[0] == span.name and last[5:7] == batch
+            if is_alike and 0.0 <= span.start - last[2] <= MERGE_GAP_SECONDS:
+                last[2] = span.end
+                last[3] += busy
+                last[4] += 1
+                last[7] += span.num_tokens
+                return
+        self._spans.append([span.name, span.start, span.end, busy, 1, *batch, span.num_tokens])
+
+    @property
+    def spans(self) -> list[Span]:
+        """Returns the spans recorded since the last flush, merged, on this rank's own clock."""
+        return [_span(row) for row in self._spans]
+
+    def flush(self) -> None:
+        """Appends the recorded spans to the file, once a step. Without a file they stay until `clear`."""
+        if self._path is None or not self._spans:
+            return
+        epoch = self.epoch.to_unix
+        lines = [
+            json.dumps([name, start + epoch, end + epoch, busy, count, *(batch if batch[0] else ())])
+            for name, start, end, busy, count, *batch in self._spans
+        ]
+        self.clear()
+        if not self._is_lost:
+            with self._writing(self._path) as path, path.open("a", encoding="utf-8") as file:
+                file.write("".join(line + "\n" for line in lines))
+
+    def clear(self) -> None:
+        self._spans = []
+
+
+def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
+    """Compares this rank's clock with rank 0's. Every rank calls it.
+
+    On one machine the ranks share the monotonic clock, and the answer is exact. Between machines it is the
+    median over rounds, as exact as the ranks leave `gather` together.
+
+    gather: a barrier that returns all ranks' values, in the order of ranks.
+    """
+    machine = machine_name() or f"rank {rank}"
+    gather(None)
+    rounds = [gather((machine, time.perf_counter(), time.time())) for _ in range(_EPOCH_ROUNDS)]
+    machine_0, clock_0, wall_0 = rounds[0][0]
+    to_rank_0 = 0.0
+    if rounds[0][rank][0] != machine_0:
+        differences = sorted(values[0][1] - values[rank][1] for values in rounds[1:])
+        to_rank_0 = differences[len(differences) // 2]
+    return Epoch(to_rank_0, float(wall_0 - clock_0 + to_rank_0), machine)
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def rank_path(directory: str | Path, rank: int) -> Path:
+    return Path(directory) / f"timeline.rank{rank}.jsonl"
+
+
+def read_spans(directory: str | Path) -> dict[int, list[Span]]:
+    """Returns the flushed spans of a run by rank, in Unix seconds of rank 0. Raises UserError for a damaged
+    file."""
+    return {
+        rank: [_span(row) for row in read_appended(path, read_row, "span")]
+        for rank, path in timeline_paths(Path(directory)).items()
+    }
+
+
+def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
+    """Writes a Chrome trace of all ranks' files, a row per rank, starting at 0. Returns one line about each
+    part that could not be read or written."""
+    paths, rows, missing = timeline_paths(Path(directory)), dict[int, _Rows](), []
+    for rank, path in paths.items():
+        try:
+            rows[rank] = found = _find_rows(path)
+        except OSError as error:
+            missing.append(f"{path}: cannot be read ({error.strerror}); {out} lacks rank {rank}")
+            continue
+        if found.num_bad:
+            num_lines = found.num_bad + len(found.offsets)
+            missing.append(f"{path}: {found.num_bad} of its {num_lines} lines are no spans; {out} lacks them")
+    origin = min((found.first for found in rows.values() if len(found.offsets)), default=0.0)
+    try:
+        with write_atomically(Path(out)) as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write(json.dumps({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "TLT"}}))
+            for rank, found in rows.items():
+                file.writelines(f",\n{json.dumps(event)}" for event in _events(rank, found, origin))
+            file.write("\n]}\n")
+    except (UserError, OSError) as error:
+        missing.append(f"{error}; there is no picture of the run's time")
+    return missing
+
+
+def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    for name, start, end, busy, count, strategy, num_running, num_tokens in rows:
+        times = {"ts": _microseconds(start - origin), "dur": _microseconds(end - start)}
+        args: Record = {"spans": count, "busy_ms": round(busy * 1e3, 3)} if count > 1 else {}
+        if strategy:
+            args |= {"strategy": strategy, "running": num_running, "tokens": num_tokens}
+        yield {"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **({"args": args} if args else {})}
+
+
+def timeline_paths(directory: Path) -> dict[int, Path]:
+    found = ((_NAME.fullmatch(path.name), path) for path in directory.glob("timeline.rank*.jsonl"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+MOST = 1 << 53
+"""Counts of a row are below."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a file, read from it when they are iterated over.
+
+    offsets: bytes where rows begin, by start time; of rows that start together the longest first, as nested
+        spans are drawn.
+    first: the earliest start.
+    num_bad: lines that are no rows.
+    """
+
+    path: Path
+    offsets: np.ndarray
+    first: float
+    num_bad: int
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        with self.path.open("rb") as file:
+            for offset in self.offsets.tolist():
+                file.seek(offset)
+                yield read_row(file.readline())
+
+
+def _find_rows(path: Path) -> _Rows:
+    """Finds rows without parsing them. A last line torn by a kill is left out."""
+    check_is_file(path)
+    offsets, starts, ends, offset, num_bad = array("q"), array("d"), array("d"), 0, 0
+    with path.open("rb") as file:
+        for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+            try:
+                _, start, end, *_ = read_row(line)
+            except (ValueError, TypeError, OverflowError, RecursionError):
+                num_bad += line.endswith(b"\n")  # a line read in several pieces counts once
+            else:
+                if line.endswith(b"\n"):
+                    offsets.append(offset)
+                    starts.append(start)
+                    ends.append(end)
+            offset += len(line)
+    order = np.lexsort((-np.array(ends), np.array(starts)))
+    return _Rows(path, np.array(offsets)[order], min(starts, default=0.0), num_bad)
+
+
+def read_row(line: str | bytes) -> list[Any]:
+    """Reads [name, start, end, busy seconds, spans merged, strategy, running sequences, tokens]; the last
+    three stand in lines of engine steps alone."""
+    text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+    name, start, end, busy, count, *batch = json.loads(text)
+    seconds = float(start), float(end), float(busy)
+    if not all(map(math.isfinite, seconds)):
+        raise ValueError("a time is not finite")
+    strategy, num_running, num_tokens = batch or ("", 0, 0)
+    if not all(0 <= number < MOST for number in (count, num_running, num_tokens)):
+        raise ValueError("a count is negative or too large")
+    return [str(name), *seconds, int(count), str(strategy), int(num_running), int(num_tokens)]
+
+
+def _span(row: list[Any]) -> Span:
+    name, start, end, _, _, *batch = row
+    return Span(name, start, end, *batch)
+
+
+def _end_torn_line(path: Path) -> None:
+    """Drops a last line torn by a kill; one longer than _LONGEST_LINE is ended instead."""
+    if not path.exists():
+        return
+    check_is_file(path)
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = file.seek(max(end - _LONGEST_LINE, 0))
+        newline = file.read().rfind(b"\n")
+        if start and newline < 0:
+            file.write(b"\n")
+        else:
+            file.truncate(start + newline + 1)
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+# -- what the spans say --------------------------------------------------------------------------------------
+
+
+def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
+    """Returns the share of the steps' seconds that drafter training adds to the critical path.
+
+    In each step ("step" spans of any one rank) it adds the seconds of `DRAFTER_TRAINING` after the end of the
+    last response, on the rank that spends most. Earlier training runs beside generation and adds nothing. (A
+    response handed over to a training rank waits for a micro-step; this is not counted.) Generation within an
+    "evaluate" span belongs to no step.
+    """
+    all_spans = list(chain(*spans_by_rank.values()))
+    all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
+    steps = next((steps for steps in all_steps if steps), [])
+    evaluations = [span for span in all_spans if span.name == SpanName.EVALUATE]
+    generation = [s for s in all_spans if s.name in GENERATION and not _lies_in(s, evaluations)]
+    added = 0.0
+    for step in steps:
+        ends = [span.end for span in generation if step.start <= span.start < step.end]
+        if ends:
+            added += max(
+                covered_seconds(spans, DRAFTER_TRAINING, max(ends), step.end)
+                for spans in spans_by_rank.values()
+            )
+    total = sum(step.end - step.start for step in steps)
+    return added / total if total > 0 else float("nan")
+
+
+def _lies_in(span: Span, others: Sequence[Span]) -> bool:
+    return any(other.start <= span.start and span.end <= other.end for other in others)
+
+
+def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
+    """Returns the seconds of [start, end] in the union of these spans: nested ones count once."""
+    pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
+    covered, reached = 0.0, start
+    for piece_start, piece_end in pieces:
+        if piece_end > max(piece_start, reached):
+            covered += piece_end - max(piece_start, reached)
+            reached = piece_end
+    return covered

@@ -1,0 +1,320 @@
+"""Trackers: those of `accelerate.tracking` by name, or the user's own; and the process that each runs in.
+
+That process imports this module, so nothing heavy is imported here: a library is when its tracker begins.
+"""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import html
+import importlib
+import importlib.util
+import json
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from tlt.base.io.extras import how_to_install
+from tlt.base.io.plugins import describe, get_object
+from tlt.base.io.text import quoted
+from tlt.base.types import UserError
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The facts of a run that a tracker receives before its first figures.
+
+    run_id: the same in all attempts at this run, and in no other run.
+    folder: the run's.
+    config: all settings, section → key → value.
+    step: updates done by earlier attempts.
+    """
+
+    name: str
+    project: str
+    run_id: str
+    folder: Path
+    config: Mapping[str, Any]
+    step: int
+
+
+class Tracker(Protocol):
+    """Receives the figures of one run. The run goes on whatever it raises and however long it takes.
+
+    One that has a method `log_table(step, name, columns, rows)` receives the samples of run.show_samples,
+    too.
+    """
+
+    def begin(self, run: TrackedRun) -> str:
+        """Starts or continues the run. Returns one line: where its figures can be seen."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds figures (name → finite number) of the policy after `step` updates. A step may be repeated."""
+        ...
+
+    def finish(self) -> None:
+        """Delivers what is queued."""
+        ...
+
+
+_SAME = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
+NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "tensorboard": "tensorboardX"}
+"""The trackers of accelerate, and the package that each needs."""
+EXTRAS = ("wandb", "tensorboard", "trackio")
+"""Trackers that an extra of the same name installs, with accelerate."""
+RANK_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+MLFLOW_TAG = "tlt.run_id"
+"""Tag of a run in MLflow, by which later attempts find it."""
+
+
+class Accelerated:
+    """A tracker of `accelerate.tracking`. Account, server and mode are its library's own settings in the
+    environment."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def begin(self, run: TrackedRun) -> str:
+        for variable in RANK_VARIABLES:  # inherited from a rank: accelerate would join its process group
+            os.environ.pop(variable, None)
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        PartialState(cpu=True)  # its trackers log through it
+        project, options = tracker_options(self.name, run)
+        earlier = _earlier_in_mlflow(project, run.run_id) if self.name == "mlflow" else None
+        if earlier is not None:
+            options["run_id"] = earlier
+        self._tracker = LOGGER_TYPE_TO_CLASS[self.name](project, **options)
+        self._tracker.start()
+        if self.name == "tensorboard":  # its hyperparameters would be a run of their own in each attempt
+            config = json.dumps(run.config, indent=2)
+            self._tracker.log(
+                {"config": "\n".join(f"    {line}" for line in config.splitlines())}, step=run.step
+            )
+        elif earlier is None and "config" not in options:
+            self._tracker.store_init_configuration(_flat(run.config))
+        if self.name == "mlflow":
+            importlib.import_module("mlflow").set_tag(MLFLOW_TAG, run.run_id)
+        return self._where(run)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._tracker.log(dict(values), step=step)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Adds a table where the library has tables, else text in Markdown. DVCLive has neither."""
+        match self.name:
+            case "wandb" | "clearml":
+                self._tracker.log_table(name, [*columns], [[*row] for row in rows], step=step)
+            case "trackio":
+                table = importlib.import_module("trackio").Table
+                rows_now = [[*row] for row in rows]
+                self._tracker.log({name: table(columns=[*columns], data=rows_now)}, step=step)
+            case "mlflow":  # one table of all steps: it appends to the file
+                by_column = {column: [row[n] for row in rows] for n, column in enumerate(columns)}
+                importlib.import_module("mlflow").log_table(by_column, f"{name}.json")
+            case "tensorboard":
+                self._tracker.log({name: _markdown(columns, rows)}, step=step)
+            case "swanlab":
+                text = importlib.import_module("swanlab").Text(_markdown(columns, rows))
+                self._tracker.log({name: text}, step=step)
+            case "comet_ml":
+                self._tracker.tracker.log_text(_markdown(columns, rows), step=step, metadata={"table": name})
+            case "aim":
+                text = importlib.import_module("aim").Text(_markdown(columns, rows))
+                self._tracker.tracker.track(text, name=name, step=step)
+
+    def finish(self) -> None:
+        self._tracker.finish()
+
+    def _where(self, run: TrackedRun) -> str:
+        match self.name:
+            case "wandb":
+                at = self._tracker.tracker
+                return (
+                    f"offline; to upload: wandb sync {quoted(Path(at.dir).parent)}"
+                    if at.offline
+                    else at.url or ""
+                )
+            case "tensorboard":
+                return f"tensorboard --logdir {quoted(run.folder / 'tensorboard')}"
+            case "trackio":
+                return f"trackio show --project {quoted(run.project)}"
+        return ""
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Markdown within a response is shown as it is."""
+
+    def line(cells: Sequence[Any]) -> str:
+        texts = (html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
+        return f"| {' | '.join(texts)} |"
+
+    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
+
+
+def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
+    """Returns the project and the library's options for a tracker of accelerate.
+
+    W&B continues the run of the same id, Trackio that of the same name, so its name contains the id, MLflow
+    that with the same tag. TensorBoard hides later steps of earlier attempts. The others begin a run for each
+    attempt, with the id in its name.
+    """
+    unique, resumed = f"{run.name}-{run.run_id}", {"resume": "allow", "config": dict(run.config)}
+    match name:
+        case "wandb":
+            settings = {"console": "off", "silent": True}
+            where = {"dir": os.environ.get("WANDB_DIR", str(run.folder)), "settings": settings}
+            return run.project, {"name": run.name, "id": run.run_id, **resumed, **where}
+        case "tensorboard":
+            return "tensorboard", {"logging_dir": str(run.folder), "purge_step": run.step + 1}
+        case "trackio":
+            return run.project, {"name": unique, **resumed, "embed": False}
+        case "mlflow":
+            return run.project, {"run_name": unique}
+        case "swanlab":
+            return run.project, {"experiment_name": unique}
+        case "clearml":
+            return run.project, {"task_name": unique}
+        case "aim":
+            return unique, {"logging_dir": str(run.folder), "experiment": run.project}
+        case "dvclive":
+            return run.project, {"dir": str(run.folder / "dvclive"), "resume": run.step > 0}
+    return run.project, {}
+
+
+def _earlier_in_mlflow(project: str, run_id: str) -> str | None:
+    """Returns MLflow's id of the run that an earlier attempt has begun, and that would otherwise stay RUNNING
+    if the attempt was killed; None: there is none."""
+    found = importlib.import_module("mlflow").search_runs(
+        experiment_names=[os.environ.get("MLFLOW_EXPERIMENT_NAME", project)],
+        filter_string=f"tags.`{MLFLOW_TAG}` = '{run_id}'",
+        output_format="list",
+    )
+    return found[0].info.run_id if found else None
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    keys = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
+    return {key: value if isinstance(value, int | float) else str(value) for key, value in keys.items()}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises UserError for an unknown tracker, and for one whose package is not installed. Imports the user's
+    own trackers only."""
+    for name in names:
+        if name in NAMES:
+            if missing := [package for package in (NAMES[name], "accelerate") if not _is_installed(package)]:
+                needs = " and ".join(missing)
+                remedy = how_to_install(name) if name in EXTRAS else f"pip install {' '.join(missing)}"
+                raise UserError(f"tracking.use: {name} needs {needs}, which is not installed; {remedy}")
+            if name == "wandb" and not _has_wandb_key(os.environ):
+                raise UserError(
+                    "tracking.use: wandb has no API key, without which it waits in vain; run wandb login, "
+                    "set WANDB_API_KEY, or keep its files here with WANDB_MODE=offline"
+                )
+        elif not all(name.partition(":")):
+            known = ", ".join(sorted(NAMES))
+            raise UserError(
+                f"tracking.use: unknown tracker {name!r}; use {known}, or your own as 'package.module:Class' "
+                "or 'FILE.py:Class'"
+            )
+        else:
+            get_object(f"tracking.use: {name}", name)
+
+
+def _has_wandb_key(environ: Mapping[str, str]) -> bool:
+    """Looks where W&B looks: in the environment, and in the netrc file that `wandb login` writes."""
+    is_said = environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    if is_said or environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return True
+    server = environ.get("WANDB_BASE_URL") or _wandb_setting("base_url") or "https://api.wandb.ai"
+    if _wandb_setting("api_key") or _wandb_setting("mode") in ("offline", "disabled", "dryrun"):
+        return True
+    names = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in (Path(name).expanduser() for name in names):
+        with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            if netrc.netrc(path).authenticators(urlsplit(server).hostname or server):
+                return True
+    return False
+
+
+def _wandb_setting(name: str) -> str:
+    """Reads W&B's own files, of this folder or of the user; empty: in neither."""
+    user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
+    settings = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
+        settings.read([user / "settings", Path("wandb/settings")], encoding="utf-8")
+    return settings.get("default", name, fallback="")
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # W&B's folder ./wandb, no package, has no origin
+
+
+# ── the process ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Point(NamedTuple):
+    """The figures of one step, name → number."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+class TableOf(NamedTuple):
+    """A table of one step."""
+
+    step: int
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+Message = TrackedRun | Point | TableOf | None
+"""First the run, then its figures and tables; None: the end."""
+
+
+class Answer(NamedTuple):
+    """The answer to a message. text: where the figures can be seen, or why the message failed."""
+
+    is_done: bool
+    text: str = ""
+
+
+def work(pipe: Connection[Answer, Message], name: str) -> None:
+    """Runs in the tracker's process: obeys and answers the pipe's messages until it ends."""
+    tracker: Tracker | None = None
+    with contextlib.suppress(EOFError):
+        while True:
+            message = pipe.recv()
+            try:
+                if tracker is None:
+                    tracker = Accelerated(name) if name in NAMES else get_object(name, name)()
+                pipe.send(Answer(True, _obey(tracker, message)))
+            except (Exception, SystemExit) as error:
+                pipe.send(Answer(False, describe(error)))
+
+
+def _obey(tracker: Tracker, message: Message) -> str:
+    match message:
+        case TrackedRun():
+            return str(tracker.begin(message) or "")
+        case Point(step, values):
+            tracker.log(step, values)
+        case TableOf():
+            if (log_table := getattr(tracker, "log_table", None)) is not None:
+                log_table(*message)
+        case None:
+            tracker.finish()
+    return ""

@@ -1,0 +1,53 @@
+"""The queue of requests to generate ahead in a phase, as keys of its store.
+
+    ahead           number of requests given out, in order from 0; changed by add alone
+    ahead/notes     number of notes; changed by add alone
+    ahead/note/I    the I-th note: requests that a replica has done, "3,4,9"; every replica reads it once
+
+It decides time alone: every replica would generate the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.distributed import Store
+
+from tlt.training.ranks.store import ABSENT, read_now
+
+
+class AheadQueue:
+    """One replica's view of the queue. store: the phase's store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._done: set[int] = set()
+        self._told: set[int] = set()
+        self._num_read = 0
+
+    def take(self, num: int) -> range:
+        """Returns the next `num` numbers, which no other replica gets."""
+        end = self.store.add("ahead", num)
+        return range(end - num, end)
+
+    def note_done(self, numbers: Iterable[int]) -> None:
+        """Tells the other replicas what this one has done so far."""
+        if new := set(numbers) - self._told:
+            self._told |= new
+            note = self.store.add("ahead/notes", 1) - 1
+            self.store.set(f"ahead/note/{note}", ",".join(map(str, sorted(new))))
+
+    def done(self) -> set[int]:
+        """Returns the requests that all replicas have done. A note that is still being written is read the
+        next time."""
+        for index in range(self._num_read, self.store.add("ahead/notes", 0)):
+            if (note := read_now(self.store, f"ahead/note/{index}")) == ABSENT:
+                break
+            self._done.update(map(int, note.decode().split(",")))
+            self._num_read += 1
+        return self._done
+
+    def keys(self) -> list[str]:
+        """Returns all keys that may exist."""
+        notes = range(self.store.add("ahead/notes", 0))
+        return ["ahead", "ahead/notes", *(f"ahead/note/{note}" for note in notes)]

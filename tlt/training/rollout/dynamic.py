@@ -1,0 +1,97 @@
+"""Dynamic sampling: keeps groups whose rewards differ, and samples others in place of the rest (DAPO, arXiv
+2503.14476, section 3.2, equation 11). Pure functions.
+
+    round 0   the step's problems ──────▶ groups ─▶ enough with different rewards?  ─ yes ─▶ update
+                                            ▲              │ no
+    round r   other problems of the epoch ──┘◀─────────────┘       after the last round others fill up
+
+The draws depend on the seed, the step and the rewards so far. Each response of a step has its own key:
+another problem, or the next sample indices of a problem that is drawn again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from tlt.base.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Asks for a group of responses to a problem, from sample index `first_sample` on."""
+
+    problem: Problem
+    first_sample: int = 0
+
+    def requests(self, num: int, params: SamplingParams, purpose: Purpose, step: int) -> list[Request]:
+        """Returns the group's requests."""
+        problem_id, prompt_ids = self.problem.problem_id, self.problem.prompt_ids
+        samples = range(self.first_sample, self.first_sample + num)
+        return [Request(problem_id, sample, prompt_ids, params, purpose, step) for sample in samples]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A draw with its responses, by sample index, and their rewards."""
+
+    draw: Draw
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[Reward, ...]
+
+    @property
+    def problem_id(self) -> str:
+        return self.draw.problem.problem_id
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the rewards differ, so that the group has a gradient."""
+        return len({reward.value for reward in self.rewards if reward.is_scored}) > 1
+
+
+def flatten(groups: Sequence[Group]) -> tuple[list[Rollout], list[Reward]]:
+    """Returns the responses of all groups, and their rewards."""
+    return [r for group in groups for r in group.rollouts], [r for group in groups for r in group.rewards]
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """The rule of one step.
+
+    num_groups: groups in the update.
+    num_samples: responses in each.
+    max_resamples: most rounds after the first.
+    spare: problems to draw from next, in this order.
+    """
+
+    num_groups: int
+    num_samples: int
+    max_resamples: int
+    spare: Sequence[Problem]
+
+    def next_draws(self, groups: Sequence[Group], num_rounds: int) -> list[Draw]:
+        """Returns the next round's draws, given all groups of `num_rounds` rounds: one for each missing
+        group, of a new problem, or of the least drawn ones when no new problem is left. Empty when the step
+        is complete."""
+        num_missing = self.num_groups - sum(group.has_signal for group in groups)
+        if num_rounds > self.max_resamples:
+            return []
+        times = Counter(group.problem_id for group in groups)
+        done = {group.problem_id for group in groups if group.has_signal}
+        failed = {group.problem_id: group.draw.problem for group in groups if group.problem_id not in done}
+        fresh = (Draw(problem) for problem in self.spare if problem.problem_id not in times)
+        again = (
+            Draw(problem, times[problem_id] * self.num_samples)
+            for problem_id, problem in sorted(failed.items(), key=lambda item: times[item[0]])
+        )
+        return list(islice(chain(fresh, again), num_missing))
+
+    def select(self, groups: Sequence[Group]) -> list[Group]:
+        """Returns `num_groups` groups for the update, one for each problem: those with a signal first, then
+        in the order drawn."""
+        chosen: dict[str, Group] = {}
+        for group in sorted(groups, key=lambda group: not group.has_signal):
+            chosen.setdefault(group.problem_id, group)
+        return list(chosen.values())[: self.num_groups]

@@ -1,0 +1,157 @@
+"""The idle time of a rank in a phase. It goes to the first use of the plan (idle_choice.py) that has
+something to do; rests in between measure how much that slows other ranks.
+
+    idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do     at any time: real work, or the end
+              └─── rest for a moment, now and then ───┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from tlt.base.records import AheadReport, DrafterCheck, DrafterReport, IdleStretch, IdleUse
+from tlt.base.spans import SpanName
+from tlt.training.ranks.world import World, gather_objects
+from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
+from tlt.training.rollout.protocol import NO_AHEAD, Ahead, DrafterTraining
+from tlt.training.rollout.result import PhaseResult
+
+_SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
+"""The timeline's name for each use. The trainer records its own spans, one per micro-step."""
+
+
+@dataclass(frozen=True)
+class IdleWork:
+    """The work for a phase's idle time besides drafter training, and the order of both."""
+
+    ahead: Ahead = NO_AHEAD
+    plan: IdlePlan = field(default_factory=IdlePlan)
+
+
+def build_idle_choice(
+    world: World, machine: str, ahead: bool, trains: bool, compares: bool = False
+) -> IdleChoice:
+    """Builds the IdleChoice, the policy for idle ranks. A collective.
+
+    machine: this rank's machine.
+    ahead: whether responses are generated ahead.
+    trains: whether the drafter is trained.
+    compares: whether the one that is worth more comes first.
+    """
+    machines = gather_objects(world, machine)
+    uses = [use for use, is_there in {IdleUse.AHEAD: ahead, IdleUse.TRAIN: trains}.items() if is_there]
+    return IdleChoice(uses, compares, has_neighbours=len(set(machines)) < len(machines))
+
+
+class IdleTime:
+    """One rank's idle time in a phase.
+
+    has_better_to_do: returns whether to stop.
+    rest: waits for a moment between two such questions.
+    """
+
+    def __init__(
+        self,
+        work: IdleWork,
+        training: DrafterTraining,
+        has_better_to_do: Callable[[], bool],
+        rest: Callable[[], None],
+        timeline: Timeline,
+    ) -> None:
+        self.ahead, self.plan, self.training = work.ahead, work.plan, training
+        self.has_better_to_do, self.rest, self.timeline = has_better_to_do, rest, timeline
+        self.drafter_report, self._ahead_report = DrafterReport(), AheadReport()
+        self.stretches: list[IdleStretch] = []
+        self.use: IdleUse | None = None  # None: the rank is not idle
+        self._since = self._seconds = 0.0
+
+    @property
+    def ahead_report(self) -> AheadReport:
+        """The account of generating ahead so far, its rests excluded."""
+        return replace(
+            self._ahead_report, seconds=sum(s.end - s.start for s in self.stretches if s.use is IdleUse.AHEAD)
+        )
+
+    def spend(self) -> None:
+        """Does the first work of the plan that has something to do, until there is better; rests if nothing
+        has. The rank counts as idle from the first call until `leave`."""
+        self._turn_to(IdleUse.REST)
+        if not (self._is_time_to_rest() or any(self._do(use) for use in self.plan.order)):
+            self.rest()
+        elif self._is_time_to_rest():
+            self._rest()
+
+    def leave(self) -> None:
+        """Ends the idle time."""
+        self._turn_to(None)
+
+    def _do(self, use: IdleUse) -> bool:
+        """Returns whether there was something to do."""
+        return self._generate_ahead() if use is IdleUse.AHEAD else self._train()
+
+    def _generate_ahead(self) -> bool:
+        def stops() -> bool:
+            if self._is_time_to_rest():  # without ending the session, so its responses stay in the engine
+                self._turn_to(IdleUse.REST)
+                self._rest()
+                self._turn_to(IdleUse.AHEAD)
+            return self.has_better_to_do()
+
+        self._turn_to(IdleUse.AHEAD)
+        report = self.ahead.run(stops)
+        self.use = IdleUse.AHEAD if report.num_steps else IdleUse.REST
+        self._turn_to(IdleUse.REST)
+        self._ahead_report = self._ahead_report.plus(report)
+        return report.num_steps > 0
+
+    def _train(self) -> bool:
+        self._turn_to(IdleUse.TRAIN)
+        report = self.training.train(lambda: self._is_time_to_rest() or self.has_better_to_do())
+        self.use = IdleUse.TRAIN if report.num_micro_steps else IdleUse.REST
+        self._turn_to(IdleUse.REST)
+        if report.num_micro_steps:
+            self.drafter_report = self.drafter_report.plus(report)
+        return report.num_micro_steps > 0
+
+    def _is_time_to_rest(self) -> bool:
+        return self.plan.rests(self._seconds + self.timeline.clock() - self._since)
+
+    def _rest(self) -> None:
+        while self._is_time_to_rest() and not self.has_better_to_do():
+            self.rest()
+
+    def _turn_to(self, use: IdleUse | None) -> None:
+        """Ends the current stretch, and begins one of another use."""
+        now, last = self.timeline.clock(), self.use
+        if last is not None and now > self._since:
+            self._seconds += now - self._since
+            if last in _SPANS:
+                self.timeline.record(_SPANS[last], self._since, now)
+            start, before = self._since, self.stretches[-1:]
+            if before and before[0].use is last and before[0].end == start:
+                start = self.stretches.pop().start
+            self.stretches.append(IdleStretch(last, start, now))
+        self.use, self._since = use, now
+
+
+def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
+    """Returns a phase's idle time in numbers. num_offered: tokens that had been generated ahead for this
+    phase."""
+    stats, check, seconds = phase.stats, phase.check or DrafterCheck(), phase.seconds
+    is_won_known = any(s.predicted_seconds for s in stats.by_strategy.values())
+    return IdleFacts(
+        ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
+        ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
+        offered_tokens=num_offered,
+        won_seconds=stats.won_seconds if is_won_known else None,
+        rollout_seconds=seconds,
+        busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
+        train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),
+        publish_seconds=check.publish_seconds,
+        acceptance_before=check.before,
+        acceptance=check.acceptance,
+        steps_left=steps_left,
+    )

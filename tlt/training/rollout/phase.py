@@ -1,0 +1,291 @@
+"""The rollout phase: pull work, generate, score, train the drafter when idle, average the drafters.
+
+    every replica:   take units ─▶ generate ─▶ hand responses to the scorers ─▶ … ─▶ queue empty, none running
+                        ▲                                                             ▼
+                     units handed over by others  ◀─────────────────────────────  offer help
+                                                                                      ▼
+                     all done?  ◀─ poll between (micro-)steps ─  idle time: generate ahead, train the drafter
+                        ▼
+    together:        gather responses and rewards in canonical order ─▶ average the drafters, and measure
+                        │    (reward functions first get the groups that finished on several ranks)
+                        │
+                     another round, of other problems, if dynamic sampling asks for it (dynamic.py)
+
+The collectives come after the last response; until then a replica waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from tlt.base.records import IdleUse, TimedStep
+from tlt.base.spans import SpanName
+from tlt.base.types import Problem, Purpose, Request, SamplingParams, id_of, in_order
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.stats import EngineStats
+from tlt.training.ranks.world import World, any_rank, gather_objects
+from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.ahead_queue import AheadQueue
+from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
+from tlt.training.rollout.idle_time import IdleTime, IdleWork
+from tlt.training.rollout.progress import Tell, progress_of, watching
+from tlt.training.rollout.protocol import DrafterTraining, Receivers
+from tlt.training.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
+from tlt.training.rollout.slowdown import SlowdownSums, add_up, sums_of
+from tlt.training.rollout.work import FinishedResponses, ReplicaWork
+from tlt.training.rollout.work_queue import WorkQueue
+
+NO_TRAINING = DrafterTraining()
+NO_WORK = IdleWork()
+
+
+class StopRequested(Exception):
+    """The user asked the run to stop. The journal keeps what was generated; without a journal the law redraws
+    the same tokens."""
+
+
+class RolloutPhase:
+    """Generates and scores the responses to problems, together with the other ranks. One per run and rank.
+
+    migrates: whether an idle replica takes over running responses of a busy one.
+    tell: receives the progress of the phase; None on all ranks but the leader.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        engine: RolloutBackend,
+        queue: WorkQueue,
+        receivers: Receivers,
+        timeline: Timeline,
+        should_stop: Callable[[], bool],
+        migrates: bool = True,
+        tell: Tell | None = None,
+    ) -> None:
+        self.world, self.engine, self.queue = world, engine, queue
+        self.receivers, self.timeline = receivers, timeline
+        self.should_stop, self.migrates, self.tell = should_stop, migrates, tell
+
+    def run(
+        self,
+        problems: Sequence[Problem],
+        num_samples: int,
+        params: SamplingParams,
+        purpose: Purpose,
+        step: int,
+        training: DrafterTraining = NO_TRAINING,
+        sampling: DynamicSampling | None = None,
+        idle_work: IdleWork = NO_WORK,
+    ) -> PhaseResult:
+        """Generates and scores `num_samples` responses to each problem. Every rank passes the same arguments
+        and gets the same result. Raises StopRequested on all ranks when one of them was asked to stop.
+
+        training: trains and measures the drafter during the phase; does nothing by default.
+        sampling: dynamic sampling, which may ask for further rounds; None: one round.
+        idle_work: further work for idle time.
+        """
+        name = f"{purpose} {step}"
+        self._begin(training)
+        groups: list[Group] = []
+        rounds: list[list[ReplicaReport]] = []
+        draws = [Draw(problem) for problem in problems]
+        while draws:
+            requests = [draw.requests(num_samples, params, purpose, step) for draw in draws]
+            of_round = f"{name}, round {len(rounds)}" if rounds else name
+            found, reports = self._round(draws, requests, of_round, training, idle_work)
+            groups += found
+            rounds.append(reports)
+            draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
+        result = self._end(groups, rounds, params.temperature, training, sampling)
+        idle_work.ahead.end()
+        return result
+
+    def answer(
+        self,
+        problems: Sequence[Problem],
+        requests: Sequence[Sequence[Request]],
+        name: str,
+        training: DrafterTraining = NO_TRAINING,
+        idle_work: IdleWork = NO_WORK,
+    ) -> PhaseResult:
+        """Generates and scores given requests in one round: for each problem at least one, with consecutive
+        sample indices.
+
+        name: a name that no other phase of the run has.
+        """
+        self._begin(training)
+        draws = [
+            Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)
+        ]
+        groups, replicas = self._round(draws, requests, name, training, idle_work)
+        return self._end(groups, [replicas], requests[0][0].params.temperature, training)
+
+    def _begin(self, training: DrafterTraining) -> None:
+        training.begin()
+        self.engine.stats = EngineStats()
+        self._recalled_tokens = 0
+        self._slowdown = SlowdownSums.zero()
+
+    def _end(
+        self,
+        groups: list[Group],
+        rounds: list[list[ReplicaReport]],
+        temperature: float,
+        training: DrafterTraining,
+        sampling: DynamicSampling | None = None,
+    ) -> PhaseResult:
+        """Ends the phase and returns its result."""
+        self.engine.release()  # the policy update wants the memory
+        rollouts, rewards = in_order(*flatten(groups))
+        replicas = combine(rounds)
+        replica = replicas[self.world.rank]
+        result = PhaseResult(
+            rollouts,
+            rewards,
+            replicas,
+            check=training.check(rollouts, replica.drafter.num_tokens, temperature),
+            groups=groups,
+            kept=groups if sampling is None else sampling.select(groups),
+            num_rounds=len(rounds),
+            recalled_tokens=self._recalled_tokens,
+            slowdown=self._slowdown,
+        )
+        training.end(rollouts, result.seconds)
+        if (seconds := replica.preemption_seconds(result.last_token)) is not None:
+            last_token = result.last_token - self.timeline.epoch.to_rank_0
+            self.timeline.record(SpanName.PREEMPT, last_token, last_token + seconds)
+        return result
+
+    def _round(
+        self,
+        draws: Sequence[Draw],
+        requests: Sequence[Sequence[Request]],
+        name: str,
+        training: DrafterTraining,
+        idle_work: IdleWork,
+    ) -> tuple[list[Group], list[ReplicaReport]]:
+        """Generates and scores one round: `requests[i]` answer `draws[i]`. Returns (a group for each draw, a
+        report for each replica), the same on all ranks."""
+        recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
+        self._recalled_tokens += recalled.num_tokens
+        self.queue.begin(name, len(recalled.requests))
+        idle_work.ahead.begin(AheadQueue(self.queue.store))
+        start = self.timeline.clock()
+        work = ReplicaWork(self.queue, recalled.requests)
+        ended = FinishedResponses((draw.problem for draw in draws), requests, self.receivers, training)
+        ended.recall(recalled, self.world.rank, self.world.world_size)
+        idle_time = self.build_idle_time(idle_work, training)
+        parts = self.engine, self.engine.stats, work, ended, idle_time
+        self.queue.life.tells = lambda: progress_of(*parts).encode()
+        with watching(self.queue.life, sum(map(len, requests)), self.tell):
+            last_token, steps = self.generate(work, ended, idle_time)
+        if any_rank(self.world, self.should_stop()):
+            self.receivers.journal.note_running(self.engine.running, at_once=True)
+            self.engine.abort()
+            self.queue.abandon()
+            self.receivers.scorers.abandon()
+            training.abandon()
+            first = requests[0][0]
+            is_step = first.purpose == "rollout"
+            raise StopRequested(f"in step {first.policy_step + 1}" if is_step else "in an evaluation")
+        if self.receivers.scorers.by_group:
+            with self.timeline.span(SpanName.WAIT):
+                divided = gather_objects(self.world, ended.divided)
+            ended.settle(divided, self.world.rank)
+        with self.timeline.span(SpanName.SCORE):
+            ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
+        replica = ReplicaReport(
+            start,
+            last_token,
+            self.timeline.clock(),
+            stats=self.engine.stats,
+            drafter=idle_time.drafter_report,
+            gap_seconds=work.gap_seconds,
+            gap_training=work.gap_training,
+            num_migrated=work.num_received,
+            ahead=idle_time.ahead_report,
+            idle=tuple(idle_time.stretches),
+            machine=self.timeline.epoch.machine,
+        ).shifted(self.timeline.epoch.to_rank_0)
+        with self.timeline.span(SpanName.WAIT):
+            own = ended.rollouts, ended.rewards, replica, idle_work.ahead.take_found()
+            rollouts, rewards, reports, found = zip(*gather_objects(self.world, own), strict=True)
+        idle_work.ahead.keep(found)
+        ids = [[id_of(request) for request in group] for group in requests]
+        brought = [[*map(id_of, of_rank)] for of_rank in rollouts]
+        check_complete([*chain(*ids)], [*zip(brought, rewards, strict=True)], name)
+        rollout_of = {id_of(rollout): rollout for rollout in chain(*rollouts)}
+        reward_of = {i: reward for scored in rewards for i, reward in scored.items()}
+        groups = [
+            Group(draw, tuple(rollout_of[i] for i in group), tuple(reward_of[i] for i in group))
+            for draw, group in zip(draws, ids, strict=True)
+        ]
+        self._measure_slowdown(steps, reports)
+        return groups, [*reports]
+
+    def _measure_slowdown(self, steps: Sequence[TimedStep], replicas: Sequence[ReplicaReport]) -> None:
+        """Measures how much this replica's engine steps slow down while idle replicas of the same machine
+        work."""
+        epoch, rank = self.timeline.epoch, self.world.rank
+        if any(stretch.use is not IdleUse.REST for replica in replicas for stretch in replica.idle):
+            beside = [
+                r.idle for number, r in enumerate(replicas) if number != rank and r.machine == epoch.machine
+            ]
+            own = sums_of([step.shifted(epoch.to_rank_0) for step in steps], beside)
+            self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
+
+    def generate(
+        self, work: ReplicaWork, ended: FinishedResponses, idle_time: IdleTime
+    ) -> tuple[float, list[TimedStep]]:
+        """Runs this replica until the whole round is done, without a collective. Returns (time of the last
+        token, engine steps)."""
+        last_token = self.timeline.clock()
+        steps: list[TimedStep] = []
+        looks_for_units = True
+        while not self.should_stop():
+            if looks_for_units and (room := self._room(work.unit_size)):
+                taken = work.take(room)
+                looks_for_units = bool(taken)
+                if taken and self.engine.is_idle:
+                    work.gap_seconds += self.timeline.clock() - last_token
+                    work.gap_training = idle_time.drafter_report.seconds
+                self.engine.add(taken)
+            if not self.engine.is_idle:
+                finished = self.engine.step(captures=ended.training.captures)
+                last_token = self.timeline.clock()
+                if (latest := self.engine.stats.latest) is not None and latest not in steps[-1:]:
+                    steps.append(latest)
+                for one in finished:
+                    ended.add(one)
+                    work.finish(id_of(one.rollout))
+                ended.collect()
+                self.receivers.journal.note_running(self.engine.running)
+                self.queue.heartbeat()
+                if self.migrates and (num_offers := self.queue.num_offers()):
+                    # Offers mean that the queue ran empty. Do not look there: `share` adds a unit, and that
+                    # one is the helper's.
+                    looks_for_units = False
+                    work.share(self.engine, num_offers)
+            elif self._has_better_to_do():
+                idle_time.leave()
+                if self.queue.all_done():
+                    break
+                looks_for_units = True
+            else:
+                idle_time.spend()
+        idle_time.leave()
+        return last_token, steps
+
+    def build_idle_time(self, idle_work: IdleWork, training: DrafterTraining) -> IdleTime:
+        """Builds the IdleTime in which this replica works while it has no units."""
+        return IdleTime(idle_work, training, self._has_better_to_do, self.queue.rest, self.timeline)
+
+    def _room(self, num_samples: int) -> int:
+        """Returns how many units could start now; at least one when nothing runs."""
+        return max(self.engine.room // num_samples, int(self.engine.is_idle))
+
+    def _has_better_to_do(self) -> bool:
+        """Returns whether an idle replica should return to the queue. Until then it offers its help to busy
+        ones."""
+        return self.should_stop() or self.queue.has_news(offers_help=self.migrates)

@@ -1,0 +1,69 @@
+"""Measures the speedup of speculation: the same responses, generated with and without drafts.
+
+    with      ▕██████▏                    the same requests, noise and tokens in both; the order alternates
+    without   ▕██████████████▏            speedup = their ratio of tokens per second, prefills aside
+
+The responses are further samples of the step's problems: nobody has seen their tokens, so nothing is drafted
+from a response to the same noise. They are cut off after a few tokens, and are kept nowhere. What is measured
+is therefore a small batch without references, at the beginning of responses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tlt.base.records import SpeedupPair
+from tlt.base.types import Problem, Request, SamplingParams, id_of
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.stats import EngineStats
+
+MAX_SHARE = 0.01
+"""Share of the rollouts' seconds that measuring may take, prefills aside."""
+MIN_TOKENS = 16
+"""Fewest tokens of a response that say anything."""
+
+
+def affordable_tokens(stats: EngineStats, seconds: float, speedup: float) -> int:
+    """Returns how many tokens of each response can be generated twice in MAX_SHARE of `seconds`.
+
+    stats: of an engine that has generated as many responses at a time.
+    speedup: of the pair before; NaN: there is none, and the accept length, which it cannot exceed, stands in.
+    """
+    if not stats.sequence_seconds:
+        return 0
+    speed = stats.num_tokens / stats.sequence_seconds  # of one response, with drafts
+    if math.isnan(speedup):
+        speedup = stats.accept_length or 1.0
+    return int(MAX_SHARE * seconds * speed / (1 + speedup))
+
+
+def pair_requests(
+    problems: Sequence[Problem], params: SamplingParams, step: int, num: int, num_tokens: int
+) -> list[Request]:
+    """Returns `num` requests of at most `num_tokens`, with noise that no other response of a run has.
+
+    step: of the policy; other steps ask for other problems first.
+    """
+    params = replace(params, max_tokens=min(num_tokens, params.max_tokens))
+    asked = [(problems[(step * num + i) % len(problems)], i) for i in range(num)]
+    return [Request(p.problem_id, i, p.prompt_ids, params, "generate", step) for p, i in asked]
+
+
+def measure_pair(
+    engine: RolloutBackend, requests: Sequence[Request], drafts_first: bool, clock: Callable[[], float]
+) -> SpeedupPair:
+    """Generates the responses with and without drafts. The engine is idle, and remembers nothing of it."""
+    start, speed, tokens = clock(), {}, {}
+    for drafts in (drafts_first, not drafts_first):
+        with engine.aside(drafts) as stats:
+            tokens[drafts] = {id_of(one): one.token_ids for one in engine.generate(requests)}
+            speed[drafts] = stats.num_tokens / stats.seconds
+    return SpeedupPair(
+        speedup=speed[True] / speed[False],
+        num_responses=len(requests),
+        num_tokens=sum(map(len, tokens[True].values())),
+        num_different=sum(tokens[True][one] != tokens[False][one] for one in tokens[True]),
+        seconds=clock() - start,
+    )

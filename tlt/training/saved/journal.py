@@ -1,0 +1,316 @@
+"""The journal: the responses that the replicas have generated since the latest checkpoint, written at once. A
+resumed run reads them, and generates none of them twice.
+
+    journal/step-00000020/replica-00001.0     header ▏ 1,000 tokens of a response ▏ the next 1,000 ▏ …
+                 │                      │     … ▏ a finished response ▏ its reward
+                 └ latest checkpoint    └ attempt: each writes its own files
+
+    begin(phase)     rank 0 reads the phase's earlier records ─▶ all ranks: fewer and shorter requests
+    new checkpoint   begins a new folder; the one before stays, because it may hold responses of later steps
+
+So the steps since the checkpoint are redone as updates alone. Lost or damaged responses are generated again;
+the law gives the same tokens. Files survive the death of any process, and of a machine as far as its file
+system had written them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from tlt.base.io.files import remove_own
+from tlt.base.spans import SpanName
+from tlt.base.types import LAW_VERSION, Request, ResponseId, Reward, Rollout, id_of, read_drafts
+from tlt.engine.backend import Unfinished
+from tlt.training.ranks.world import World, broadcast_bytes, broadcast_json
+from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.protocol import Journal, Recalled
+from tlt.training.saved.checkpoint import Saved
+from tlt.training.saved.inputs import NO_INPUTS, Inputs
+from tlt.training.saved.journal_file import JournalRecord, read_record, read_records
+from tlt.training.saved.manifest import folder_of
+from tlt.training.saved.run_folder import JOURNAL_FILES, step_folders
+
+_FORMAT = 3
+RUNNING_TOKENS = 1000
+"""A running response is written whenever it has grown by this many tokens, the most to be generated again."""
+_NAME = re.compile(r"replica-(\d{5})\.(\d+)", re.ASCII)
+_STEPS = 32
+"""Engine steps between two checks of the running responses."""
+
+
+class FileJournal(Journal):
+    """The journal of one replica, in the run's folder `journal`.
+
+    run: the run's id.
+    saved: returns the latest whole checkpoint.
+    follows: digest of the checkpoint before the one that `saved` returns now. A file that follows neither is
+        not of this run's policies; it is removed, and `say` is called with a line.
+    inputs: what the run computes from.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        run: str,
+        saved: Callable[[], Saved],
+        follows: str,
+        timeline: Timeline,
+        say: Callable[[str], None],
+        inputs: Inputs = NO_INPUTS,
+    ) -> None:
+        self.folder, self.world, self.timeline, self.inputs = folder, world, timeline, inputs
+        self._run, self._saved, self._base = run, saved, saved()
+        self._file: int | None = None
+        self._phase, self._written = "", dict[ResponseId, int]()
+        self._num_steps = 0
+        index = find_phases(folder, run, {self._base.digest, follows}, say) if world.is_leader else {}
+        self._index = {phase: index.get(phase, []) for phase in broadcast_json(world, sorted(index))}
+
+    def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
+        self._follow_checkpoint()
+        self._phase, self._written = phase, {}
+        if phase not in self._index:
+            return Recalled(requests)
+        places = self._index.pop(phase)
+        chosen = choose(read_places(places)) if self.world.is_leader else []
+        told = broadcast_bytes(self.world, b"".join(record.encode() for record in chosen))
+        return recall(requests, [record for _, record in read_records(BytesIO(told))])
+
+    def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
+        self._num_steps += 1
+        if self._num_steps % _STEPS and not at_once:
+            return
+        for response in responses:
+            response_id = id_of(response.request)
+            first = self._written.get(response_id, 0)
+            if response.num_tokens - first >= (1 if at_once else RUNNING_TOKENS):
+                so_far = response.to_request()
+                stretch = so_far.token_ids[first:], so_far.logprobs[first:]
+                prompt, drafts = fingerprint(so_far.prompt_ids), so_far.drafts
+                drafts = None if drafts is None else tuple(one for one in drafts if one.place >= first)
+                self._append("part", response_id, *stretch, first=first, prompt=prompt, drafts=drafts)
+                self._written[response_id] = response.num_tokens
+
+    def note_finished(self, rollout: Rollout) -> None:
+        prompt = fingerprint(rollout.prompt_ids)
+        about = {
+            "reason": rollout.finish_reason,
+            "version": rollout.policy_version,
+            "drafts": rollout.drafts,
+        }
+        self._append("response", id_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
+
+    def note_rewards(self, rewards: Mapping[ResponseId, Reward]) -> None:
+        for response_id, reward in rewards.items():
+            if reward.is_scored:  # what could not be scored is tried again
+                self._append("reward", response_id, reward=asdict(reward))
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _append(
+        self,
+        kind: str,
+        response_id: ResponseId,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[float, ...] = (),
+        **about: Any,
+    ) -> None:
+        with self.timeline.span(SpanName.JOURNAL):
+            if self._file is None:
+                self._file = self._create()
+            facts = {"kind": kind, "phase": self._phase, "key": response_id, **about}
+            _write(self._file, JournalRecord.of(facts, token_ids, logprobs))
+
+    def _create(self) -> int:
+        folder = folder_of(self.folder, self._base.step)
+        self.folder.mkdir(exist_ok=True)  # without its parent: a run's folder that was removed stays removed
+        folder.mkdir(exist_ok=True)
+        name = f"replica-{self.world.rank:05d}."
+        earlier = [int(path.name[len(name) :]) for path in _files_in(folder, f"{name}*")]
+        path = folder / f"{name}{max(earlier, default=-1) + 1}"
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+        whose = {"run": self._run, "checkpoint": self._base.digest, "inputs": asdict(self.inputs)}
+        _write(file, JournalRecord({"kind": "journal", "format": _FORMAT, "law": LAW_VERSION, **whose}))
+        return file
+
+    def _follow_checkpoint(self) -> None:
+        """Begins a new folder if there is a new whole checkpoint, and removes the folders before that of the
+        checkpoint before it."""
+        if (now := self._saved()) == self._base:
+            return
+        self.close()
+        before, self._base = folder_of(self.folder, self._base.step), now
+        if self.world.is_leader:
+            for folder in step_folders(self.folder):
+                if folder.name < before.name:
+                    remove_own(folder, JOURNAL_FILES)
+
+
+def _write(file: int, record: JournalRecord) -> None:
+    left = memoryview(record.encode())
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def fingerprint(prompt_ids: tuple[int, ...]) -> int:
+    """Returns a checksum of a prompt."""
+    return crc32(np.array(prompt_ids, "<i4").tobytes())
+
+
+# ── records of earlier attempts ────────────────────────────────────────────────────────────────────────────
+
+Location = tuple[Path, int]
+"""A record's file, and where it begins there."""
+
+
+def find_phases(
+    folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
+) -> dict[str, list[Location]]:
+    """Returns the locations of every phase's records, in the order written, in the run's files that follow
+    one of these checkpoints (digests). Other files are removed. `say` is called with a line for each of them,
+    and for damage."""
+    phases: dict[str, list[Location]] = defaultdict(list)
+    for path in _files_in(folder):
+        if not path.is_file():
+            say(f"{path}: is a folder, where the journal has files; it is left alone, move it away")
+            continue
+        with path.open("rb") as file:
+            header = read_record(file)
+            if fault := _fault(header, run, checkpoints):
+                say(f"{path}: {fault}; it is removed, and what it held is generated again")
+                path.unlink()
+                continue
+            for place, record in read_records(file):
+                phases[record.about["phase"]].append((path, place))
+            if num_left := path.stat().st_size - file.tell():
+                damage = f"its last {num_left:,} bytes are torn or damaged"
+                say(f"{path}: {damage}; what they held is generated again")
+    return phases
+
+
+def _files_in(folder: Path, pattern: str = "step-*/replica-*") -> list[Path]:
+    """Returns the journal's files, by default of all replicas and attempts, the earliest checkpoint's
+    first."""
+    return sorted(path for path in folder.glob(pattern) if _NAME.fullmatch(path.name))
+
+
+def read_header(folder: Path) -> Mapping[str, Any] | None:
+    """Returns the header of a journal's newest file that has one, of any run; None: none has."""
+    for path in reversed([path for path in _files_in(folder) if path.is_file()]):
+        with path.open("rb") as file:
+            header = read_record(file)
+        about = {} if header is None else header.about
+        if (about.get("kind"), about.get("format")) == ("journal", _FORMAT):
+            return about
+    return None
+
+
+def _fault(header: JournalRecord | None, run: str, checkpoints: set[str]) -> str:
+    """Returns why the file with this header does not belong to the run; empty: it does."""
+    about = {} if header is None else header.about
+    if about.get("kind") != "journal":
+        return "has no header as it was written"
+    if about.get("format") != _FORMAT or about.get("law") != LAW_VERSION:
+        return f"has format {about.get('format')} and law {about.get('law')}, not {_FORMAT} and {LAW_VERSION}"
+    if about.get("run") != run:
+        return f"is of another run, {about.get('run')}"
+    if about.get("checkpoint") not in checkpoints:
+        return "does not follow the checkpoint that the run goes on from"
+    return ""
+
+
+def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecord]]:
+    """Yields the records at these locations, each with its file."""
+    for path, place in places:
+        with path.open("rb") as file:
+            file.seek(place)
+            record = read_record(file)
+        if record is not None:
+            yield path, record
+
+
+def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]:
+    """Returns the best record of every response. Within a file its stretches and its reward are joined; those
+    that do not follow each other are left out. Of several files the one with a reward counts, then the
+    finished one, then the one with most tokens."""
+    known: dict[tuple[Path, str, int], JournalRecord] = {}
+    for path, record in records:
+        problem_id, sample_index = record.about["key"]
+        place = path, problem_id, sample_index
+        before = known.get(place)
+        if record.about["kind"] == "response" or record.about.get("first") == 0:
+            known[place] = record
+        elif before is None:
+            continue
+        elif record.about["kind"] == "reward":
+            known[place] = replace(before, about={**before.about, "reward": record.about["reward"]})
+        elif before.num_tokens == record.about["first"]:
+            tokens, numbers = before.tokens + record.tokens, before.numbers + record.numbers
+            drafts = _joined(before.about["drafts"], record.about["drafts"])
+            known[place] = JournalRecord({**before.about, "drafts": drafts}, tokens, numbers)
+    best: dict[ResponseId, JournalRecord] = {}
+    for (_, problem_id, sample_index), record in known.items():
+        other = best.get((problem_id, sample_index))
+        if other is None or _worth(other) < _worth(record):
+            best[problem_id, sample_index] = record
+    return list(best.values())
+
+
+def _joined(before: Sequence[Any] | None, after: Sequence[Any] | None) -> Sequence[Any] | None:
+    """Returns the drafts of two stretches; None where those of one are not known."""
+    return None if before is None or after is None else [*before, *after]
+
+
+def _worth(record: JournalRecord) -> tuple[bool, bool, int]:
+    return "reward" in record.about, record.about["kind"] == "response", record.num_tokens
+
+
+def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecord]) -> Recalled:
+    """Returns what these records answer of the requests, and what is left to do. A response to another prompt
+    does not count."""
+    known = {tuple(record.about["key"]): record for record in records}
+    rollouts: list[Rollout] = []
+    rewards: dict[ResponseId, Reward] = {}
+    units = []
+    for group in requests:
+        unit = []
+        for request in group:
+            record = known.get(id_of(request))
+            if record is None or record.about["prompt"] != fingerprint(request.prompt_ids):
+                unit.append(request)
+            elif record.about["kind"] == "part":
+                tokens, numbers = record.token_ids, record.logprobs
+                drafts = read_drafts(record.about["drafts"])
+                unit.append(replace(request, token_ids=tokens, logprobs=numbers, drafts=drafts))
+            else:
+                rollouts.append(
+                    Rollout(
+                        request.problem_id,
+                        request.sample_index,
+                        request.prompt_ids,
+                        record.token_ids,
+                        record.logprobs,
+                        record.about["reason"],
+                        record.about["version"],
+                        read_drafts(record.about["drafts"]),
+                    )
+                )
+                if "reward" in record.about:
+                    rewards[id_of(request)] = Reward(**record.about["reward"])
+        if unit:
+            units.append(unit)
+    return Recalled(units, rollouts, rewards)

@@ -1,0 +1,246 @@
+"""The plan of a policy update: which rank computes which responses, in which micro-batches.
+
+    responses ─ sample_zero_advantage ─▶ fewer ─ plan_ranks ─▶ rank 0 ─ pack_families ─▶ [micro-batch] …
+                                                               rank 1                    [micro-batch] …
+
+Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank, or
+is divided where that balances the ranks better. The plan is a pure function of lengths and prompts, so that
+every rank computes the same plan for all. Where a forward of one rank waits for the others' (a sharded
+model), ranks with fewer micro-batches get dummies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt.base.types import Rollout
+from tlt.models.decoder import ModelConfig
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A response with its advantages: what the update learns from."""
+
+    rollout: Rollout
+    advantages: tuple[float, ...]
+    """One per token."""
+    needs_grad: bool
+    """Whether it needs a backward pass."""
+    metric_weight: float = 1.0
+    """Responses that it stands for in the means of the metrics; 0: another one stands for it."""
+    is_masked: bool = False
+    """Whether it is left out of the loss."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Counts the tokens of the response."""
+        return len(self.rollout.token_ids)
+
+    @property
+    def num_in_loss(self) -> int:
+        """Counts its tokens in the loss."""
+        return 0 if self.is_masked else self.num_tokens
+
+    @property
+    def length(self) -> int:
+        """Counts the tokens that the model reads; the last one is only predicted."""
+        return self.num_prompt + self.num_own
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.rollout.prompt_ids)
+
+    @property
+    def num_own(self) -> int:
+        """Counts the tokens of the response that the model reads."""
+        return self.num_tokens - 1
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """The responses of one forward, all with or all without a backward pass; a key, compared by identity."""
+
+    responses: tuple[Experience, ...]
+    is_dummy: bool = False
+    """Whether it is computed only to keep step with other ranks: its loss is 0 and it counts nowhere."""
+
+    @property
+    def needs_grad(self) -> bool:
+        return self.responses[0].needs_grad
+
+
+def sample_zero_advantage(responses: Sequence[Experience], num_tokens: int) -> list[Experience]:
+    """Returns the responses with metric weights: a sample of about `num_tokens` tokens stands for all
+    responses without a gradient, so that sums stay unbiased."""
+    without = [i for i, r in enumerate(responses) if not r.needs_grad]
+    num_without = sum(responses[i].num_tokens for i in without)
+    if num_without <= num_tokens:
+        return list(responses)
+    count = math.ceil(len(without) * num_tokens / num_without)
+    # seeded by the tokens: the update is pure
+    sampled = set(random.Random(num_without).sample(without, count))
+    weights = {i: len(without) / count if i in sampled else 0.0 for i in without}
+    return [dataclasses.replace(r, metric_weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
+
+
+MIN_PROMPT = 1 / 16
+"""The least ratio of prompt tokens to response tokens at which sharing a prompt saves time
+(benchmarks/log.md)."""
+
+
+def families_of(responses: Sequence[Experience]) -> list[list[int]]:
+    """Returns the indices of the responses that share a prompt, in the order of each family's first. A
+    response whose prompt is too short to share is a family of its own."""
+    families: dict[object, list[int]] = {}
+    for i, r in enumerate(responses):
+        shares = r.num_prompt >= MIN_PROMPT * r.num_own
+        families.setdefault((r.rollout.prompt_ids, r.needs_grad) if shares else i, []).append(i)
+    return list(families.values())
+
+
+def sequence_cost(length: int, config: ModelConfig) -> float:
+    """Estimates the work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one
+    token / that of one token's projections). Attention counts its full square: measured on a CPU, SDPA's
+    causal half runs at half the speed of a matrix product."""
+    c = config
+    projections = c.hidden_size * (c.head_dim * (c.num_qkv + c.num_heads) + 3 * c.intermediate_size)
+    return length + length**2 * (7 / 3 * c.num_heads * c.head_dim) / projections
+
+
+def plan_ranks(
+    families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float]
+) -> Shares:
+    """Returns each rank's items, by family: whole families, or halves, quarters and so on of all families,
+    whichever has the smallest largest load.
+
+    own: the cost of each item without its prompt.
+    prompts: the cost of each family's prompt, which every rank with some of the family pays.
+    """
+    plans = []
+    num_parts = 1
+    while num_parts < 2 * max(map(len, families), default=1):
+        plans.append(_deal(families, own, num_ranks, prompts, num_parts))
+        num_parts *= 2
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+Shares = list[dict[int, list[int]]]
+"""By rank and family, the items."""
+
+
+def _deal(
+    families: Sequence[Sequence[int]],
+    own: Sequence[float],
+    num_ranks: int,
+    prompts: Sequence[float],
+    num_parts: int,
+) -> tuple[float, Shares]:
+    """Returns the largest load of a rank, and each rank's items, with every family cut into at most
+    `num_parts`.
+
+    The costliest parts go first, each to the rank that has the least load with it. Ties go to the earlier
+    item and the lower rank.
+    """
+    parts = []
+    for number, family in enumerate(families):
+        falling = sorted(family, key=lambda i: (-own[i], i))
+        parts += [(number, falling[start::num_parts]) for start in range(min(num_parts, len(family)))]
+    costs = [prompts[number] + sum(own[i] for i in part) for number, part in parts]
+    loads = [0.0] * num_ranks
+    shares: Shares = [{} for _ in range(num_ranks)]
+    for p in sorted(range(len(parts)), key=lambda p: (-costs[p], parts[p][1])):
+        number, part = parts[p]
+        after = [
+            load + costs[p] - (prompts[number] if number in share else 0)
+            for load, share in zip(loads, shares, strict=True)
+        ]
+        rank = after.index(min(after))
+        shares[rank].setdefault(number, []).extend(part)
+        loads[rank] = after[rank]
+    return max(loads), shares
+
+
+def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Packs sequences by first-fit decreasing: a micro-batch holds at most `budget` tokens, or one longer
+    sequence."""
+    room: list[int] = []
+    batches: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        batch = next((b for b, free in enumerate(room) if lengths[item] <= free), len(batches))
+        if batch == len(batches):
+            batches.append([])
+            room.append(budget)
+        batches[batch].append(item)
+        room[batch] -= lengths[item]
+    return batches
+
+
+def plan_shares(
+    responses: Sequence[Experience], config: ModelConfig, budget: int, num_ranks: int
+) -> list[list[MicroBatch]]:
+    """Returns the micro-batches of every rank, those that need a gradient first. Responses that another
+    one stands for are left out."""
+    responses = [r for r in responses if r.metric_weight]
+    families = families_of(responses)
+    prompts = [responses[family[0]].num_prompt * _passes(responses[family[0]]) for family in families]
+    own = [(sequence_cost(r.length, config) - r.num_prompt) * _passes(r) for r in responses]
+    shares: list[list[MicroBatch]] = []
+    for share in plan_ranks(families, own, num_ranks, prompts):
+        mine = [[responses[i] for i in sorted(items)] for _, items in sorted(share.items())]
+        kinds = [
+            [family for family in mine if family[0].needs_grad == needs_grad] for needs_grad in (True, False)
+        ]
+        shares.append([batch for same in kinds for batch in pack_families(same, budget)])
+    return shares
+
+
+def _passes(response: Experience) -> float:
+    """Returns the cost relative to a forward and a backward pass: a forward pass alone is a third."""
+    return 1 if response.needs_grad else 1 / 3
+
+
+def pack_families(families: Sequence[Sequence[Experience]], budget: int) -> list[MicroBatch]:
+    """Returns micro-batches of at most `budget` tokens, each prompt counted once. A family longer than the
+    budget is divided."""
+    parts = []
+    for family in families:
+        room = budget - family[0].num_prompt
+        parts += [[family[i] for i in part] for part in plan_micro_batches([r.num_own for r in family], room)]
+    lengths = [part[0].num_prompt + sum(r.num_own for r in part) for part in parts]
+    return [
+        MicroBatch(tuple(r for p in batch for r in parts[p])) for batch in plan_micro_batches(lengths, budget)
+    ]
+
+
+def plan_share(
+    responses: Sequence[Experience],
+    config: ModelConfig,
+    budget: int,
+    num_ranks: int,
+    rank: int,
+    fills_up: bool = False,
+) -> list[MicroBatch]:
+    """Returns the micro-batches of one rank.
+
+    fills_up: adds dummies, so that all ranks have equally many with a backward pass, then equally many
+        without.
+    """
+    shares = plan_shares(responses, config, budget, num_ranks)
+    if not fills_up:
+        return shares[rank]
+    filled: list[MicroBatch] = []
+    for needs_grad in (True, False):
+        of_ranks = [[batch for batch in share if batch.needs_grad == needs_grad] for share in shares]
+        num_missing = max(map(len, of_ranks)) - len(of_ranks[rank])
+        filled += [*of_ranks[rank], *(dummy_batch(needs_grad) for _ in range(num_missing))]
+    return filled
+
+
+def dummy_batch(needs_grad: bool) -> MicroBatch:
+    """Returns a micro-batch of two tokens that changes nothing."""
+    rollout = Rollout("", 0, (0,), (0, 0), (0.0, 0.0), "stop", 0)
+    return MicroBatch((Experience(rollout, (0.0, 0.0), needs_grad, is_masked=True),), is_dummy=True)

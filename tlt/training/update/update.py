@@ -1,0 +1,341 @@
+"""The policy update: a pure function of (tokens, rewards, weights).
+
+    scored rollouts ─ sort by (problem, sample) ─ advantages ─▶ minibatch 0 ─ plan ─▶ rank 0: [micro-batch] …
+    (all of them on every rank)                                 minibatch 1           rank 1: [micro-batch]
+                                                                                        │ forward, backward
+                                AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
+
+Log-probabilities are recomputed here, log-softmax(logits / temperature). The engine's serve only the reported
+gap and an optional importance correction. The plan follows from the lengths and from which responses need a
+gradient: neither the order in which rollouts arrive nor the rank that generated them can change a weight.
+
+The loss is divided by the tokens or responses of all ranks, known before the first forward: partial gradients
+only have to be added up. A response lies whole in one micro-batch, so a mean over its tokens is computed
+there. A KL in the reward is measured beforehand. A minibatch without a token in the loss takes no optimizer
+step: the moments of earlier steps would move the weights.
+
+Axes: T response tokens, of one response after the other
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tlt.base.config.algorithm import AlgorithmSection
+from tlt.base.config.sampling import SamplingSection
+from tlt.base.config.schema import OptimizerSection
+from tlt.base.records import UpdateMetrics
+from tlt.base.types import Reward, Rollout, UserError, id_of, in_order
+from tlt.models.adam import trained_tensors
+from tlt.models.decoder import Transformer
+from tlt.models.lora import BaseOf, bit_sum
+from tlt.training.update.algorithms import (
+    importance_ratio,
+    importance_weights,
+    kl_estimate,
+    loss_divisor,
+    loss_weight,
+    policy_loss,
+)
+from tlt.training.update.batch import check_batch, count_problems, make_experiences, scored_ones
+from tlt.training.update.finite import check_loss, check_rewards, check_weights
+from tlt.training.update.gradients import gradients_of
+from tlt.training.update.logprobs import response_logprobs
+from tlt.training.update.plan import Experience, MicroBatch, plan_share, sample_zero_advantage
+from tlt.training.update.schedule import learning_rate
+
+SAMPLED_TOKENS = 4096
+"""Most responses with zero advantage skip the forward, for their gradient is exactly 0. A random sample of
+about so many tokens, in whole responses, stands for them in the means of entropy and gap."""
+
+
+@dataclass
+class Totals:
+    """Sums over response tokens, added up over micro-batches and then over ranks."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0
+    gap_max: float = 0.0
+
+    def add(self, other: Totals) -> None:
+        self.loss += other.loss
+        self.entropy += other.entropy
+        self.clipped += other.clipped
+        self.kl += other.kl
+        self.gap += other.gap
+        self.gap_max = max(self.gap_max, other.gap_max)
+
+
+Frozen = tuple[Tensor, Tensor]
+"""(logprobs_T, entropy_T) of a micro-batch under a policy that does not move."""
+
+COLDEST = 1e-6
+"""The least sampling temperature that is trained at: logits are divided by it in float32."""
+
+
+class PolicyTrainer:
+    """Owns the optimizer of `model`. Every rank of `process_group` holds one and calls `update` with the same
+    rollouts.
+
+    sampling: the policy trained is softmax(logits / temperature); max_tokens is a constant of some losses.
+    num_steps: policy steps of the whole run, for the schedule.
+    process_group: None when this process is alone.
+    reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
+        is. It is `BaseOf(model)` where adapters alone are trained.
+    reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
+
+    base: a digest of the weights that the policy began with, which are the reference's, too.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        algorithm_section: AlgorithmSection,
+        optimizer_section: OptimizerSection,
+        sampling: SamplingSection,
+        num_steps: int,
+        process_group: dist.ProcessGroup | None = None,
+        reference: Transformer | BaseOf | None = None,
+        reduces_each: bool = True,
+    ) -> None:
+        if sampling.temperature < COLDEST:
+            needs = f"a policy gradient needs samples: set it to {COLDEST} or more"
+            raise UserError(f"sampling: temperature is {sampling.temperature}; {needs}")
+        assert (reference is not None) == (algorithm_section.kl_coefficient > 0), (
+            "a reference policy is for a KL coefficient above 0"
+        )
+        self.algorithm_section, self.optimizer_section = algorithm_section, optimizer_section
+        self.algorithm = algorithm_section.resolve(sampling.max_tokens)
+        self.model, self.reference = model, reference
+        self.has_kl_loss = reference is not None and self.algorithm.kl_in == "loss"
+        self.temperature, self.num_steps = sampling.temperature, num_steps
+        self.group = process_group
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
+        self.next_step = 0
+        self.gradients = gradients_of(model, process_group, reduces_each)
+        self.base = self._identify_weights()
+        parameters = [*self.trained().values()]
+        self.device = parameters[0].device
+        matrices = [p for p in parameters if p.dim() > 1]
+        vectors = [p for p in parameters if p.dim() <= 1]  # norms and biases are not decayed
+        groups = [
+            {"params": matrices, "weight_decay": optimizer_section.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        # Fused, a CPU goes through memory once rather than a dozen times; GPUs keep torch's own choice.
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=optimizer_section.learning_rate,
+            betas=(optimizer_section.beta1, optimizer_section.beta2),
+            eps=optimizer_section.eps,
+            fused=True if self.device.type == "cpu" else None,
+        )
+
+    def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
+        """Takes one policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`. Then all ranks hold
+        the same weights.
+
+        Raises NonFiniteUpdate, before the optimizer's step where possible, and ValueError for an empty batch.
+        """
+        start = time.perf_counter()
+        section = self.algorithm_section
+        check_batch(rollouts, rewards, section.minibatches, f"policy update of step {step + 1}")
+        num_groups = count_problems(rollouts)
+        rollouts, rewards = scored_ones(*in_order(rollouts, rewards))
+        num_unscored_groups = num_groups - count_problems(rollouts)
+        largest = check_rewards(rewards, step)
+        kl, reference = None, {}
+        if self.reference is not None and not self.has_kl_loss:
+            kl = self._estimate_kl(rollouts, self.reference)
+        responses, num_zero_advantage = make_experiences(rollouts, rewards, section, self.algorithm, kl)
+        lr = self._set_learning_rate(step)
+        responses = sample_zero_advantage(responses, SAMPLED_TOKENS)
+        minibatches = [responses[i :: section.minibatches] for i in range(section.minibatches)]
+        shares = [self._plan(minibatch) for minibatch in minibatches]
+        is_on_policy = section.epochs * section.minibatches == 1  # then the old logprobs are this pass's own
+        old = {} if is_on_policy else self._frozen(self.model, shares)
+        if self.reference is not None and self.has_kl_loss:
+            reference = self._frozen(self.reference, shares)
+
+        sums = Totals()
+        grad_norms = []
+        for _ in range(section.epochs):
+            for minibatch, share in zip(minibatches, shares, strict=True):
+                lengths = [r.num_in_loss for r in minibatch]
+                divisor = loss_divisor(lengths, self.algorithm.aggregation, self.algorithm.max_tokens)
+                last = next((batch for batch in reversed(share) if batch.needs_grad), None)
+                with self.gradients.collect():
+                    totals = Totals()
+                    for batch in share:
+                        frozen = old.get(batch), reference.get(batch)
+                        totals.add(self._accumulate(batch, divisor, *frozen, batch is last))
+                    totals = self._reduce(totals)
+                    if any(lengths):
+                        grad_norms.append(self._optimizer_step(totals.loss, step, largest))
+                sums.add(totals)
+        self.next_step = step + 1
+
+        num_tokens = sum(r.num_tokens for r in responses)
+        num_passes = num_tokens * section.epochs or math.nan
+        num_steps = len(grad_norms) or math.nan
+        if kl is not None:
+            sums.kl = section.epochs * float(sum(kl_T.sum() for kl_T in kl))
+        return UpdateMetrics(
+            loss=sums.loss / num_steps,
+            grad_norm=sum(grad_norms) / num_steps,
+            entropy=sums.entropy / num_passes,
+            clip_fraction=sums.clipped / num_passes,
+            kl=math.nan if self.reference is None else sums.kl / num_passes,
+            lr=lr,
+            engine_trainer_logprob_gap=sums.gap / num_passes,
+            engine_trainer_logprob_gap_max=sums.gap_max,
+            num_tokens=num_tokens,
+            zero_variance_groups=num_unscored_groups + num_zero_advantage,
+            num_skipped=section.epochs * section.minibatches - len(grad_norms),
+            seconds=time.perf_counter() - start,
+        )
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Returns the trained weights by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns what training changes, by name: weights and Adam's moments, the tensors themselves."""
+        return trained_tensors("policy", self.optimizer, self.trained())
+
+    def counters(self) -> dict[str, Any]:
+        """Returns what else a resumed run needs."""
+        return {"next_step": self.next_step}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned; the tensors must have been filled."""
+        self.next_step = counters["next_step"]
+
+    def _identify_weights(self) -> str:
+        """Returns a digest of the weights, the same for whole weights and for slices."""
+        sums = torch.stack([bit_sum(parameter) for parameter in self.model.parameters()])
+        if self.gradients.needs_equal_shares:
+            dist.all_reduce(sums, group=self.group)
+        return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
+
+    def _set_learning_rate(self, step: int) -> float:
+        lr = learning_rate(self.optimizer_section, step, self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _plan(self, responses: Sequence[Experience]) -> list[MicroBatch]:
+        """Returns this rank's micro-batches."""
+        budget, fills_up = self.algorithm_section.tokens_per_micro_batch, self.gradients.needs_equal_shares
+        return plan_share(responses, self.model.config, budget, self.num_ranks, self.rank, fills_up)
+
+    @torch.no_grad()
+    def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer | BaseOf) -> list[Tensor]:
+        """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each rollout.
+        Every rank computes a share; the sum over the ranks has all."""
+        responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
+        lengths = [r.num_tokens for r in responses]
+        all_kl_T = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
+        places = dict(zip(map(id_of, rollouts), all_kl_T.split(lengths), strict=True))
+        for batch in self._plan(responses):
+            models: tuple[Transformer | BaseOf, ...] = (self.model, reference)
+            logprobs_T, reference_T = (
+                response_logprobs(model, batch.responses, self.temperature)[0] for model in models
+            )
+            kl_T = kl_estimate(logprobs_T, reference_T, self.algorithm.kl_estimator)
+            parts = kl_T.split([r.num_tokens for r in batch.responses])
+            for r, part in zip(batch.responses, parts, strict=True):
+                if not batch.is_dummy:
+                    places[id_of(r.rollout)].copy_(part)
+        if self.group is not None and lengths:
+            dist.all_reduce(all_kl_T, op=dist.ReduceOp.SUM, group=self.group)
+        return list(all_kl_T.cpu().split(lengths))
+
+    @torch.no_grad()
+    def _frozen(
+        self, model: Transformer | BaseOf, shares: Sequence[Sequence[MicroBatch]]
+    ) -> dict[MicroBatch, Frozen]:
+        """Returns a frozen policy's logprobs of every micro-batch. The micro-batches are those of the update:
+        with equal weights the logprobs are equal to the last bit (ratio 1)."""
+        return {
+            batch: response_logprobs(model, batch.responses, self.temperature)
+            for share in shares
+            for batch in share
+        }
+
+    def _accumulate(
+        self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None, is_last: bool
+    ) -> Totals:
+        """Runs forward and backward of one micro-batch.
+
+        divisor: the minibatch's, of all ranks.
+        old: None when the policy that sampled is the current one.
+        reference: None where the loss has no KL.
+        is_last: no other backward pass of the minibatch follows.
+        """
+        section, responses = self.algorithm_section, batch.responses
+        lengths = [r.num_tokens for r in responses]
+        with torch.set_grad_enabled(batch.needs_grad):
+            logprobs_T, entropy_T = response_logprobs(self.model, responses, self.temperature)
+            engine_T = logprobs_T.new_tensor([logprob for r in responses for logprob in r.rollout.logprobs])
+            advantages_T = logprobs_T.new_tensor([advantage for r in responses for advantage in r.advantages])
+            old_T, entropy_T = old or (logprobs_T.detach(), entropy_T)
+            ratio_T = importance_ratio(logprobs_T, old_T, lengths, self.algorithm.ratio)
+            loss_T, is_clipped_T = policy_loss(ratio_T, logprobs_T, advantages_T, self.algorithm)
+            if section.importance_correction_cap is not None:
+                loss_T = loss_T * importance_weights(old_T, engine_T, cap=section.importance_correction_cap)
+            kl_T = torch.zeros_like(loss_T)
+            if reference is not None:
+                kl_T = kl_estimate(logprobs_T, reference[0], self.algorithm.kl_estimator)
+                kl_T = kl_T * ratio_T if section.kl_bias_correction else kl_T
+            aggregation = self.algorithm.aggregation
+            weights = [0.0 if r.is_masked else loss_weight(r.num_tokens, aggregation) for r in responses]
+            parts = [logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)]
+            weight_T = torch.cat(parts)
+            loss = ((loss_T + section.kl_coefficient * kl_T) * weight_T).sum() / divisor
+        if batch.needs_grad:
+            self.gradients.backward(loss, is_last)
+        if batch.is_dummy:
+            return Totals()
+        gap_T = (engine_T - old_T).abs()
+        weight = responses[0].metric_weight  # equal for all of them; 1 with a gradient
+        entropy, kl, gap = (values_T.detach().sum() * weight for values_T in (entropy_T, kl_T, gap_T))
+        sums = torch.stack([loss.detach(), entropy, is_clipped_T.sum(), kl, gap, gap_T.max()])
+        return Totals(*sums.tolist())
+
+    def _reduce(self, totals: Totals) -> Totals:
+        """Sums over the ranks, the same on all of them to the last bit."""
+        self.gradients.reduce()
+        if self.group is None:
+            return totals
+        mine = torch.tensor(astuple(totals), dtype=torch.float64, device=self.device)
+        all_totals = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(all_totals, mine, group=self.group)
+        reduced = Totals()
+        for values in all_totals:
+            reduced.add(Totals(*values.tolist()))
+        return reduced
+
+    def _optimizer_step(self, loss: float, step: int, largest_reward: float) -> float:
+        """Clips the gradient and takes the optimizer's step; returns the norm before clipping."""
+        grad_norm = self.gradients.norm()
+        check_loss(loss, grad_norm, step, largest_reward)
+        if grad_norm > self.optimizer_section.clip_grad_norm:
+            self.gradients.scale(self.optimizer_section.clip_grad_norm / grad_norm)
+        self.optimizer.step()
+        sharded_over = self.group if self.gradients.needs_equal_shares else None
+        check_weights(self.trained(), step, self.optimizer_section, sharded_over)
+        return grad_norm
