@@ -26,8 +26,8 @@ from tests.lossless.helpers import (
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams, UserError, id_of
 from tlt.drafter.drafting.learned import feature_history
-from tlt.engine.memory import automatic_bytes, machine_bytes
 from tlt.engine import memory
+from tlt.engine.memory import automatic_bytes, machine_bytes
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models import kv_budget, kv_cache
 from tlt.models.kv_budget import Budget
