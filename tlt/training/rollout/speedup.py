@@ -21,8 +21,9 @@ from tlt.engine.stats import EngineStats
 
 MAX_SHARE = 0.01
 """Share of the rollouts' seconds that measuring may take, prefills aside."""
-MIN_TOKENS = 16
-"""Fewest tokens of a response that say anything."""
+MIN_TOKENS = 64
+"""Fewest tokens of a response. With fewer left the tuner drafts less than in a rollout, so the speedup of a
+pair is too low (benchmarks/log.md)."""
 
 
 def affordable_tokens(stats: EngineStats, seconds: float, speedup: float) -> int:
