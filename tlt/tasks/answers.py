@@ -4,7 +4,7 @@ r"""Finds the answer that a text gives: `\boxed{…}`, `#### …`, `Answer: …`
     marked    the last of \boxed{…}, `#### …` (GSM8K) and `Answer: …` (DAPO), whichever ends the text
     any       marked, else the last number
 
-This file runs in reward workers: it imports nothing heavy.
+Reward workers run this file: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBER = re.compile(
 
 
 def find_answer(text: str, search: Search = "marked") -> str | None:
-    """Returns the answer that `text` gives, without its mark; None where it gives none."""
+    """The answer without its mark; None: there is none."""
     start, answer = _last_boxed(text)
     if search == "boxed":
         return answer
@@ -37,7 +37,7 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
 
 
 def _last_boxed(text: str) -> tuple[int, str | None]:
-    """Returns where the last closed box begins, and what is in it; (-1, None) where there is none."""
+    """(start, content) of the last closed box; (-1, None): there is none."""
     for box in reversed(list(_BOX.finditer(text))):
         if (content := _in_braces(text, box.end())) is not None:
             return box.start(), content.strip()
@@ -46,7 +46,7 @@ def _last_boxed(text: str) -> tuple[int, str | None]:
 
 
 def _in_braces(text: str, start: int) -> str | None:
-    """Returns what the brace at `start` encloses; None where it is never closed. Escaped braces are text."""
+    """Content of the brace at `start`; None: it is never closed. Escaped braces are text."""
     depth, position = 0, start
     while position < len(text):
         if text[position] == "\\":
@@ -62,5 +62,5 @@ def _in_braces(text: str, start: int) -> str | None:
 
 
 def _bare(answer: str) -> str:
-    """Returns an answer without the emphasis and the full stop around it."""
+    """Without emphasis and full stop."""
     return answer.strip().strip("*").strip().removesuffix(".").strip()

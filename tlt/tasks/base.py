@@ -1,7 +1,7 @@
-"""Tasks: the protocol, finding one by name, and checking the problems it makes.
+"""Tasks: the protocol, finding one by name, and checking its problems.
 
-A task is the user's code. An error in it becomes one line that names the task and the place. Reward workers
-import this file: it imports nothing heavy.
+A task is the user's code: an error in it becomes one line that names task and place. Reward workers run
+this file: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ BUILTIN = {
     "math": "tlt.tasks.math:TASK",
     "mixture": "tlt.tasks.mixture:TASK",
 }
-"""The tasks that come with TLT, as "module:object"."""
 
 TASK_FAMILIES = {
     "reasoning-gym": "tlt.tasks.reasoning_gym:ReasoningGym",
     "verifiers": "tlt.tasks.verifiers:Verifiers",
 }
-"""Tasks named "family:member", as the class that makes one of the member's name."""
+""""family:member" → the class that makes the task of a member."""
 
 
 @runtime_checkable
@@ -35,13 +34,12 @@ class Task(Protocol):
     """Prompts, and a reward for every response."""
 
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-        """Returns `num` problems: each has a `problem_id` (unique among them), a prompt and the data for
-        scoring.
+        """Returns `num` problems: dicts that survive JSON, with a unique `problem_id`, a prompt and the
+        data for scoring.
 
-        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids` (token
-        ids). Equal arguments give equal problems. Values survive JSON. The option `split` is always given:
-        "train", or "test" for held-out problems, which training must not see. The other options are
-        `task.options`.
+        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids`
+        (token ids). Equal arguments give equal problems. The option `split` is always given: "train", or
+        "test" for held-out problems, which training must not see. The other options are `task.options`.
         """
         ...
 
@@ -56,16 +54,13 @@ class PreparesRecords(Protocol):
     """A task that also makes problems of rows of data."""
 
     def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the problem of a row of `task.data`: a prompt, as for `Task.problems`, and the data for
-        scoring. None leaves the row out, where an option asks for that.
+        """Returns the problem of a row of `task.data`, as `Task.problems` has it; None leaves the row out,
+        where an option asks for that.
 
-        record: its columns have the names that `task.columns` gives them, its values are those of JSON, and
-            it
-            has a `problem_id`.
-        options: `task.options`.
+        record: columns as `task.columns` names them, values of JSON, and a `problem_id`.
 
-        Equal rows give equal problems. A problem that `prepare` or `problems` has made is returned as it is:
-        `tlt task --out` writes those to files that are data again.
+        Equal rows give equal problems. A problem that `prepare` or `problems` has made is returned
+        unchanged: `tlt task --out` writes files of such problems, which are data again.
         """
         ...
 
@@ -75,22 +70,18 @@ class WarmsUp(Protocol):
     """A task that imports or builds something before its first score."""
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Runs once in every reward worker, before the first response and outside its time-out.
-
-        options: `task.options`.
-        """
+        """Runs once in every reward worker, before the first response and outside its time-out."""
         ...
 
 
 def warm_up(task: Task, options: Mapping[str, Any]) -> None:
-    """Has the task get ready to score, where it has a warm-up."""
     if isinstance(task, WarmsUp):
         task.warm_up(options)
 
 
 def get_task(name: str) -> Task:
-    """Returns the task called `name`: one of ours, a family's such as "reasoning-gym:chain_sum", or the
-    user's own (`tlt.base.io.plugins`). Raises UserError."""
+    """name: a task of ours, a family's such as "reasoning-gym:chain_sum", or the user's own
+    (`tlt.base.io.plugins`). Raises UserError."""
     family, colon, member = name.partition(":")
     if colon and family in TASK_FAMILIES:
         make_task: Callable[[str], Task] = get_object(f"task {name!r}", TASK_FAMILIES[family])
@@ -109,8 +100,8 @@ def get_task(name: str) -> Task:
 
 
 def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
-    """Returns the problems that the task called `name` makes, checked. Raises UserError for an option that it
-    does not take, for any error of its own, and for problems that break the protocol."""
+    """Returns checked problems. Raises UserError for an unknown option, any error of the task, and
+    problems that break the protocol."""
     task = get_task(name)
     if isinstance(task, type):
         raise UserError(f"task {name}: is a class; give an object of it, such as TASK = {task.__name__}()")
@@ -152,9 +143,8 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
 def prepare_records(
     name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]
 ) -> list[tuple[str, Record]]:
-    """Returns the (place, problem) pairs that the task called `name` makes of (place, row of data) pairs; the
-    rows themselves where it prepares none. A problem that several rows give, with the same id, counts once.
-    Raises UserError, which names the place."""
+    """Turns (place, row) pairs into (place, problem) pairs; without `prepare` rows are problems. Equal
+    problems of one id count once. Raises UserError, which names the place."""
     task = get_task(name)
     if not isinstance(task, PreparesRecords):
         return [*records]
@@ -169,7 +159,7 @@ def prepare_records(
 
 
 def _once(problems: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
-    """Yields the (place, problem) pairs whose problem equals no earlier one, its id included."""
+    """Drops problems equal to an earlier one, ids included."""
     first: dict[str, Record] = {}
     for place, problem in problems:
         earlier = first.setdefault(str(problem.get("problem_id", place)), problem)
@@ -196,7 +186,7 @@ def _prepare(
 
 @contextmanager
 def _blaming(said: str, remedy: str) -> Iterator[None]:
-    """Turns any error of the user's code into a UserError; his own UserErrors pass."""
+    """Turns any error of the user's code into a UserError; the code's own UserErrors pass."""
     try:
         yield
     except (UserError, KeyboardInterrupt):
@@ -206,7 +196,6 @@ def _blaming(said: str, remedy: str) -> Iterator[None]:
 
 
 def _describe_refusal(known: list[str], options: Mapping[str, Any], error: TypeError) -> str:
-    """Returns why problems() cannot be called with the options: those it takes, and those to remove."""
     is_unexpected = "unexpected keyword" in str(error)
     unknown = [option for option in options if option not in known] if is_unexpected else []
     if "split" in unknown:

@@ -1,17 +1,17 @@
 """Countdown: reach a target from a few numbers, using every number exactly once.
 
-A puzzle is numbers and a target. A step takes two of the remaining numbers and puts back the result of `+ - *
-/`; results are positive integers and division is exact. The text a model reads and writes:
+A step replaces two of the remaining numbers by their sum, difference, product or quotient; results are
+positive integers. The text a model reads and writes:
 
     prompt     [2,9,16:5]                                              numbers in order, then the target
     response   16-9=7[2,7:5]7-2=5!16-9=7,7-2=5                         search, `!`, the answer's steps
     response   16+9=25[2,25:5]25-2=23x25+2=27x25*2=50x[2,9,16:5]16-9=7[2,7:5]7-2=5!16-9=7,7-2=5
 
-`x` marks a last step that missed the target. When every move of a state has failed, its parent is written out
-again. Each state restates what is left *and* the target, so that the next step depends on nearby text only:
-that is what lets a model of a few million parameters learn the search.
+`x` marks a last step that missed the target. When every move of a state has failed, its parent is written
+again. Each state restates the numbers left *and* the target: the next step then depends on nearby text
+only, so that a model of a few million parameters learns the search.
 
-This file runs in reward workers: it imports neither torch nor transformers.
+Reward workers run this file: it imports neither torch nor transformers.
 """
 
 import random
@@ -27,16 +27,16 @@ from tlt.tasks.exact import MAX_DRAWS, ExactTask, apply, draw_count, read_weight
 from tlt.tasks.splits import Split, split_of
 
 MAX_INTERMEDIATE = 99
-"""The largest result of a step in the solutions sought; the scorer accepts any positive integer."""
+"""Largest result of a step in generated puzzles; the scorer accepts any positive integer."""
 DEFAULT_MIX: Mapping[int, float] = {2: 0.05, 3: 0.5, 4: 0.45}
-"""Default weights of puzzles with 2, 3 and 4 numbers."""
+"""Count of numbers → weight."""
 
 _STEP = re.compile(r"([1-9][0-9]{0,5})([-+*/])([1-9][0-9]{0,5})=([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Numbers in ascending order, and the target."""
+    """Numbers ascend."""
 
     numbers: tuple[int, ...]
     target: int
@@ -46,7 +46,6 @@ class Puzzle:
 
     @property
     def split(self) -> Split:
-        """The split, a function of the puzzle alone."""
         return split_of(str(self))
 
 
@@ -56,8 +55,7 @@ class Puzzle:
 
 @lru_cache(maxsize=1 << 16)
 def moves(numbers: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns every step and the state it leads to, larger numbers first; one step for each distinct next
-    state."""
+    """(step, next state), larger numbers first; one step for each distinct next state."""
     found: dict[tuple[int, ...], str] = {}
     for i in range(len(numbers) - 1, 0, -1):
         for j in range(i - 1, -1, -1):
@@ -72,14 +70,14 @@ def moves(numbers: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def reachable(numbers: tuple[int, ...]) -> frozenset[int]:
-    """Returns every value that some sequence of steps makes of all the numbers."""
+    """Values that steps make of all the numbers."""
     if len(numbers) == 1:
         return frozenset(numbers)
     return frozenset().union(*(reachable(state) for _, state in moves(numbers)))
 
 
 def is_correct(puzzle: Puzzle, answer: str) -> bool:
-    """Whether `answer` (`16-9=7,7-2=5`) is exact, uses every number exactly once and ends at the target."""
+    """Whether `answer` (`16-9=7,7-2=5`) is exact, uses every number once and ends at the target."""
     remaining = list(puzzle.numbers)
     for text in answer.split(","):
         step = _STEP.fullmatch(text)
@@ -103,8 +101,8 @@ def is_correct(puzzle: Puzzle, answer: str) -> bool:
 def draw_puzzle(
     rng: random.Random, split: Split, mix: Mapping[int, float], max_number: int, max_target: int
 ) -> Puzzle:
-    """Draws a solvable puzzle of the split: how many numbers, then which, then a target among those they
-    reach. Raises UserError for options that leave so few puzzles that none is found."""
+    """Draws a solvable puzzle: a count, then numbers, then a target in reach. Raises UserError if
+    MAX_DRAWS draws give none of the split."""
     count = draw_count(rng, mix)
     for _ in range(MAX_DRAWS):
         numbers = tuple(sorted(rng.randint(1, max_number) for _ in range(count)))
@@ -120,8 +118,6 @@ def draw_puzzle(
 
 
 class Countdown(ExactTask):
-    """The task `countdown` (see `tlt.tasks.base.Task`)."""
-
     name = "countdown"
 
     def problems(
@@ -134,7 +130,7 @@ class Countdown(ExactTask):
         max_number: int = 10,
         max_target: int = 60,
     ) -> list[Record]:
-        """Returns solvable puzzles; the i-th depends on (seed, i) and the options only.
+        """The i-th puzzle depends on (seed, i) and the options only.
 
         mix          weight of puzzles with 2, 3, 4 and 5 numbers; keys may be strings (TOML)
         max_number   the given numbers are 1..max_number
@@ -153,12 +149,11 @@ class Countdown(ExactTask):
         return self.draw_each(num, seed, split, draw)
 
     def find(self, problem: Record, response_text: str) -> str | None:
-        """Returns the text after the last `!`; the search before it is not judged."""
+        """The text after the last `!`; the search before it is not judged."""
         _, mark, answer = response_text.rpartition("!")
         return answer if mark else None
 
     def check(self, problem: Record) -> None:
-        """Raises UserError for a problem without its numbers and its target."""
         numbers, target = problem.get("numbers"), problem.get("target")
         if (
             not isinstance(numbers, list)
@@ -169,7 +164,6 @@ class Countdown(ExactTask):
             raise UserError(f"numbers is {shorten(numbers)} and target {shorten(target)}; {remedy}")
 
     def is_right(self, problem: Record, answer: str) -> bool:
-        """Whether the answer solves the puzzle."""
         return is_correct(Puzzle(tuple(problem["numbers"]), problem["target"]), answer)
 
 

@@ -1,4 +1,4 @@
-"""The task of a file's rows that reward functions score: without problems and without a score of its own."""
+"""The task of a file's rows that reward functions score: it makes no problems and scores nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from tlt.base.types import UserError
 
 
 class DataRows:
-    """The task whose problems are the rows of the data; rewards.functions score the responses."""
-
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-        """Raises UserError: only the data has problems."""
         if options.get("split") == "test":
             raise UserError(
                 "task data: makes no held-out problems; give data to evaluation, or "
@@ -22,7 +19,6 @@ class DataRows:
         )
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Raises UserError: only rewards.functions score."""
         raise UserError("task data: scores nothing; give rewards.functions, or a task.name")
 
 

@@ -1,5 +1,5 @@
-"""Draws problems in a process with PYTHONHASHSEED=0: libraries that walk through sets then draw the same in
-every process, on every rank and after a resume."""
+"""Draws problems under PYTHONHASHSEED=0: libraries that iterate over sets then draw the same in every
+process, on every rank and after a resume."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tlt.base.types import UserError
 
 
 def draw_alike(place: str, function: str, *arguments: Any) -> Any:
-    """Returns what `function` ("module:name") gives for the arguments, both as JSON: here where hashes are
-    fixed, else from a process of its own. Raises UserError.
+    """Calls `function` ("module:name") with arguments and result as JSON: here where hashes are fixed,
+    else in a process of its own. Raises UserError.
 
     place: the task, for errors.
     """
@@ -49,8 +49,8 @@ def draw_alike(place: str, function: str, *arguments: Any) -> Any:
 
 
 def answer_parent() -> None:
-    """Runs in the process that draws: arguments come from stdin, (mistake or "", drawn) goes to stdout. What
-    the task prints goes to stderr."""
+    """Runs in the drawing process: arguments from stdin, (mistake or "", drawn) to stdout, the task's
+    prints to stderr."""
     out = os.dup(1)
     os.dup2(2, 1)
     answer = _call(*json.load(sys.stdin))

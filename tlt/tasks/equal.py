@@ -1,9 +1,7 @@
-r"""Whether two answers are equal as mathematics: plain numbers exactly, anything else by math-verify.
+"""Whether two answers are equal as mathematics: plain numbers exactly, anything else by math-verify.
 
-math-verify compares decimals to six places, so that all tiny numbers are equal to it. Here a decimal equals
-the numbers with its value; a fraction or an irrational number it may also round, from six digits on.
-
-math-verify and sympy are imported by the first comparison that needs them.
+math-verify compares decimals to six places, so that all tiny numbers are equal. Here a decimal equals
+numbers of its value; from six digits on it may also round a fraction or an irrational number.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from tlt.base.types import UserError
 from tlt.tasks.numbers import to_number
 
 ROUNDED = Fraction(1, 10**6)
-"""A decimal of six digits differs from the number that it rounds by at most five times this part of it."""
+"""Rounding to six digits errs by at most five times this part of a number."""
 EXACT_DIGITS = 30
 SCALES = {
     "hundred": 100,
@@ -55,7 +53,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 class Measured:
     """A number as it is written.
 
-    digit: the worth of its last digit; None: it is written as a fraction.
+    digit: worth of its last digit; None: it is a fraction.
     unit: the words behind it.
     """
 
@@ -64,7 +62,7 @@ class Measured:
     unit: str
 
     def equals(self, other: Measured) -> bool:
-        """Whether both are the same number, or one a fraction that the other rounds, of no other unit."""
+        """The same number, or one a fraction that the other rounds; units, if both have one, must agree."""
         if self.unit and other.unit and self.unit != other.unit:
             return False
         return self.value == other.value or self.rounds(other) or other.rounds(self)
@@ -77,7 +75,6 @@ class Measured:
         return is_long and abs(self.value - other.value) * 2 <= self.digit
 
     def as_latex(self) -> str:
-        """Returns the number without its unit, a decimal as a decimal."""
         if self.value.denominator == 1:
             return str(self.value)
         if self.digit is None:
@@ -88,8 +85,8 @@ class Measured:
 
 
 def measure(text: str) -> Measured | None:
-    r"""Returns the number that a text is, a unit behind it aside: `18 dollars`, `\frac{1}{3}\text{ cm}`,
-    `1.6\times 10^{-19}`, `5 million`; None: it is another formula, or none."""
+    r"""Reads a number, perhaps with a unit: `18 dollars`, `\frac{1}{3}\text{ cm}`, `1.6\times 10^{-19}`,
+    `5 million`; None: no plain number."""
     text, unit, scale = text.strip().removesuffix(".").replace("\u2212", "-"), "", 1
     if match := _UNIT.fullmatch(text):
         behind = (match[2] or match[3] or "").lower()
@@ -116,8 +113,7 @@ def _last_digit(number: str, scale: int) -> Fraction | None:
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether an answer equals the gold answer as mathematics. Raises ValueError for a gold answer that
-    math-verify cannot read."""
+    """Raises ValueError for a gold answer that math-verify cannot read."""
     wanted, given = measure(gold), measure(answer)
     if wanted is not None and given is not None:
         return wanted.equals(given)
@@ -136,15 +132,15 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _as_word(text: str) -> str | None:
-    """Returns a text of letters alone, in lower case; None: it is none, or so short that it may be a product
-    of variables."""
+    """Letters alone, in lower case; None: it is no word, or so short that it may be a product of
+    variables."""
     words = " ".join(_TEXT.sub(r" \1 ", text).replace("$", "").lower().rstrip(". ").split())
     return words if len(words) > 2 and words.replace(" ", "").isalpha() else None
 
 
 def _is_list(answer: str) -> bool:
-    r"""Whether an answer gives several numbers, such as `5, 5`; math-verify takes equal ones for one.
-    Those in parentheses are a function's or a point's."""
+    """Whether an answer lists numbers, as `5, 5` does; math-verify takes equal ones for one. Parentheses
+    hold a function's arguments or a point."""
     outside = re.sub(r"\([^()]*\)", "", re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer))
     return re.search(r",|;|\b(?:and|or)\b", outside) is not None
 
@@ -155,7 +151,7 @@ def _parsed(gold: str) -> Any:
 
 
 def _as_latex(answer: str) -> str:
-    """Returns the answer as math-verify finds it: in its own delimiters where it has some, else boxed."""
+    """In its own delimiters, else boxed, as math-verify finds it."""
     answer = re.sub(r"(?<=\d)\\[,!](?=\d{3}(?!\d))", "", answer)  # thousands; it would multiply
     answer = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)
     return answer if "$" in answer.replace("\\$", "") or "\\(" in answer else f"\\boxed{{{answer}}}"
@@ -163,7 +159,7 @@ def _as_latex(answer: str) -> str:
 
 @lru_cache(maxsize=1)
 def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
-    """Returns math-verify's (parse, verify), without their alarms, and with numbers compared relatively."""
+    """(parse, verify), without alarms, and with numbers compared relatively."""
     require_math_verify()
     import math_verify
 
@@ -174,8 +170,8 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
 
 
 def _own_grader() -> Any:
-    """Returns a copy of math-verify's grader that compares numbers relatively. The user's reward functions
-    may import math-verify, too, and keep its own."""
+    """A copy of math-verify's grader that compares numbers relatively: the user's reward functions may
+    import the original."""
     spec = importlib.util.find_spec("math_verify.grader")
     assert spec is not None, "math-verify is installed"
     assert spec.loader is not None, "it is a file"
@@ -195,8 +191,8 @@ def _own_grader() -> Any:
 
 
 def _are_close(a: Any, b: Any) -> bool:
-    """Whether two expressions of sympy have one value; where one of them is a decimal, to six digits unless
-    both end."""
+    """Whether two sympy expressions have one value. A decimal is compared to six digits, unless both
+    decimals end."""
     from sympy import Float, Rational
 
     a, b = (x.doit() for x in (a, b))
@@ -211,7 +207,6 @@ def _are_close(a: Any, b: Any) -> bool:
 
 
 def _ends(number: Any) -> bool:
-    """Whether a number of sympy is a fraction whose decimals end."""
     return bool(number.is_Rational) and _is_decimal(int(number.q))
 
 
@@ -224,6 +219,5 @@ def _is_decimal(denominator: int) -> bool:
 
 
 def require_math_verify() -> None:
-    """Raises UserError where math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise UserError(f"task math: math-verify is not installed; {how_to_install('math')}")

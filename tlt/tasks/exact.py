@@ -1,8 +1,7 @@
-"""The base of tasks whose responses are right or wrong: problems drawn by a seed, an answer found in the
-text, a reward of 1.0 or 0.0.
+"""The base of tasks whose responses are right or wrong: reward 1.0 or 0.0.
 
-A subclass adds its generator, `problems`, and says by `find` and `is_right` what differs in its answers.
-This file runs in reward workers: it imports neither torch nor transformers.
+A subclass adds `problems`, `find` and `is_right`. Reward workers run this file: it imports neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -25,18 +24,16 @@ MAX_DRAWS = 10_000
 
 
 class ExactTask:
-    """A task that rewards a right answer with 1.0 and any other response with 0.0."""
-
     name: ClassVar[str]
     search: ClassVar[Search] = "marked"
-    """Where a response says its answer (tlt/tasks/answers.py), unless the problem's own `search` says it."""
+    """Where a response has its answer (answers.py); a problem's column `search` overrides it."""
 
     def rng(self, *key: object) -> random.Random:
-        """Returns the random numbers of the task that belong to `key`."""
+        """Seeded by the task's name and `key`."""
         return random.Random(" ".join(map(str, (self.name, *key))))
 
     def number(self, seed: int, split: Split, problems: Iterable[Record]) -> list[Record]:
-        """Returns the problems with their ids."""
+        """Adds ids."""
         return [
             {"problem_id": f"{self.name}-{split}-{seed}-{index}", **problem}
             for index, problem in enumerate(problems)
@@ -45,13 +42,13 @@ class ExactTask:
     def draw_each(
         self, num: int, seed: int, split: str, draw: Callable[[random.Random, Split], Record]
     ) -> list[Record]:
-        """Returns `num` problems; the i-th depends on (seed, split, i) alone."""
+        """The i-th problem depends on (seed, split, i) alone."""
         chosen = check_split(self.name, split)
         drawn = (draw(self.rng(chosen, seed, index), chosen) for index in range(num))
         return self.number(seed, chosen, drawn)
 
     def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
-        """Returns a row of `task.data` as it is. Raises UserError for one that cannot be scored."""
+        """Returns a row of `task.data` unchanged. Raises UserError if it cannot be scored."""
         try:
             self.check(record)
         except UserError as error:
@@ -64,28 +61,27 @@ class ExactTask:
         check_columns(problem)
 
     def score(self, problem: Record, response_text: str) -> Record:
-        """Rewards 1.0 when the response gives an answer that is right, else 0.0."""
         answer = self.find(problem, response_text)
         solved = answer is not None and self.is_right(problem, answer)
         return {"reward": float(solved), "solved": solved}
 
     def find(self, problem: Record, response_text: str) -> str | None:
-        """Returns the response's answer, sought after any thinking; None: it gives none.
+        """Returns the answer, sought after any thinking; None: there is none.
 
-        Optional columns of the problem: `search`, `thinking_ends`, the tag after which the answer is sought
-        ("": in the whole text), and `in_thought`, whether the response begins within a thought.
+        Optional columns of the problem: `search`, `thinking_ends`, the tag behind which the answer stands
+        ("": no such tag), and `in_thought`, whether the response begins within a thought.
         """
         in_thought = bool(problem.get("in_thought"))
         text = after_thinking(response_text, problem.get("thinking_ends"), in_thought)
         return find_answer(text, problem.get("search", self.search))
 
     def is_right(self, problem: Record, answer: str) -> bool:
-        """Whether the answer is the problem's `answer`, as an exact number."""
+        """Compares exact numbers."""
         return to_number(answer) == gold_number(problem)
 
 
 def gold_number(problem: Record) -> Fraction:
-    """Returns the number in a problem's `answer`. Raises UserError where there is none."""
+    """The number in `answer`. Raises UserError where there is none."""
     if "answer" not in problem:
         raise UserError(f"no answer among the columns {sorted(problem)}; name the one that holds it answer")
     value = problem["answer"]
@@ -98,7 +94,7 @@ def gold_number(problem: Record) -> Fraction:
 
 
 def check_columns(problem: Record) -> None:
-    """Raises UserError for wrong values in the columns that say where an answer is sought."""
+    """Checks the columns that say where an answer is sought. Raises UserError."""
     search, tag = problem.get("search", "marked"), problem.get("thinking_ends", "")
     if search not in get_args(Search):
         raise UserError(f"search is {shorten(search)}; use one of {', '.join(get_args(Search))}")
@@ -107,7 +103,7 @@ def check_columns(problem: Record) -> None:
 
 
 def read_weights(place: str, weights: Mapping[Any, float], counts: range) -> dict[int, float]:
-    """Returns the weight of each count; keys may be strings, as TOML has them. Raises UserError."""
+    """Keys may be strings, as TOML has them. Raises UserError."""
     read = {int(count): float(weight) for count, weight in weights.items()}
     if not set(read) <= set(counts) or min(read.values(), default=0) < 0 or sum(read.values()) <= 0:
         raise UserError(
@@ -117,12 +113,11 @@ def read_weights(place: str, weights: Mapping[Any, float], counts: range) -> dic
 
 
 def draw_count(rng: random.Random, weights: Mapping[int, float]) -> int:
-    """Draws a count by its weight."""
     return rng.choices([*weights], [*weights.values()])[0]
 
 
 def apply(a: int, operator: str, b: int) -> int | None:
-    """Returns the result of `+ - * /` on positive integers; None where it is no positive integer."""
+    """`+ - * /` on positive integers; None: the result is no positive integer."""
     match operator:
         case "+":
             return a + b

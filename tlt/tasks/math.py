@@ -1,15 +1,13 @@
-r"""Mathematics with known answers: records of the usual data sets become prompts, responses are scored by
-math-verify.
+r"""Mathematics with known answers: records of the usual data sets, scored by math-verify.
 
     GSM8K                 question, answer ("… #### 42")
     MATH, MATH-500        problem, solution ("… \boxed{42} …"), perhaps answer; level, type
     DAPO-17k, Eurus-2-RL  verl's columns: data_source, prompt (messages), ability, reward_model.ground_truth
     TRL's                 prompt (text or messages), and answer or solution
 
-math-verify and sympy are imported when a reward worker starts. math-verify would bound its own time with
-SIGALRM; here the reward worker's process has the time-out (`rewards.timeout_seconds`), which holds for
-sympy's C code, too. With `rewards.num_workers = 0` there is none: an answer such as `9^{9^{9^9}}` may then
-stop the run.
+math-verify bounds its time by SIGALRM. Here the reward worker's time-out (`rewards.timeout_seconds`) does,
+which also holds for sympy's C code. With `rewards.num_workers = 0` there is none: an answer such as
+`9^{9^{9^9}}` may stop the run.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ from tlt.tasks.numbers import gold_text
 from tlt.tasks.splits import check_split, digest, split_of
 
 QUESTION_COLUMNS = ("question", "problem", "prompt")
-"""The first of them that a record has holds its question."""
+"""The first that a record has counts."""
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
-"""The first of them that a record has holds its answer, unless it has verl's reward_model."""
+"""The first that a record has counts, after verl's reward_model."""
 INSTRUCTION = r"{question} Let's think step by step and output the final answer within \boxed{}."
 LONGEST_ANSWER = 200
-"""Characters of an answer that stands alone; a longer text without a mark is a derivation."""
+"""Characters; a longer text without a mark is a derivation."""
 Other = Literal["refuse", "skip"]
 
 
 def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "marked") -> Record:
-    """Returns the problem of a data set's record, with a digest of prompt and answer as its id.
+    """The id is a digest of prompt and answer. A question that is text is put into `template`; chat
+    messages stay.
 
-    A question that is text is put into `template`; chat messages stay as they are. Raises UserError for a
-    record without question or answer, and for another ability than math.
+    Raises UserError for a record without question or answer, or of another ability than math.
     """
     if not is_mathematics(record):
         raise UserError(f"task math: ability is {record['ability']!r}, not math; leave the record out")
@@ -61,12 +59,12 @@ def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "ma
 
 
 def is_mathematics(record: Mapping[str, Any]) -> bool:
-    """Whether the record's `ability`, if it has one, is math (verl's column; "MATH" in DAPO-17k)."""
+    """By the record's `ability`, if it has one (verl's column; "MATH" in DAPO-17k)."""
     return str(record.get("ability") or "math").lower().startswith("math")
 
 
 def question_of(record: Mapping[str, Any]) -> str | list[Record]:
-    """Returns the record's question: text, or chat messages."""
+    """Text or chat messages. Raises UserError."""
     column = next((column for column in QUESTION_COLUMNS if record.get(column)), None)
     if column is None:
         raise UserError(
@@ -84,14 +82,13 @@ def question_of(record: Mapping[str, Any]) -> str | list[Record]:
 
 
 def gold_answer(record: Mapping[str, Any]) -> str:
-    r"""Returns the record's answer: what its text marks by `####`, `\boxed{}` or `Answer:`, else the whole
-    text."""
+    r"""What the text marks by `####`, `\boxed{}` or `Answer:`, else the whole text."""
     _, text = _answer_column(record)
     return find_answer(text, "marked") or text.strip()
 
 
 def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the column that holds the answer, and its text."""
+    """(column, text). Raises UserError."""
     if isinstance(model := record.get("reward_model"), Mapping):
         column, text = "reward_model.ground_truth", model.get("ground_truth")
     else:
@@ -112,8 +109,6 @@ def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 class Math(ExactTask):
-    """The task `math` (see `tlt.tasks.base.Task`)."""
-
     name = "math"
 
     def problems(
@@ -128,13 +123,12 @@ class Math(ExactTask):
         search: Search = "marked",
         other: Other = "refuse",
     ) -> list[Record]:
-        r"""Returns up to `num` problems of a file of records, in an order drawn by `seed`. Equal problems
-        count once.
+        """Up to `num` problems of a file, in an order drawn by `seed`. Equal problems count once.
 
         train      JSONL of records to train on, relative to the working directory
         test       JSONL of held-out records; default: one question in eight of `train`, chosen by its text
         template   the prompt, with {question} in it; a question that is chat messages stays as it is
-        search     where a response has its answer: boxed, marked or any (tlt/tasks/answers.py)
+        search     where a response has its answer: boxed, marked or any (answers.py)
         other      records whose `ability` is not math, such as the code of Eurus-2-RL: refuse or skip
         """
         require_math_verify()
@@ -156,8 +150,7 @@ class Math(ExactTask):
         return chosen[:num]
 
     def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
-        """Returns the problem of a row of `task.data`; a problem made here is returned as it is.
-        Options: template, search and other."""
+        """A problem made here is returned unchanged. Options: template, search and other."""
         defaults = {"template": INSTRUCTION, "search": "marked", "other": "refuse"}
         if unknown := set(options) - set(defaults):
             raise UserError(
@@ -174,17 +167,15 @@ class Math(ExactTask):
         return record
 
     def check(self, problem: Record) -> None:
-        """Raises UserError for a problem without an answer that can be read."""
         gold_answer(problem)
         check_columns(problem)
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Imports math-verify and sympy, which takes a second or more, and compares a first answer."""
+        """Imports math-verify and sympy, which takes a second or more."""
         is_equal("x+1", "1+x")
 
     def is_right(self, problem: Record, answer: str) -> bool:
-        """Whether the answer equals the problem's as mathematics; a problem of one's own has it in a column
-        that `gold_answer` reads."""
+        """A problem of the user's own has its answer in a column that `gold_answer` reads."""
         return is_equal(gold_answer(problem), answer)
 
 

@@ -10,9 +10,10 @@
     options = { max_terms = 4 }
     label = "sums"                   stands before its problem ids and in metrics.jsonl; by default the name
 
-A problem names its part: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum", …}
+A problem names its part: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum",
+…}
 
-This file runs in reward workers: it imports nothing heavy.
+Reward workers run this file: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -29,27 +30,22 @@ from tlt.tasks.base import PreparesRecords, get_task, make_problems, warm_up
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One task of a mixture."""
-
     name: str
     weight: float
-    """Its share of the problems is weight / sum of all weights."""
+    """Relative to the sum of all weights."""
     options: Mapping[str, Any]
     label: str
-    """Stands before its problem ids and in metrics.jsonl."""
+    """Prefix of its problem ids, and its name in metrics.jsonl."""
 
 
 class Mixture:
-    """The tasks of its option `tasks`."""
-
     def problems(
         self, num: int, seed: int, split: str, tasks: Sequence[Mapping[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """Returns `num` problems, evenly mixed: each part's share, rounded to whole problems that sum to
-        `num`.
+        """Returns `num` problems, evenly mixed; shares are rounded so that they sum to `num`.
 
-        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]; all parts have the mixture's
-            seed.
+        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]; all parts have the
+            mixture's seed.
         """
         parts = _read_parts(tasks)
         quotas = divide(num, [part.weight for part in parts])
@@ -68,8 +64,7 @@ class Mixture:
         return [problem for *_, problem in sorted(mixed, key=lambda entry: entry[:2])]
 
     def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a problem of a mixture, written by `tlt task`, as it is. Raises UserError for one that the
-        task which made it cannot score."""
+        """Returns a problem that `tlt task` has written. Raises UserError if its task cannot score it."""
         if not all(isinstance(record.get(key), str) for key in ("task", "scored_by")):
             raise UserError(
                 "task mixture: has no task and scored_by; give problems that tlt task mixture has written"
@@ -79,12 +74,11 @@ class Mixture:
         return record
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Has every part get ready to score."""
         for part in _read_parts(options["tasks"]) if "tasks" in options else ():
             warm_up(get_task(part.name), part.options)
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Scores by the task that made the problem, and gives it the problem as that task made it."""
+        """Scores by the task that made the problem, which gets it as it made it."""
         own = {key: value for key, value in problem.items() if key not in ("task", "scored_by")}
         own["problem_id"] = str(problem["problem_id"]).removeprefix(f"{problem['task']}/")
         return get_task(problem["scored_by"]).score(own, response_text)
@@ -94,10 +88,8 @@ TASK = Mixture()
 
 
 def divide(num: int, weights: Sequence[float]) -> list[int]:
-    """Returns whole numbers that sum to `num`, in proportion to the weights (Hamilton's method).
-
-    Each is its share rounded down. The largest remainders, the first of equal ones, get one more.
-    """
+    """Hamilton's method: shares are rounded down; the largest remainders, the first of equal ones, get one
+    more."""
     total = sum(weights)
     shares = [num * weight / total for weight in weights]
     quotas = [int(share) for share in shares]
@@ -123,7 +115,6 @@ def _mark(problem: Mapping[str, Any], part: MixturePart) -> dict[str, Any]:
 
 
 def _read_parts(tasks: Any) -> list[MixturePart]:
-    """Returns the parts that the option `tasks` describes. Raises UserError."""
     place = "task mixture: options.tasks"
     if not isinstance(tasks, list) or not tasks:
         raise UserError(

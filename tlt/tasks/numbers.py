@@ -1,7 +1,7 @@
 r"""Reads the exact number that a text is: `-1,234.5`, `3/4`, `3 1/2`, `\$12`, `1.6e-19`.
 
-A comma or a space separates thousands only where groups of three digits follow: `1,2` is no number.
-This file runs in reward workers: it imports nothing heavy.
+A comma or a space separates thousands only where groups of three digits follow: `1,2` is no number. Reward
+workers run this file: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from fractions import Fraction
 
 WHOLE = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)"
-"""Digits with or without thousands separators, as a regular expression."""
+"""Digits, with or without thousands separators."""
 LONGEST = 1000
-"""Characters of a number; a longer text is taken for none."""
+"""Characters; a longer text is no number."""
 
 _DECIMAL = rf"(?:{WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _EXACT = re.compile(rf"([-+]?)(?:(\d+) +(?=\d+/\d+$))?({_DECIMAL})(?:/({_DECIMAL}))?")
@@ -22,7 +22,7 @@ _MINUS_SIGNS = str.maketrans("\u2212\u2013", "--")  # the minus sign and the en 
 
 
 def to_number(text: str) -> Fraction | None:
-    """Returns the exact value of a text; None: it is no plain number."""
+    """None: no plain number."""
     plain = _SEPARATOR.sub(",", text[: 2 * LONGEST].strip().translate(_MINUS_SIGNS))
     plain = plain.replace("\\$", "").replace("$", "").removesuffix(".").strip()
     match = _EXACT.fullmatch(plain)
@@ -37,8 +37,8 @@ def to_number(text: str) -> Fraction | None:
 
 
 def gold_text(value: object) -> str | None:
-    """Returns a gold answer as text; None: it is neither text nor a finite number. A float has the 15 digits
-    that every decimal keeps in it, so that 0.1 + 0.2 is 0.3."""
+    """None: neither text nor a finite number. A float gets the 15 digits that every decimal keeps in it:
+    0.1 + 0.2 is 0.3."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -1,14 +1,12 @@
-"""The generators of reasoning-gym as tasks: `reasoning-gym:chain_sum` and a hundred more, scored by their own
-score_answer.
+"""The generators of reasoning-gym as tasks, scored by their own score_answer.
 
     --task.name reasoning-gym:chain_sum --task.options.max_terms 4
 
-A problem records the options, seed and index that made it, and the scorer makes it again: some generators
-keep metadata that do not survive JSON. A question's split is a function of its text alone: a generator that
-repeats itself under another seed puts no test question into training.
+A problem records the options, seed and index that make it again: some generators keep metadata that do not
+survive JSON. A question's split follows from its text alone: a generator that repeats itself under another
+seed puts no test question into training.
 
-Some generators iterate over sets, so that their draws depend on the process's hash seed. Problems are drawn,
-and reward workers run, with PYTHONHASHSEED=0.
+Some generators iterate over sets. So problems are drawn, and reward workers run, with PYTHONHASHSEED=0.
 """
 
 from __future__ import annotations
@@ -39,27 +37,23 @@ TEMPLATES = {
     "boxed": "{question}\n\nPut the final answer into \\boxed{}.",
     "whole": "{question}",
 }
-"""Prompts by where the answer is sought: in the last <answer>…</answer>, in the last \\boxed{…}, or in all
-of the response."""
+r"""By where the answer is sought: the last <answer>…</answer>, the last \boxed{…}, or the whole response."""
 
 OWN_OPTIONS = ("answer_in", "template", "solved_at")
 NO_OPTIONS = ("seed", "size")
-"""Fields of a generator's configuration that the user does not set."""
+"""Fields of a generator's configuration that users do not set."""
 
 
 class Drawn(NamedTuple):
-    """One entry of a generator."""
-
     question: str
     answer: str | None
-    """The generator's own; None: it has none."""
+    """None: the generator has none."""
     made_by: dict[str, Any]
-    """The options, seed, size and index that make the entry again."""
+    """Options, seed, size and index."""
 
 
 class ReasoningGym:
-    """Problems of one generator. Rewards are its scores, from 0 to 1. Raises UserError for an unknown
-    name."""
+    """One generator; rewards are its scores, from 0 to 1. Raises UserError for an unknown name."""
 
     def __init__(self, name: str) -> None:
         generators = _generators()
@@ -109,7 +103,7 @@ class ReasoningGym:
         ]
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Scores the answer by the generator; 0 where it is missing or unreadable."""
+        """0 where the answer is missing or unreadable."""
         settings = _settings(problem["made_by"])
         entry = _make_entry(self.name, settings, problem["made_by"]["index"])
         if entry["question"] != problem["question"]:
@@ -127,7 +121,7 @@ class ReasoningGym:
 
 
 def draw_entries(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Returns `num` different questions of a split, the same in every process."""
+    """`num` different questions of a split, the same in every process."""
     _check_options(name, options)
     function = f"{__name__}:_draw_here"
     drawn = draw_alike(f"task reasoning-gym:{name}", function, name, num, seed, split, options)
@@ -135,7 +129,7 @@ def draw_entries(name: str, num: int, seed: int, split: Split, options: Mapping[
 
 
 def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Draws in this process. Raises UserError where the generator seems to have fewer questions."""
+    """Raises UserError where the generator seems to have fewer questions."""
     share = 1 / TEST_ONE_IN if split == "test" else 1 - 1 / TEST_ONE_IN
     first = int(digest(f"{name}/{seed}"), 16) % 2**31  # entry i depends on seed + i: 0 and 1 would overlap
     found: dict[str, Drawn] = {}
@@ -158,7 +152,7 @@ def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[st
 
 
 def _generators() -> Mapping[str, Any]:
-    """Returns name → (data set, configuration), without the generator that mixes others."""
+    """name → (data set, configuration), without the generator that mixes others."""
     try:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
@@ -182,14 +176,13 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _settings(source: Mapping[str, Any]) -> str:
-    """Returns a data set's configuration as text, a key for the caches."""
+    """A key for the caches."""
     return json.dumps({**source["options"], "seed": source["seed"], "size": source["size"]}, sort_keys=True)
 
 
 @lru_cache(maxsize=8)
 def _make_dataset(name: str, settings: str) -> Any:
-    """Returns the data set, with lists as tuples where its configuration has tuples. Raises UserError for
-    options that it refuses."""
+    """Lists become tuples where the configuration has tuples. Raises UserError for refused options."""
     dataset, config = _generators()[name]
     defaults, values = config(), json.loads(settings)
     for option, value in values.items():
@@ -208,8 +201,7 @@ def _make_dataset(name: str, settings: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _make_entry(name: str, settings: str, index: int) -> dict[str, Any]:
-    """Returns an entry of the data set, cached: a group's samples share it. What a generator prints is
-    dropped."""
+    """Cached, since a group's samples share it. A generator's prints are dropped."""
     with contextlib.redirect_stdout(io.StringIO()):
         entry: dict[str, Any] = _make_dataset(name, settings)[index]
     return entry
@@ -246,7 +238,7 @@ def _is_same_chance(answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _makes_24(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the answer is 24, made of the puzzle's numbers, each of them once."""
+    """Uses each number of the puzzle once."""
     numbers = sorted(map(int, re.findall(r"\d+", answer)))
     if numbers != sorted(entry["metadata"]["numbers"]) or re.search(r"[^\d\s()+*/-]", answer):
         return False
@@ -262,8 +254,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 
 def _value(formula: ast.expr) -> Fraction:
-    """Returns the value of a formula of whole numbers and the four operations. Raises ValueError for any
-    other."""
+    """Whole numbers and the four operations. Raises ValueError for any other formula."""
     match formula:
         case ast.Constant(value=int(number)):
             return Fraction(number)
@@ -279,5 +270,5 @@ CORRECTED: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "game_of_life_halting": _is_same_word,
     "puzzle24": _makes_24,
 }
-"""Scores in place of the library's, which at 0.1.25 pay "0" for any chance, any text for a game that halts or
+"""Replace the library's scores, which at 0.1.25 pay "0" for any chance, any text for a game that halts or
 not, and one solution for all puzzles."""

@@ -1,8 +1,9 @@
-"""Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks: one turn of text, rewarded by the conversation alone.
+"""Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks: one turn of text, rewarded by the conversation
+alone.
 
     --task.name verifiers:my-taskset    found by verifiers' own loader: a package, or a module in this folder
 
-A taskset that needs more (tools, a runtime or container, set-up, judges) is refused.
+A taskset that needs tools, a runtime or container, set-up or judges is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PATIENCE = 32
 
 
 class Verifiers:
-    """The problems of one taskset. A reward is the weighted sum of its reward functions. Raises UserError."""
+    """One taskset; a reward is the weighted sum of its reward functions. Raises UserError."""
 
     def __init__(self, name: str) -> None:
         see(Path.cwd())
@@ -49,8 +50,7 @@ class Verifiers:
     def problems(
         self, num: int, seed: int, split: str, solved_at: float = 1.0, **options: Any
     ) -> list[dict[str, Any]]:
-        """Returns `num` problems; the order of a finite taskset is drawn by the seed, the split follows from
-        the prompt.
+        """The seed orders a finite taskset; the split follows from the prompt.
 
         solved_at   the least reward of a solved problem
         options     those of the taskset's configuration
@@ -65,7 +65,6 @@ class Verifiers:
     def draw_here(
         self, num: int, seed: int, split: Split, solved_at: float, options: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Returns the problems as this process draws them."""
         taskset = self._make(options)
         tasks = iter(taskset)
         if taskset.bounded:
@@ -91,7 +90,6 @@ class Verifiers:
         return problems
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Scores the conversation of prompt and response by the taskset's reward functions."""
         import verifiers.v1 as vf
         from verifiers.v1.graph import MessageNode
 
@@ -114,8 +112,7 @@ class Verifiers:
         return {"reward": trace.reward, "solved": trace.reward >= problem["solved_at"]}
 
     def _make(self, options: Mapping[str, Any]) -> Any:
-        """Returns the taskset. Raises UserError for options that it refuses, and where it needs more than a
-        conversation."""
+        """Raises UserError for refused options, and where the taskset needs more than a conversation."""
         from pydantic import ValidationError
         from verifiers.v1 import TasksetConfig
         from verifiers.v1.utils.generic import concrete_type
@@ -136,7 +133,7 @@ class Verifiers:
         return self.taskset_class(config)
 
     def _needs(self, config: Any) -> Iterator[str]:
-        """Yields what the taskset needs beyond a conversation of one turn."""
+        """Yields needs beyond a conversation of one turn."""
         from verifiers.v1 import Task
 
         if self.taskset_class.toolsets(config) or self.task_class.toolsets(config.task):
@@ -154,7 +151,7 @@ class Verifiers:
                 yield f"a runtime in {function.__name__}()"
 
     def _rewards(self, config: Any) -> list[Any]:
-        """Returns the reward functions: the task's own and those of the option task.rewards."""
+        """The task's own, and those of the option task.rewards."""
         task = object.__new__(self.task_class)  # what it rewards does not depend on its data
         task.config = config.task
         try:
@@ -166,7 +163,7 @@ class Verifiers:
             ) from None
 
     def _check(self, taskset: Any, task: Any) -> Any:
-        """Returns the task. Raises UserError where it would be scored by other rewards than the taskset's."""
+        """Raises UserError for a task with other rewards than the taskset's."""
         of_other_kind = type(task) is not self.task_class
         if of_other_kind or task.config != taskset.config.task:
             what = f"is a {type(task).__name__}" if of_other_kind else "has a configuration of its own"
@@ -175,7 +172,7 @@ class Verifiers:
         return task
 
     def _prompt(self, task: Any) -> dict[str, Any]:
-        """Returns the prompt: text, or messages where there are several or a system message."""
+        """Text, or messages where there are several or a system message."""
         data = task.data
         place = f"task verifiers:{self.name}, task {data.idx}"
         if data.prompt is None:

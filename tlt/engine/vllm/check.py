@@ -2,8 +2,7 @@
 
     vLLM's draws are recorded ─▶ drawn again here, from each request's key and parameters ─▶ the same tokens?
 
-The check runs once without drafts and once with the longest drafts. A vLLM that has changed where the law is
-installed would otherwise sample by another law unnoticed.
+It runs without drafts and with the longest drafts.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ NUM_PROMPT = 4
 
 
 def check_law(engine: VllmEngine, vocab_size: int) -> None:
-    """Raises UserError unless the engine draws by the law, with drafts and without. Leaves the engine as it
-    was."""
+    """Raises UserError unless the engine draws by the law. Leaves the engine as it was."""
     tuner, engine.tuner = engine.tuner, None
     requests = probes(vocab_size, min(engine.max_batch_size, 2), engine.window)
     try:
@@ -41,7 +39,7 @@ def check_law(engine: VllmEngine, vocab_size: int) -> None:
 
 
 def probes(vocab_size: int, num: int, window: int) -> list[Request]:
-    """Returns requests that no run makes, at two temperatures: so a wrong row or parameter shows."""
+    """Requests that no run makes, at two temperatures: a wrong row or parameter shows."""
     num_prompt = min(NUM_PROMPT, window - 1)
     num_tokens = min(NUM_TOKENS, window - num_prompt)
     params = [
@@ -55,7 +53,6 @@ def probes(vocab_size: int, num: int, window: int) -> list[Request]:
 def _compare_with_the_law(
     recorded: Sequence[Recorded], requests: Sequence[Request], rollouts: Sequence[Rollout]
 ) -> None:
-    """Draws every token again, with keys and positions as this process knows them."""
     rows = {}
     for (
         logits_RV,

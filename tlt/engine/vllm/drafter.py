@@ -1,4 +1,4 @@
-"""The learned drafter that vLLM drafts with, and a copy of it in our own layout, which is measured.
+"""The learned drafter inside vLLM, and a copy in our own layout, which is measured.
 
 trainer ─▶ load ─┬▶ the copy           new policy ─▶ its head ─▶ the head's rows in an EAGLE-3 drafter
                  └▶ vLLM's drafter
@@ -24,7 +24,7 @@ from tlt.models.packed import HEAD
 Push = Callable[[Mapping[str, Tensor]], None]
 
 _NEVER_TRAINED = ("d2t", "t2d")
-"""The maps between draft and target vocabulary."""
+"""Maps between draft and target vocabulary."""
 
 
 class VllmDrafter(Drafting):
@@ -33,10 +33,8 @@ class VllmDrafter(Drafting):
     choice = None
 
     def __init__(self, model: PackedDrafter, stored: StoredDrafter, push: Push, head: str) -> None:
-        """model: the copy in our layout.
-        push: sends tensors to vLLM's drafter, by the names that vLLM reads.
-        head: name of the target's head, or of its embedding where the two are tied.
-        """
+        """push: sends tensors to vLLM's drafter, under vLLM's names.
+        head: name of the target's head; of its embedding where both are tied."""
         self.model, self.push = model, push
         shape = stored.config
         has_rows = shape.method == "eagle3" or shape.is_reduced
@@ -57,12 +55,12 @@ class VllmDrafter(Drafting):
         return self.model.version
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replaces the weights, also while requests run."""
+        """Allowed while requests run."""
         self.model.load(tensors, version)
         self.push({name: tensor.detach() for name, tensor in tensors.items() if name not in _NEVER_TRAINED})
 
     def note(self, part: Mapping[str, Tensor]) -> None:
-        """Keeps the head's rows that the drafter uses, if this part of a new policy has the head."""
+        """Keeps the head's rows that the drafter uses, if `part` holds the head."""
         if self._head is not None and self._head in part:
             head_VE = part[self._head].detach()
             token_ids = self._token_ids
@@ -76,8 +74,7 @@ class VllmDrafter(Drafting):
 
 
 def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> dict[str, Any]:
-    """Writes the drafter as vLLM loads it; returns its part of vLLM's speculative_config, with the length of
-    a block drafter's block."""
+    """Returns the drafter's part of vLLM's speculative_config, with the length of a block drafter's block."""
     method = stored.config.method
     check_form(method)
     export_drafter(stored, f"vllm-{method}", target, folder)

@@ -3,8 +3,7 @@
     add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ new tokens ─▶ Sequence ─▶ Finished
                         ▲ draft lengths from the tuner
 
-vLLM has the kernels, the caches and the tensor parallelism. This engine decides what a response is, where it
-ends and which draft length comes next.
+This engine decides where a response ends and which draft length comes next.
 """
 
 from __future__ import annotations
@@ -35,18 +34,15 @@ from tlt.speculation.tuner.protocol import NO_EXPECTATION, BatchState, StepOutco
 
 @dataclass(frozen=True)
 class Speculation:
-    """How drafts are made and chosen; by default there are none."""
+    """How drafts are made and chosen; default: none are."""
 
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
-    """The learned drafter; None: there is none."""
     target: PackedTransformer | None = None
-    """A copy of the policy in our own layout, to train and measure the drafter; None: this is not done."""
+    """A copy of the policy in our own layout, to train and measure the drafter; None: neither is done."""
 
 
 class VllmEngine(RolloutBackend):
-    """Generates responses with the vLLM of a Link."""
-
     policy_version = 0
 
     def __init__(
@@ -74,11 +70,10 @@ class VllmEngine(RolloutBackend):
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
-        """Publishes a policy, by Hugging Face names. No response may be running."""
         self.load_policy_parts(layer_by_layer(tensors), version)
 
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Publishes a policy part by part, to vLLM and to the copy in our layout."""
+        """Publishes to vLLM and to the copy in our layout. No response may be running."""
         assert self.is_idle, "a policy cannot change under running responses"
         with self.link.weights.loading_policy() as load:
             passing = self._hand_on(parts, load)
@@ -121,7 +116,6 @@ class VllmEngine(RolloutBackend):
         self.link.release()
 
     def close(self) -> None:
-        """Ends vLLM."""
         self.link.close()
 
     # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +136,7 @@ class VllmEngine(RolloutBackend):
             num_drafted, num_accepted = len(verified.draft), verified.num_accepted
             num_kept = self._commit(name, token_ids, logprobs, verified)
             num_tokens += num_kept
-            # a strategy that found nothing to draft for a sequence has that as its outcome
+            # finding no draft is an outcome of the strategy, too
             if num_drafted or not (self._verified_by.is_off or name in self._reading):
                 rows.append((num_drafted, num_accepted, num_kept, name))
         self._reading -= outputs.keys()
@@ -155,7 +149,7 @@ class VllmEngine(RolloutBackend):
         return ended + self._finish(captures)
 
     def _admit(self) -> list[Finished]:
-        """Sends waiting requests to vLLM while there is room; returns those that had already ended."""
+        """Returns requests that need no step."""
         ended = []
         while self.waiting and len(self._running) < self.max_batch_size:
             request, name = self.waiting.take_first(), f"tlt-{next(self._numbers)}"
@@ -186,10 +180,8 @@ class VllmEngine(RolloutBackend):
         )
 
     def _choose(self, batch: BatchState) -> None:
-        """Chooses the length of the drafts at the end of this step.
-
-        A choice is kept for at least two steps, of which the second both drafts and verifies by it.
-        """
+        """Chooses the draft length of this step's end. A choice holds for at least two steps: the second
+        both drafts and verifies by it."""
         if self.tuner is None:
             return
         if self._verified_by == self._strategy:
@@ -199,7 +191,7 @@ class VllmEngine(RolloutBackend):
     def _commit(
         self, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...], verified: Verified
     ) -> int:
-        """Appends a sequence's new tokens, and records the draft; returns how many tokens were kept."""
+        """Returns the number of tokens kept."""
         sequence, (draft, num_accepted) = self._running[name], verified
         if not math.isfinite(sum(logprobs)):
             self._has_spoilt_caches = True
@@ -211,8 +203,7 @@ class VllmEngine(RolloutBackend):
     def _account(
         self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool
     ) -> None:
-        """Counts the step under the strategy that it verified. The tuner learns from steps that read no
-        prompts."""
+        """The tuner learns only from steps that read no prompts."""
         is_typical = outcome.num_tokens > 0 and not read_prompts
         is_steady = is_typical and strategy == self._strategy
         expected = self.tuner.expected if self.tuner is not None and is_steady else NO_EXPECTATION
@@ -234,7 +225,6 @@ class VllmEngine(RolloutBackend):
         return finished
 
     def _leave(self, names: list[str]) -> None:
-        """Drops sequences, here and in vLLM."""
         if names:
             self.link.abort(names)
         self._reading -= set(names)

@@ -1,9 +1,7 @@
-"""Our end of vLLM: starts it with the law inside, and drives it step by step.
+"""Starts vLLM with the law inside, and drives it step by step.
 
-    in this process      scheduler and, for one device, the worker
-    else                 a worker process for every device
-
-weights.py brings weights in.
+in this process      scheduler and, for one device, the worker
+else                 a worker process for every device
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ _ENVIRONMENT = {
 
 
 def needs_own_process() -> bool:
-    """Returns whether vLLM's worker cannot run in this process: the process already has a process group, or
-    has loaded numba (as vLLM's n-gram drafter does), whose objects break vLLM's search for kernels."""
+    """vLLM's worker cannot share a process that has a process group, or has loaded numba (as vLLM's n-gram
+    drafter does), whose objects break vLLM's search for kernels."""
     return torch.distributed.is_initialized() or "llvmlite" in sys.modules
 
 
@@ -53,7 +51,7 @@ class Link:
         self.settings, self.dtype, self.max_depth = settings, settings.dtype, settings.max_depth
         self._num_threads = torch.get_num_threads()
         self._internal_ids: dict[str, str] = {}
-        """vLLM's own name of every request."""
+        """Our name → vLLM's."""
         way = settings.way
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -85,13 +83,12 @@ class Link:
         stop_ids: Sequence[int],
         extra_args: dict[str, Any],
     ) -> None:
-        """Sends a request, which continues its tokens."""
         params = self._request_params(max_tokens, list(stop_ids), extra_args)
         prompt = {"prompt_token_ids": list(token_ids)}
         self._internal_ids[name] = self._engine.add_request(name, prompt, params)
 
     def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
-        """Runs one step of vLLM; returns new tokens and their log-probabilities by request."""
+        """Returns (new tokens, their log-probabilities) by request."""
         found = {}
         with self._naming_dead_workers():
             outputs = self._engine.step()
@@ -108,27 +105,26 @@ class Link:
         return found
 
     def abort(self, names: Sequence[str]) -> None:
-        """Ends requests and forgets them, also those that have ended by themselves."""
+        """Also forgets requests that ended by themselves."""
         self._engine.abort_request([self._internal_ids.pop(name) for name in names], internal=True)
 
     def draft(self, depth: int) -> None:
-        """Sets how many tokens are drafted at the end of the next step."""
+        """Sets the draft length of the next step's end."""
         self._scheduler.num_to_draft = depth
 
     def verified(self, name: str) -> Verified:
-        """Returns the draft of this request that the latest step verified. In vLLM's second runner its tokens
-        stay on the device, and are -1 here."""
+        """The draft that the latest step verified. vLLM's second runner keeps its tokens on the device:
+        here they are -1."""
         found: Verified = self._scheduler.verified.get(self._internal_ids[name], Verified())
         return found
 
     def take_preemptions(self) -> int:
-        """Returns how many requests vLLM has preempted since the last call."""
+        """Preemptions since the last call."""
         found, self._scheduler.num_preempted = self._scheduler.num_preempted, 0
         return found
 
     def captured(self, name: str, num_positions: int) -> Tensor | None:
-        """Returns the features captured of a request whose last tokens came in the latest step; None: not
-        all of them were."""
+        """Features of a request whose last tokens came in the latest step; None: some are missing."""
         if not self.captures:
             return None
         return self.call("tlt_captured", self._internal_ids[name], num_positions)[0]
@@ -136,25 +132,25 @@ class Link:
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def release(self) -> None:
-        """Frees memory until the next policy is loaded: on GPUs vLLM's weights and caches, on a CPU the
-        captured features."""
+        """Frees memory until the next policy is loaded: vLLM's weights and caches on GPUs, captured
+        features on a CPU."""
         if self.captures:
             self.call("tlt_release")
         if self.device.type == "cuda":
             self.weights.sleep()
 
     def record(self, records: bool) -> list[Recorded]:
-        """Starts or stops recording the law's draws; returns what was recorded so far."""
+        """Starts or stops recording the law's draws; returns the draws so far."""
         return self.call("tlt_record", records)[0] or []
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every worker (worker.py); returns each one's result."""
+        """Calls a method of every worker (worker.py)."""
         with self._naming_dead_workers():
             return self._llm.collective_rpc(name, args=arguments)
 
     @contextmanager
     def _naming_dead_workers(self) -> Iterator[None]:
-        """Raises RuntimeError that names the worker process which has ended, where a call fails for that."""
+        """Raises RuntimeError that names the dead worker process behind a failed call."""
         executor = self._engine.engine_core.engine_core.model_executor
         processes = [] if self.settings.is_in_process else [worker.proc for worker in executor.workers]
         try:
@@ -169,7 +165,6 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Ends vLLM, and its processes."""
         core = self._engine.engine_core
         if self.settings.is_in_process:
             core.shutdown()
@@ -178,15 +173,14 @@ class Link:
 
 
 def quieten() -> None:
-    """Applies vLLM's logging level already while it is imported: vLLM sets its loggers up later. Hides its
-    FutureWarnings, which are for vLLM's authors."""
+    """vLLM logs while it is imported, before it sets its level. Its FutureWarnings are for its authors."""
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 @contextmanager
 def workers_deaf_to_interrupts() -> Iterator[None]:
-    """Starts processes with SIGINT blocked: Ctrl-C reaches every process of a terminal, but this one alone
+    """Starts processes with SIGINT blocked: Ctrl-C reaches every process of a terminal, and this one
     handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

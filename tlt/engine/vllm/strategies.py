@@ -16,7 +16,7 @@ def check_speculation(speculation: str, has_learned: bool) -> None:
 
 
 def check_form(method: Method) -> None:
-    """Raises UserError for a drafter that vLLM does not draft with under our law."""
+    """Raises UserError for a drafter that vLLM cannot run under our law."""
     if method == "dspark":
         raise UserError(
             "drafter: engine vllm drafts with no dspark drafter under our law (vLLM has them on GPUs alone); "
@@ -25,7 +25,7 @@ def check_form(method: Method) -> None:
 
 
 def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
-    """Returns the kind of drafter that vLLM is started with, one at most; (): vLLM itself drafts nothing."""
+    """The kind of drafter that vLLM is started with, at most one; (): vLLM drafts nothing."""
     if speculation == "off":
         return ()
     kind = "learned" if has_learned else "ngram"
@@ -44,8 +44,8 @@ def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
 def draft_depths(
     speculation: str, kinds: Sequence[str], max_draft_tokens: int, block: int = Strategy.MAX_DEPTH
 ) -> tuple[int, ...]:
-    """Returns the draft lengths that may be chosen, rising from 0. Raises UserError for trees, and for drafts
-    that are longer than a block.
+    """Draft lengths to choose from, rising from 0. Raises UserError for trees, and for drafts longer than
+    a block.
 
     block: most tokens that the drafter drafts.
     """

@@ -4,7 +4,7 @@
     host      worker processes                       a safetensors file in shared memory; digests are compared
     ipc       one worker process, on the same GPU    vLLM's weight transfer: the worker reads our GPU memory
 
-vLLM's transfer between separate GPUs (nccl) is not used: a rank's vLLM computes on the rank's own GPU.
+vLLM's transfer between GPUs (nccl) is not used: a rank's vLLM computes on the rank's own GPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Way = Literal["direct", "host", "ipc"]
 
 
 def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> Way:
-    """Returns the way that tensors take. Raises UserError where the user asks for `ipc` and it is impossible.
+    """Raises UserError where the user asks for `ipc` and it is impossible.
 
-    has_own_worker: whether vLLM's workers are processes of their own.
+    has_own_worker: vLLM's workers are processes of their own.
     """
     size, obstacle = section.tensor_parallel, None
     if not is_cuda:
@@ -50,13 +50,13 @@ def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> 
 
 
 class Call(Protocol):
-    """Calls a method of every worker; returns each one's result."""
+    """Calls a method of every worker."""
 
     def __call__(self, name: str, *arguments: Any) -> list[Any]: ...
 
 
 class Carrier(Protocol):
-    """Carries an update of the policy or the drafter part by part: tensors by Hugging Face names."""
+    """Carries an update part by part: tensors by Hugging Face names."""
 
     def begin(self, is_drafter: bool) -> None: ...
 
@@ -66,8 +66,6 @@ class Carrier(Protocol):
 
 
 class Direct:
-    """Passes tensors as they are."""
-
     def __init__(self, call: Call) -> None:
         self.call = call
 
@@ -82,7 +80,7 @@ class Direct:
 
 
 class ThroughHost(Direct):
-    """Passes a part through a file in shared memory, and compares the digests of what arrives."""
+    """Writes a part to shared memory, and compares digests on arrival."""
 
     def carry(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
@@ -95,9 +93,9 @@ class ThroughHost(Direct):
 
 
 class SharedGpu:
-    """Lets vLLM's one worker read tensors in the GPU memory of this process (CUDA IPC).
+    """Lets vLLM's one worker read this process's GPU memory (CUDA IPC).
 
-    It shares copies, which nobody writes to, and keeps each as long as vLLM may read it: until the call
+    It shares copies, which nobody writes to. Each is kept as long as vLLM may read it: until the call
     returns, or until the update ends where vLLM has buffered some of the part for an incomplete layer.
     """
 
@@ -126,7 +124,7 @@ class SharedGpu:
         torch.cuda.ipc_collect()
 
     def _shared(self, copies: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Returns the description of the tensors that vLLM's transfer takes: names, sizes and IPC handles."""
+        """The form that vLLM's transfer takes."""
         return {
             "names": list(copies),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in copies.values()],
@@ -135,8 +133,7 @@ class SharedGpu:
         }
 
     def _check(self) -> None:
-        """Raises UserError unless the worker can read this process's memory: some machines and containers
-        forbid it."""
+        """Raises UserError unless the worker can read this memory: some machines and containers forbid it."""
         copies = {"tried": torch.arange(1 << 12, device=self.device)}
         try:
             arrived = self.call("tlt_try_shared", self._shared(copies))
@@ -149,7 +146,7 @@ class SharedGpu:
 
 
 def make_carrier(way: Way, call: Call, device: torch.device) -> Carrier:
-    """Returns the carrier for this way. device: this process's own."""
+    """device: this process's own."""
     if way == "ipc":
         return SharedGpu(call, device)
     return Direct(call) if way == "direct" else ThroughHost(call)

@@ -1,9 +1,7 @@
 """Updates of vLLM's weights, the policy's or its drafter's.
 
-    policy     wake ─▶ begin ─▶ part, part, … ─▶ end ─▶ the head computes with the new weights? ─▶ cache reset
-    drafter            begin ─▶ part ─────────▶ end
-
-A carrier brings each part to the workers (transfer.py).
+policy     wake ─▶ begin ─▶ part, part, … ─▶ end ─▶ the head computes with the new weights? ─▶ cache reset
+drafter            begin ─▶ part ─────────▶ end
 """
 
 from __future__ import annotations
@@ -18,13 +16,11 @@ from tlt.base.types import UserError
 from tlt.engine.vllm.transfer import Call, Carrier
 
 _HEAD_TOLERANCE = 0.05
-"""Highest relative difference between the head's product and its new weights' product. bfloat16 rounds to
-0.4 %; weights of another policy are far apart."""
+"""Relative difference between the head's product and its new weights' product. bfloat16 rounds to 0.4 %;
+weights of another policy are far apart."""
 
 
 class Weights:
-    """Updates the weights of a running vLLM."""
-
     def __init__(self, llm: Any, call: Call, carrier: Carrier) -> None:
         self._llm, self._call, self._carrier = llm, call, carrier
         self._is_asleep = False
@@ -33,8 +29,8 @@ class Weights:
     def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
         """Yields the function that takes a policy's parts: tensors by Hugging Face names.
 
-        At the end vLLM uses the whole policy and has dropped the old one's caches. Where the head's weights
-        can still be read, the head has been checked to compute with the new ones (worker.py, tlt_settle).
+        At the end the old policy's caches are dropped. Where the head's weights can still be read, it is
+        checked that the head computes with the new weights (worker.py, tlt_settle).
         """
         self._wake()
         with self._loading(is_drafter=False) as load:
@@ -43,12 +39,12 @@ class Weights:
             raise RuntimeError("vllm: the prefix cache of the old policy could not be reset")
 
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the drafter's weights, also while requests run."""
+        """Allowed while requests run."""
         with self._loading(is_drafter=True) as load:
             load(tensors)
 
     def sleep(self) -> None:
-        """Frees the memory of weights and caches until the next policy is loaded. Works on GPUs only."""
+        """Frees weights and caches until the next policy is loaded. GPUs only."""
         if not self._is_asleep:
             self._llm.sleep(level=1)
             self._is_asleep = True

@@ -7,8 +7,7 @@
                                                               worker process
                                      killed at the time-out; another worker then tries the call again
 
-A response that cannot be scored has the reason in `Reward.error`. The update leaves it out, and `summarize`
-counts it for the step's record. `check_scorable` ends a run whose first responses cannot be scored at all.
+A response that cannot be scored has the reason in `Reward.error`; the update leaves it out.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from tlt.tasks.rewards.scoring import MAX_METRICS, OWN_SCORE, Call, Completion, 
 from tlt.tasks.rewards.worker import Worker, WorkerLost
 
 MAX_LOST_WITH = 2
-"""Workers lost while they answer a call, after which its responses have no score."""
+"""Workers lost over a call, after which its responses have no score."""
 MAX_LOST_BEFORE = 3
-"""Workers lost before they take a call up, after which its responses have no score."""
+"""The same, lost before they take the call up."""
 
 
 def summarize(rewards: Sequence[Reward]) -> RewardSummary:
-    """Returns the means over the scored responses, and the number of the others."""
+    """Means over the scored responses; the others are counted."""
     scored = [reward for reward in rewards if reward.is_scored]
     errors = [reward.error for reward in rewards if not reward.is_scored]
     of_tasks = [reward for reward in scored if reward.task]
@@ -56,14 +55,14 @@ def summarize(rewards: Sequence[Reward]) -> RewardSummary:
 
 
 def _bounded(metrics: dict[str, float]) -> dict[str, float]:
-    """Returns the first `MAX_METRICS` figures, with the number of those left out beside them."""
+    """The first `MAX_METRICS` figures, and the number left out."""
     if (num_more := len(metrics) - MAX_METRICS) <= 0:
         return metrics
     return {**dict(islice(metrics.items(), MAX_METRICS)), "names left out": float(num_more)}
 
 
 def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns name → mean over the records that have it, sorted by name."""
+    """Means by name, over the records that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, value in record.items():
@@ -72,7 +71,7 @@ def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
-    """Raises UserError where no response at all could be scored: the task is at fault, and nothing can be
+    """Raises UserError where no response could be scored: the task is at fault, and nothing can be
     learned.
 
     where: a run's first step or evaluation.
@@ -86,11 +85,8 @@ def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
 
 
 def describe_constant(rewards: Sequence[Reward], where: str) -> list[str]:
-    """Returns a line about each reward function that gives every response the same, from two on. It is no
-    error: a hard task may begin without any reward.
-
-    where: such as "step 1".
-    """
+    """A line about each reward function that gives all responses the same. No error: a hard task may begin
+    without any reward."""
     scored = [reward.parts for reward in rewards if reward.is_scored]
     if len(scored) < 2:
         return []
@@ -113,14 +109,15 @@ class Pending:
 
     response: Completion
     parts: dict[bool, Reward] = field(default_factory=dict)
-    """Whether functions gave it (else the task's own score) → a part of the reward."""
+    """By source: reward functions (True) or the task's own score."""
 
 
 class RewardPool:
-    """Scores responses in worker processes. Use it from one thread; `submit` and `complete` never wait.
+    """Used from one thread; `submit` and `complete` never wait.
 
-    num_workers: processes; 0 scores inside `submit` and `complete`, without time-out, to debug a task.
-    timeout_seconds: time limit of one response, from the moment a worker takes it up; a group of n has n.
+    num_workers: 0 scores inside `submit` and `complete`, without time-out, to debug a task.
+    timeout_seconds: of one response, from the moment a worker takes it up; a group of n has n times as
+        long.
     """
 
     def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
@@ -145,8 +142,7 @@ class RewardPool:
         token_ids: Sequence[int] = (),
         step: int = 0,
     ) -> None:
-        """Takes a response, and queues it for its task's own score. Where reward functions count it is scored
-        once its group is complete.
+        """Queues a response for its task's own score. Reward functions wait for `complete`.
 
         step: updates behind the policy that wrote it.
         """
@@ -158,14 +154,13 @@ class RewardPool:
             self._queue(Job((response_id,), Call((response,), False)))
 
     def complete(self, group: Sequence[ResponseId]) -> None:
-        """Queues a whole group of submitted responses for the reward functions, which see it in this order.
-        Without reward functions it does nothing."""
+        """Queues a submitted group for the reward functions, in this order; without any it does nothing."""
         if self.by_group:
             responses = tuple(self._pending[response_id].response for response_id in group)
             self._queue(Job(tuple(group), Call(responses, True)))
 
     def withdraw(self, response_ids: Iterable[ResponseId]) -> None:
-        """Forgets these responses, which are scored elsewhere."""
+        """Forgets responses that are scored elsewhere."""
         for response_id in response_ids:
             del self._pending[response_id]
 
@@ -176,7 +171,7 @@ class RewardPool:
             self._done.put((job, self._scorer.answer(job.call)))
 
     def collect(self) -> dict[ResponseId, Reward]:
-        """Returns the new rewards, without waiting."""
+        """New rewards, without waiting."""
         rewards: dict[ResponseId, Reward] = {}
         with contextlib.suppress(Empty):
             while True:
@@ -184,11 +179,10 @@ class RewardPool:
         return rewards
 
     def drain(self, patience: float = math.inf) -> dict[ResponseId, Reward]:
-        """Waits for everything submitted and returns the new rewards. One call takes its time-out at most
-        twice, and the start of a worker where one has died.
+        """Waits for everything submitted. A call takes its time-out at most twice, and the start of a
+        worker where one has died.
 
-        patience: seconds after which it raises UserError, naming the task and the unscored responses;
-            infinite where no other rank waits.
+        patience: seconds, then UserError names unscored responses; infinite where no other rank waits.
         """
         deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX / 2)  # a queue refuses more
         rewards: dict[ResponseId, Reward] = {}
@@ -217,7 +211,7 @@ class RewardPool:
                 return
 
     def close(self) -> None:
-        """Ends the workers at once and leaves nothing running. Closing twice is harmless."""
+        """May be called twice."""
         self.abandon()
         with self._lock:
             self._is_closed = True
@@ -237,8 +231,8 @@ class RewardPool:
         self.close()
 
     def _next(self, timeout: float) -> dict[ResponseId, Reward]:
-        """Waits for the next result and returns the rewards that it makes whole; what was abandoned or
-        withdrawn has none. Raises Empty after `timeout` seconds."""
+        """Waits for a result; returns the rewards that it completes, but of no abandoned or withdrawn
+        response. Raises Empty after `timeout` seconds."""
         job, result = self._done.get(timeout=timeout)
         rewards: dict[ResponseId, Reward] = {}
         for number, (response_id, response) in enumerate(
@@ -257,7 +251,6 @@ class RewardPool:
         return rewards
 
     def _serve(self) -> None:
-        """Serves jobs in a thread with workers of its own."""
         place = _Place(self._start)
         while (job := self._jobs.get()) is not None:
             try:
@@ -270,7 +263,7 @@ class RewardPool:
         place.leave()
 
     def _answer(self, call: Call, place: _Place) -> list[Reward]:
-        """Returns the answer to a call; tries again where the worker was lost."""
+        """Tries again where the worker was lost."""
         lost_with = lost_before = 0
         while True:
             try:
@@ -287,7 +280,7 @@ class RewardPool:
                     return call.refused(f"{loss}; {told}")
 
     def _start(self) -> Worker:
-        """Starts a worker. Raises _Closed once the pool is closed, and OSError."""
+        """Raises _Closed once the pool is closed, and OSError."""
         with self._lock:
             if self._is_closed:
                 raise _Closed
@@ -301,9 +294,9 @@ class _Closed(Exception):
 
 
 class _Place:
-    """The worker of one thread, started ahead of its first call and replaced when it was killed.
+    """The worker of one thread, started ahead of its first call and replaced when killed.
 
-    The first death starts a spare worker, too: a task that imports much takes longer to start than to score.
+    The first death starts a spare, too: a task that imports much takes longer to start than to score.
     """
 
     def __init__(self, start: Callable[[], Worker]) -> None:
@@ -312,7 +305,7 @@ class _Place:
         self._spare: Worker | None = None
 
     def answer(self, call: Call, timeout_seconds: float) -> list[Reward]:
-        """Has the worker answer a call. Raises WorkerLost, and the errors of `start`."""
+        """Raises WorkerLost, and the errors of `start`."""
         worker = self._worker = self._worker or self._start()
         try:
             return worker.answer(call, timeout_seconds)
@@ -321,7 +314,6 @@ class _Place:
                 self._worker, self._spare = self._spare or self._start_ahead(), self._start_ahead()
 
     def leave(self) -> None:
-        """Ends its workers."""
         for worker in filter(None, (self._worker, self._spare)):
             worker.kill()
 

@@ -1,15 +1,13 @@
 """The score of a response: its task's own, the weighted sum of reward functions, or both.
 
-A task scores each response alone. A reward function is called as TRL calls it (1.16,
-`GRPOTrainer._calculate_rewards`), with all responses of a group:
+A task scores each response alone, a reward function a group, called as TRL calls it (1.16,
+`GRPOTrainer._calculate_rewards`):
 
     f(prompts=[p, p], completions=[c, d], completion_ids=[[…], […]], **columns, trainer_state=…, …) ->
     [float | None, float | None]
 
-Tasks and reward functions are the user's code: an exception becomes the error of the responses that the call
-was given.
-
-This file runs in reward workers: it imports nothing heavy.
+Both are the user's code: an exception becomes the error of the call's responses. Reward workers run this
+file: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ if TYPE_CHECKING:
     import asyncio
 
 OWN_SCORE = "task"
-"""The name of a task's own score among the reward functions."""
+"""A task's own score among the reward functions."""
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
-"""A problem's columns for its prompt; the first that it has becomes the argument `prompts`."""
+"""The first that a problem has becomes the argument `prompts`."""
 
 NOT_COLUMNS = (*PROMPT_KEYS, "completion", "completion_ids")
 
@@ -46,24 +44,22 @@ MAX_METRICS, MAX_NAME = 100, 100
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """The rule by which responses are scored; its values survive JSON."""
+    """How responses are scored; values survive JSON."""
 
     task: str
-    """A task that comes with TLT, or the user's own (`tlt.base.io.plugins`)."""
+    """Ours, or the user's own (`tlt.base.io.plugins`)."""
     functions: Sequence[str] = ()
-    """The user's functions, named likewise, and "task" for the task's own score. Empty: that alone."""
+    """The user's, named likewise, and "task" for the task's own score; empty: that alone."""
     weights: Sequence[float] = ()
-    """One for each function; empty: 1 each."""
+    """Of the functions; empty: 1 each."""
     solved_at: float = 1.0
-    """The least reward of a solved response, where the task's own score is not among the functions."""
+    """Least reward of a solved response, unless the task's own score counts."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The task's, for its warm-up."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A response to score."""
-
     problem: dict[str, Any]
     text: str
     token_ids: tuple[int, ...] = ()
@@ -72,27 +68,25 @@ class Completion:
 
 
 class Call(NamedTuple):
-    """What is computed at once: the task's own score of one response, or all reward functions of a group."""
+    """One response for the task's own score, or a group for all reward functions."""
 
     responses: tuple[Completion, ...]
     is_group: bool
 
     def refused(self, why: str) -> list[Reward]:
-        """Returns an answer without scores."""
+        """An answer without scores."""
         return [Reward(0.0, False, why, task=_task_of(response)) for response in self.responses]
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The part of transformers' TrainerState that a reward function is given."""
+    """The part of transformers' TrainerState that reward functions are given."""
 
     global_step: int
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's reward function with its weight."""
-
     name: str
     """As in metrics.jsonl."""
     spec: str
@@ -101,7 +95,7 @@ class RewardFunction:
     call: Callable[..., Any] = field(repr=False)
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the offered arguments that the function takes; all of them where it has **kwargs."""
+        """The offered arguments that the function takes; all where it has **kwargs."""
         parameters = inspect.signature(self.call).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return dict(offered)
@@ -119,14 +113,14 @@ class RewardFunction:
 
 
 class Unscorable(Exception):
-    """A response has no score; the text says why."""
+    """The text says why a response has no score."""
 
 
 class Scorer:
-    """Scores responses by the rule of `spec`. Raises UserError for an unknown task or function.
+    """Raises UserError for an unknown task or function.
 
-    Coroutines of reward functions run in one event loop, which lives as long as the scorer, so that clients
-    keep their connections.
+    Coroutines of reward functions share an event loop that lives as long as the scorer: clients keep their
+    connections.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -148,23 +142,23 @@ class Scorer:
 
     @property
     def by_group(self) -> bool:
-        """Whether reward functions count, which are given whole groups."""
+        """Whether reward functions count, which need whole groups."""
         return bool(self.functions)
 
     def check(self, problem: Mapping[str, Any]) -> None:
-        """Raises UserError where a reward function needs an argument that such a problem does not offer."""
+        """Raises UserError where a reward function needs an argument that this problem does not offer."""
         offered = _offer([Completion(dict(problem), "")], {})
         for function in self.functions:
             function.check(offered)
 
     def score(self, group: Sequence[Completion]) -> list[Reward]:
-        """Returns the rewards of a group's responses, with an error where there is none."""
+        """Rewards of a group, with an error where there is no score."""
         alone = [self.answer(Call((one,), False))[0] if self.scores_alone else None for one in group]
         together = self.answer(Call(tuple(group), True)) if self.by_group else [None] * len(group)
         return [self.combine(*parts) for parts in zip(alone, together, strict=True)]
 
     def answer(self, call: Call) -> list[Reward]:
-        """Returns a part of the reward of each response; `combine` joins the parts."""
+        """Each response's part of its reward; `combine` joins the parts."""
         try:
             if call.is_group:
                 return self._score_by_functions(call.responses)
@@ -175,10 +169,10 @@ class Scorer:
             return [_unscored(response, error) for response in call.responses]
 
     def combine(self, alone: Reward | None, together: Reward | None) -> Reward:
-        """Returns the reward of a response from its parts. None: the rule has no such part.
+        """Joins a response's parts. None: the rule has no such part.
 
         alone: the task's own score.
-        together: the weighted sum of what the functions gave.
+        together: the weighted sum of the functions' rewards.
         """
         found = [part for part in (together, alone) if part is not None]
         failed = next((part for part in found if part.error), None)
@@ -199,11 +193,9 @@ class Scorer:
         return Reward(total, is_solved, "", parts, {} if together is None else together.metrics, task)
 
     def warm_up(self) -> None:
-        """Has the task get ready to score."""
         warm_up(self.task, self.spec.options)
 
     def close(self) -> None:
-        """Ends the event loop, if there is one."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
@@ -217,7 +209,7 @@ class Scorer:
         ]
 
     def _weigh(self, response: Completion, given: Sequence[Any], metrics: Mapping[str, float]) -> Reward:
-        """Returns the weighted sum of what the functions gave a response, without those that gave None."""
+        """The weighted sum of a response's rewards, None left out."""
         pairs = [(f, reward) for f, reward in zip(self.functions, given, strict=True) if reward is not None]
         try:
             parts = {f.name: _to_number(reward, f"{f.name}: ") for f, reward in pairs}
@@ -227,7 +219,7 @@ class Scorer:
         return Reward(total, False, "", parts, metrics, _task_of(response))
 
     def _call_functions(self, offered: Mapping[str, Any], num: int) -> list[list[Any]]:
-        """Returns `num` rewards of each function. Coroutines run side by side."""
+        """`num` rewards of each function. Coroutines run side by side."""
         results = [_attempt(function, offered) for function in self.functions]
         awaited = iter(self._await([result for result in results if inspect.isawaitable(result)]))
         given = []
@@ -246,7 +238,7 @@ class Scorer:
         return given
 
     def _await(self, awaitables: list[Awaitable[Any]]) -> list[Any]:
-        """Returns their results and exceptions."""
+        """Results and exceptions."""
         if not awaitables:
             return []
         import asyncio  # only here: without it a worker starts a third faster
@@ -258,7 +250,7 @@ class Scorer:
 
 
 def score_by_task(task: Task, response: Completion) -> tuple[float, bool]:
-    """Returns (reward, solved) of the task's own score. Raises Unscorable."""
+    """(reward, solved). Raises Unscorable."""
     try:
         result = task.score(response.problem, response.text)
     except (Exception, SystemExit) as error:
@@ -272,7 +264,6 @@ def score_by_task(task: Task, response: Completion) -> tuple[float, bool]:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """Returns the reward function of that name (`tlt.base.io.plugins`). Raises UserError."""
     function: Callable[..., Any] = get_object(f"reward function {spec!r}", spec)
     if not callable(function):
         raise UserError(f"reward function {spec!r} is a {type(function).__name__}; give a function")
@@ -285,7 +276,7 @@ def _task_of(response: Completion) -> str:
 
 
 def _unscored(response: Completion, error: BaseException) -> Reward:
-    """Returns the reward of a response without a score. Ctrl-C is no reason: a worker handles it itself."""
+    """Ctrl-C is no reason: a worker handles it itself."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     why = hide(str(error)) if isinstance(error, Unscorable) else describe(error)
@@ -293,8 +284,8 @@ def _unscored(response: Completion, error: BaseException) -> Reward:
 
 
 def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[str, Any]:
-    """Returns all arguments that a reward function may take. A column that some problems lack holds None
-    there. `log_metric` adds to `logged`; `log_extra` does nothing, as no table of completions is kept."""
+    """All arguments that a reward function may take. A column is None where a problem lacks it.
+    `log_metric` adds to `logged`; `log_extra` does nothing, as no table of completions is kept."""
     problems = [response.problem for response in group]
     prompts = [_prompt_of(problem) for problem in problems]
     columns = [key for key in dict.fromkeys(chain(*problems)) if key not in NOT_COLUMNS]
@@ -314,14 +305,14 @@ def _prompt_of(problem: Mapping[str, Any]) -> Any:
 
 
 def _completion(prompt: Any, text: str) -> Any:
-    """Returns the response as TRL gives it: of a conversation a message, else the text."""
+    """As TRL gives it: a message in a conversation, else text."""
     is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
     return [{"role": "assistant", "content": text}] if is_chat else text
 
 
 def _log_metric(logged: dict[str, list[float]], name: Any, value: Any) -> None:
-    """Keeps a figure of a group. Its name goes into the run's records, so it is short and without
-    credentials. Raises ValueError for more names than a group may have."""
+    """The name goes into the run's records, so it is short and without credentials. Raises ValueError for
+    too many names."""
     text = hide(" ".join(visible(str(name)).split()))
     text = text if len(text) <= MAX_NAME else text[: MAX_NAME - 1] + "…"
     if text not in logged and len(logged) == MAX_METRICS:
@@ -354,14 +345,14 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _short_names(functions: Iterable[str]) -> dict[str, str]:
-    """Returns function → the object's name; with its module where two names are equal."""
+    """Function → the object's name; with its module where two names are equal."""
     short = {function: function.rpartition(":")[2] for function in functions}
     counts = Counter([OWN_SCORE, *short.values()])
     return {function: name if counts[name] == 1 else function for function, name in short.items()}
 
 
 def _to_number(value: Any, place: str = "") -> float:
-    """Returns a finite number; text is none. Raises Unscorable."""
+    """Finite; text is no number. Raises Unscorable."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -3,8 +3,8 @@
     parent    Worker.answer ─▶ pipe: ScoreRequest ─▶ Scorer.answer
     worker    ready, or an error ◀─ run_worker() ─▶ pipe: ScoreAnswer, for every request
 
-A worker is lost when it dies, is late, or sends a message that is no answer to its request. It is then
-killed. Each worker has a pipe of its own, so that the parent knows which call a lost one had.
+A worker is lost, and killed, when it dies, is late, or sends a message that is no answer to its request.
+Each has its own pipe, so that the parent knows the call of a lost worker.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tlt.base.types import Reward
 from tlt.tasks.rewards.scoring import Call, RewardSpec, Scorer
 
 START_SECONDS = 120.0
-"""Time limit for a worker to start and to import its task."""
+"""For a worker to start and to import its task."""
 EXIT_SECONDS = 5.0
-"""Time limit for a worker to end after it has closed its pipe; its exit code goes into the error."""
+"""For a worker to end after it has closed its pipe; its exit code goes into the error."""
 NO_ANSWER = "the worker's pipe brought what is no answer to the request"
 
 
@@ -65,10 +65,9 @@ class Worker:
         self.is_ready = self.is_killed = False
 
     def answer(self, call: Call, timeout_seconds: float) -> list[Reward]:
-        """Has the worker answer a call. Raises WorkerLost.
+        """Raises WorkerLost.
 
-        The responses of a worker that cannot import its task have that error: the next worker could not,
-        either.
+        A worker that cannot import its task answers with that error: the next worker could not, either.
         """
         if not self.is_ready and (reason := self._await_start()):
             self.kill()
@@ -91,12 +90,12 @@ class Worker:
         raise self._lost(NO_ANSWER, had_call=True)
 
     def kill(self) -> None:
-        """Kills the process; a second call does nothing. Another thread that reads the pipe finds its end."""
+        """A thread that reads the pipe finds its end. May be called twice."""
         self._helper.kill()
         self.is_killed = True
 
     def _await_start(self) -> str:
-        """Returns why the worker cannot begin; "": it can."""
+        """Why the worker cannot begin; "": it can."""
         if not self.pipe.poll(max(self._deadline - time.monotonic(), 0.0)):
             raise self._lost(f"the worker did not start within {START_SECONDS:g} s", had_call=False)
         reason = self._read(had_call=False)
@@ -106,8 +105,7 @@ class Worker:
         return reason
 
     def _read(self, had_call: bool) -> Any:
-        """Returns the next message. Raises WorkerLost at the pipe's end, and for bytes that are no
-        message."""
+        """Raises WorkerLost at the pipe's end, and for bytes that are no message."""
         try:
             return self.pipe.recv()
         except ConnectionResetError:  # it died with the request unread
@@ -128,7 +126,7 @@ class Worker:
 
 
 def _fits(rewards: list[Any], call: Call) -> bool:
-    """Whether an answer has a reward for each response; the user's code could write to the pipe."""
+    """The user's code could write to the pipe."""
     return len(rewards) == len(call.responses) and all(isinstance(one, Reward) for one in rewards)
 
 
@@ -136,7 +134,7 @@ def _fits(rewards: list[Any], call: Call) -> bool:
 
 
 def run_worker(pipe: Connection[ScoreAnswer | str, ScoreRequest], spec: str) -> None:
-    """Runs in the worker: sends why it cannot begin, or "", and then scores until the pipe ends.
+    """Sends why the worker cannot begin, or "", then scores until the pipe ends.
 
     In a fork of the user's code that returns here the pipe is closed, so that it ends, too.
     """

@@ -1,4 +1,4 @@
-"""What every "auto" of a configuration means on this machine, as a run decides it."""
+"""What every "auto" of a configuration means on this machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tlt.training.build.world import device_of, engine_dtype, layout_of
 
 
 def resolve_here(config: Config) -> Iterator[tuple[str, str, bool]]:
-    """Yields (key, its value here with the reason, whether it can be resolved) for each key that may be
-    "auto". A key that cannot be has the error as its text, or names the key that has the same."""
+    """Yields (key, value and reason, can be resolved) for each key that may be "auto". Instead of a value:
+    the error, or the key that has the same error."""
     keys: dict[str, Callable[[Config], str]] = {
         "run.device": _device,
         "run.num_ranks": _ranks,

@@ -20,8 +20,8 @@ from tlt.training.update.update import PolicyTrainer
 def build_policy_trainer(
     config: Config, model: Model, world: World, is_sharded: bool = False
 ) -> PolicyTrainer:
-    """Builds the policy's trainer, with a trained copy of the model's tensors. A KL term also needs a frozen
-    reference: a second copy, or the base itself beside LoRA adapters that begin at zero."""
+    """The policy is a trained copy of the model's tensors. A KL term adds a frozen reference: a second
+    copy, or the base beside LoRA adapters that begin at zero."""
 
     def build() -> Transformer:
         policy, seed = plan_policy(config, model.config), config.run.seed
@@ -48,7 +48,6 @@ def build_policy_trainer(
 
 
 def reward_spec(config: Config) -> RewardSpec:
-    """Returns the specification of a run's rewards, for reward workers."""
     rewards = config.rewards
     return RewardSpec(
         config.task.name, rewards.functions, rewards.weights, rewards.solved_at, config.task.options
@@ -56,25 +55,24 @@ def reward_spec(config: Config) -> RewardSpec:
 
 
 def master_dtype(config: Config) -> torch.dtype:
-    """Returns the dtype of trained weights: float32, unless the engine computes in float64."""
+    """Of trained weights: float32, unless the engine computes in float64."""
     return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
 
 
 def saved_dtype(config: Config) -> torch.dtype:
-    """Returns the dtype that the policy is saved in: that of the starting model, or float64 where the run
-    computes in it."""
+    """The starting model's, or float64 where the run computes in it."""
     trained = master_dtype(config)
     return trained if trained == torch.float64 else stored_dtype(model_folder(config))
 
 
 def base_dtype(config: Config) -> torch.dtype:
-    """Returns the dtype of frozen weights: lora.base_dtype, by default the master dtype."""
+    """Of frozen weights."""
     wanted = config.lora.base_dtype
     return master_dtype(config) if wanted is None else resolve_dtype(wanted)
 
 
 def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
-    """Returns the policy's module on the meta device, without memory."""
+    """On the meta device, without memory."""
     with torch.device("meta"):
         policy = Transformer(shape, config.parallel.checkpoint_activations).to(base_dtype(config))
     if config.lora.rank:
@@ -83,10 +81,8 @@ def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
 
 
 def build_policy(policy: Transformer, model: Model, device: torch.device, seed: int = 0) -> Transformer:
-    """Fills a planned policy with copies of the model's tensors and the adapters' initial values. Returns it.
-
-    seed: of the adapters.
-    """
+    """Fills a planned policy with copies of the model's tensors and the adapters' initial values, drawn by
+    `seed`."""
 
     def start(name: str, shape: torch.Size) -> Tensor:
         return _start_of_adapter(model, name, shape, seed) if is_of_adapter(name) else model.tensors[name]
@@ -99,8 +95,7 @@ def build_policy(policy: Transformer, model: Model, device: torch.device, seed: 
 def build_sharded_policy(
     policy: Transformer, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
 ) -> Transformer:
-    """Fills a planned policy with this rank's slices of the same tensors. Every rank calls it, and reads its
-    own slices alone.
+    """Fills a planned policy with this rank's slices. Every rank calls it, and reads its own slices alone.
 
     param_dtype: see `shard`.
     """

@@ -1,4 +1,4 @@
-"""A run's configuration → the settings of its engine."""
+"""A run's configuration → the settings of each rank's engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tlt.training.build.ranks import local_ranks
 
 
 def engine_settings(config: Config, device: torch.device | str) -> EngineSettings:
-    """Returns the settings of the engine that a run has on each rank."""
     rollout, dtype = config.rollout, resolve_dtype(config.run.dtype, torch.device(device).type)
     return EngineSettings(
         rollout.speculation,

@@ -1,5 +1,4 @@
-"""Builds the WatchedDrafter of a run: the copy that is trained, its trainer, and what measures both
-copies."""
+"""Builds a run's WatchedDrafter: the trained copy, its trainer, and what measures both copies."""
 
 from __future__ import annotations
 
@@ -27,10 +26,9 @@ def watch_drafter(
     seed: int,
     share: float = 0.0,
 ) -> DrafterTraining:
-    """Returns the engine's learned drafter as the run trains and measures it; the base, which does nothing,
-    where the engine has none.
+    """Returns a DrafterTraining that does nothing where the engine has no learned drafter.
 
-    seed: of the choice of training windows, which differs by rank.
+    seed: of the training windows; every rank draws its own.
     share: see WatchedDrafter.
     """
     drafter, target = engine.drafter, engine.target

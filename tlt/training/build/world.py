@@ -1,4 +1,4 @@
-"""A run's configuration → its ranks at work: what they compute on, how the policy lies on them."""
+"""A run's configuration → device, dtype and layout of its ranks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,17 @@ from tlt.training.ranks.world import (
 
 
 def device_of(config: Config) -> DeviceChoice:
-    """Returns the kind of device that this machine's ranks compute on."""
     place, num_ranks = find_place(), local_ranks(config)
     has_own_gpu = place is not None and place.has_own_gpu and torch.cuda.is_available()
     return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else num_gpus(config))
 
 
 def engine_dtype(config: Config) -> torch.dtype:
-    """Returns the number type of the engine on this machine's kind of device."""
     return resolve_dtype(config.run.dtype, device_of(config).name)
 
 
 def layout_of(config: Config) -> LayoutChoice:
-    """Returns whether the policy is replicated or sharded. Raises UserError for keys that contradict it."""
+    """Raises UserError for keys that contradict the layout."""
     wanted = config.parallel.param_dtype
     layout = choose_layout(config.parallel.policy, all_ranks(config), device_of(config).name)
     if not layout.is_sharded and wanted is not None and resolve_dtype(wanted) != master_dtype(config):
@@ -44,10 +42,7 @@ def layout_of(config: Config) -> LayoutChoice:
 
 
 def join_ranks(config: Config, met: Rendezvous | None = None) -> World:
-    """Joins the ranks that the environment describes, with the configured threads and device.
-
-    met: their rendezvous, if it has taken place already.
-    """
+    """met: the ranks' rendezvous, if it has taken place already."""
     torch.set_num_threads(config.run.threads_per_rank)
     is_sharded = layout_of(config).is_sharded
     device, timeout = device_of(config).name, config.run.timeout_seconds

@@ -1,7 +1,7 @@
-"""The console of a run: a header, a table that grows by one line per step, and a summary at the end.
+"""The console of a run: a header, a table with a line per step, a summary.
 
-On a terminal it has colours and live lines below the table (live_lines.py). In a file or pipe, on a dumb
-terminal or under NO_COLOR it is the same table in plain lines, which the log in the run's folder has, too.
+On a terminal it has colours and live lines (live_lines.py). In a file or pipe, on a dumb terminal or under
+NO_COLOR the table is in plain lines, as in the log.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tlt.training.report.words import cut, duration, when
 WIDTH = 100
 ROWS_PER_HEADER = 25
 SECONDS_PER_LINE = 60.0
-"""Off a terminal, between two lines about the progress of a step or an evaluation."""
+"""Between two plain lines about the progress of a step or an evaluation."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its heading in two lines, its format, and whether a narrow terminal omits it."""
+    """Headed by title and unit; a narrow terminal omits a spare column."""
 
     title: str
     unit: str
@@ -62,7 +62,7 @@ def _lengths(record: StepRecord) -> str:
 
 
 def _used(seconds: Mapping[str, float]) -> str:
-    """Formats the share of idle time in which ranks did not rest."""
+    """The share of idle time in which ranks did not rest."""
     total = sum(seconds.values())
     return _share(1 - seconds.get(IdleUse.REST, 0.0) / total if total else math.nan)
 
@@ -91,12 +91,12 @@ def _row_width(columns: Sequence[Column]) -> int:
 
 
 class Console:
-    """Prints a run. `close` it, or use `with`.
+    """`close` it, or use `with`.
 
     enabled: False: every method does nothing, as on ranks other than the leader.
-    num_steps: of the whole run, for the progress bar; None: no bar.
-    log: file to which the plain lines are appended, too; None: none.
-    stopping: what the live lines say when the user has asked the run to stop; empty until then.
+    num_steps: of the whole run; None: no progress bar.
+    log: file that gets the plain lines, too.
+    stopping: what the live lines say once the user has asked the run to stop; until then empty.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Console:
 
     @contextmanager
     def status(self, what: str, is_noted: bool = True) -> Iterator[None]:
-        """Shows what the body does, such as "evaluating on 256 held-out problems", in the live lines.
+        """Shows the body's work in the live lines, such as "evaluating on 256 held-out problems".
 
-        is_noted: whether the plain lines say it, too.
+        is_noted: the plain lines say it, too.
         """
         if is_noted:
             self._print_plain(_note(f"{what} …"))
@@ -153,8 +153,8 @@ class Console:
                 self._live.what = outer
 
     def progress(self, progress: PhaseProgress | None) -> None:
-        """Shows how far the step or evaluation is, in the live lines, and once a minute in the plain ones.
-        Any thread may call it. None: it has ended."""
+        """In the live lines, and once a minute in the plain ones. Any thread may call it. None: the phase
+        has ended."""
         if self._live is not None:
             self._live.progress = progress
         now = self._clock()
@@ -184,7 +184,6 @@ class Console:
         self._print(Text())
 
     def note(self, text: str) -> None:
-        """Prints a line between the table's rows."""
         self._print(_note(text))
 
     def step(self, record: StepRecord) -> None:
@@ -205,13 +204,12 @@ class Console:
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:
-        """Prints how many responses have no score, and why the first has none."""
         if num_errors := record.rewards.num_errors:
             counts = f"{num_errors} of {record.rollout.num_responses} responses could not be scored"
             self.note(f"step {record.step}: {counts}; the first: {record.rewards.first_error}")
 
     def sample(self, prompt: str, text: str, reward: float | None) -> None:
-        """Prints a response in two lines, as long as the screen is wide. reward: None: it has no score."""
+        """In two lines, as long as the screen is wide. reward: None: no score."""
         value = "no score" if reward is None else f"{reward:.3f}"
         for console in self._all:
             width = console.width - len(f"      ▸ {value}  ")
@@ -229,11 +227,7 @@ class Console:
         reward: float | None = None,
         is_best: bool = False,
     ) -> None:
-        """Prints an evaluation after `step` updates.
-
-        solve_rate, reward: None: omitted.
-        is_best: whether it is better than all before it.
-        """
+        """After `step` updates. solve_rate, reward: None: omitted."""
         figures = [] if reward is None else [f"reward {reward:.3f}"]
         figures += [] if solve_rate is None else [f"{solve_rate:.1%} solved"]
         line = Text("      ◆ ", style="yellow")
@@ -269,9 +263,9 @@ class Console:
     def summary(
         self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str], title: str = "training complete"
     ) -> None:
-        """Prints the run's results as rows of name and value: a panel, or plain lines off a terminal.
+        """A panel, or plain lines off a terminal.
 
-        next_commands: commands to try, one a line, so that they can be copied.
+        next_commands: one a line, so that they can be copied.
         """
         self.close()
         self._print(Text())

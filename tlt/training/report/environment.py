@@ -16,7 +16,7 @@ from tlt import __version__
 from tlt.base.io.files import Record, parse_json, read_appended, write_jsonl
 
 FILE = "environment.jsonl"
-"""A file of a run's folder: a line for each time that the run was started or resumed."""
+"""In a run's folder: a line for each start and resume."""
 PACKAGES = ("transformers", "tokenizers", "safetensors", "numpy", "vllm")
 
 
@@ -36,13 +36,13 @@ def environment() -> dict[str, Any]:
 
 
 def append_environment(folder: Path, began: float, num_ranks: int) -> None:
-    """Notes in a run's folder where this attempt runs. began: Unix time."""
+    """began: Unix time of this attempt."""
     record = {"began": began, "ranks": num_ranks, **_of_this_process()}
     write_jsonl(folder / FILE, [*read_environments(folder), record])
 
 
 def read_environments(folder: Path) -> list[Record]:
-    """Returns the file's lines, an attempt each; none where there is no file."""
+    """An attempt each; none without a file."""
     return read_appended(folder / FILE, _parse, "environment")
 
 
@@ -69,7 +69,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _git(*words: str) -> str:
-    """Asks git about the checkout of this code. An installed package has none: its commit is "unknown"."""
+    """Of this code's checkout. An installed package has none: its commit is "unknown"."""
     here = ["git", "-C", str(Path(__file__).parents[3]), "--git-dir=.git"]
     try:
         done = subprocess.run([*here, *words], capture_output=True, text=True, check=True)

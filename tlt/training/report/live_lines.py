@@ -1,4 +1,4 @@
-"""The live lines of a terminal, below the table: what the run does now, and how far it is.
+"""The live lines of a terminal, below the table.
 
 ⠋ step 4 of 80                                          ━━━━━━━╸        9 min 21 s left
   37 / 64 responses · 1,204 tok/s · longest 512 tokens
@@ -23,18 +23,14 @@ from tlt.training.report.progress import PhaseProgress
 from tlt.training.report.words import duration
 
 REFRESHES_PER_SECOND = 2
-"""A refresh takes about a millisecond from the engine that shares this process."""
+"""A refresh takes about a millisecond from the engine in this process."""
 
 
 class LiveLines:
-    """Draws the lines until `stop`.
-
-    what: what the run does other than generating a step's responses; empty: nothing else.
-    progress: of the step or evaluation; None: no phase is under way.
-
+    """what: the run's work other than generating a step's responses; empty: none.
+    progress: None: no phase is under way.
     num_steps: of the whole run; None: no bar.
-    stopping: what is said when the user has asked the run to stop; empty until then.
-    """
+    stopping: said once the user has asked the run to stop; until then empty."""
 
     def __init__(
         self, console: rich.console.Console, num_steps: int | None, stopping: Callable[[], str] = str

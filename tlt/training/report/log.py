@@ -1,4 +1,4 @@
-"""console.log in a run's folder: the plain lines of the screen, and what the launcher says on stderr."""
+"""console.log in a run's folder: the screen's plain lines, and the launcher's on stderr."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LOG = "console.log"
 
 
 def append_to(path: Path) -> TextIO:
-    """Returns a stream that appends to a file. One that cannot be written is said once, on stderr."""
+    """A file that cannot be written is said once, on stderr."""
     return forgive(cast(TextIO, _Log(path)), str(path))
 
 
 @contextmanager
 def logging_stderr(path: Path) -> Iterator[None]:
-    """Appends the lines "tlt: …" that this process writes on stderr to this file, too."""
+    """Appends this process's lines "tlt: …" on stderr to the file, too."""
     with redirect_stderr(cast(TextIO, _Copied(sys.stderr, path))):
         yield
 
 
 class _Log(io.TextIOBase):
-    """Appends to a file that several processes print into: it is open for one write at a time."""
+    """Several processes print into the file: it is open for one write at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class _Log(io.TextIOBase):
 
 
 class _Copied(Guarded):
-    """A stream whose lines "tlt: …", each written in one piece, go to a log, too, while it has a folder."""
+    """Lines "tlt: …", each written in one piece, go to the log, too, while it has a folder."""
 
     def __init__(self, stream: TextIO, path: Path) -> None:
         super().__init__(stream, lambda _: discard(stream))

@@ -1,4 +1,4 @@
-"""The rows of a run's summary: its gain on held-out problems, its time, and the paths of its products."""
+"""The rows of a run's summary: gain on held-out problems, time, paths of products."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from tlt.training.report.words import duration, near
 
 @dataclass(frozen=True)
 class Gain:
-    """The first and the last evaluation of the same held-out problems, as pairs (first, last).
+    """The first and the last evaluation of the same held-out problems, as pairs.
 
     steps: updates done.
-    rewards: mean rewards.
-    p_value: of the paired difference in what evaluations are judged by.
-    by_reward: whether that is the reward; else it is the solve rate.
+    by_reward: evaluations are judged by the reward; else by the solve rate.
+    p_value: of the paired difference in it.
     """
 
     steps: tuple[int, int]
@@ -33,17 +32,14 @@ class Gain:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a run.
-
-    gain: None: there are no two evaluations to compare.
+    """gain: None: there are no two evaluations to compare.
     left_out: why the first or the last evaluation is not in the gain.
     num_steps: updates done.
     seconds: since the user's command began.
     recorded_seconds: of all steps and evaluations; None: this command has done all of them.
-    speedup: by speculation, of the run's rollouts; None: not measured.
+    speedup: None: not measured.
     drafted: size of the last step's draft vocabulary, and the share of tokens in it; None: the whole
-        vocabulary.
-    """
+        vocabulary."""
 
     gain: Gain | None
     left_out: Sequence[str]
@@ -75,7 +71,7 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
 def evaluation_rows(
     solved: Mapping[str, float], rewards: Mapping[str, float], seconds: float, products: Mapping[str, Path]
 ) -> Iterator[tuple[str, Text]]:
-    """Yields the summary of an evaluation alone. solved, rewards: by problem."""
+    """Of an evaluation alone. solved, rewards: by problem."""
     rate, error = _mean_and_error(solved)
     yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
     reward, error = _mean_and_error(rewards)
@@ -111,5 +107,5 @@ def _rise(before: float, after: float, form: str) -> Text:
 
 
 def written_p_value(value: float) -> str:
-    """Returns a p value as it follows the letter p: = 0.012 or < 0.0001."""
+    """As it follows the letter p: = 0.012 or < 0.0001."""
     return "< 0.0001" if value < 1e-4 else f"= {value:.2g}"

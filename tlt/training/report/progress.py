@@ -1,4 +1,4 @@
-"""The progress of a phase in figures and words: what every replica has generated, and what it does now."""
+"""The progress of a phase: what every replica has generated, and does now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Doing(StrEnum):
-    """What a replica does now, as the screen words it."""
+    """As the screen words it."""
 
     GENERATE = "generating"
     TAKE_OVER = "taking over"
@@ -21,12 +21,10 @@ class Doing(StrEnum):
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """What one replica has done since the phase began.
+    """Since the phase began.
 
-    finished: responses, those of its journal included.
-    tokens: tokens generated.
+    finished: responses, the journal's included.
     longest: tokens of its longest running response; 0: none runs.
-    doing: what it does now.
     """
 
     finished: int
@@ -45,12 +43,12 @@ class ReplicaProgress:
 
 @dataclass(frozen=True)
 class PhaseProgress:
-    """What all replicas have done since the phase began.
+    """All replicas together.
 
     finished, total: responses.
-    speed: tokens per second of late, of all replicas; None: not known yet.
+    speed: recent tokens per second; None: not known yet.
     longest: tokens of the longest running response; 0: none runs.
-    doing: number of replicas by what they do.
+    doing: number of replicas.
     """
 
     finished: int
@@ -61,7 +59,6 @@ class PhaseProgress:
 
     @staticmethod
     def of(replicas: Sequence[ReplicaProgress], total: int, speed: float | None) -> PhaseProgress:
-        """Sums over the replicas. total: responses of the phase."""
         return PhaseProgress(
             sum(replica.finished for replica in replicas),
             total,
@@ -81,7 +78,7 @@ class PhaseProgress:
 
     @property
     def ranks(self) -> str:
-        """Returns in words what the ranks do; empty if all generate."""
+        """Empty if all generate."""
         if not any(self.doing.get(doing) for doing in Doing if doing is not Doing.GENERATE):
             return ""
         return "ranks: " + ", ".join(f"{num} {doing}" for doing in Doing if (num := self.doing.get(doing)))

@@ -1,4 +1,4 @@
-"""Measurements in turns, and the ratio of what is paired, with its interval.
+"""Measurements in turns, and ratios of pairs with their interval.
 
 off ▕ on ▕ on ▕ off ▕ off ▕ on …
 """
@@ -27,7 +27,7 @@ class Ratio:
 
     mean: float
     low: float | None
-    """None: a single pair gives no interval."""
+    """None: a single pair."""
     high: float | None
     values: tuple[float, ...]
 
@@ -44,12 +44,12 @@ class Ratio:
 
     @staticmethod
     def between(base: Sequence[float], other: Sequence[float]) -> Ratio:
-        """Returns base / other, pair by pair."""
+        """base / other, pair by pair."""
         return Ratio.of([a / b for a, b in zip(base, other, strict=True)])
 
 
 def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> Iterator[dict[str, list[T]]]:
-    """Runs every task once a round, in alternating order. Yields all results after each round."""
+    """Every task once a round, in alternating order. Yields all results after each round."""
     results: dict[str, list[T]] = {name: [] for name in tasks}
     for index in range(num_rounds):
         for name in tasks if index % 2 == 0 else reversed(list(tasks)):
@@ -58,7 +58,7 @@ def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> It
 
 
 def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
-    """As `rounds_in_turns`; returns each task's results, round by round."""
+    """Returns each task's results, round by round."""
     *_, results = rounds_in_turns(tasks, num_rounds)
     return results
 

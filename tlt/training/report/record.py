@@ -1,7 +1,8 @@
-"""The record of a step, a JSON line of metrics.jsonl, and the paired test that says whether training helped.
+"""The record of a step, a JSON line of metrics.jsonl, and the paired test that says whether training
+helped.
 
-JSON has no NaN: a quantity that does not exist (the accept length of a step without verification) is null in
-the file and NaN in the record.
+JSON has no NaN: a quantity that does not exist (the accept length of a step without verification) is null
+in the file and NaN in the record.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tlt.base.types import UserError
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise.
 
-    step: its number, counted from 1 as everywhere: step n makes the policy of n updates.
+    step: counted from 1: step n makes the policy of n updates.
     policy_version: updates behind the policy that generated its responses, step - 1.
     step_seconds: duration of the whole step.
     cpu_seconds: processor time of all ranks.
@@ -62,7 +63,7 @@ class StepRecord:
 
     @staticmethod
     def from_json(line: str) -> StepRecord:
-        """Reads a line. Raises ValueError that names the wrong fields."""
+        """Raises ValueError that names the wrong fields."""
         values = parse_json(line)
         refuse_endless(values)
         try:
@@ -75,8 +76,8 @@ class StepRecord:
         return record
 
     def figures(self) -> dict[str, float]:
-        """Returns the finite numbers by their path in the line: rollout/accept_length,
-        rollout/response_tokens/p95. A list's items are counted from 1: idle/preemption_seconds_1."""
+        """Finite numbers by path: rollout/accept_length, rollout/response_tokens/p95. A list's items are
+        counted from 1: idle/preemption_seconds_1."""
         left_out = {"step", "finished_at"} | ({"speedup"} if not self.speedup.num_tokens else set())
         return dict(_numbers("", {k: value for k, value in vars(self).items() if k not in left_out}))
 
@@ -98,7 +99,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _nan_for_null(value: Any) -> Any:
-    """Replaces null by NaN, in place."""
+    """In place."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for place, item in items:
         value[place] = _nan_for_null(item)
@@ -106,8 +107,8 @@ def _nan_for_null(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Appends and flushes one line per step. Opening keeps an earlier attempt's lines up to step `last_kept`,
-    so that no step stands twice in the file."""
+    """Flushes every line. Opening keeps an earlier attempt's lines up to step `last_kept`: no step stands
+    twice in the file."""
 
     def __init__(self, path: str | Path, last_kept: int) -> None:
         self.path = Path(path)
@@ -135,7 +136,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """Reads a metrics.jsonl, also while it is written."""
+    """Also while it is written."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
@@ -155,13 +156,13 @@ def paired_sign_flip_test(
     num_permutations: int = 100_000,
     seed: int = 0,
 ) -> float:
-    """Returns the p value of the null hypothesis that training changed nothing, from one pair of scores per
-    problem.
+    """Returns the p value of the null hypothesis that training changed nothing, from one pair of scores
+    per problem.
 
-    Under the null, each difference after - before is as likely to have either sign. p = the share of sign
-    patterns whose mean difference is at least the observed one (one-sided: training helped). Exact, over all
-    2^n patterns of the n differences other than 0, where these are at most `num_permutations`; otherwise from
-    that many random patterns, the observed one counted among them (p is never 0; Phipson & Smyth 2010).
+    Under the null each difference after - before has either sign with equal probability. p: the share of
+    sign patterns whose mean difference is at least the observed one (one-sided). Exact, over all 2^n
+    patterns of the n nonzero differences, where these are at most `num_permutations`; else from as many
+    random patterns and the observed one (p is never 0; Phipson & Smyth 2010).
     """
     if len(before) != len(after):
         counts = f"{len(before)} scores before and {len(after)} after"

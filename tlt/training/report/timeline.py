@@ -4,9 +4,9 @@
              | prefill | decode | speculate                | update           |
     rank 1   | prefill | decode | train drafter ........... | update           |
 
-Recording appends to a list, `flush` to `timeline.rank<R>.jsonl`; `merge_timelines` writes timeline.json from
-all ranks' files. Times in files are Unix seconds of rank 0's clock, so that ranks and resumed runs share one
-axis. No fault in reading or writing ends the run: what is missing is said.
+`flush` appends to `timeline.rank<R>.jsonl`; `merge_timelines` writes timeline.json from all ranks' files.
+Times in files are Unix seconds of rank 0's clock: ranks and resumed runs share one axis. No fault in
+reading or writing ends the run: what is missing is said.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
 DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
 """Training itself, and the averaging, publishing and measuring at its end."""
 MERGE_GAP_SECONDS = 0.001
-"""Successive spans of one name with at most this gap are merged, engine steps where strategy and batch size
-are equal, too."""
+"""Successive spans of one name with at most this gap are merged; engine steps only at equal strategy and
+batch size."""
 
 _EPOCH_ROUNDS = 7
-"""Exchanges in which ranks on different machines compare their clocks."""
+"""Exchanges that compare clocks between machines."""
 _NAME = re.compile(r"timeline\.rank(\d+)\.jsonl", re.ASCII)
 _LONGEST_LINE = 1 << 16
-"""Bytes of the longest line that is read."""
+"""Bytes that are read of a line."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The offsets of a rank's monotonic clock, which counts from its machine's start.
+    """Offsets of a rank's monotonic clock, which counts from its machine's start.
 
-    to_rank_0: seconds to add to get rank 0's monotonic clock; exactly 0 on the same machine.
-    to_unix: seconds to add to get rank 0's Unix time.
-    machine: name of the clock's machine.
+    to_rank_0: seconds to add for rank 0's monotonic clock; exactly 0 on the same machine.
+    to_unix: seconds to add for rank 0's Unix time.
+    machine: the clock's.
     """
 
     to_rank_0: float = 0.0
@@ -61,12 +61,12 @@ class Epoch:
 
 
 class Timeline:
-    """Records the spans of one rank.
+    """The spans of one rank.
 
-    path: file that `flush` appends to, behind the spans of earlier attempts; None: nothing is written.
+    path: `flush` appends to it; None: nothing is written.
     epoch: from `shared_epoch`; by default the clock itself is the axis.
-    clock: monotonic seconds, by which all spans are measured.
-    say: receives one line if the file cannot be written; then nothing more is.
+    clock: monotonic seconds.
+    say: gets one line if the file cannot be written; then nothing more is.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Records the body of `with timeline.span("decode"): …`, at a cost of about 1 µs. Spans may nest."""
+        """Costs about 1 µs. Spans may nest."""
         start = self.clock()
         try:
             yield
@@ -125,11 +125,11 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """Returns the spans recorded since the last flush, merged, on this rank's own clock."""
+        """Since the last flush, merged, on this rank's own clock."""
         return [_span(row) for row in self._spans]
 
     def flush(self) -> None:
-        """Appends the recorded spans to the file, once a step. Without a file they stay until `clear`."""
+        """Once a step. Without a file spans stay until `clear`."""
         if self._path is None or not self._spans:
             return
         epoch = self.epoch.to_unix
@@ -149,8 +149,8 @@ class Timeline:
 def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
     """Compares this rank's clock with rank 0's. Every rank calls it.
 
-    On one machine the ranks share the monotonic clock, and the answer is exact. Between machines it is the
-    median over rounds, as exact as the ranks leave `gather` together.
+    Exact on one machine, whose ranks share the monotonic clock. Between machines the median over rounds,
+    as exact as the ranks leave `gather` together.
 
     gather: a barrier that returns all ranks' values, in the order of ranks.
     """
@@ -173,8 +173,7 @@ def rank_path(directory: str | Path, rank: int) -> Path:
 
 
 def read_spans(directory: str | Path) -> dict[int, list[Span]]:
-    """Returns the flushed spans of a run by rank, in Unix seconds of rank 0. Raises UserError for a damaged
-    file."""
+    """By rank, in Unix seconds of rank 0. Raises UserError for a damaged file."""
     return {
         rank: [_span(row) for row in read_appended(path, read_row, "span")]
         for rank, path in timeline_paths(Path(directory)).items()
@@ -182,8 +181,8 @@ def read_spans(directory: str | Path) -> dict[int, list[Span]]:
 
 
 def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
-    """Writes a Chrome trace of all ranks' files, a row per rank, starting at 0. Returns one line about each
-    part that could not be read or written."""
+    """Writes a Chrome trace of all ranks, starting at 0. Returns a line about each part that could not be
+    read or written."""
     paths, rows, missing = timeline_paths(Path(directory)), dict[int, _Rows](), []
     for rank, path in paths.items():
         try:
@@ -224,15 +223,15 @@ def timeline_paths(directory: Path) -> dict[int, Path]:
 
 
 MOST = 1 << 53
-"""Counts of a row are below."""
+"""Bound of a row's counts."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a file, read from it when they are iterated over.
+    """The rows of a file, read while they are iterated over.
 
-    offsets: bytes where rows begin, by start time; of rows that start together the longest first, as nested
-        spans are drawn.
+    offsets: bytes where rows begin, by start time; of equal starts the longest first, as nested spans are
+        drawn.
     first: the earliest start.
     num_bad: lines that are no rows.
     """
@@ -250,7 +249,7 @@ class _Rows:
 
 
 def _find_rows(path: Path) -> _Rows:
-    """Finds rows without parsing them. A last line torn by a kill is left out."""
+    """A last line torn by a kill is left out."""
     check_is_file(path)
     offsets, starts, ends, offset, num_bad = array("q"), array("d"), array("d"), 0, 0
     with path.open("rb") as file:
@@ -270,8 +269,8 @@ def _find_rows(path: Path) -> _Rows:
 
 
 def read_row(line: str | bytes) -> list[Any]:
-    """Reads [name, start, end, busy seconds, spans merged, strategy, running sequences, tokens]; the last
-    three stand in lines of engine steps alone."""
+    """[name, start, end, busy seconds, spans merged, strategy, running sequences, tokens]; only lines of
+    engine steps have the last three."""
     text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
     name, start, end, busy, count, *batch = json.loads(text)
     seconds = float(start), float(end), float(busy)
@@ -313,10 +312,10 @@ def _microseconds(seconds: float) -> float:
 def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
     """Returns the share of the steps' seconds that drafter training adds to the critical path.
 
-    In each step ("step" spans of any one rank) it adds the seconds of `DRAFTER_TRAINING` after the end of the
-    last response, on the rank that spends most. Earlier training runs beside generation and adds nothing. (A
-    response handed over to a training rank waits for a micro-step; this is not counted.) Generation within an
-    "evaluate" span belongs to no step.
+    A step ("step" spans of any one rank) adds the seconds of `DRAFTER_TRAINING` after the last response's
+    end, on the rank that spends most; earlier training runs beside generation. (A response handed over to
+    a training rank waits for a micro-step; this is not counted.) Generation within an "evaluate" span
+    belongs to no step.
     """
     all_spans = list(chain(*spans_by_rank.values()))
     all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
@@ -340,7 +339,7 @@ def _lies_in(span: Span, others: Sequence[Span]) -> bool:
 
 
 def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
-    """Returns the seconds of [start, end] in the union of these spans: nested ones count once."""
+    """Seconds of [start, end] in the union of these spans: nested ones count once."""
     pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
     covered, reached = 0.0, start
     for piece_start, piece_end in pieces:

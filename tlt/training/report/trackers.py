@@ -1,6 +1,6 @@
-"""Trackers: those of `accelerate.tracking` by name, or the user's own; and the process that each runs in.
+"""Trackers, of `accelerate.tracking` by name or the user's own, and the process that each runs in.
 
-That process imports this module, so nothing heavy is imported here: a library is when its tracker begins.
+That process imports this module: a library is imported only when its tracker begins.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from tlt.base.types import UserError
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts of a run that a tracker receives before its first figures.
+    """What a tracker receives before its first figures.
 
     run_id: the same in all attempts at this run, and in no other run.
-    folder: the run's.
-    config: all settings, section → key → value.
+    config: section → key → value.
     step: updates done by earlier attempts.
     """
 
@@ -45,10 +44,9 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Receives the figures of one run. The run goes on whatever it raises and however long it takes.
+    """Receives the figures of one run, which goes on whatever a tracker raises and however long it takes.
 
-    One that has a method `log_table(step, name, columns, rows)` receives the samples of run.show_samples,
-    too.
+    With a method `log_table(step, name, columns, rows)` it receives the samples of run.show_samples, too.
     """
 
     def begin(self, run: TrackedRun) -> str:
@@ -56,7 +54,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds figures (name → finite number) of the policy after `step` updates. A step may be repeated."""
+        """Figures are finite, by name, of the policy after `step` updates. A step may be repeated."""
         ...
 
     def finish(self) -> None:
@@ -66,19 +64,19 @@ class Tracker(Protocol):
 
 _SAME = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
 NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "tensorboard": "tensorboardX"}
-"""The trackers of accelerate, and the package that each needs."""
+"""accelerate's trackers → the package that each needs."""
 EXTRAS = ("wandb", "tensorboard", "trackio")
 """Trackers that an extra of the same name installs, with accelerate."""
 RANK_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 MLFLOW_TAG = "tlt.run_id"
-"""Tag of a run in MLflow, by which later attempts find it."""
+"""By which later attempts find a run in MLflow."""
 
 
 class Accelerated:
-    """A tracker of `accelerate.tracking`. Account, server and mode are its library's own settings in the
-    environment."""
+    """A tracker of `accelerate.tracking`. Account, server and mode are its library's own environment
+    variables."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -111,7 +109,7 @@ class Accelerated:
         self._tracker.log(dict(values), step=step)
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Adds a table where the library has tables, else text in Markdown. DVCLive has neither."""
+        """A table where the library has tables, else text in Markdown. DVCLive has neither."""
         match self.name:
             case "wandb" | "clearml":
                 self._tracker.log_table(name, [*columns], [[*row] for row in rows], step=step)
@@ -163,11 +161,11 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
-    """Returns the project and the library's options for a tracker of accelerate.
+    """Returns the project and the library's options.
 
-    W&B continues the run of the same id, Trackio that of the same name, so its name contains the id, MLflow
-    that with the same tag. TensorBoard hides later steps of earlier attempts. The others begin a run for each
-    attempt, with the id in its name.
+    W&B continues the run of the same id, MLflow that with the same tag, Trackio that of the same name,
+    which therefore contains the id. TensorBoard hides later steps of earlier attempts. The others begin a
+    run for each attempt, with the id in its name.
     """
     unique, resumed = f"{run.name}-{run.run_id}", {"resume": "allow", "config": dict(run.config)}
     match name:
@@ -193,8 +191,7 @@ def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
 
 
 def _earlier_in_mlflow(project: str, run_id: str) -> str | None:
-    """Returns MLflow's id of the run that an earlier attempt has begun, and that would otherwise stay RUNNING
-    if the attempt was killed; None: there is none."""
+    """MLflow's id of an earlier attempt's run, which would stay RUNNING if that attempt was killed."""
     found = importlib.import_module("mlflow").search_runs(
         experiment_names=[os.environ.get("MLFLOW_EXPERIMENT_NAME", project)],
         filter_string=f"tags.`{MLFLOW_TAG}` = '{run_id}'",
@@ -209,8 +206,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UserError for an unknown tracker, and for one whose package is not installed. Imports the user's
-    own trackers only."""
+    """Raises UserError for an unknown tracker or a missing package. Imports the user's own trackers only."""
     for name in names:
         if name in NAMES:
             if missing := [package for package in (NAMES[name], "accelerate") if not _is_installed(package)]:
@@ -249,7 +245,7 @@ def _has_wandb_key(environ: Mapping[str, str]) -> bool:
 
 
 def _wandb_setting(name: str) -> str:
-    """Reads W&B's own files, of this folder or of the user; empty: in neither."""
+    """From W&B's own files, of this folder or of the user; empty: in neither."""
     user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
     settings = configparser.ConfigParser(interpolation=None)
     with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
@@ -266,15 +262,11 @@ def _is_installed(package: str) -> bool:
 
 
 class Point(NamedTuple):
-    """The figures of one step, name → number."""
-
     step: int
     values: Mapping[str, float]
 
 
 class TableOf(NamedTuple):
-    """A table of one step."""
-
     step: int
     name: str
     columns: Sequence[str]
@@ -282,18 +274,18 @@ class TableOf(NamedTuple):
 
 
 Message = TrackedRun | Point | TableOf | None
-"""First the run, then its figures and tables; None: the end."""
+"""First the run, then figures and tables; None: the end."""
 
 
 class Answer(NamedTuple):
-    """The answer to a message. text: where the figures can be seen, or why the message failed."""
+    """text: where the figures can be seen, or why the message failed."""
 
     is_done: bool
     text: str = ""
 
 
 def work(pipe: Connection[Answer, Message], name: str) -> None:
-    """Runs in the tracker's process: obeys and answers the pipe's messages until it ends."""
+    """Runs in the tracker's process, until the pipe ends."""
     tracker: Tracker | None = None
     with contextlib.suppress(EOFError):
         while True:

@@ -4,8 +4,8 @@
                                                ▲                        │
                                                └── done, or why not ────┘
 
-A tracker that cannot begin, hangs or dies is dropped; one whose `log` fails misses that step. Either is said
-once, in one line, and the run goes on. metrics.jsonl has all figures in any case.
+A tracker that cannot begin, hangs or dies is dropped; a failed `log` misses that step. Either is said
+once, and the run goes on: metrics.jsonl has all figures.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tlt.training.report.trackers import Answer, Message, Point, TableOf, Tracke
 
 
 def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda text: None) -> str:
-    """Returns the run's id for trackers: made once, kept in the folder's tracking.json. Raises UserError if
-    tracking.json and `known` differ: two runs are mixed.
+    """Made once, kept in the folder's tracking.json. Raises UserError if it and `known` differ: two runs
+    are mixed.
 
     known: the id in the run's checkpoint or journal; empty: there is none.
-    say: receives one line if tracking.json cannot be read; it is moved aside then.
+    say: gets one line if tracking.json cannot be read, and is moved aside.
     """
     path = folder / "tracking.json"
     found = read_run_id(folder)
@@ -77,9 +77,9 @@ def _move_aside(path: Path) -> Path:
 class Patience:
     """Seconds until a tracker is given up.
 
-    answer: to begin, or to take a step's figures; the run does not wait meanwhile.
-    finish: for all trackers together to finish, at the run's end; the run waits.
-    exit: for a process to end once all is delivered.
+    answer: to a message; the run does not wait meanwhile.
+    finish: of all trackers together, at the run's end; the run waits.
+    exit: of a process, once all is delivered.
     """
 
     answer: float = 120.0
@@ -88,24 +88,23 @@ class Patience:
 
 
 class Tracking:
-    """Hands figures to trackers; `track` makes one. Without trackers every method does nothing. Use it from
-    one thread."""
+    """Without trackers every method does nothing. Use it from one thread."""
 
     def __init__(self, feeds: Sequence[_Feed] = (), finish_seconds: float = 0.0) -> None:
         self._feeds, self._finish_seconds = feeds, finish_seconds
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queues figures of the policy after `step` updates; returns at once."""
+        """Of the policy after `step` updates; returns at once."""
         for feed in self._feeds:
             feed.put(Point(step, values))
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Queues a table of the step that made the policy of `step` updates; returns at once."""
+        """Of the step that made the policy of `step` updates; returns at once."""
         for feed in self._feeds:
             feed.put(TableOf(step, name, columns, rows))
 
     def finish(self) -> None:
-        """Waits until all is delivered or patience ends; ends the processes. A second call is harmless."""
+        """Waits until all is delivered or patience ends. May be called twice."""
         deadline = time.monotonic() + self._finish_seconds
         feeds, self._feeds = self._feeds, ()
         for feed in feeds:
@@ -123,7 +122,7 @@ NO_TRACKING: Final = Tracking()
 def track(
     names: Sequence[str], run: TrackedRun, say: Callable[[str], None], patience: Patience = Patience()
 ) -> Tracking:
-    """Starts the trackers called `names`. say: receives one line for the user, from any thread."""
+    """say: gets lines for the user, from any thread."""
     feeds = [_Feed(name, run, say, patience) for name in names]
     for feed in feeds:
         feed.start()
@@ -131,13 +130,13 @@ def track(
 
 
 class _Lost(Exception):
-    """The tracker is given up; the text says why."""
+    """The text says why the tracker is given up."""
 
 
 class _Feed(threading.Thread):
     """The run's side of one tracker: a queue, and the process that its messages go to.
 
-    The output of the tracker's library goes to tracking.log in the run's folder.
+    The library's output goes to tracking.log in the run's folder.
     """
 
     def __init__(self, name: str, run: TrackedRun, say: Callable[[str], None], patience: Patience) -> None:

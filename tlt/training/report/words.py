@@ -14,13 +14,13 @@ def when(step: int) -> str:
 
 
 def near(path: Path) -> str:
-    """Returns the path relative to the working directory if it lies there, else the absolute path."""
+    """Relative to the working directory if it lies there, else absolute."""
     absolute = path.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration: 41 s · 9 min 21 s · 3 h 07 min."""
+    """41 s · 9 min 21 s · 3 h 07 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Returns the text on one line of at most `width` cells: where it is longer, its beginning and end."""
+    """One line of at most `width` cells; a longer text keeps its beginning and end."""
     line = visible(" ".join(text.split()))
     if cell_len(line) <= width:
         return line

@@ -5,11 +5,10 @@
     run       ── copy ─▶ next step ──────────────────────────────────────────────────────▶ copy ─▶ …
     threads          └▶ each rank: write, hash, flush ─▶ rank 0: manifest ─▶ rename ─▶ remove older
 
-A rank copies and writes its own shards and an equal share of the tensors that all ranks hold; any number of
-ranks can read them (shards.py). A folder gets its name only when its manifest is in it. A run resumes from
-the newest one. It holds only what trains: a drafter's embedding and head are the policy's, and frozen tensors
-come from their own folder. Weights keep the precision that they are trained in, so that a resumed run is the
-same run. One checkpoint is in flight at a time.
+A rank writes its own shards and an equal share of the replicated tensors; any number of ranks can read
+them (shards.py). A folder gets its name only when its manifest is in it. It holds only what trains, in the
+precision it is trained in: a drafter's embedding and head are the policy's, and frozen tensors come from
+their own folder. One checkpoint is in flight at a time.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ from tlt.training.saved.shards import (
 )
 
 _VISIBLE_SECONDS = 60.0
-"""How long rank 0 waits to see another host's file, which network file systems show late."""
+"""Network file systems show another host's file late."""
 _GRACE_SECONDS = 10.0
-"""How long a process that ends waits for the checkpoint in flight."""
+"""For the checkpoint in flight when the process ends."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,9 @@ class Checkpoint:
     """One rank's state of a run.
 
     step: updates done.
-    run: the run's id.
     tensors: everything that trains, by name, DTensors if sharded; the same names on every rank.
-    counters: further state that all ranks share, as JSON.
-    own: further state of this rank alone, as JSON. A thread reads it later, so nobody may change it.
-    inputs: what the run computes from.
+    counters: other state that all ranks share, as JSON.
+    own: other state of this rank, as JSON. A thread reads it later, so nobody may change it.
     """
 
     step: int
@@ -85,7 +82,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint: its step and digest. By default the run's beginning."""
+    """A whole checkpoint; default: the run's beginning."""
 
     step: int = 0
     digest: str = ""
@@ -93,7 +90,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Report:
-    """A rank's message to rank 0: its files, name → (bytes, SHA-256), or why there are none."""
+    """A rank's message to rank 0. files: name → (bytes, SHA-256)."""
 
     files: Mapping[str, tuple[int, str]]
     failure: str = ""
@@ -103,13 +100,12 @@ class _Report:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `folder` in the background, together with the writers of the other ranks, which
-    make the same calls. End with `wait`, which raises the last failure.
+    """All ranks make the same calls. End with `wait`, which raises the last failure.
 
     keep: number of checkpoints that stay.
     patience: seconds to wait for another rank.
-    seconds: seconds spent in this rank's thread so far.
-    saved: the latest whole checkpoint, or the one that the run resumes from; None: there is none.
+    seconds: spent in this rank's thread so far.
+    saved: the latest whole checkpoint, or the resumed one; None: there is none.
     """
 
     def __init__(self, folder: Path, world: World, keep: int = 2, patience: float = PATIENCE_SECONDS) -> None:
@@ -122,8 +118,8 @@ class CheckpointWriter:
         self._step = self._number = 0
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Copies the state and starts to write it; does nothing if this step is saved. Raises the failure of
-        the checkpoint before, as `wait` does."""
+        """Copies the state and starts to write it; a saved step is skipped. Raises the failure of the
+        checkpoint before."""
         self.wait()
         if self.saved is not None and checkpoint.step == self.saved.step:
             return
@@ -136,8 +132,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the checkpoint in flight is written by all ranks. Raises UserError, on all ranks, if it
-        could not be written, nearly always because the disk is full."""
+        """Waits until all ranks have written the checkpoint in flight. Raises UserError, on all ranks, if
+        they could not, nearly always because the disk is full."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -151,8 +147,8 @@ class CheckpointWriter:
             ) from error
 
     def close(self) -> None:
-        """Ends the writer when the run ends by an error: gives the checkpoint in flight a moment, then waits
-        for no other rank."""
+        """For a run that ends by an error: gives the checkpoint in flight a moment, then waits for no
+        other rank."""
         if self._thread is not None:
             self._thread.join(_GRACE_SECONDS)
             self._waiting.is_over.set()
@@ -167,7 +163,7 @@ class CheckpointWriter:
         self.seconds += time.perf_counter() - started
 
     def _write_with_others(self, checkpoint: Checkpoint, parts: Mapping[str, TensorPiece]) -> str:
-        """Writes the checkpoint together with the other ranks; returns its digest."""
+        """Returns the checkpoint's digest."""
         key = f"checkpoint/{self.folder}/{self._number}"
         new = self.folder / f".step-{checkpoint.step:08d}.new"
         mine = _write_share(new, parts, checkpoint.own, self.world.rank)
@@ -197,7 +193,7 @@ class CheckpointWriter:
 def _write_share(
     folder: Path, parts: Mapping[str, TensorPiece], own: Mapping[str, Any], rank: int
 ) -> _Report:
-    """Writes this rank's files. A failure is reported to the others, so that none waits for these files."""
+    """A failure is reported to the other ranks, so that none waits for these files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank-{rank:05d}"
@@ -212,8 +208,7 @@ def _write_share(
 
 
 def commit(new: Path, checkpoint: Checkpoint, reports: Sequence[_Report]) -> Manifest:
-    """Makes the folder that all ranks have written a checkpoint: writes its manifest, then renames it. Rank 0
-    calls it."""
+    """Makes the written folder a checkpoint: manifest, then rename. Rank 0 calls it."""
     if failure := next((report.failure for report in reports if report.failure), ""):
         raise OSError(failure)
     files = {name: FileDigest(*digest) for report in reports for name, digest in report.files.items()}
@@ -251,7 +246,6 @@ def commit(new: Path, checkpoint: Checkpoint, reports: Sequence[_Report]) -> Man
 
 
 def _await_file(path: Path, expected: FileDigest) -> None:
-    """Waits until this host sees the whole file."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not path.exists() or path.stat().st_size != expected.num_bytes:
         if time.monotonic() > deadline:
@@ -266,8 +260,8 @@ def _await_file(path: Path, expected: FileDigest) -> None:
 
 
 def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
-    """Returns the newest checkpoint and its manifest, as rank 0 reads it; None: there is none. A collective.
-    Raises UserError, on all ranks, if it is damaged."""
+    """The newest, as rank 0 reads it; None: there is none. A collective. Raises UserError, on all ranks,
+    if it is damaged."""
 
     def read() -> tuple[str, str] | None:
         if not world.is_leader:
@@ -286,10 +280,11 @@ def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
 def load_checkpoint(
     path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], world: World
 ) -> list[dict[str, Any]]:
-    """Fills this rank's tensors in place from a checkpoint, after all ranks have verified the files that they
-    need. Returns the own states of single ranks: first that of the rank that this one continues, then those
-    that no rank continues. Raises UserError, on all ranks, if anything is damaged, missing or another
-    run's."""
+    """Fills this rank's tensors in place, after all ranks have verified the files that they need.
+
+    Returns ranks' own states: its predecessor's first, then orphans'. Raises UserError, on all ranks, if
+    anything is damaged, missing or another run's.
+    """
     described = {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     if difference := describe_state(described, manifest):
         raise UserError(

@@ -3,8 +3,7 @@
     new run        Inputs ─▶ manifest of every checkpoint, header of every journal
     resumed run    Inputs ◀─ compared ─▶ the earlier ones: the same, or one line that says what differs
 
-Reward code may change, because people fix it; the user is told. Keys that say how long and on what a run runs
-may change, too. Data and model are compared by digests, which say that something differs, not what.
+Reward code may change, because people fix it; the user is told.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from tlt.models.hf.tokenizer import Tokenizer  # which takes a second
 
 Values = Mapping[str, Mapping[str, Any]]
-"""Values of a configuration, by section and key."""
+"""Section → key → value."""
 
 MAY_CHANGE_ON_RESUME = {
     "run": {
@@ -54,28 +53,27 @@ _MODEL_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""Files of a base model, besides its weights, on which tokens and their probabilities depend."""
+"""Files besides weights that tokens and their probabilities depend on."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NAMES = {"train": "training problems", "test": "held-out problems"}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, as digests; by default nothing is known, and any other inputs agree."""
+    """Digests, by default unknown: unknown inputs agree with any."""
 
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The resolved configuration itself, as JSON."""
+    """Resolved, as JSON."""
     problems: dict[str, str] = field(default_factory=dict)
-    """Digest of the problems, with everything that they are scored by, by split."""
+    """By split, with everything that they are scored by."""
     model: dict[str, str] = field(default_factory=dict)
-    """Digests of the base model's files besides its weights, by name."""
+    """By name, of the base model's files besides its weights."""
     weights: str = ""
-    """Digest of the policy's first weights, which are also the KL's reference; empty: unknown."""
+    """Of the policy's first weights, which are also the KL's reference; empty: unknown."""
     code: dict[str, str] = field(default_factory=dict)
-    """Digest of the user's tasks and reward functions, by module."""
+    """By module, of the user's tasks and reward functions."""
     resolved: dict[str, str] = field(default_factory=dict)
-    """What is resolved from the tokenizer's files: `resolved_from`, and digests of the problems without their
-    prompts, by split."""
+    """From the tokenizer's files: `resolved_from`, and by split digests of the problems without prompts."""
 
     @staticmethod
     def of(
@@ -86,13 +84,10 @@ class Inputs:
         adapter: Path | None = None,
         resolved: Mapping[str, str] | None = None,
     ) -> Inputs:
-        """Returns the inputs of a run.
-
-        problems: problems by split.
+        """problems: by split.
         model: folder of the base model.
-        adapter: folder of the adapter that the policy starts from, if any.
-        resolved: what `resolved_from` returns.
-        """
+        adapter: folder of the adapter that the policy starts from.
+        resolved: see `resolved_from`."""
         rows = {split: digest_of_problems(some, with_prompts=False) for split, some in problems.items()}
         paths = [model / name for name in _MODEL_FILES]
         if adapter is not None:
@@ -109,9 +104,8 @@ class Inputs:
     def refuse_other(self, was: Inputs, config: Config, when: str) -> None:
         """Raises UserError if the run had other inputs.
 
-        was: the run's earlier inputs.
-        config: the configuration of these.
-        when: when the run had the earlier ones, for the message.
+        was: the earlier inputs.
+        when: when the run had them, for the message.
         """
         remedy = "or begin a new run in another --run.out_dir"
         if (change := find_change(was.config, config)) is not None:
@@ -150,17 +144,15 @@ class Inputs:
             )
 
     def changed_code(self, was: Inputs) -> list[str]:
-        """Returns the user's modules that have changed."""
+        """Modules of the user's."""
         return [module for module, digest in was.code.items() if self.code.get(module, digest) != digest]
 
 
 NO_INPUTS: Final = Inputs()
-"""Unknown inputs."""
 
 
 def find_change(was: Values, config: Config) -> tuple[str, Any, Any] | None:
-    """Returns (section.key, old value, new value) of the first changed key that a resumed run may not
-    change."""
+    """(section.key, old, new) of the first change that a resumed run may not make."""
     for section, values in config.model_dump(mode="json").items():
         for key, value in values.items():
             before = was.get(section, {}).get(key, value)
@@ -176,14 +168,13 @@ def _may_change(section: str, key: str, config: Config) -> bool:
 
 
 def resolved_from(tokenizer: Tokenizer, params: SamplingParams) -> dict[str, str]:
-    """Returns what a run takes from the tokenizer's files besides prompts, as text: ids that end a response,
-    and ids that its text leaves out."""
+    """As text: ids that end a response, and ids that its text leaves out."""
     return {"stop ids": str([*params.stop_ids]), "special ids": str(sorted(tokenizer.hidden_ids))}
 
 
 def digest_of_problems(problems: Sequence[Problem], with_prompts: bool = True) -> str:
-    """Returns the digest of problems in their order, with everything that they are scored by. Of a value that
-    JSON does not have only the type counts."""
+    """In their order, with everything that they are scored by. Of a value that JSON does not have only the
+    type counts."""
     digest = hashlib.sha256()
     for problem in problems:
         data = {key: value for key, value in problem.data.items() if with_prompts or key != "in_thought"}
@@ -195,13 +186,13 @@ def digest_of_problems(problems: Sequence[Problem], with_prompts: bool = True) -
 
 
 def code_of(config: Config) -> dict[str, Path]:
-    """Returns the files of the user's own tasks and reward functions, by module."""
+    """Module → file of the user's own tasks and reward functions."""
     found = {split_name(name)[0]: source_of(name) for name in _names_of(config)}
     return {module: path for module, path in found.items() if path is not None}
 
 
 def files_of(config: Config) -> dict[str, Path]:
-    """Returns the files and folders on this machine that a run reads, by the keys that name them."""
+    """Files and folders on this machine that a run reads, by the keys that name them."""
     named = {
         "model.path": config.model.path,
         "model.adapter": config.model.adapter,
@@ -214,7 +205,7 @@ def files_of(config: Config) -> dict[str, Path]:
 
 
 def _names_of(config: Config) -> Iterator[str]:
-    """Yields the names of all tasks and reward functions, a mixture's parts included."""
+    """Tasks and reward functions, a mixture's parts included."""
     yield config.task.name
     yield from config.rewards.functions
     for part in config.task.options.get("tasks", ()):

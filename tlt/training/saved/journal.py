@@ -1,5 +1,5 @@
-"""The journal: the responses that the replicas have generated since the latest checkpoint, written at once. A
-resumed run reads them, and generates none of them twice.
+"""The journal: responses generated since the latest checkpoint, so that a resumed run generates none
+twice.
 
     journal/step-00000020/replica-00001.0     header ▏ 1,000 tokens of a response ▏ the next 1,000 ▏ …
                  │                      │     … ▏ a finished response ▏ its reward
@@ -8,9 +8,9 @@ resumed run reads them, and generates none of them twice.
     begin(phase)     rank 0 reads the phase's earlier records ─▶ all ranks: fewer and shorter requests
     new checkpoint   begins a new folder; the one before stays, because it may hold responses of later steps
 
-So the steps since the checkpoint are redone as updates alone. Lost or damaged responses are generated again;
-the law gives the same tokens. Files survive the death of any process, and of a machine as far as its file
-system had written them.
+Steps since the checkpoint are redone as updates alone. Lost or damaged responses are generated again: the
+law gives the same tokens. Files survive the death of a process, and of a machine as far as its file system
+had written them.
 """
 
 from __future__ import annotations
@@ -42,20 +42,18 @@ from tlt.training.saved.run_folder import JOURNAL_FILES, step_folders
 
 _FORMAT = 3
 RUNNING_TOKENS = 1000
-"""A running response is written whenever it has grown by this many tokens, the most to be generated again."""
+"""A running response is written whenever it has grown by this many, the most to be generated again."""
 _NAME = re.compile(r"replica-(\d{5})\.(\d+)", re.ASCII)
 _STEPS = 32
 """Engine steps between two checks of the running responses."""
 
 
 class FileJournal(Journal):
-    """The journal of one replica, in the run's folder `journal`.
+    """The journal of one replica.
 
-    run: the run's id.
     saved: returns the latest whole checkpoint.
-    follows: digest of the checkpoint before the one that `saved` returns now. A file that follows neither is
-        not of this run's policies; it is removed, and `say` is called with a line.
-    inputs: what the run computes from.
+    follows: digest of the checkpoint before that. A file that follows neither is of other policies: it is
+        removed, and `say` gets a line.
     """
 
     def __init__(
@@ -148,8 +146,8 @@ class FileJournal(Journal):
         return file
 
     def _follow_checkpoint(self) -> None:
-        """Begins a new folder if there is a new whole checkpoint, and removes the folders before that of the
-        checkpoint before it."""
+        """A new whole checkpoint begins a new folder; folders before the previous checkpoint's are
+        removed."""
         if (now := self._saved()) == self._base:
             return
         self.close()
@@ -167,22 +165,20 @@ def _write(file: int, record: JournalRecord) -> None:
 
 
 def fingerprint(prompt_ids: tuple[int, ...]) -> int:
-    """Returns a checksum of a prompt."""
     return crc32(np.array(prompt_ids, "<i4").tobytes())
 
 
 # ── records of earlier attempts ────────────────────────────────────────────────────────────────────────────
 
 Location = tuple[Path, int]
-"""A record's file, and where it begins there."""
+"""File and offset of a record."""
 
 
 def find_phases(
     folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
 ) -> dict[str, list[Location]]:
-    """Returns the locations of every phase's records, in the order written, in the run's files that follow
-    one of these checkpoints (digests). Other files are removed. `say` is called with a line for each of them,
-    and for damage."""
+    """Phase → locations of its records, in the order written, in the run's files that follow one of these
+    checkpoints (digests). Other files are removed; `say` gets a line for each, and for damage."""
     phases: dict[str, list[Location]] = defaultdict(list)
     for path in _files_in(folder):
         if not path.is_file():
@@ -203,13 +199,12 @@ def find_phases(
 
 
 def _files_in(folder: Path, pattern: str = "step-*/replica-*") -> list[Path]:
-    """Returns the journal's files, by default of all replicas and attempts, the earliest checkpoint's
-    first."""
+    """By default of all replicas and attempts, the earliest checkpoint's first."""
     return sorted(path for path in folder.glob(pattern) if _NAME.fullmatch(path.name))
 
 
 def read_header(folder: Path) -> Mapping[str, Any] | None:
-    """Returns the header of a journal's newest file that has one, of any run; None: none has."""
+    """Of the newest file that has one, of any run."""
     for path in reversed([path for path in _files_in(folder) if path.is_file()]):
         with path.open("rb") as file:
             header = read_record(file)
@@ -220,7 +215,7 @@ def read_header(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _fault(header: JournalRecord | None, run: str, checkpoints: set[str]) -> str:
-    """Returns why the file with this header does not belong to the run; empty: it does."""
+    """Why the file with this header is not the run's; empty: it is."""
     about = {} if header is None else header.about
     if about.get("kind") != "journal":
         return "has no header as it was written"
@@ -234,7 +229,6 @@ def _fault(header: JournalRecord | None, run: str, checkpoints: set[str]) -> str
 
 
 def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecord]]:
-    """Yields the records at these locations, each with its file."""
     for path, place in places:
         with path.open("rb") as file:
             file.seek(place)
@@ -244,9 +238,9 @@ def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecor
 
 
 def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]:
-    """Returns the best record of every response. Within a file its stretches and its reward are joined; those
-    that do not follow each other are left out. Of several files the one with a reward counts, then the
-    finished one, then the one with most tokens."""
+    """Returns the best record of every response. Within a file its stretches and its reward are joined; a
+    stretch behind a gap is left out. Of several files: first by a reward, then by being finished, then
+    by tokens."""
     known: dict[tuple[Path, str, int], JournalRecord] = {}
     for path, record in records:
         problem_id, sample_index = record.about["key"]
@@ -271,7 +265,7 @@ def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]
 
 
 def _joined(before: Sequence[Any] | None, after: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Returns the drafts of two stretches; None where those of one are not known."""
+    """None: one stretch's drafts are not known."""
     return None if before is None or after is None else [*before, *after]
 
 
@@ -280,8 +274,7 @@ def _worth(record: JournalRecord) -> tuple[bool, bool, int]:
 
 
 def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecord]) -> Recalled:
-    """Returns what these records answer of the requests, and what is left to do. A response to another prompt
-    does not count."""
+    """Splits requests into responses and work that is left. A response to another prompt does not count."""
     known = {tuple(record.about["key"]): record for record in records}
     rollouts: list[Rollout] = []
     rewards: dict[ResponseId, Reward] = {}

@@ -1,10 +1,10 @@
-"""The records of a journal's file. They are appended; a checksum tells whether one is whole.
+"""The records of a journal's file, appended, each with a checksum.
 
     record     bytes of the payload, u32 │ CRC-32 of the payload, u32 │ payload
     payload    a line of JSON │ token ids, int32 │ log-probabilities, float64
 
-A killed process tears at most the last record. A damaged record ends its file, because nothing says where the
-next one begins.
+A killed process tears at most the last record. A damaged record ends its file: nothing says where the next
+one begins.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """A record: facts, and a stretch of a response, which may be empty."""
+    """Facts, as JSON, and a stretch of a response, perhaps empty: token ids and log-probabilities as in
+    the file."""
 
     about: Mapping[str, Any]
-    """The facts, as JSON."""
     tokens: bytes = field(default=b"", repr=False)
-    """The stretch's token ids, as in the file."""
     numbers: bytes = field(default=b"", repr=False)
-    """The stretch's log-probabilities, as in the file."""
 
     @staticmethod
     def of(
@@ -54,13 +52,12 @@ class JournalRecord:
         return tuple(np.frombuffer(self.numbers, _LOGPROB).tolist())
 
     def encode(self) -> bytes:
-        """Returns the record's bytes."""
         payload = json.dumps(self.about).encode() + b"\n" + self.tokens + self.numbers
         return _FRAME.pack(len(payload), crc32(payload)) + payload
 
     @staticmethod
     def decode(payload: bytes) -> JournalRecord:
-        """Returns the record in a payload. Raises ValueError if there is none."""
+        """Raises ValueError if a payload holds no record."""
         line, _, stretch = payload.partition(b"\n")
         about = json.loads(line)
         num, rest = divmod(len(stretch), _TOKEN.itemsize + _LOGPROB.itemsize)
@@ -71,7 +68,7 @@ class JournalRecord:
 
 
 def read_record(file: BinaryIO) -> JournalRecord | None:
-    """Reads the next record; None: there is no whole one, and the file's position stays."""
+    """None: there is no whole record, and the file's position stays."""
     start = file.tell()
     frame = file.read(_FRAME.size)
     if len(frame) == _FRAME.size:
@@ -87,8 +84,7 @@ def read_record(file: BinaryIO) -> JournalRecord | None:
 
 
 def read_records(file: BinaryIO) -> Iterator[tuple[int, JournalRecord]]:
-    """Yields (position, record) for the records from here on. At the end the file stands behind the last
-    one."""
+    """Yields (position, record). At the end the file stands behind the last record."""
     place = file.tell()
     while (record := read_record(file)) is not None:
         yield place, record

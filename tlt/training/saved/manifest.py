@@ -1,12 +1,11 @@
-"""The manifest of a checkpoint: its files with their digests, and a short description of their contents. It
-is written last, and makes the folder a checkpoint.
+"""The manifest of a checkpoint: its files with digests, and what is in them. Written last, it makes the
+folder a checkpoint.
 
     manifest.json   {"manifest": {step, ranks, version, run, inputs, counters, files: {name: bytes, SHA-256},
                                   tensors: {name: pieces}},
                      "sha256": of the manifest}
 
-A fault of a checkpoint is one line with the file, the fault and the remedy. A run never goes back to an older
-checkpoint by itself; the user decides.
+A run never goes back to an older checkpoint by itself; the user decides.
 """
 
 from __future__ import annotations
@@ -35,21 +34,17 @@ _FILES = re.compile(r"rank-\d{5}\.(safetensors|json)")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of manifest.json."""
-
     format: int
     step: int
     """Updates done."""
     num_ranks: int
-    """Ranks that wrote it."""
     law: int
     """Version of the sampling law."""
     tlt: str
     """Version of the package."""
     run: str
-    """The run's id."""
+    """Its id."""
     inputs: Inputs
-    """What the run computes from."""
     counters: dict[str, Any]
     """State besides tensors that all ranks share, as JSON."""
     files: dict[str, FileDigest]
@@ -57,11 +52,10 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the contents, which identifies the checkpoint."""
+        """SHA-256 of the contents: the checkpoint's identity."""
         return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Returns the text of manifest.json."""
         return _canonical({"manifest": asdict(self), "sha256": self.digest}) + "\n"
 
 
@@ -76,24 +70,23 @@ def _canonical(value: Any) -> str:
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
-    """Returns the folder of a step's checkpoint."""
     return checkpoints / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in a checkpoint folder's name; None: it is no such name."""
+    """None: it is no checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def all_checkpoints(checkpoints: Path) -> list[Path]:
-    """Returns the folders that have a checkpoint's name, whole or damaged, the newest first."""
+    """By name, whole or damaged, the newest first."""
     found = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return sorted((path for path in found if step_of(path) is not None), reverse=True)
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """Returns the newest checkpoint, whole or damaged; None: there is none."""
+    """Whole or damaged."""
     return next(iter(all_checkpoints(checkpoints)), None)
 
 
@@ -101,7 +94,7 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of the checkpoint in a folder. Raises UserError if anything is wrong with it."""
+    """Raises UserError if anything is wrong with it."""
     file = path / MANIFEST
     try:
         text = read_file(file)
@@ -113,7 +106,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, path: Path) -> Manifest:
-    """Returns the manifest, which must be the one that was written for this folder."""
+    """Raises UserError unless it is as written, for this folder."""
     try:
         described = json.loads(text)
         body, digest = described["manifest"], described["sha256"]
@@ -147,7 +140,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
 
 
 def _contradiction(manifest: Manifest) -> str:
-    """Returns what cannot be true of any checkpoint, although the digest is right; empty: nothing."""
+    """What no checkpoint can have, although the digest is right; empty: nothing."""
     if strange := [name for name in manifest.files if not _FILES.fullmatch(name)]:
         return f"no checkpoint has a file {strange[0]!r}"
     of_ranks = {f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)}
@@ -160,7 +153,7 @@ def _contradiction(manifest: Manifest) -> str:
 
 
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises UserError for the first of these files that is missing, damaged, or holds other pieces than the
+    """Raises UserError for the first file that is missing, damaged, or holds other pieces than the
     manifest says."""
     for name in sorted(names):
         expected = manifest.files.get(name)
@@ -184,7 +177,7 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _pieces_in(file: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns the tensors with their pieces in one file alone."""
+    """Tensors with their pieces in one file alone."""
     found = {}
     for name, tensor in tensors.items():
         if pieces := tuple(piece for piece in tensor.pieces if piece[0] == file):
@@ -193,8 +186,7 @@ def _pieces_in(file: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Stor
 
 
 def damaged(path: Path, file: str, fault: str) -> UserError:
-    """Returns the error for a damaged file of a checkpoint. Its remedy names the next older checkpoint, if
-    any."""
+    """The remedy names the next older checkpoint, if any."""
     older = [other for other in all_checkpoints(path.parent) if other.name < path.name]
     remedy = "start a new run in another --run.out_dir: there is no older checkpoint"
     if older:
@@ -203,8 +195,7 @@ def damaged(path: Path, file: str, fault: str) -> UserError:
 
 
 def describe_state(tensors: Mapping[str, tuple[str, tuple[int, ...]]], manifest: Manifest) -> str:
-    """Returns in a few words how a run's tensors, name → (dtype, shape), differ from a checkpoint's; empty:
-    they do not."""
+    """How a run's tensors, name → (dtype, shape), differ from a checkpoint's; empty: they do not."""
     stored = {name: (tensor.code, tensor.shape) for name, tensor in manifest.tensors.items()}
     differing = sorted({name for name, _ in stored.items() ^ tensors.items()})
     if not differing:

@@ -1,5 +1,4 @@
-"""Reads files of responses, one a line (`tlt generate`, run.keep_responses), and checks their token ids
-against a model."""
+"""Reads files of responses (`tlt generate`, run.keep_responses), and checks token ids against a model."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Ids = tuple[int, ...]
 
 
 def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]:
-    """Reads responses to train a drafter on; their log-probabilities are left out."""
+    """To train a drafter on: without log-probabilities."""
     read = _read(path, "--responses", vocab_size=vocab_size, window=window)
     return [
         Rollout(f"line {i}", 0, prompt, tokens, (), "stop", 0) for i, (_, prompt, tokens) in enumerate(read)
@@ -25,8 +24,7 @@ def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]
 
 
 def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
-    """Reads references for these requests: responses to the same prompt, by problem and sample. Raises
-    UserError if there is none."""
+    """Responses to the same prompts, by problem and sample. Raises UserError if there is none."""
     from tlt.drafter.drafting.retrieval.references import References  # here, since it loads NumPy
 
     asked = {(id_of(request), request.prompt_ids): request for request in requests}
@@ -46,15 +44,15 @@ def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int,
 
 
 def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[tuple[ResponseId, Ids, Ids]]:
-    """Yields (response id, prompt ids, response ids) of every line."""
+    """Yields (response id, prompt ids, response ids)."""
     for place, record in read_jsonl(path, option):
         ids = response_ids(place, record, vocab_size=vocab_size, window=window)
         yield (str(record.get("problem_id")), record.get("sample_index", 0)), *ids
 
 
 def response_ids(place: str, record: Record, *, vocab_size: int, window: int) -> tuple[Ids, Ids]:
-    """Returns the ids of the prompt and of the response. Raises UserError for ids that the model does not
-    know, and for more than fit in its window."""
+    """(prompt ids, response ids). Raises UserError for ids that the model does not know, or beyond its
+    window."""
     from tlt.models.hf.tokenizer import check_prompt
 
     ids: list[Ids] = []

@@ -3,9 +3,9 @@
     responses/rollout-00000012.jsonl      of step 12, counted from 1 as on the screen
     responses/evaluation-00000020.jsonl   of the evaluation after 20 updates
 
-A line has what `tlt generate` writes, except logprobs, and also: purpose and policy_step of the noise's key,
-policy_version, reward (null: it could not be scored), is_solved, and, if there are any, reward_parts,
-reward_error, in_thought, and drafts, the fields of each DraftOutcome (types.py).
+A line has the fields of `tlt generate` without logprobs, and: purpose and policy_step of the noise's key,
+policy_version, reward (null: it could not be scored), is_solved; if there are any, reward_parts,
+reward_error, in_thought and drafts (DraftOutcome's fields).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PURPOSES: tuple[Purpose, ...] = "rollout", "evaluation"
 
 
 def path_of(run: Path, purpose: Purpose, number: int) -> Path:
-    """Returns the file of a step, or of the evaluation after `number` updates."""
+    """number: the step, or the updates before the evaluation."""
     return run / FOLDER / f"{purpose}-{number:08d}.jsonl"
 
 
 def kept_by(run: Path, purpose: Purpose) -> list[Path]:
-    """Returns the files of a run, the earliest first. Pipes and folders with such names are none."""
+    """The earliest first. Pipes and folders with such names do not count."""
     folder, pattern = run / FOLDER, f"{purpose}-{'[0-9]' * 8}.jsonl"
     entries = os.scandir(folder) if folder.is_dir() else ()
     files = (entry.name for entry in entries if matches(entry.name, [pattern]) and entry.is_file())
@@ -37,8 +37,7 @@ def kept_by(run: Path, purpose: Purpose) -> list[Path]:
 
 
 def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
-    """Removes an earlier attempt's files of steps after `step`, and of evaluations that are not in
-    `evaluated`."""
+    """Removes an earlier attempt's files: steps after `step`, and evaluations not in `evaluated`."""
     remains_of: dict[Purpose, Container[int]] = {"rollout": range(1, step + 1), "evaluation": evaluated}
     for purpose, remains in remains_of.items():
         for path in kept_by(run, purpose):
@@ -48,13 +47,9 @@ def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
 
 
 class KeptResponses:
-    """Writes a run's responses into its folder.
-
-    decode: returns the text of response tokens.
-    gib: bound of all files together; the latest file stays in any case.
-    say: receives one line when files are removed for the first time.
-    in_thought: returns whether a prompt has opened a thought.
-    """
+    """gib: bound of all files together; the latest file stays in any case.
+    say: gets one line when files are removed for the first time.
+    in_thought: whether a prompt has opened a thought."""
 
     def __init__(
         self,
@@ -71,7 +66,7 @@ class KeptResponses:
 
     @cached_property
     def _sizes(self) -> dict[Purpose, dict[Path, int]]:
-        """Bytes of the files that are kept, the oldest first. Listed once, when the leader first writes."""
+        """Bytes, the oldest first. Listed once, when the leader first writes."""
         sizes = {
             purpose: {path: path.stat().st_size for path in kept_by(self.run, purpose)}
             for purpose in _PURPOSES
@@ -80,7 +75,7 @@ class KeptResponses:
         return sizes
 
     def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
-        """Writes a phase's responses. number: see `path_of`."""
+        """number: see `path_of`."""
         path = path_of(self.run, purpose, number)
         path.parent.mkdir(exist_ok=True)
         sizes = self._sizes[purpose]
@@ -92,7 +87,7 @@ class KeptResponses:
         self._make_room(path)
 
     def _make_room(self, latest: Path) -> None:
-        """Removes files beyond the bound: those of the oldest steps first, then the oldest evaluations'."""
+        """Removes the oldest steps first, then the oldest evaluations."""
         while self._num_bytes > self.gib * 2**30:
             older = (sizes for sizes in self._sizes.values() if next(iter(sizes), latest) != latest)
             if (sizes := next(older, None)) is None:
@@ -108,7 +103,6 @@ class KeptResponses:
                 )
 
     def record(self, purpose: Purpose, policy_step: int, rollout: Rollout, reward: Reward) -> Record:
-        """Returns the line of a response."""
         line: Record = {
             "problem_id": rollout.problem_id,
             "sample_index": rollout.sample_index,

@@ -14,12 +14,11 @@ from tlt.training.saved.manifest import MANIFEST, all_checkpoints, folder_of, re
 _REPLACED = re.compile(r"\.(step-\d{8})\.old")
 _LEFTOVER = ".step-" + "[0-9]" * 8 + ".*"
 CHECKPOINT_FILES = (MANIFEST, "rank-" + "[0-9]" * 5 + ".json", "rank-" + "[0-9]" * 5 + ".safetensors")
-"""Patterns of a checkpoint's files."""
 
 
 def remove_older(folder: Path, step: int, keep: int) -> None:
-    """Removes all but the `keep` newest checkpoints up to this step, and leftovers of killed writers. A newer
-    checkpoint is not this run's and stays; a damaged one is not counted."""
+    """Keeps the `keep` newest up to this step. A newer checkpoint is not this run's and stays; a damaged
+    one is not counted. Leftovers of killed writers go."""
     left = keep
     for path in all_checkpoints(folder):
         if path.name > folder_of(folder, step).name:
@@ -33,7 +32,7 @@ def remove_older(folder: Path, step: int, keep: int) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes leftovers of killed writers. A checkpoint that was moved away and never replaced comes back."""
+    """A checkpoint that was moved away and never replaced comes back."""
     for leftover in folder.glob(_LEFTOVER):
         match = _REPLACED.fullmatch(leftover.name)
         if match is not None and not (folder / match[1]).exists():
@@ -43,8 +42,8 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def go_back_to(path: Path) -> list[Path]:
-    """Makes this checkpoint the newest: newer ones are renamed, and their new paths are returned. Raises
-    UserError if it is not whole."""
+    """Makes this checkpoint the newest: newer ones are renamed; returns their new paths. Raises UserError
+    if it is not whole."""
     manifest = read_manifest(path)
     verify_files(path, manifest, manifest.files)
     aside = []
@@ -54,8 +53,8 @@ def go_back_to(path: Path) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Removes a checkpoint that was moved away. What else lies in its folder stays, under a name that no
-    later checkpoint has."""
+    """Removes a checkpoint that was moved away. Foreign files stay, under a name that no later checkpoint
+    has."""
     if path.is_dir() and not path.is_symlink() and not remove_own(path, CHECKPOINT_FILES):
         path.rename(_free_name(path.with_name(path.name[1:].partition(".")[0]), "left"))
 

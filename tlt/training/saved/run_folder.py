@@ -1,5 +1,5 @@
-"""A run's folder: whether it may be written, whether a run has begun in it, a lock for its one writer, and
-errors of writing there.
+"""A run's folder: may a run write here, has a run begun here, a lock for its one writer, errors of
+writing.
 
     claim     before a process starts: the folder is new, empty, a run's, or holds no name that a run writes
     .lock     made by the first attempt; its text marks the folder as a run's
@@ -29,7 +29,7 @@ PRODUCTS: Final = {
     "adapter": ADAPTER_FILES,
     "drafter": DRAFTER_FILES,
 }
-"""The folders that a run replaces, with patterns of the names of their files."""
+"""Folders that a run replaces → patterns of their files."""
 _REPLACED = (*PRODUCTS, *(f".{name}.{state}" for name in PRODUCTS for state in ("new", "old")))
 _KEPT_BY_AN_ATTEMPT = (
     ".lock",
@@ -47,7 +47,7 @@ _KEPT_BY_AN_ATTEMPT = (
     "checkpoints",
 )
 WRITTEN: Final = (*_KEPT_BY_AN_ATTEMPT, "timeline.json", *_REPLACED)
-"""Patterns of all names that a run writes in its folder, besides its trackers' own."""
+"""Patterns of all names that a run writes, besides its trackers'."""
 _MARK = "A run of TLT writes in this folder.\n"
 JOURNAL_FILES: Final = ("replica-" + "[0-9]" * 5 + ".*",)
 
@@ -56,10 +56,10 @@ JOURNAL_FILES: Final = ("replica-" + "[0-9]" * 5 + ".*",)
 
 
 def claim(folder: Path, inputs: Mapping[str, Path], goes_on: bool) -> None:
-    """Raises UserError where a run in the folder would replace or remove what is not its own.
+    """Raises UserError where a run would replace or remove what is not its own.
 
     inputs: the run's files and folders, by the keys that name them.
-    goes_on: whether the run has begun there.
+    goes_on: the run has begun there.
     """
     try:
         if not goes_on:
@@ -78,7 +78,7 @@ def claim(folder: Path, inputs: Mapping[str, Path], goes_on: bool) -> None:
 
 
 def _overlap(path: Path, place: Path) -> str | None:
-    """Returns how a place that is written lies to an input, in words; None: they are apart."""
+    """How a place that is written lies to an input, in words; None: they are apart."""
     path, place = (Path(os.path.realpath(one)) for one in (path, place))
     if path == place:
         return "is"
@@ -88,8 +88,8 @@ def _overlap(path: Path, place: Path) -> str | None:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raises UserError for a folder that holds a name that a run writes, unless an attempt that ended before
-    its first step has left it there."""
+    """Raises UserError for a name that a run writes, unless an attempt that ended before its first step
+    has left it."""
     if not folder.is_dir():
         return  # absent, or refused by the lock
     is_attempts = _is_marked(folder) and not _has_left(folder)
@@ -108,8 +108,8 @@ def _is_marked(folder: Path) -> bool:
 
 
 def has_begun(folder: Path) -> bool:
-    """Returns whether a run has begun in the folder: it has left a step, an evaluation or a checkpoint. An
-    attempt that ended earlier, for example because its task was faulty, has nothing to keep."""
+    """A run has left a step, an evaluation or a checkpoint. An attempt that ended earlier has nothing to
+    keep."""
     return _has_left(folder) and (folder / "config.json").exists()
 
 
@@ -120,8 +120,7 @@ def _has_left(folder: Path) -> bool:
 
 
 def can_go_on(folder: Path) -> bool:
-    """Returns whether a run can go on in the folder: one has begun there, or an attempt has left
-    responses."""
+    """Also where an attempt has left responses alone."""
     return has_begun(folder) or _has_journal(folder)
 
 
@@ -130,12 +129,12 @@ def _has_journal(folder: Path) -> bool:
 
 
 def step_folders(folder: Path) -> Iterator[Path]:
-    """Yields the folders with names of steps, as journal/ and checkpoints/ have them."""
+    """Of journal/ or checkpoints/."""
     return folder.glob("step-" + "[0-9]" * 8)
 
 
 def forget_journal(folder: Path) -> bool:
-    """Removes the responses of an earlier attempt, and no other files. Returns whether there were any."""
+    """Removes an earlier attempt's responses, and no other files. Returns whether there were any."""
     had_any = _has_journal(folder)
     for step in step_folders(folder / "journal"):
         remove_own(step, JOURNAL_FILES)
@@ -144,7 +143,7 @@ def forget_journal(folder: Path) -> bool:
 
 
 def refuse_begun(folder: Path) -> None:
-    """Raises UserError if a run has begun in the folder, by its mark or by its configuration."""
+    """Raises UserError if a run has begun, by its mark or its configuration."""
     if has_begun(folder) and (_is_marked(folder) or _describes_run(folder / "config.json")):
         raise UserError(
             f"run.out_dir: {folder} holds a run already;"
@@ -153,7 +152,7 @@ def refuse_begun(folder: Path) -> None:
 
 
 def _describes_run(config: Path) -> bool:
-    """Returns whether a config.json is a run's: a model's has no sections."""
+    """A model's config.json has no sections."""
     with contextlib.suppress(OSError, ValueError):
         sections = parse_json(read_file(config).decode())
         return isinstance(sections, dict) and {"run", "model", "task"} <= sections.keys()
@@ -161,9 +160,8 @@ def _describes_run(config: Path) -> bool:
 
 
 class FolderLock:
-    """A lock of the kernel on a folder, held until `release` or the end of the process. Makes the folder, and
-    marks it as a run's. Raises UserError if another process holds the lock, or nothing can be written
-    there."""
+    """A kernel lock, held until `release` or the end of the process. Makes and marks the folder. Raises
+    UserError if another process holds it, or nothing can be written there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -198,8 +196,8 @@ class FolderLock:
                 raise _lacks_locks_or_appends(folder, error) from None
 
     def _check_appends(self) -> None:
-        """Raises OSError where appending to a file does not keep what it holds, as a run's journal, metrics
-        and timeline need."""
+        """Raises OSError where appending loses a file's contents: a run's journal, metrics and timeline
+        need them."""
         path = self._folder / ".lock"
         before = path.stat().st_size
         try:
@@ -222,14 +220,13 @@ class FolderLock:
             raise _removed(self._folder)
 
     def release(self) -> None:
-        """Releases the lock."""
         if not self._file.closed:
             self._file.close()
             os.close(self._opened)
 
 
 def explain_os_error(error: OSError, folder: Path) -> UserError | None:
-    """Returns the UserError for an OSError that is due to the run's folder or the disk; None: it is not."""
+    """None: the error is not due to the run's folder or the disk."""
     named = Path(error.filename) if isinstance(error.filename, str | Path) else None
     is_inside = named is not None and named.is_relative_to(folder)
     if error.errno == errno.ENOENT and not folder.exists():

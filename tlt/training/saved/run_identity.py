@@ -1,5 +1,4 @@
-"""The identity of the run in a folder: its id and its inputs, to which a resumed run is held. They stand in
-the newest checkpoint, or, if there is none, in the journal."""
+"""The identity of the run in a folder: id and inputs, from the newest checkpoint, else from the journal."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ _INPUTS = TypeAdapter(Inputs)
 
 @dataclass(frozen=True)
 class Begun:
-    """A run that has begun in a folder."""
-
     run: str
     """Its id."""
     inputs: Inputs
@@ -30,10 +27,9 @@ class Begun:
 
 
 def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
-    """Returns the run that has begun in a folder; None: none is known. Raises UserError if the checkpoint is
-    damaged.
+    """None: no run is known. Raises UserError if the checkpoint is damaged.
 
-    checkpoint: the one to go on from; None: the newest.
+    checkpoint: to go on from; None: the newest.
     """
     checkpoint = checkpoint or latest_checkpoint(folder / "checkpoints")
     if checkpoint is not None:
@@ -49,8 +45,8 @@ def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
 
 
 def identify_run(folder: Path, config: Config, inputs: Inputs, say: Callable[[str], None]) -> str:
-    """Returns the id of the run in a folder, new or resumed. Raises UserError if the run that has begun there
-    has other inputs. `say` is called with a line for each module of reward code that has changed."""
+    """Returns the run's id, new or resumed. Raises UserError if it began with other inputs. `say` gets a
+    line for each module of reward code that has changed."""
     if (begun := read_begun(folder)) is None:
         return run_id(folder, say=say)
     inputs.refuse_other(begun.inputs, config, begun.when)

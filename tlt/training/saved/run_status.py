@@ -1,4 +1,4 @@
-"""Where a run stands, from its files alone, whether it goes on, has ended or was killed. Loads no torch."""
+"""Where a run stands, from its files alone, whether it runs, has ended or was killed. Loads no torch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ _CHECKPOINT = re.compile(r"step-(\d{8})")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where a run stands.
-
-    process: id of the process that holds the folder's lock; None: none does, or it is on another machine.
+    """process: holds the folder's lock; None: none does, or it is on another machine.
     written_at: Unix time of the latest change of a file; None: there is none.
     step: updates done, by metrics.jsonl.
     recent: the latest steps.
     evaluations: lines of evaluations.jsonl.
-    checkpoint: step of the newest checkpoint; None: there is none.
-    has_journal: whether responses of unfinished steps are kept.
-    failures: (time, cause) of each attempt after which the ranks were started again, of failures.log.
-    """
+    checkpoint: step of the newest; None: there is none.
+    has_journal: responses of unfinished steps are kept.
+    failures: (time, cause) of each attempt after which the ranks were started again."""
 
     folder: Path
     state: State
@@ -49,20 +46,19 @@ class RunStatus:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median of the latest steps; None: there is none."""
+        """Median of the latest steps."""
         return median(record.step_seconds for record in self.recent) if self.recent else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds for the steps that are left, without evaluations; None: unknown, no step is left, or it is
-        not running."""
+        """Without evaluations; None: unknown, no step is left, or it is not running."""
         if self.state != "running" or self.seconds_per_step is None or self.step >= self.num_steps:
             return None
         return (self.num_steps - self.step) * self.seconds_per_step
 
     @property
     def on_resume(self) -> str:
-        """Says what `tlt train --resume` would do."""
+        """What `tlt train --resume` would do."""
         command = f"tlt train --resume {quoted(self.folder)}"
         if self.state == "running":
             return "refused while it runs"
@@ -79,7 +75,7 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Reads the status of the run in a folder. Raises UserError if there is none."""
+    """Raises UserError if the folder holds no run."""
     num_steps = _num_steps(folder)
     metrics = folder / "metrics.jsonl"
     records = read_metrics(metrics) if metrics.exists() else []
@@ -106,7 +102,7 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def _num_steps(folder: Path) -> int:
-    """Returns run.num_steps, and reads no other key."""
+    """Reads no other key."""
     try:
         num_steps = parse_json(read_file(folder / "config.json").decode())["run"]["num_steps"]
         if type(num_steps) is not int or not 0 <= num_steps < 10**18:
@@ -123,7 +119,6 @@ def _num_steps(folder: Path) -> int:
 
 
 def _parse_evaluation(line: str) -> dict[str, Any]:
-    """Reads a line of evaluations.jsonl: the fields that are told."""
     values = parse_json(line)
     refuse_endless(values)
     if not isinstance(values, dict) or type(values.get("step")) is not int:
@@ -140,7 +135,7 @@ def _is_finished(folder: Path, num_steps: int, step: int, evaluations: Sequence[
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields the files that a run writes while it goes on."""
+    """Files that a run writes while it goes on."""
     yield from (path for path in folder.iterdir() if path.is_file() and path.name != ".lock")
     yield from folder.glob("journal/step-*/*")
     yield from folder.glob("checkpoints/*")
@@ -162,8 +157,7 @@ def _failures(log: Path) -> list[tuple[str, str]]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a run holds the folder's lock (run_folder.py), also one on another machine where the
-    file system knows locks."""
+    """Also by a run on another machine, where the file system knows locks (run_folder.py)."""
     try:
         with (folder / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
@@ -175,7 +169,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def lock_holder(folder: Path) -> int | None:
-    """Returns the process that holds the folder's lock; None: it is unknown here."""
+    """None: unknown here."""
     try:
         inode = (folder / ".lock").stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()

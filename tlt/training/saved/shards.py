@@ -7,8 +7,7 @@ ranks.
     replicated tensors    are laid one behind the other and cut into equal stretches of bytes
     sharded tensors       every rank writes its shard
 
-A piece is a box of a tensor: its offset in the tensor, and its shape. So any number of ranks can read what
-any other number has written, replicated or sharded. Files are hashed while they are written.
+A piece is a box of a tensor: offset and shape. So ranks of any number can read it, replicated or sharded.
 """
 
 from __future__ import annotations
@@ -38,21 +37,19 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of dtypes in safetensors."""
 
 _CHUNK_BYTES = 2**23
-"""Bytes hashed and written at a time: large against the cost of a call, small against a tensor."""
+"""Hashed and written at a time: large against the cost of a call, small against a tensor."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offset, shape) of a piece within its tensor."""
+"""(offset, shape) within a tensor."""
 
 
 @dataclass(frozen=True)
 class TensorPiece:
     """A piece of a tensor, ready to be written.
 
-    shape: shape of the whole tensor.
-    offset: where the piece begins in it.
+    shape: of the whole tensor.
     values: a copy on the CPU.
     """
 
@@ -63,19 +60,14 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """The size of a file in bytes, and the SHA-256 of its contents."""
-
     num_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in files.
-
-    code: its dtype in safetensors (CODES).
-    pieces: (file, offset, shape) of each piece.
-    """
+    """code: its dtype in safetensors (CODES).
+    pieces: (file, offset, shape) of each."""
 
     code: str
     shape: tuple[int, ...]
@@ -83,7 +75,7 @@ class StoredTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the pieces lie within the tensor and are together as large."""
+        """The pieces lie within the tensor and are together as large."""
         size = sum(math.prod(shape) for _, _, shape in self.pieces)
         is_within = all(self._holds(offset, shape) for _, offset, shape in self.pieces)
         return is_within and size == math.prod(self.shape)
@@ -99,8 +91,8 @@ class StoredTensor:
 
 
 def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, TensorPiece]:
-    """Returns copies of what this rank writes: its shards of DTensors, and its share of the tensors that
-    every rank holds. All ranks pass the same names and shapes."""
+    """Copies of what this rank writes: its shards of DTensors, and its share of replicated tensors. All
+    ranks pass the same names and shapes."""
     shared = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     rows = split_rows({name: (_num_rows(t), t.nbytes) for name, t in shared.items()}, rank, world_size)
     parts: dict[str, TensorPiece] = {}
@@ -122,8 +114,8 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
 def split_rows(
     sizes: Mapping[str, tuple[int, int]], rank: int, world_size: int
 ) -> dict[str, tuple[int, int]]:
-    """Returns a rank's rows, [first, end), of tensors of (rows, bytes). The tensors, laid one behind the
-    other, are cut into `world_size` equal stretches, at the nearest rows."""
+    """A rank's rows, [first, end), of tensors given as (rows, bytes). The tensors, one behind the other,
+    are cut into `world_size` equal stretches, at the nearest rows."""
     ends = list(accumulate(num_bytes for _, num_bytes in sizes.values()))
     borders = [ends[-1] * k // world_size for k in (rank, rank + 1)] if ends else []
 
@@ -163,8 +155,7 @@ def _num_rows(tensor: Tensor) -> int:
 
 
 def write_shard(path: Path, parts: Mapping[str, TensorPiece]) -> FileDigest:
-    """Writes a safetensors file whose metadata say where each piece belongs, and flushes it to the disk.
-    Raises OSError if it cannot be written."""
+    """The metadata say where each piece belongs. Flushes to the disk. Raises OSError."""
     # the widest dtypes first, so that each tensor is aligned
     ordered = dict(sorted(parts.items(), key=lambda item: -item[1].values.element_size()))
     pieces = json.dumps({name: [part.shape, part.offset] for name, part in ordered.items()})
@@ -185,9 +176,8 @@ def write_shard(path: Path, parts: Mapping[str, TensorPiece]) -> FileDigest:
 
 
 def write_hashed(path: Path, stream: Sequence[memoryview]) -> FileDigest:
-    """Writes a new file, hashes it on the way, and flushes it to the disk. A file of that name is unlinked,
-    not
-    overwritten: another process may still write to it. Raises OSError if it cannot be written."""
+    """Flushes to the disk. An existing file is unlinked, not overwritten: another process may still write
+    to it. Raises OSError."""
     path.unlink(missing_ok=True)
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("xb") as file:
@@ -203,7 +193,7 @@ def write_hashed(path: Path, stream: Sequence[memoryview]) -> FileDigest:
 
 
 def write_chunk(file: BinaryIO, chunk: memoryview) -> None:
-    """Writes bytes of a checkpoint. All of them pass here, so that tests can kill the process at any byte."""
+    """All bytes of a checkpoint pass here, so that tests can kill the process at any byte."""
     file.write(chunk)
 
 
@@ -214,8 +204,8 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Returns the tensors that these files hold together. Raises OSError, ValueError or KeyError if one of
-    them is no such file."""
+    """Returns the tensors that these files hold together. Raises OSError, ValueError or KeyError for any
+    other file."""
     found: dict[str, StoredTensor] = {}
     for path in files:
         with path.open("rb") as file:
@@ -238,7 +228,7 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def files_for(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> set[str]:
-    """Returns the files that this process needs to read its part of these tensors."""
+    """Files that this process needs for its part of these tensors."""
     files = set()
     for name, tensor in tensors.items():
         _, box = local_box(tensor)
@@ -248,9 +238,9 @@ def files_for(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor])
 
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    """Fills this process's part of each tensor from the files, in place, a piece at a time. The caller has
-    compared names, shapes and dtypes, and the files' digests. Files are read, not mapped, so that a file
-    removed later frees its disk space."""
+    """Fills this process's part of each tensor in place, a piece at a time. The caller has compared names,
+    shapes, dtypes and digests. Files are read, not mapped, so that a file removed later frees its disk
+    space."""
     wanted: dict[str, list[tuple[str, Box]]] = {}
     for name in tensors:
         for file_name, offset, shape in stored[name].pieces:
@@ -266,7 +256,7 @@ def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor],
 
 
 def _read_window(file: BinaryIO, start: int, dtype: torch.dtype, piece: Box, common: Box) -> Tensor:
-    """Reads the rows of a piece that hold the common box, and no others."""
+    """Reads only the rows of a piece that hold the common box."""
     window, shape = _window(common, piece), piece[1]
     rows = window[0] if window else slice(0, 1)
     row_bytes = dtype.itemsize * math.prod(shape[1:])

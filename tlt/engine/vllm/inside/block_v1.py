@@ -29,7 +29,7 @@ class BlockDrafter:
         target_hidden_states: Tensor, next_token_ids: Tensor, token_indices_to_sample: Tensor | None,
         common_attn_metadata: Any, sampling_metadata: Any, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Returns drafts [B, num_speculative_tokens]; behind a block that is shorter, zeros."""
+        """Returns drafts [B, num_speculative_tokens], zeros behind a shorter block."""
         room = self.window - common_attn_metadata.max_seq_len - 1
         length = min(num_speculative_tokens, room)
         drafts = next_token_ids.new_zeros(len(next_token_ids), num_speculative_tokens, dtype=torch.int64)
@@ -57,7 +57,7 @@ class BlockDrafter:
         )
 
     def choose(self, hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, None]:
-        """Ranks the slots of all blocks, one request's after the other's."""
+        """Ranks the slots of all blocks, request after request."""
         slots_B, length = self.batch.slots_B, self.drafter.num_speculative_tokens
         positions_BK = self.batch.next_B[:, None] + torch.arange(length, device=slots_B.device)
         logits_RV = self.drafter.model.compute_logits(hidden_states)

@@ -1,11 +1,11 @@
-"""The weights that vLLM's DFlash drafter makes its context with: mended, and renewed.
+"""Updates the weights of vLLM's DFlash drafter, and those of its context.
 
     layers    vLLM's own reload
-    context   copies that vLLM made of all layers' k_proj, v_proj and k_norm when it started: written here,
-              where they are, since graphs may read them
+    context   copies that vLLM made of all layers' k_proj, v_proj and k_norm when it started, written in
+              place, since graphs may read them
 
 vLLM's reload would make the copies anew from layers that a CPU has packed meanwhile, and look for the
-drafter's folder again, which is gone.
+drafter's folder, which is gone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 
 class BlockWeights:
-    """One update of a DFlash drafter's weights. model: vLLM's."""
+    """One update. model: vLLM's DFlash drafter."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.context = model, dict[str, Tensor]()
         model._read_mask_embedding = model.model._build_fused_kv_buffers = lambda: None
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps what the copies are made of."""
+        """Keeps the sources of the copies."""
         kinds = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "hidden_norm.weight")
         self.context |= {name: tensor for name, tensor in tensors.items() if name.endswith(kinds)}
 
@@ -47,7 +47,7 @@ class BlockWeights:
         backbone._hidden_norm_weight.copy_(self.context["hidden_norm.weight"])
 
     def _own_rows(self, weight: Tensor, attention: Any) -> Tensor:
-        """Returns the rows of this tensor-parallel rank."""
+        """Rows of this tensor-parallel rank."""
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -56,8 +56,8 @@ class BlockWeights:
 
 
 def mend_key_norms(model: Any) -> None:
-    """Has every layer's k_norm read in vLLM's CPU builds. Their kernel is given the norms of all layers,
-    stacked, and takes the first one for all."""
+    """vLLM's CPU kernel is given the k_norms of all layers, stacked, and takes the first for all: this
+    reads each."""
 
     def normalize(keys_LNKD: Tensor) -> Tensor:
         eps, norms_LD = model._rms_norm_eps, model._k_norm_weights

@@ -57,17 +57,16 @@ class FeatureCapture:
         return kept
 
     def forget(self, slot: int) -> None:
-        """Forgets a slot's features: another request has entered it."""
+        """Another request has entered the slot."""
         self.known_S[slot] = 0
 
     def read(self, slot: int, num_positions: int) -> Tensor | None:
-        """Returns features [num_positions, F]; None where some were never computed here, such as those in
-        vLLM's prefix cache."""
+        """Features [num_positions, F]; None where some were never computed here, as in vLLM's prefix
+        cache."""
         if self.features_SLF is None or int(self.known_S[slot]) < num_positions:
             return None
         return self.features_SLF[slot, :num_positions].clone()
 
     def release(self) -> None:
-        """Frees the memory."""
         self.features_SLF = None
         self.known_S.fill_(-1)

@@ -1,4 +1,4 @@
-"""The digest of tensors, with which a sender checks that they have arrived unchanged."""
+"""A digest of tensors, by which a sender checks that they arrive unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a hash of names, types, shapes and bytes."""
+    """Hashes names, types, shapes and bytes."""
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

@@ -15,7 +15,7 @@ from tlt.engine.vllm.inside.unread import Rows, Unread, UnreadPositions, feature
 
 
 def why_awake_v1(runner: Any) -> str | None:
-    """Returns why the drafter may miss no step; None: it may."""
+    """Why the drafter may miss no step; None: it may."""
     # a block's positions are its own input, beside the target's
     is_longer = runner.drafter.needs_extra_input_slots and runner.speculative_config.method != "dflash"
     own = {
@@ -26,7 +26,7 @@ def why_awake_v1(runner: Any) -> str | None:
 
 
 class DrafterV1:
-    """Wraps a runner's `propose_draft_token_ids`, which receives the hidden states of every step."""
+    """Wraps a runner's `propose_draft_token_ids`, which receives every step's hidden states."""
 
     def __init__(self, runner: Any, batch: Batch) -> None:
         self.runner, self.drafter, self.batch = runner, runner.drafter, batch
@@ -40,9 +40,9 @@ class DrafterV1:
         self, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any, hidden_states: Tensor,
         sample_hidden_states: Tensor, aux_hidden_states: list[Tensor] | None, *metadata: Any,
     ) -> Any:  # fmt: skip
-        """Returns vLLM's drafts: none, and the drafter has not run, where none are wanted.
+        """Returns vLLM's drafts; none, without a drafter pass, where none are wanted.
 
-        metadata: vLLM's of the verification, of the attention, and of the blocks.
+        metadata: vLLM's of the verification, the attention and the blocks.
         """
         rows = self._rows(scheduler_output)
         read = partial(self._pass, sampling_metadata, metadata[1])

@@ -1,10 +1,10 @@
-"""A learned drafter that runs only when it drafts, in vLLM's second model runner, that of GPUs.
+"""A learned drafter that runs only when it drafts, in vLLM's second model runner (GPUs).
 
     propose, no drafts wanted     hidden states ─▶ kept            graphs, sampler and target: as they are
     propose, drafts again         kept ─▶ an eager pass of the drafter ─▶ vLLM's own proposal
 
-The host does not wait for the device: with asynchronous scheduling it does not even know how long a sequence
-is. So a position is counted from the step's first one, which the device knows.
+The host never waits for the device, and under asynchronous scheduling knows no sequence's length. So
+positions are counted from the step's first position, which the device knows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tlt.engine.vllm.inside.unread import Rows, Unread, UnreadPositions, feature
 
 
 def why_awake_v2(runner: Any) -> str | None:
-    """Returns why the drafter may miss no step; None: it may."""
+    """Why the drafter may miss no step; None: it may."""
     config, speculator = runner.vllm_config.parallel_config, runner.speculator
     own = {
         "it drafts blocks": speculator.method == "dflash",
@@ -39,14 +39,14 @@ def why_awake_v2(runner: Any) -> str | None:
 
 
 class DrafterV2:
-    """Wraps the speculator's `propose`, which receives the hidden states of every step."""
+    """Wraps the speculator's `propose`, which receives every step's hidden states."""
 
     def __init__(self, runner: Any, table: LawTable) -> None:
         self.runner, self.speculator = runner, runner.speculator
         num_slots = runner.max_num_reqs
         self.unread = UnreadPositions(num_slots, runner.max_model_len, self.speculator.max_num_tokens)
         self.seen_S = np.zeros(num_slots, dtype=np.int64)
-        """Positions that have passed by, by slot. Differences alone matter."""
+        """Positions passed, by slot. Only differences matter."""
         table.on_enter.append(self.unread.forget)
         self._propose = self.speculator.propose
         self.speculator.propose = self.propose
@@ -56,7 +56,7 @@ class DrafterV2:
         aux_hidden_states: list[Tensor] | None, *sampled: Any, num_speculative_tokens: int | None = None,
         dummy_run: bool = False, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Returns vLLM's drafts: -1, and the drafter has not run, where none are wanted."""
+        """Returns vLLM's drafts; -1, without a drafter pass, where none are wanted."""
         if options.get("is_profile"):  # vLLM measures what memory is left for its cache
             self.unread.make_room(features(last_hidden_states, aux_hidden_states))
         states = last_hidden_states, aux_hidden_states
@@ -78,8 +78,8 @@ class DrafterV2:
     def _runs(
         self, input_batch: Any, states: tuple[Tensor, list[Tensor] | None], num_to_draft: int | None
     ) -> bool:
-        """Has the drafter read what it missed, or keeps what it misses. Returns whether vLLM's own proposal
-        follows."""
+        """Feeds skipped hidden states to the drafter, or stores this step's. Returns whether vLLM's own
+        proposal follows."""
         rows, read = self._rows(input_batch), partial(self._pass, input_batch)
         if num_to_draft != 0:
             self.unread.read(rows, np.arange(input_batch.num_reqs), read)
@@ -88,7 +88,8 @@ class DrafterV2:
         return self.unread.keep(rows, features(*states), positions_N, slots_B, read)
 
     def _rows(self, input_batch: Any) -> Rows:
-        """A row that verifies drafts is left to vLLM's own pass: how many were rejected, the device knows."""
+        """A row that verifies drafts is left to vLLM's own pass: only the device knows how many were
+        rejected."""
         slots_B, counts_B = input_batch.idx_mapping_np, input_batch.num_scheduled_tokens
         starts_B = self.seen_S[slots_B]
         self.seen_S[slots_B] += counts_B

@@ -1,9 +1,9 @@
-"""The law at the rows of vLLM's batches; imports no vLLM. A request's key and parameters are written once.
+"""The law at the rows of vLLM's batches: a request's key and parameters are written once. Imports no vLLM.
 
     a request enters ─▶ slot: key, parameters    a step ─▶ rows (slot, position) ─▶ the law's tokens, logprobs
 
-A batch of vLLM has rows of logits in an order of its own, and several rows of a sequence whose draft is
-verified. The order does not matter: a row's token depends only on its slot's key and its own position.
+Rows may come in any order, several per sequence while a draft is verified: a row's token depends only on
+its slot's key and its own position.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tlt.speculation.law.params import MAX_INVERSE_TEMPERATURE, BatchParams
 from tlt.speculation.law.sampling import keys_tensor
 
 EXTRA = "tlt"
-"""The key of vLLM's `extra_args` under which our engine sends a request's law."""
+"""A request's law in vLLM's `extra_args`."""
 
 AnySeed = Annotated[int, Ge(-(2**63)), Lt(2**63)]
-"""vLLM's seeds."""
+"""The range of vLLM's seeds."""
 
 _Word = Annotated[int, Ge(0), Lt(2**32)]
 Words = tuple[_Word, _Word, _Word, _Word]
 
 DEFAULT_TAU = 0.7
-"""The drafter's default temperature (LawTable)."""
+"""See LawTable."""
 
 Recorded = tuple[Tensor, Tensor, Tensor]
 """A draw: logits [R, V], positions [R], keys [R, 4]."""
@@ -51,18 +51,18 @@ class VllmSamplingParams(Protocol):
 
 @dataclass(frozen=True)
 class RowLaw:
-    """The law of one request: the key of its noise and its sampling parameters."""
+    """One request's noise key and sampling parameters."""
 
     key: tuple[int, int, int, int]
     params: SamplingParams
 
     @staticmethod
     def of(asked: VllmSamplingParams) -> RowLaw:
-        """Returns the law of a vLLM request.
+        """Our engine sends the law whole. Any other request's key follows from its seed, and is random
+        without one, as in vLLM's warm-up.
 
-        Our engine sends the law whole. The key of any other request follows from its seed, and is random
-        without one, as in vLLM's warm-up. Raises UserError for parameters that the law does not take: they
-        are refused before a request is admitted, since an error in a worker ends the engine.
+        Raises UserError for parameters outside the law, before a request is admitted: an error in a worker
+        ends the engine.
         """
         given = checked("extra_args", asked.extra_args or {}, dict[str, Any]).get(EXTRA)
         if given is not None:
@@ -74,7 +74,7 @@ class RowLaw:
 
     @staticmethod
     def _sent(given: Any) -> RowLaw:
-        """Reads what `extra_args` has written."""
+        """The inverse of `extra_args`."""
         try:
             return RowLaw(checked("key", given["key"], Words), SamplingParams(**given["params"]))
         except (KeyError, TypeError, UserError):
@@ -83,7 +83,6 @@ class RowLaw:
 
     @staticmethod
     def extra_args(request: Request) -> dict[str, Any]:
-        """Returns the `extra_args` of our engine's request."""
         p = request.params
         params = {"temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p}
         return {EXTRA: {"key": list(request.noise_key), "params": params}}
@@ -95,8 +94,8 @@ _FREE = RowLaw((0, 0, 0, 0), SamplingParams())
 class LawTable:
     """Draws by the law at rows of any slots.
 
-    tau: temperature of the drafter's distribution where drafts are ranked with the target's noise (`rank`).
-    on_enter: are called with every slot that a request is given.
+    tau: the drafter's temperature where drafts are ranked with the target's noise (`rank`).
+    on_enter: called with every slot that a request is given.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, tau: float) -> None:
@@ -109,17 +108,17 @@ class LawTable:
         self._params: BatchParams | None = None
         self._unwritten: set[int] = set()
         self.recorded: list[Recorded] | None = None
-        """Every draw, for the self-check; None: draws are not recorded."""
+        """Draws for the self-check; None: not recorded."""
 
     def put(self, slot: int, law: RowLaw | None) -> None:
-        """Writes a slot. law: None frees it."""
+        """law: None frees the slot."""
         self.laws[slot] = law or _FREE
         self._unwritten.add(slot)
         for call in self.on_enter if law else ():
             call(slot)
 
     def flush(self) -> None:
-        """Copies what was put to the device. Call it before a step's first draw."""
+        """Copies changed slots to the device. Call it before a step's first draw."""
         if self._unwritten:
             slots = sorted(self._unwritten)
             laws = [self.laws[slot] for slot in slots]
@@ -139,16 +138,15 @@ class LawTable:
         return self._params
 
     def draw(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the law's tokens, int64[R], and their log-probabilities, [R]. positions_R: of the tokens
-        to draw."""
+        """Returns tokens, int64[R], and their log-probabilities, [R]. positions_R: of the tokens to draw."""
         logits_RV, keys_R4 = logits_RV[:, : self.vocab_size], self.keys_S4[slots_R]  # some heads are padded
         if self.recorded is not None:
             self.recorded.append((logits_RV.clone(), positions_R.clone(), keys_R4))
         return draw(logits_RV, keys_R4, positions_R, self.params.take(slots_R))
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
-        """Returns the drafter's tokens: argmax of log q / tau + the target's noise, with q the draft
-        distribution at the sequence's temperature (as in drafting/learned.py).
+        """Returns argmax of log q / tau + the target's noise, int64[R]. q: the draft distribution at the
+        sequence's temperature (as in drafter/drafting/learned/).
 
         On a GPU it reads only tensors that stay where they are: vLLM may capture it in a graph.
         """
@@ -159,7 +157,7 @@ class LawTable:
 
 
 class Slots:
-    """Assigns the table's slots to the requests of the running batch."""
+    """Assigns the table's slots to running requests."""
 
     def __init__(self, table: LawTable) -> None:
         self.table = table
@@ -167,7 +165,7 @@ class Slots:
         self._free = list(range(len(table.laws)))[::-1]
 
     def enter(self, request_ids: Sequence[str], asked: Callable[[str], VllmSamplingParams]) -> None:
-        """Makes these requests the batch. asked: returns the sampling parameters of a new request."""
+        """Makes these requests the batch. asked: gives a new request's sampling parameters."""
         for gone in self._slot_of.keys() - set(request_ids):
             self._free.append(slot := self._slot_of.pop(gone))
             self.table.put(slot, None)
@@ -181,5 +179,5 @@ class Slots:
         return self._slot_of[request_id]
 
     def of(self, request_ids: Sequence[str]) -> Tensor:
-        """Returns the slots of these requests, int64[B]."""
+        """int64[B]."""
         return torch.tensor([self._slot_of[name] for name in request_ids], device=self.table.device)

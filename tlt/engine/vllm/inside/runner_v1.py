@@ -1,10 +1,10 @@
-"""The law in vLLM's first model runner, that of its CPU builds: our samplers replace vLLM's.
+"""The law in vLLM's first model runner (CPU builds): our samplers replace vLLM's.
 
     logits ─▶ vLLM's processors (penalties, grammar, …) ─▶ LawSampler: a row a request ──────────────┐
                                                         └▶ LawRejectionSampler: a row for each draft ┴▶ tokens
     hidden states ─▶ drafter ─▶ ranked with the target's noise ─▶ drafts
 
-A draft is accepted if it is the token that the target draws itself.
+A draft is accepted if the target draws the same token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tlt.engine.vllm.inside.law import EXTRA, LawTable, Slots
 
 
 class Batch:
-    """Maps the runner's rows to slots, and keeps the position of each request's next token."""
+    """Maps the runner's rows to slots."""
 
     def __init__(self, runner: Any, table: LawTable) -> None:
         self.runner, self.table, self.slots = runner, table, Slots(table)
         self._request_ids: list[str] = []
         self._slots_B = torch.zeros(0, dtype=torch.int64)
         self.next_B = self._slots_B
-        """Position after the tokens that this step has drawn: that of the first drafted token."""
+        """Position of the first drafted token, behind the tokens that this step has drawn."""
         self.has_ranks = False
         """Whether a request may read the rank of its tokens: our engine's do not."""
 
@@ -55,14 +55,14 @@ class Batch:
 
     @property
     def starts_B(self) -> Tensor:
-        """Position of the token that follows each request's known tokens."""
+        """Position behind each request's known tokens."""
         batch = self.runner.input_batch
         starts_B = torch.from_numpy(batch.num_tokens_no_spec[: len(batch.req_ids)].copy())
         return starts_B.to(self.table.device, torch.int64)
 
 
 class LawSampler(Sampler):
-    """Draws the next token of every request. vLLM's own sampler handles the warm-up, whose rows have no
+    """Draws every request's next token. vLLM's own sampler handles the warm-up, whose rows have no
     request."""
 
     def __init__(self, batch: Batch, replaced: Sampler) -> None:
@@ -85,8 +85,8 @@ class LawSampler(Sampler):
     def scores(
         self, logits_RV: Tensor, slots_R: Tensor, tokens_R: Tensor, logprobs_R: Tensor, num: int | None
     ) -> LogprobsTensors | None:
-        """Returns log-probabilities at the requests' temperatures: of the drawn tokens and of the `num` most
-        likely ones."""
+        """Log-probabilities at the requests' temperatures: of the drawn tokens and of the `num` most
+        likely."""
         if num is None:
             return None
         if num:
@@ -148,7 +148,7 @@ class LawRejectionSampler(RejectionSampler):
     def _processed(
         self, metadata: SpecDecodeMetadata, logits: Tensor, sampling_metadata: SamplingMetadata
     ) -> Tensor:
-        """Applies vLLM's processors, such as penalties, which differ for bonus rows and draft rows."""
+        """vLLM's processors, such as penalties, differ for bonus rows and draft rows."""
         at_bonus, at_draft = metadata.bonus_logits_indices, metadata.target_logits_indices
         processed = torch.empty_like(logits)
         processed[at_bonus] = self.sampler.apply_logits_processors(logits[at_bonus], sampling_metadata, True)
@@ -157,7 +157,7 @@ class LawRejectionSampler(RejectionSampler):
 
 
 def install_v1(runner: Any, tau: float) -> Batch:
-    """Installs the law in a runner. A learned drafter then ranks its tokens with the target's noise."""
+    """A learned drafter then ranks its tokens with the target's noise."""
     vocab_size = runner.model_config.get_vocab_size()
     batch = Batch(runner, LawTable(runner.max_num_reqs, vocab_size, runner.device, tau))
     runner.sampler = LawSampler(batch, runner.sampler)
@@ -170,11 +170,10 @@ def install_v1(runner: Any, tau: float) -> Batch:
 
 
 def _fits(runner: Any, fits: Callable[[Any], bool], attention: Any) -> bool:
-    """Returns whether the drafter can read a step.
+    """Whether the drafter can read a step.
 
-    vLLM wants room for a whole draft behind the longest sequence and its draft, and lets every request verify
-    zeros where there is none. But these proposers end at the window by themselves, and the scheduler cuts
-    what they draft there.
+    vLLM wants room for a whole draft behind the longest sequence and its draft, else every request
+    verifies zeros. But these proposers stop at the window, and the scheduler cuts their drafts there.
     """
     is_as_long = runner.effective_drafter_max_model_len == runner.max_model_len
     keeps_within = runner.speculative_config.method in ("eagle", "eagle3", "dflash", "ngram")
@@ -182,7 +181,7 @@ def _fits(runner: Any, fits: Callable[[Any], bool], attention: Any) -> bool:
 
 
 def _couple(drafter: Any, batch: Batch) -> None:
-    """Replaces the drafter's choice of tokens. A proposal calls it for every position from `next_B` on."""
+    """Replaces the drafter's choice of tokens, called for every position from `next_B` on."""
     propose, level = drafter.propose, 0
 
     def propose_from_the_root(*args: Any, **kwargs: Any) -> Tensor:

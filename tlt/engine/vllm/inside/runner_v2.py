@@ -1,10 +1,9 @@
-"""The law in vLLM's second model runner, that of GPUs: a logits processor, by vLLM's public interface.
+"""The law in vLLM's second model runner (GPUs): a logits processor, by vLLM's public interface.
 
     logits ─▶ vLLM's processors ─▶ LawProcessor masks all but the law's token ─▶ vLLM samples or verifies
 
-Whatever vLLM does with such a row (argmax, sampling at any temperature, accepting a draft), it gets this one
-token. The row's only finite value is the token's log-probability, which `logprobs_mode="processed_logits"`
-returns.
+Argmax, sampling at any temperature and accepting a draft all give this one token. The row's only finite
+value is the token's log-probability, which `logprobs_mode="processed_logits"` returns.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from tlt.engine.vllm.inside.law import DEFAULT_TAU, LawTable, RowLaw
 
 
 class LawProcessor(LogitsProcessor):
-    """Masks every token of a row but the law's."""
-
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self.table = LawTable(
             req_states.max_num_reqs, req_states.vocab_size, torch.device(req_states.device), DEFAULT_TAU
@@ -42,8 +39,8 @@ class LawProcessor(LogitsProcessor):
 
 
 def install_v2(runner: Any, tau: float) -> LawTable:
-    """Returns the table of the runner's LawProcessor. A learned drafter then ranks its tokens with the
-    target's noise."""
+    """Returns the table of the runner's LawProcessor. A learned drafter then ranks with the target's
+    noise."""
     (table,) = (one.table for one in runner.sampler.logits_processors if isinstance(one, LawProcessor))
     table.tau = tau
     speculator = runner.speculator
@@ -53,7 +50,7 @@ def install_v2(runner: Any, tau: float) -> LawTable:
 
 
 def _couple(speculator: Any, table: LawTable) -> None:
-    """Replaces the speculator's choice of tokens. A draft's position is one after its source position."""
+    """A draft's position is one after its source position."""
 
     def sample_draft(hidden_states: Tensor, sample_src_positions: Tensor, idx_mapping: Tensor, *_: Any,
                      spec_step_idx: int = 0, **__: Any) -> Tensor:  # fmt: skip

@@ -1,7 +1,7 @@
 """vLLM's scheduler, with a draft length set before every step and counts of what a step verified.
 
-A length chosen for a step is drafted at its end and verified in the next step (one later where vLLM schedules
-asynchronously). So the verified lengths are read from the scheduler's output, never from the choice.
+A length chosen for a step is drafted at its end and verified in the next step (one later under
+asynchronous scheduling). So verified lengths come from the scheduler's output, never from the choice.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from tlt.engine.vllm.inside.verified import Verified
 
 
 class LengthScheduler(Scheduler):
-    """Schedules by vLLM's rules."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_to_draft: int = self.num_spec_tokens
-        """Tokens that every request drafts at the end of the next step."""
+        """Tokens that every request drafts at the next step's end."""
         self.verified: dict[str, Verified] = {}
-        """By request: the draft that the last finished step verified."""
+        """By request, of the last finished step."""
         self.num_preempted = 0
-        """Preemptions since Link.take_preemptions."""
+        """Since Link.take_preemptions."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         lengths: list[int] | None = self.dynamic_sd_lookup

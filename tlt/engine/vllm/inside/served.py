@@ -2,7 +2,7 @@
 
     vllm serve ─▶ check_server ─▶ …         a request ─▶ admit ─▶ its seed, or a random one ─▶ workers
 
-Everything else that vLLM offers applies before the law (penalties, bias, grammar, …) or after it (stop texts,
+All else that vLLM offers applies before the law (penalties, grammar, …) or after it (stop texts,
 streaming).
 """
 
@@ -27,14 +27,14 @@ CONFIG_KEY = "tlt"
 """
 
 TUNED = "tlt.engine.vllm.inside.tuned.TunedScheduler"
-"""The scheduler that a server's tuner lives in, as `--scheduler-cls` names it."""
+"""The scheduler with a server's tuner, for `--scheduler-cls`."""
 
 SEED_BITS = 62
-"""Bits of a seed drawn for a request without one. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
+"""Of a seed drawn for a request without one. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
 
 
 def prior_of(law: Mapping[str, Any]) -> CostPrior:
-    """Reads the key `tuner` of the law's configuration. Raises UserError for anything else there."""
+    """Reads the key `tuner` of the law's configuration. Raises UserError."""
     try:
         return CostPrior(**{name: float(size) for name, size in law.get("tuner", {}).items()})
     except (AttributeError, TypeError, ValueError):
@@ -43,20 +43,19 @@ def prior_of(law: Mapping[str, Any]) -> CostPrior:
 
 
 def to_json(prior: CostPrior) -> dict[str, float]:
-    """Returns what `prior_of` reads."""
+    """The inverse of `prior_of`."""
     return {name: float(f"{size:.4g}") for name, size in asdict(prior).items() if size is not None}
 
 
 def law_config(config: Any) -> dict[str, Any] | None:
-    """Returns the law's part of a VllmConfig; None: vLLM samples by itself. Platforms may have an object of
-    their own as `additional_config`, and what stands for a configuration in vLLM's own tests has none."""
+    """None: vLLM samples by itself. `additional_config` may be a platform's own object, and is absent from
+    stand-ins in vLLM's tests."""
     given = getattr(config, "additional_config", None)
     return given.get(CONFIG_KEY) if isinstance(given, dict) else None
 
 
 def check_server(config: Any) -> None:
-    """Raises UserError for a VllmConfig under which tokens would not be the law's, or the tuner could not
-    set the length of drafts."""
+    """Raises UserError where tokens would not be the law's, or the tuner could not set draft lengths."""
     if config.scheduler_config.scheduler_cls == TUNED:
         _check_tuned(config)
     given = law_config(config)
@@ -129,9 +128,11 @@ def _check_tuned(config: Any) -> None:
 
 
 def admit(config: Any, params: Any) -> None:
-    """Raises UserError for SamplingParams that the law cannot serve; a server answers with HTTP 400. Writes
-    the seed of a request that has none: it is drawn where requests arrive, since all ranks need the same
-    one, and a preempted request keeps it."""
+    """Raises UserError for SamplingParams that the law cannot serve.
+
+    Draws a missing seed here, where requests arrive: all ranks need the same seed, and a preempted request
+    keeps it.
+    """
     if params.logprob_token_ids is not None and not config.use_v2_model_runner:
         raise UserError("logprob_token_ids: is not there under the law; ask for logprobs")
     law = RowLaw.of(params)

@@ -1,5 +1,5 @@
-"""vLLM's scheduler with TLT's tuner in it, for a server: before every step it chooses how many tokens each
-request drafts, none included.
+"""vLLM's scheduler with TLT's tuner, for a server: before every step it chooses the draft length, 0
+included.
 
     schedule ─▶ choose ─▶ num_to_draft         update_from_output ─▶ seconds, accepted drafts ─▶ observe
 
@@ -29,8 +29,8 @@ logger = init_logger("vllm.tlt")
 
 
 class TunedScheduler(LengthScheduler):
-    """Chooses a draft length before every step, and learns from the step. Steps follow one another: a choice
-    is drafted at the end of its step and verified in the next one (`check_server` refuses the rest)."""
+    """A choice is drafted at the end of its step and verified in the next step: `check_server` refuses
+    servers whose steps overlap."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class TunedScheduler(LengthScheduler):
         self._strategy = self._verified_by = Strategy.OFF
         self._began = 0.0
         self._batch: BatchState | None = None
-        """The batch of the step under way; None: the step also reads prompts, and teaches nothing."""
+        """Of the step under way; None: the step also reads prompts, and teaches nothing."""
         self._stats, self._said_at = EngineStats(), time.monotonic()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class TunedScheduler(LengthScheduler):
         return outputs
 
     def _learn(self, batch: BatchState, num_sampled: dict[str, int], seconds: float) -> None:
-        """Accounts a step of requests that all decode. num_sampled: tokens by request."""
+        """Accounts a step in which all requests decode. num_sampled: tokens by request."""
         verified = self._verified_by
         rows = [
             (num - 1, len(self.verified[name].draft) if name in self.verified else 0, name)
@@ -95,7 +95,7 @@ class TunedScheduler(LengthScheduler):
             self.tuner.observe(strategy, batch, replace(outcome, drafted_next=drafted_next))
 
     def _say(self) -> None:
-        """Logs what was drafted, as often as vLLM logs its own figures."""
+        """As often as vLLM logs its own figures."""
         if time.monotonic() - self._said_at < envs.VLLM_LOG_STATS_INTERVAL:
             return
         stats, self._stats, self._said_at = self._stats, EngineStats(), time.monotonic()

@@ -1,11 +1,11 @@
-"""What a learned drafter has not read while nothing was drafted; imports no vLLM.
+"""Hidden states that a learned drafter skips while nothing is drafted. Imports no vLLM.
 
     no drafts     hidden states ─▶ kept, by slot and position                 the drafter does not run
     drafts again  kept ─▶ a pass of the drafter over all that it has not read ─▶ vLLM's own proposal
 
-An EAGLE drafter has keys and values of its own. vLLM keeps them complete by running it in every step, with or
-without drafts. Prompts it reads here as they come, too: their hidden states are many, and requests share
-their blocks. The passes are drafter_v1.py's and drafter_v2.py's.
+An EAGLE drafter has keys and values of its own, which vLLM keeps complete by running it in every step.
+Here it skips steps without drafts, but reads prompts at once: their hidden states are many, and requests
+share their blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.base.uploads import upload
 
 KEPT_BYTES = 1 << 28
-"""Memory for the hidden states of unread positions. A request that has filled its share is read at once."""
+"""Memory for skipped hidden states. A request that has filled its share is read at once."""
 
 NOTHING = np.iinfo(np.int64).max
 """The first unread position where all is read."""
@@ -31,7 +31,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Rows:
-    """The requests of a step: the target computes `counts_B` positions of each from `starts_B` on."""
+    """The requests of a step: the target computes `counts_B` positions of each, from `starts_B` on."""
 
     slots_B: Integers
     starts_B: Integers
@@ -42,7 +42,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Unread:
-    """What a pass of the drafter reads: of some rows of a step, the positions from `firsts_B` to `ends_B`."""
+    """Input of a drafter pass: of some rows of a step, the positions from `firsts_B` to `ends_B`."""
 
     rows_B: Integers
     """Indices in the step's batch."""
@@ -57,7 +57,7 @@ class Unread:
 
     @property
     def borders(self) -> Integers:
-        """Where each row's positions begin in the pass, and its size."""
+        """Offset of each row in the pass, and the pass's size."""
         return np.concatenate([[0], self.counts_B.cumsum()])
 
     @property
@@ -66,17 +66,16 @@ class Unread:
         return np.arange(self.borders[-1]) - self.each(self.borders[1:])
 
     def each(self, values_B: Integers) -> Integers:
-        """Returns a row's value at each of its positions."""
+        """Repeats a row's value at each of its positions."""
         return np.repeat(values_B, self.counts_B)
 
 
 Read = Callable[[Unread], None]
-"""Runs a pass of the drafter, which proposes nothing."""
+"""Runs a drafter pass that proposes nothing."""
 
 
 def why_awake(config: Any, own: Mapping[str, bool]) -> str | None:
-    """Returns why a drafter may miss no step of this vLLM; None: it may. own: its runner's reasons, and
-    whether they hold."""
+    """Why a drafter may miss no step; None: it may. own: the runner's reasons → whether they hold."""
     reasons = {
         "data-parallel ranks wait for its passes": config.parallel_config.data_parallel_size > 1,
         "its keys and values go to other engines": config.kv_transfer_config is not None,
@@ -88,35 +87,36 @@ def why_awake(config: Any, own: Mapping[str, bool]) -> str | None:
 class UnreadPositions:
     """Keeps the hidden states of positions that the drafter has not read.
 
-    longest: positions of a sequence.  longest_pass: positions that the drafter can read at once.
+    longest: positions of a sequence.
+    longest_pass: positions of a drafter pass.
     """
 
     def __init__(self, num_slots: int, longest: int, longest_pass: int) -> None:
         self.longest, self.longest_pass = longest, longest_pass
         self.first_S = np.full(num_slots, NOTHING)
-        """First unread position of every slot."""
+        """First unread position, by slot."""
         self.kept_SRF: Tensor | None = None
-        """Hidden states: position p of a slot is in row p modulo R."""
+        """Position p of a slot is in row p modulo R."""
 
     def forget(self, slot: int) -> None:
-        """Gives the slot to a new request."""
+        """The slot has a new request."""
         self.first_S[slot] = NOTHING
 
     def take(self, slots_N: Tensor, positions_N: Tensor) -> Tensor:
-        """Returns kept hidden states, [N, F]."""
+        """Returns [N, F]."""
         assert self.kept_SRF is not None
         return self.kept_SRF[slots_N, positions_N % self.kept_SRF.shape[1]]
 
     def read(self, rows: Rows, indices: Integers, read: Read) -> None:
-        """Lets the drafter read all that it has not read of these rows, up to this step's positions."""
+        """Lets the drafter read these rows up to this step's positions."""
         firsts_B = self.first_S[rows.slots_B]
         for some in self._passes(indices, rows.starts_B - firsts_B):
             read(Unread(some, rows.slots_B[some], firsts_B[some], rows.starts_B[some]))
         self.first_S[rows.slots_B[indices]] = NOTHING
 
     def keep(self, rows: Rows, hidden_NF: Tensor, positions_N: Tensor, slots_B: Tensor, read: Read) -> bool:
-        """Keeps this step's hidden states, as far as the drafter does not read them now. Returns whether it
-        does: it runs over every row where one is a prompt. hidden_NF: more rows than that pad the batch."""
+        """Keeps this step's hidden states, unless the drafter runs now: it does, over every row, where one
+        is a prompt. Returns whether it does. hidden_NF: padding may follow."""
         hidden_NF = hidden_NF[: rows.counts_B.sum()]
         room = self.make_room(hidden_NF).shape[1]
         has_prompts = bool((rows.are_prompts_B | (rows.counts_B > room)).any())
@@ -132,7 +132,7 @@ class UnreadPositions:
         return has_prompts
 
     def make_room(self, hidden_NF: Tensor) -> Tensor:
-        """Returns `kept_SRF`, allocated by the first call for hidden states like these."""
+        """Allocates `kept_SRF` at the first call."""
         if self.kept_SRF is None:
             num_slots, width = len(self.first_S), hidden_NF.shape[1]
             share = KEPT_BYTES // (num_slots * width * hidden_NF.element_size())
@@ -154,7 +154,7 @@ class UnreadPositions:
         self.kept_SRF[slots_N, positions_N % self.kept_SRF.shape[1]] = hidden_NF
 
     def _passes(self, indices: Integers, counts_B: Integers) -> Iterator[Integers]:
-        """Yields those of the rows that have something unread, as many at a time as a pass can read."""
+        """Groups the rows with unread positions, a pass each."""
         group, size = list[int](), 0
         for index in indices[counts_B[indices] > 0].tolist():
             if size + counts_B[index] > self.longest_pass:
@@ -167,5 +167,5 @@ class UnreadPositions:
 
 
 def features(hidden_states: Tensor, aux_hidden_states: Sequence[Tensor] | None) -> Tensor:
-    """Returns what the drafter reads of the target: its last hidden states, or those of some layers."""
+    """The drafter's input: the target's last hidden states, or some layers'."""
     return torch.cat(tuple(aux_hidden_states), dim=-1) if aux_hidden_states else hidden_states

@@ -1,4 +1,4 @@
-"""What a step of vLLM verified."""
+"""The draft that a step of vLLM verified."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 
 class Verified(NamedTuple):
-    """A draft that a step verified."""
-
     draft: Sequence[int] = ()
     num_accepted: int = 0
-    """Its tokens that the target drew, too; those behind the response's end included."""
+    """Draft tokens that the target drew, too; behind the response's end included."""

@@ -1,10 +1,11 @@
-"""Our methods of vLLM's workers, called on every tensor-parallel rank: weight updates and captured features.
+"""Our methods of vLLM's workers, called on every tensor-parallel rank: weight updates and captured
+features.
 
     begin ─▶ part, part, … ─▶ end ─▶ settle          a part: tensors of whole layers, by Hugging Face names
 
-A part comes in one of three ways (transfer.py): as a dictionary within this process; as the path of a
-safetensors file in shared memory, of which each rank takes its slices; or in this GPU's memory, where vLLM's
-own weight transfer begins, receives and ends.
+A part comes in one of three ways (transfer.py): a dictionary in this process; the path of a safetensors
+file in shared memory, of which each rank takes its slices; or this GPU's memory, by vLLM's own weight
+transfer.
 """
 
 from __future__ import annotations
@@ -32,24 +33,23 @@ WeightPart = Mapping[str, Tensor] | str
 
 
 class TltWorker:
-    """The mixin that vLLM adds to its worker (`worker_extension_cls`)."""
+    """Mixed into vLLM's worker (`worker_extension_cls`)."""
 
     model_runner: Any
     vllm_config: Any
     device: torch.device
     weight_transfer_engine: Any
     _tlt_awaited: frozenset[str] = frozenset()
-    """Parameters that this update has not loaded yet, by vLLM's names."""
+    """Parameters not loaded yet in this update, by vLLM's names."""
     _tlt_block: BlockWeights | None = None
-    """This update of a DFlash drafter; None: it is another model's."""
+    """None: no DFlash drafter is updated."""
 
     def tlt_hear_termination(self) -> None:
-        """Unblocks SIGTERM, which this process may have inherited blocked: a rank that ends terminates its
-        workers and waits for them."""
+        """Unblocks SIGTERM, perhaps inherited blocked: a rank that ends terminates its workers and waits
+        for them."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def tlt_begin(self, is_drafter: bool) -> None:
-        """Begins an update of the policy's or the drafter's weights."""
         model = self._tlt_model(is_drafter)
         self._tlt_awaited = frozenset(name for name, _ in model.named_parameters())
         with set_current_vllm_config(self.vllm_config):
@@ -60,7 +60,7 @@ class TltWorker:
         self._tlt_block = BlockWeights(model) if is_block else None
 
     def tlt_part(self, is_drafter: bool, part: WeightPart) -> str:
-        """Loads a part; returns the digest of the tensors that came in a file."""
+        """Returns the digest of tensors that came in a file."""
         tensors = load_file(part) if isinstance(part, str) else part
         with set_current_vllm_config(self.vllm_config):
             loaded = self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
@@ -71,14 +71,13 @@ class TltWorker:
         return digest_tensors(tensors) if isinstance(part, str) else ""
 
     def tlt_end(self, is_drafter: bool) -> None:
-        """Ends the update."""
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self._tlt_model(is_drafter), self.vllm_config.model_config)
             if self._tlt_block is not None:
                 self._tlt_block.end()
 
     def tlt_try_shared(self, part: dict[str, Any]) -> str:
-        """Returns the digest of tensors in this GPU's memory as vLLM's weight transfer reads them. Changes no
+        """Digest of tensors in this GPU's memory, as vLLM's weight transfer reads them. Changes no
         weights."""
         engine, arrived = self.weight_transfer_engine, Arrived()
         engine.set_weight_update_target(arrived, engine.model_config)
@@ -89,21 +88,19 @@ class TltWorker:
             engine.reset_weight_update_target()
 
     def tlt_shared_part(self, part: dict[str, Any]) -> bool:
-        """Loads a part that lies in this GPU's memory. Returns whether vLLM has buffered some of it to read
-        later."""
+        """Loads a part from this GPU's memory. Returns whether vLLM has buffered some of it to read later."""
         before = self._tlt_buffered()  # holding these keeps their ids from being reused
         self.update_weights(part)  # type: ignore[attr-defined]  # the worker's own method
         return bool(set(map(id, self._tlt_buffered())) - set(map(id, before)))
 
     def tlt_end_shared(self) -> None:
-        """Ends the update. The sender's memory is not read afterwards."""
+        """The sender's memory is not read afterwards."""
         self.finish_weight_update()  # type: ignore[attr-defined]  # the worker's own method
         torch.accelerator.synchronize()
 
     def tlt_settle(self, is_drafter: bool) -> tuple[float, list[str]]:
-        """Makes the update take effect everywhere. Returns packed.head_error and the parameters that were not
-        loaded (none are known after vLLM's own transfer). A drafter is not checked: it may lack what is the
-        target's."""
+        """Returns packed.head_error, and the parameters not loaded (unknown after vLLM's own transfer). A
+        drafter is not checked: it may lack the target's tensors."""
         if is_drafter:
             return 0.0, []
         model = self._tlt_model(is_drafter)
@@ -113,15 +110,14 @@ class TltWorker:
             return head_error(model), sorted(self._tlt_awaited)
 
     def tlt_clear_caches(self) -> None:
-        """Overwrites all keys and values. Attention multiplies those of a block's empty places by 0, so NaN
-        there would reach whichever request is given the block."""
+        """Overwrites all keys and values. Attention multiplies a block's empty places by 0, so NaN there
+        would reach the block's next request."""
         for cache in self.model_runner.kv_caches:
             for part in cache if isinstance(cache, list | tuple) else (cache,):
                 part.zero_()
 
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
-        """Returns the captured features of a running request, [num_positions, F]; None where some are
-        missing."""
+        """Features [num_positions, F] of a running request; None: some are missing."""
         capture = self._tlt_installed.capture
         if capture is None:
             return None
@@ -132,7 +128,7 @@ class TltWorker:
             capture.release()
 
     def tlt_record(self, records: bool) -> list[Recorded] | None:
-        """Starts or stops recording draws; returns those recorded so far."""
+        """Returns the draws recorded so far."""
         table = self._tlt_installed.table
         kept, table.recorded = table.recorded, [] if records else None
         return kept
@@ -148,14 +144,14 @@ class TltWorker:
         return self.model_runner.get_model()
 
     def _tlt_buffered(self) -> list[Tensor]:
-        """Returns the received tensors that vLLM keeps until their layer is complete."""
+        """Received tensors that vLLM keeps until their layer is complete."""
         layers = self.weight_transfer_engine.model.modules()
         kept = [bound for layer in layers for _, bound in get_layerwise_info(layer).loaded_weights]
         return [value for bound in kept for value in bound.arguments.values() if isinstance(value, Tensor)]
 
 
 class Arrived:
-    """Takes a model's place and keeps the tensors that are loaded."""
+    """Stands in for a model, and keeps the loaded tensors."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.tensors = dict(weights)
