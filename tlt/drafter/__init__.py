@@ -1,2 +1,1 @@
-"""The small model that proposes tokens: its shapes, how it drafts (drafting/), is trained (training/) and
-is stored (formats/). protocol.py is what any drafter promises the engine."""
+"""The small model that proposes tokens: shapes, drafting/, training/ and stored formats/."""

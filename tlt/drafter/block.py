@@ -1,19 +1,17 @@
-"""Block drafters: a pass drafts a block of tokens. A trainable and a packed copy.
+"""Block drafters: one pass drafts a block of tokens. A trainable and a packed copy.
 
     captured layers at t ─ fc ─ hidden_norm ─▶ context t ─ k_proj, v_proj of every layer ─▶ kept per token
                                                                    │ read by
     block   [anchor, mask, mask, …] at p, p+1, p+2, … ─ embed ─▶ layers ─ norm ─ head ─▶ logits of every slot
 
-The anchor is the last committed token, at position p. The context are the tokens before it: the target has
-not read the anchor yet. Inside a block every slot sees every other. The context's keys and values are made
-without input_layernorm.
+The anchor is the last committed token, at position p. The context holds the tokens before it: the target has
+not read the anchor yet. Slots of a block see each other. The context's keys and values skip input_layernorm.
 
     dflash   slot k, from 1 on, proposes token p+k          DFlash (z-lab)
     dspark   slot k, from 0 on, proposes token p+k+1        DSpark (arXiv 2607.05147), which may add a
              Markov head: logits of slot k += W2 W1[the token at p+k], so that slots agree with each other
 
-The masks' embedding is the target's, of a token that responses do not use (`mask_token_id`). A tensor of its
-own would be in no other engine's safetensors, and the first layer learns to tell a fixed vector apart anyway.
+A mask's embedding is the target's, of an unused token (`mask_token_id`): other engines load no other.
 """
 
 from __future__ import annotations
@@ -43,8 +41,6 @@ class MarkovHead(nn.Module):
 
 
 class BlockModel(DraftModel):
-    """The trainable block drafter."""
-
     config: BlockShape
 
     def __init__(self, config: BlockShape) -> None:
@@ -56,15 +52,13 @@ class BlockModel(DraftModel):
             self.markov_head = MarkovHead(layer.vocab_size, config.draft_vocab_size, config.markov_rank)
 
     def initialize(self, seed: int) -> DraftModel:
-        """As the base says. The Markov head starts without effect."""
         super().initialize(seed)
         if self.config.markov_rank:
             nn.init.zeros_(self.markov_head.markov_w2.weight)
         return self
 
     def context(self, captured_NF: Tensor, positions_N: Tensor) -> list[Tensor]:
-        """Returns per layer the rotated keys and the values of the context, [N, 2K, D]. Columns captured
-        beyond `feature_size` are not read."""
+        """Per layer, the context's rotated keys and its values [N, 2K, D]."""
         read_NE = self.hidden_norm(self.fc(captured_NF[..., : self.config.feature_size]))
         rope, num_keys = self.rope_at(read_NE, positions_N), self.config.layer.num_kv_heads
         return [apply_rope(kv(read_NE), num_keys, *rope) for kv in self._kv()]
@@ -73,7 +67,6 @@ class BlockModel(DraftModel):
         return [cast("DecoderLayer", layer).self_attn.kv for layer in self.layers]
 
     def forward(self, embeddings_NE: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Returns the hidden states [N, E] of the slots of blocks."""
         rope, x_NE = self.rope_at(embeddings_NE, positions_N), embeddings_NE
         for index, layer in enumerate(self.layers):
             x_NE = layer(index, x_NE, rope, attend)
@@ -92,7 +85,7 @@ class BlockModel(DraftModel):
 
 
 class PackedBlock(PackedDrafter):
-    """The engine's copy of a block drafter. One matrix makes the context's keys and values of all layers."""
+    """One matrix makes all layers' keys and values of the context."""
 
     model_class = BlockModel
     config: BlockShape
@@ -107,7 +100,7 @@ class PackedBlock(PackedDrafter):
         self.layers = [PackedLayer(c, dtype, self.device) for _ in range(c.num_layers)]
         self.w1_VR: Tensor | None = None
         self.w2_VR: Tensor | None = None
-        self._w2: PackedLinear | None = None  # of the tokens that it can propose
+        self._w2: PackedLinear | None = None  # rows of the draft vocabulary
 
     def load_layers(self, tensors: Mapping[str, Tensor]) -> None:
         gain_E = self.hidden_norm.load(tensors["hidden_norm.weight"])
@@ -128,7 +121,6 @@ class PackedBlock(PackedDrafter):
         self._w2 = None
 
     def context(self, captured_NF: Tensor, positions_N: Tensor) -> list[Tensor]:
-        """Computes `BlockModel.context`; the methods below correspond likewise."""
         c = self.config.layer
         read_NE = self.hidden_norm(self.fc(captured_NF[..., : self.config.feature_size]))
         kv_NLSD = self.context_linear(read_NE).view(-1, c.num_layers, 2 * c.num_kv_heads, c.head_dim)
@@ -160,15 +152,13 @@ class PackedBlock(PackedDrafter):
 
 
 def fill_blocks(shape: BlockShape, anchors_A: Tensor, num_slots: int) -> Tensor:
-    """Returns the tokens [A, num_slots] of blocks with these anchors."""
     tokens_AU = anchors_A.new_full((len(anchors_A), num_slots), shape.mask_token_id)
     tokens_AU[:, 0] = anchors_A
     return tokens_AU
 
 
 def run_blocks(drafter: BlockModel | PackedBlock, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
-    """Returns the hidden states [A, block_size, E] of a block at each anchor. Positions count from 0 in every
-    sequence; those beyond the window are the last of it."""
+    """Hidden states [A, block_size, E] of a block at each anchor."""
     shape, device = drafter.config, text.token_ids_N.device
     positions_N = torch.cat([torch.arange(length, device=device) for length in text.lengths])
     index_A = upload(flatten_anchors(text.lengths, anchors), device)

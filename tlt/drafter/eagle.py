@@ -8,10 +8,9 @@
              attention reads norm(embedding) ‖ norm(hidden), the residual stream starts as hidden, or,
              with norm_before_residual (speculators), as norm(hidden)
 
-drafting/pair_cache.py says what a feature is and why a pair joins it with the next token. Pair t has the
-rotary position t. While drafting, the drafter's own hidden state stands in for one made from the target's
-features. `eagle` (arXiv 2401.15077) applies the target's head to the hidden state; `eagle3` (arXiv
-2503.01840) applies a norm of its own first.
+Pair t has the rotary position t. While drafting, the drafter's own hidden state replaces the target's.
+`eagle` (arXiv 2401.15077) applies the target's head to the hidden state; `eagle3` (arXiv 2503.01840)
+normalizes it first.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from tlt.models.packed import PackedLayer
 
 
 class EagleModel(DraftModel):
-    """The trainable drafter of EAGLE's family."""
-
     config: EagleShape
 
     def __init__(self, config: EagleShape) -> None:
@@ -45,15 +42,13 @@ class EagleModel(DraftModel):
             self.midlayer = layer
 
     def fuse(self, features_MF: Tensor) -> Tensor:
-        """Returns the hidden states [M, E] made from the captured columns; those beyond `feature_size` are
-        not read."""
         features_MF = features_MF[..., : self.config.feature_size]
         return features_MF if self.config.method == "eagle" else self.fc(features_MF)
 
     def forward(
         self, embeddings_ME: Tensor, hidden_ME: Tensor, positions_M: Tensor, attend: Attend
     ) -> Tensor:
-        """Returns the next hidden_ME: the predicted features of the embedded tokens."""
+        """The next hidden_ME: the predicted features of the embedded tokens."""
         rope, pair = self.rope_at(hidden_ME, positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
         if self.config.method == "eagle":
             hidden: Tensor = self.layers[0](0, self.fc(pair), rope, attend)
@@ -68,8 +63,6 @@ class EagleModel(DraftModel):
 
 
 class PackedEagle(PackedDrafter):
-    """The engine's copy of a drafter of EAGLE's family."""
-
     model_class = EagleModel
     config: EagleShape
 
@@ -81,7 +74,6 @@ class PackedEagle(PackedDrafter):
         self.layer.load(tensors, self.config.layer_name + ".")
 
     def fuse(self, features_NF: Tensor) -> Tensor:
-        """Computes `EagleModel.fuse`; the methods below correspond likewise."""
         features_NF = features_NF[..., : self.config.feature_size]
         return features_NF if self.config.method == "eagle" else self.fc(features_NF)
 
@@ -102,8 +94,7 @@ class PackedEagle(PackedDrafter):
 
 
 def _predict(drafter: EagleModel | PackedEagle, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
-    """Returns the outputs [R, E] at the pairs whose token is an anchor; every pair reads the target's
-    features."""
+    """Outputs [R, E] at the anchors' pairs."""
     pairs = align(text.lengths, text.token_ids_N.device)
     embeddings_ME = embed(text.token_ids_N[pairs.token_index_M])
     hidden_ME = drafter.fuse(text.captured_NF[pairs.feature_index_M].to(embeddings_ME.dtype))

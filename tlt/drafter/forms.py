@@ -14,7 +14,6 @@ from tlt.drafter.shape import BlockShape, DrafterShape, EagleShape
 
 
 def new_model(shape: DrafterShape) -> DraftModel:
-    """Returns an uninitialized trainable drafter."""
     if isinstance(shape, BlockShape):
         return BlockModel(shape)
     assert isinstance(shape, EagleShape), shape
@@ -22,7 +21,6 @@ def new_model(shape: DrafterShape) -> DraftModel:
 
 
 def new_packed(shape: DrafterShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> PackedDrafter:
-    """Returns an engine's copy of a drafter, without weights yet."""
     if isinstance(shape, BlockShape):
         return PackedBlock(shape, dtype, device)
     assert isinstance(shape, EagleShape), shape
@@ -35,14 +33,13 @@ def pack_drafter(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PackedDrafter:
-    """Returns an engine's copy of the drafter with these tensors."""
     packed = new_packed(shape, dtype, device)
     packed.load(tensors, version=0)
     return packed
 
 
 def find_misfit(shape: DrafterShape, tensors: Mapping[str, Tensor]) -> str | None:
-    """Returns a description of the first tensor that does not fit the shape; None: all do."""
+    """Error text for the first mismatch, or None."""
     with torch.device("meta"):
         model = new_model(shape)
     return find_mismatch(model, tensors)

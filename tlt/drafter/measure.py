@@ -1,14 +1,12 @@
-"""The measure of a drafter: its acceptance on a sample of responses, and whether the engine's copy computes
-what the trainer's does.
+"""The measure of a drafter: its acceptance on sampled responses, and the agreement of its two copies.
 
-The engine's target reads a response once, which gives p, the distribution that each token was drawn from. The
-drafter, teacher-forced on the same tokens, gives q, the distribution of its first draft (a block
-drafter's: by a block at every token).
+The engine's target reads a response once, which gives p, the distribution of each token. The drafter,
+teacher-forced on the same tokens, gives q, the distribution of its first drafted token.
 
     acceptance = mean over response tokens of sum_v min(p(v), q(v))
 
-This is the highest probability with which one draft can be accepted (Leviathan et al., arXiv 2211.17192).
-It does not depend on the strategies that the tuner chose, and has no noise from the tokens drawn.
+It bounds the probability that a draft token is accepted (Leviathan et al., arXiv 2211.17192). It does not
+depend on the tuner's strategies, and has no noise from the tokens drawn.
 """
 
 from __future__ import annotations
@@ -30,36 +28,25 @@ from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 
 CANARY_TOKENS = 256
-"""Response tokens that each rank measures per step. Their prompts are read in addition."""
+"""Response tokens measured per rank and step."""
 
 READ_FOR_EACH = 64
-"""Tokens that are read, prompts included, for each that may be measured: bounds what long prompts cost."""
+"""Bounds the tokens read, prompts included, per measured token."""
 
 READ_AT_ONCE = 8192
-"""Tokens that a forward of the target reads, unless a single response with its prompt is longer."""
 
 ARRIVAL_TOKENS = 16
-"""Response tokens read in a step that does not measure acceptance: enough to compare the two copies."""
+"""Response tokens read when acceptance is not due."""
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Relative distance allowed between the logits of the engine's copy, by its dtype, and of the trainer's
-float32 copy."""
+"""By dtype, largest relative distance between the logits of the two copies."""
 
 Retrieve = Callable[[Sequence[Rollout], Sequence[int]], int]
-"""(responses to one prompt, tokens of each that count) → number of these tokens that retrieval alone would
-have drafted."""
+"""(responses to one prompt, tokens counted of each) → counted tokens that retrieval drafts"""
 
 
 @dataclass(frozen=True)
 class DrafterCopies:
-    """The two copies of a drafter, with what they are measured by.
-
-    model: the copy that is trained.
-    packed: the engine's copy, which drafts.
-    target: the model it drafts for.
-    retrieve: counts what retrieval would have drafted, for comparison.
-    """
-
     model: DraftModel
     packed: PackedDrafter
     target: PackedTransformer
@@ -68,14 +55,11 @@ class DrafterCopies:
 
 @dataclass(frozen=True)
 class Sample:
-    """Responses that the target has read.
+    """Responses read by the target, packed with their prompts.
 
-    token_ids_N: their tokens with their prompts, packed.
-    captured_NF: what the drafter reads of the target at each token.
     lengths: tokens of each response with its prompt.
-    anchors: by response, the places of the tokens behind which a response token is predicted: R in all.
-    temperature: at which the responses were drawn.
-    target_RV: the distributions that the R tokens were drawn from, float64.
+    anchors: by response, the token before each measured response token; R in all.
+    target_RV: the target's distributions of the measured tokens, float64.
     """
 
     token_ids_N: Tensor
@@ -87,31 +71,25 @@ class Sample:
 
     @property
     def tokens_R(self) -> Tensor:
-        """The tokens at the anchors."""
         return self.token_ids_N[flatten_anchors(self.lengths, self.anchors)]
 
     def overlap(self, logits_RV: Tensor, token_ids: Tensor | None) -> float:
-        """Returns the sum over positions of sum_v min(p(v), q(v)), where q is the softmax of `logits_RV` at
-        the temperature.
-
-        token_ids: the target's ids of a reduced draft vocabulary, outside of which q is 0; None: all.
-        """
+        """sum over R of sum_v min(p(v), q(v)). token_ids: reduced draft vocabulary, outside of which
+        q is 0."""
         target_RV = self.target_RV if token_ids is None else self.target_RV[:, token_ids]
         return float(torch.minimum(target_RV, distribution(logits_RV, self.temperature)).sum())
 
 
 @dataclass(frozen=True)
 class Tally:
-    """The sums that one rank measured.
+    """Sums measured by one rank.
 
-    num_positions: response tokens measured.
-    accepted: expected number of them for which the drafter's draft is accepted.
-    retrieved: number of them that retrieval would have drafted.
-    distance: relative distance between the logits of the engine's and of the trainer's copy.
-    checksum: sum of the trained copy's weights.
-    accepted_before: `accepted` of the drafter before this step's training was published; NaN: not measured.
-    publish_seconds: seconds to publish the training and to see that it arrived.
-    proposed: sum of the ids of the tokens that the drafter may propose; 0: all tokens.
+    accepted: expected number of accepted draft tokens.
+    retrieved: number of tokens that retrieval would have drafted.
+    distance: relative distance between the logits of the two copies.
+    checksum: sum of the trained weights.
+    accepted_before: `accepted` before this step's training; NaN: not measured.
+    proposed: sum of the draft vocabulary's token ids; 0: all tokens.
     """
 
     num_positions: int = 0
@@ -125,11 +103,8 @@ class Tally:
 
 
 class Measurement:
-    """Measures a drafter on a random sample of the responses, on one rank.
-
-    is_due: whether acceptance is measured. Otherwise fewer tokens are read, and no position counts unless the
-        outputs of the engine's copy are not finite.
-    """
+    """Measures a drafter on random responses of one rank. If not `is_due`, a small sample compares the two
+    copies, and acceptance is measured only if the engine's outputs are not finite."""
 
     @torch.no_grad()
     def __init__(
@@ -149,7 +124,7 @@ class Measurement:
 
     @torch.no_grad()
     def accepted(self) -> float:
-        """Returns `Tally.accepted` of the drafter as it is now; NaN where acceptance is not measured."""
+        """NaN if not measured."""
         if not self.is_due or self.sample is None:
             return math.nan
         packed = self.copies.packed
@@ -157,7 +132,6 @@ class Measurement:
 
     @torch.no_grad()
     def tally(self) -> Tally:
-        """Returns the tally of the drafter as it is now."""
         copies, sample, token_ids = self.copies, self.sample, self.copies.packed.token_ids
         checksum = float(sum(parameter.double().sum() for parameter in copies.model.parameters()))
         tally = Tally(checksum=checksum, proposed=0 if token_ids is None else int(token_ids.sum()))
@@ -177,14 +151,10 @@ class Measurement:
 
 
 def _distance(ours_RV: Tensor, theirs_RV: Tensor) -> float:
-    """Returns |ours - theirs| / |theirs|, or 0 if not even the trainer's logits are finite: the distance
-    has no meaning then."""
     return float((ours_RV - theirs_RV).norm() / theirs_RV.norm()) if bool(theirs_RV.isfinite().all()) else 0.0
 
 
 def _num_retrieved(rollouts: Sequence[Rollout], counts: Mapping[int, int], retrieve: Retrieve) -> int:
-    """Returns how many of the counted tokens retrieval would have drafted from all responses to their
-    prompt."""
     groups: dict[str, list[tuple[Rollout, int]]] = {}
     for index, rollout in enumerate(rollouts):
         groups.setdefault(rollout.problem_id, []).append((rollout, counts.get(index, 0)))
@@ -193,7 +163,6 @@ def _num_retrieved(rollouts: Sequence[Rollout], counts: Mapping[int, int], retri
 
 
 def to_check(tallies: Sequence[Tally], version: int, training: str) -> DrafterCheck:
-    """Returns the step's record from the tallies of all ranks. Means are NaN where no position counted."""
     num_positions = sum(tally.num_positions for tally in tallies)
 
     def mean(sums: Iterable[float]) -> float:
@@ -210,8 +179,8 @@ def to_check(tallies: Sequence[Tally], version: int, training: str) -> DrafterCh
 
 
 def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> None:
-    """Raises RuntimeError if the ranks hold different weights or propose different tokens, or if an
-    engine's copy computes other logits than the trainer's."""
+    """RuntimeError if weights or draft vocabularies differ between ranks, or logits between the two
+    copies."""
     for rank, tally in enumerate(tallies):
         if tally.checksum != tallies[0].checksum:
             raise RuntimeError(
@@ -231,11 +200,11 @@ def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> N
 
 
 def draw_counts(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
-    """Returns a random sample of the responses: the index of each → how many of its tokens count.
+    """Index of a sampled response → number of its tokens to measure.
 
-    Whole responses are drawn until `max_tokens` are used up, the last one cut off, or until `READ_FOR_EACH`
-    times as many would be read with their prompts. The first is drawn however long its prompt is. A response
-    to a prompt of one token is not drawn, because no pair predicts its first token.
+    Takes whole responses, the last one cut off, up to `max_tokens`, or `READ_FOR_EACH` times as many with
+    prompts; the first response always. No pair predicts the first token after a one-token prompt, so these
+    responses are skipped.
     """
     counts: dict[int, int] = {}
     left_to_read = READ_FOR_EACH * max_tokens
@@ -258,8 +227,8 @@ def read_sample(
     capture: tuple[int, ...],
     temperature: float,
 ) -> Sample:
-    """Sends the responses drawn through the target, packed, at most `READ_AT_ONCE` tokens at a time. The last
-    of a response's counted tokens is predicted but not read."""
+    """At most `READ_AT_ONCE` tokens per forward. A response's last measured token is predicted but
+    not read."""
     rows = [[*rollouts[i].prompt_ids, *rollouts[i].token_ids[: count - 1]] for i, count in counts.items()]
     lengths = tuple(len(row) for row in rows)
     anchors = []
@@ -282,7 +251,6 @@ def read_sample(
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[slice]:
-    """Yields consecutive responses of at most `READ_AT_ONCE` tokens together, or a longer one alone."""
     first, num_tokens = 0, 0
     for end, length in enumerate(lengths):
         if num_tokens and num_tokens + length > READ_AT_ONCE:
@@ -293,15 +261,14 @@ def _groups(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Returns softmax at the temperature, in float64; at temperature 0 all on the likeliest token. NaN
-    stays NaN."""
+    """float64; temperature 0 gives a one-hot argmax. NaN stays NaN."""
     if temperature == 0:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).double() + 0.0 * logits.double()
     return (logits.double() / temperature).softmax(dim=-1)
 
 
 def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sample) -> Tensor:
-    """Returns the logits [R, draft vocabulary] of the engine's copy, float64."""
+    """[R, draft vocabulary], float64"""
     hidden_RE = drafter.predict(sample, sample.anchors, lambda ids: target.embed(ids).to(drafter.dtype))
     logits_RV, bias_RV = drafter.logits(hidden_RE, target), drafter.bias(sample.tokens_R)
     return (logits_RV if bias_RV is None else logits_RV + bias_RV).double()
@@ -310,10 +277,8 @@ def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sam
 def trainer_logits(
     model: DraftModel, target: PackedTransformer, sample: Sample, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Returns the logits [R, draft vocabulary] of the trained copy, computed in its own dtype, as float64.
-
-    token_ids: what the engine's copy proposes; None: all, or the drafter's own vocabulary.
-    """
+    """[R, draft vocabulary], float64, computed in the model's dtype. token_ids: the engine copy's draft
+    vocabulary."""
     dtype = next(model.parameters()).dtype
     hidden_RE = model.predict(sample, sample.anchors, lambda ids: target.embed(ids).to(dtype))
     logits_RV = model.logits(hidden_RE, model.rows(target.head_VE, token_ids))

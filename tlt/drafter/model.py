@@ -1,9 +1,4 @@
-"""The bases of the trainable and of the packed drafter: the head borrowed from the target, and the tokens
-that a drafter proposes.
-
-The drafter borrows the target's embedding and head, and never changes them. eagle.py and block.py compute the
-hidden states that the head reads; forms.py builds a drafter of a given shape.
-"""
+"""Base classes of trainable and packed drafters. The head is borrowed from the target, and never changed."""
 
 from __future__ import annotations
 
@@ -20,16 +15,11 @@ from tlt.models.decoder import Linear, RMSNorm, Rope, randomize_matrices
 from tlt.models.packed import PackedLinear, PackedNorm, PackedTransformer
 
 Embed = Callable[[Tensor], Tensor]
-"""Returns the target's embeddings of token ids, in the drafter's type."""
+"""Token ids → the target's embeddings, in the drafter's dtype."""
 
 
 class PackedText(Protocol):
-    """Packed sequences as a drafter reads them.
-
-    token_ids_N: their tokens.
-    captured_NF: what was captured of the target at each, the drafter's columns first.
-    lengths: tokens of each sequence.
-    """
+    """captured_NF: the target's captured layers, the drafter's columns first."""
 
     @property
     def token_ids_N(self) -> Tensor: ...
@@ -42,12 +32,12 @@ class PackedText(Protocol):
 
 
 Anchors = Sequence[Sequence[int]]
-"""By sequence of a packed text: rising places of tokens."""
+"""By sequence, rising token indices."""
 
 
 class DraftModel(nn.Module, ABC):
-    """The trainable drafter. `state_dict()` has the names that other engines' loaders read. Its own draft
-    vocabulary and head, if any, are never trained."""
+    """A trainable drafter, with the tensor names of other engines' loaders. Its own draft vocabulary or head
+    is never trained."""
 
     d2t: Tensor
     t2d: Tensor
@@ -67,9 +57,8 @@ class DraftModel(nn.Module, ABC):
         self._rope: Rope | None = None
 
     def initialize(self, seed: int) -> DraftModel:
-        """Draws random weights from the seed and returns the model. fc starts near the identity on the
-        latest captured layer, so that training starts near copying it. A reduced draft vocabulary starts as
-        the lowest ids."""
+        """Random weights. fc starts near the identity on the latest captured layer, so that training starts
+        near copying it."""
         randomize_matrices(self, seed)
         size = self.config.layer.hidden_size
         with torch.no_grad():
@@ -79,49 +68,40 @@ class DraftModel(nn.Module, ABC):
         return self
 
     def set_vocabulary(self, token_ids: Tensor) -> None:
-        """Sets the tokens to propose: int64[draft vocabulary], ascending."""
         self.d2t.copy_(token_ids - torch.arange(len(token_ids)))
         self.t2d.zero_()[token_ids] = True
 
     def rope_at(self, like: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rotary tables at these positions, of the type and device of `like`."""
         self._rope = Rope.matching(like, self.config.layer, self._rope)
         return self._rope.at(positions_N)
 
     @abstractmethod
     def predict(self, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
-        """Returns the hidden states [R, E] that propose the token behind each anchor, all before it given."""
+        """Hidden states [R, E] that propose the token after each anchor."""
 
     def bias(self, tokens: Tensor, token_ids: Tensor | None) -> Tensor | None:
-        """Returns what the token before the proposed one adds to its logits, [..., draft vocabulary]; None:
-        nothing.
-
-        token_ids: the tokens that may be proposed; None: all, or the drafter's own vocabulary.
-        """
+        """Added to the next token's logits, given the preceding tokens: [..., draft vocabulary]. token_ids:
+        the draft vocabulary; None: all, or the drafter's own."""
         return None
 
     def logits(self, hidden_ME: Tensor, head_VE: Tensor) -> Tensor:
-        """Returns logits [M, draft vocabulary]. head_VE: the head's rows of the draft vocabulary."""
         return F.linear(self.norm(hidden_ME) if self.config.has_norm else hidden_ME, head_VE)
 
     def rows(self, head_VE: Tensor, token_ids: Tensor | None) -> Tensor:
-        """Returns the head's rows of the draft vocabulary. token_ids: see `bias`."""
         if self.config.owns_head:
             return self.lm_head.weight
         return (self.restrict(head_VE) if token_ids is None else head_VE[token_ids]).to(self.fc.weight.dtype)
 
     def restrict(self, rows_V: Tensor) -> Tensor:
-        """Returns the rows of the draft vocabulary, of a tensor with a row per token of the target."""
         return rows_V[draft_token_ids(self.d2t)] if self.config.is_reduced else rows_V
 
 
 def draft_token_ids(d2t: Tensor) -> Tensor:
-    """Returns the target's id of each draft token. d2t: target id minus draft id."""
+    """Target ids. d2t: target id minus draft id."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def flatten_anchors(lengths: Sequence[int], anchors: Anchors) -> list[int]:
-    """Returns the anchors' places among all packed tokens."""
     found, start = [], 0
     for length, places in zip(lengths, anchors, strict=True):
         found += [start + place for place in places]
@@ -130,11 +110,9 @@ def flatten_anchors(lengths: Sequence[int], anchors: Anchors) -> list[int]:
 
 
 class PackedDrafter(ABC):
-    """The engine's copy of a drafter: packed weights, no gradients. It computes what `DraftModel`
-    computes."""
+    """The engine's copy of a drafter: packed weights, no gradients, the results of `DraftModel`."""
 
     model_class: type[DraftModel]
-    """The trainable class of its form."""
 
     def __init__(self, config: DrafterShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
@@ -144,15 +122,14 @@ class PackedDrafter(ABC):
         self.gain_E = torch.ones(size, dtype=dtype, device=self.device)
         has_rows = config.owns_head or config.is_reduced
         self.head = PackedLinear(size, config.draft_vocab_size, dtype, self.device) if has_rows else None
-        self.token_ids: Tensor | None = None  # the tokens it can propose; None: all of the target's
+        self.token_ids: Tensor | None = None  # the draft vocabulary; None: all tokens
         self.rope = Rope(config.layer, dtype, self.device)
         self.version = -1
         self._head_version = -1
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies a drafter's weights in. RuntimeError, before anything changes, if a tensor is missing,
-        unexpected or of another shape."""
+        """RuntimeError, before any change, if a tensor is missing, unexpected or of another shape."""
         with torch.device("meta"):
             expected = self.model_class(self.config)
         if (mismatch := find_mismatch(expected, tensors)) is not None:
@@ -171,16 +148,14 @@ class PackedDrafter(ABC):
 
     @abstractmethod
     def load_layers(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the tensors in that only this form has. All are there, in the right shapes."""
+        """Loads this form's tensors; `load` has checked them."""
 
     @property
     def num_proposed(self) -> int:
-        """Number of tokens it can propose."""
         return self.config.draft_vocab_size if self.token_ids is None else len(self.token_ids)
 
     def choose(self, token_ids: Tensor | None) -> None:
-        """Sets the tokens it proposes from now on, ascending; None: all. No weight changes: it ranks with
-        these rows of the target's head."""
+        """Sets the draft vocabulary, ascending; None: all. It selects rows of the target's head."""
         assert self.config.can_choose, "its folder fixes them"
         if token_ids is None:
             self.head = None
@@ -191,13 +166,13 @@ class PackedDrafter(ABC):
 
     @abstractmethod
     def predict(self, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
-        """Computes `DraftModel.predict`; the two methods below correspond likewise."""
+        """See `DraftModel.predict`."""
 
     def bias(self, tokens: Tensor) -> Tensor | None:
         return None
 
     def logits(self, hidden: Tensor, target: PackedTransformer) -> Tensor:
-        """Returns logits [..., draft vocabulary]. Borrowed rows are those of the target's current head."""
+        """[..., draft vocabulary]; borrowed rows follow the target's current head."""
         if self.config.has_norm:
             hidden = self.norm(hidden)
             if self.norm.is_folded:
@@ -211,8 +186,8 @@ class PackedDrafter(ABC):
 
 
 def find_mismatch(model: DraftModel, tensors: Mapping[str, Tensor]) -> str | None:
-    """Returns a description of the first tensor, by name, that is missing, unexpected or of another shape
-    than in the model, which may be on the device meta; None if all match."""
+    """Error text for the first tensor that is missing, unexpected or of another shape; None: all match. The
+    model may be on the meta device."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name in sorted(expected.keys() | tensors.keys()):
         found = list(tensors[name].shape) if name in tensors else "missing"

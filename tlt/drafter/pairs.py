@@ -3,7 +3,7 @@
     pair t     (token t+1, feature t): EAGLE's drafter reads it, and predicts token t+2
     anchor     token t+1 of a pair: a block begins with it, and predicts token t+2 and those behind it
 
-The two correspond: whatever is said of a pair holds of the block at its token.
+A statement about a pair holds for the block at its token.
 """
 
 from __future__ import annotations
@@ -16,28 +16,22 @@ import torch
 from torch import Tensor
 
 TOKEN_AHEAD = 1
-"""Pair t joins feature t with token t + TOKEN_AHEAD, and predicts the feature of that token."""
+"""Pair t joins feature t with token t + TOKEN_AHEAD."""
 
 FIRST_PREDICTED = TOKEN_AHEAD + 1
-"""Pair t predicts token t + FIRST_PREDICTED: the feature of a token gives the distribution of the next
-one. No pair predicts the tokens at positions below FIRST_PREDICTED."""
+"""Pair t predicts token t + FIRST_PREDICTED; no pair predicts a sequence's tokens before it."""
 
 
 def predicts_response(num_prompt: int, start: int, num_tokens: int) -> Tensor:
-    """Returns bool[num_tokens - 1]: whether each pair of a window predicts a response token. The window holds
-    `num_tokens` tokens from position `start` on, of a sequence whose response begins at `num_prompt`."""
+    """bool[num_tokens - 1]: whether each pair of a window predicts a response token. start, num_prompt: where
+    window and response begin in the sequence."""
     return torch.arange(num_tokens - TOKEN_AHEAD) + start + FIRST_PREDICTED >= num_prompt
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """The M pairs of several packed sequences.
-
-    lengths: pairs of each sequence.
-    feature_index_M: index of each pair's feature among the packed features.
-    token_index_M: index of the token that each pair reads among the packed tokens.
-    positions_M: rotary position of each pair, from 0 in every sequence.
-    """
+    """The M pairs of packed sequences, as indices of packed features and tokens. lengths: pairs of each
+    sequence."""
 
     lengths: tuple[int, ...]
     feature_index_M: Tensor
@@ -45,9 +39,8 @@ class Alignment:
     positions_M: Tensor
 
     def ahead(self, num_steps: int) -> tuple[Tensor, Tensor]:
-        """Returns (index, whether it exists) of the token that each pair reads after it has drafted
-        `num_steps`
-        times: the token as many places further on. Beyond its end, a sequence's last token stands in."""
+        """(index, whether it exists) of the token that each pair reads after `num_steps` drafted tokens,
+        clamped to its sequence's last token."""
         lengths_S = torch.tensor(self.lengths, device=self.token_index_M.device)
         last_S = lengths_S.cumsum(0) + torch.arange(len(lengths_S), device=lengths_S.device)
         last_M = torch.repeat_interleave(last_S, lengths_S, output_size=len(self.token_index_M))
@@ -56,8 +49,7 @@ class Alignment:
 
 
 def align(lengths: Sequence[int], device: torch.device | str = "cpu") -> Alignment:
-    """Returns the pairs of packed sequences of these lengths, as indices on the device. A sequence of n
-    tokens has n - 1 pairs."""
+    """n tokens make n - 1 pairs."""
     num_pairs = tuple(length - TOKEN_AHEAD for length in lengths)
     positions = [torch.arange(num, device=device) for num in num_pairs]
     starts = itertools.accumulate(lengths, initial=0)

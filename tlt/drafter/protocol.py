@@ -1,12 +1,11 @@
-"""The bases of drafters, which propose the next tokens of every running sequence as a tree.
+"""What a drafter promises the engine: trees of next tokens for the running sequences.
 
-The engine keeps its sequences in slots 0..B-1. It tells a drafter when a sequence enters, moves or leaves,
-and hands over the target's features of the tokens if the drafter asks for them (`capture`).
-
-    Drafting              what is trained, saved and restored of an engine's drafter, ours or vLLM's
+    Drafting              state that is trained, saved and restored, with our engine or vLLM
      └─ Drafter           drafts for our engine
          └─ WrappingDrafter   drafts with other drafters
              └─ LentDrafter   with one that learns nothing meanwhile
+
+Sequences are in slots 0..B-1. The engine tells a drafter when a sequence enters, moves or leaves.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ from tlt.speculation.tuner.protocol import Hindsight, ReferenceDraft
 
 @dataclass(frozen=True)
 class DraftContext:
-    """The running batch as a drafter sees it: row b is the sequence in slot b.
+    """The running batch: row b is the sequence in slot b.
 
     tokens:   committed tokens per sequence, prompt included; the last one is the root of its tree.
     requests: by row; samples of one prompt share a problem id.
-    params:   sampling parameters of the batch.
-    device:   of the tree to return.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -42,30 +39,30 @@ class DraftContext:
 
 
 class DraftNoise(Protocol):
-    """The law's noise of the positions that are drafted for. Level l (0, 1, …) drafts for the position l + 1
-    after the root, where the target will draw with the same noise. For a greedy sequence it is 0."""
+    """The law's noise, with which the target will draw. Level l drafts position l + 1 after the root. Greedy
+    sequences have noise 0."""
 
     def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
-        """Returns the noise of all tokens, or of `token_ids_V`, at a level: float32[B, V]."""
+        """float32[B, V], of all tokens or `token_ids_V`."""
         ...
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
-        """Returns the noise of single tokens, each given as (row, level, token), computed on the host."""
+        """places: (row, level, token). Computed on the host."""
         ...
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafter's proposal for one step. Subclasses add what `Drafter.observe` needs beside the verdicts.
+    """The trees of one step; subclasses add what `Drafter.observe` needs.
 
-    references: version of the reference that a row was drafted from, by row; None: none. (): no row has one.
+    references: by row, the version of the reference drafted from, or None. (): no row has one.
     """
 
     tree: DraftTree
     references: tuple[int | None, ...] = field(default=(), kw_only=True)
 
     def drafter_of(self, row: int, strategy: Strategy) -> str:
-        """Returns who drafted a row by the proposal's strategy; a drafter made of several says which."""
+        """A composite drafter names the part that drafted the row."""
         return strategy.drafter
 
 
@@ -73,39 +70,31 @@ P = TypeVar("P", bound=Proposal)
 
 
 class Drafting:
-    """What is trained, saved and restored of an engine's drafter."""
-
     @property
     def learned(self) -> Any:
-        """Returns the learned drafter in it (`Served` in training/publisher.py); None: there is none."""
         return None
 
     def counters(self) -> dict[str, Any]:
-        """Returns what was learned while drafting, as JSON. It affects speed alone."""
+        """Learned state as JSON. It affects speed alone."""
         return {}
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
-        """Continues from what `counters` returned before a restart, called before any sequence is admitted.
-
-        counters: of this rank's drafter, then of drafters whose ranks no longer exist.
-        """
+        """Called before any sequence is admitted. counters: this rank's, then those of ranks that no longer
+        exist."""
 
 
 class Drafter(Drafting, ABC, Generic[P]):
-    """Drafts for the engine. Everything but `propose` is optional and does nothing by default."""
-
     kinds: tuple[str, ...] = ()
-    """The names that `Strategy.drafter` may have."""
+    """Possible names of `Strategy.drafter`."""
 
     @property
     def version(self) -> int:
-        """Returns the number of the drafter's updates; statistics about older versions count for less."""
+        """Number of updates; statistics about older versions count for less."""
         return 0
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """Returns what `remember` receives of the target at every position: the inputs of these layers. The
-        number of layers stands for the final features; () for nothing."""
+        """Layers whose inputs `remember` receives; the number of layers stands for the final features."""
         return ()
 
     @abstractmethod
@@ -116,59 +105,53 @@ class Drafter(Drafting, ABC, Generic[P]):
         noise: DraftNoise,
         unwanted: Sequence[int] = (),
     ) -> P:
-        """Returns a tree for each sequence. Ranking candidates with the noise affects speed alone.
-
-        unwanted: rows whose draft will be discarded; nothing is learned from them.
-        """
+        """A tree for each sequence. unwanted: rows to be discarded; nothing is learned from them."""
 
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
-        """Learns from the verdicts on a proposal, row by row."""
+        """Learns from the verdicts, row by row."""
 
     def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
-        """Returns a draft for each of these sequences, given by slot, that has a reference: a response drawn
-        before with the same noise."""
+        """Drafts for sequences with a reference: a response drawn earlier with the same noise."""
         return ()
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Returns the outcomes of chains that retrieval would have drafted while it was not asked to, each
-        once, as soon as the committed tokens decide it. Drafters without retrieval return ()."""
+        """Outcomes of chains that retrieval would have drafted in steps where it was not asked, each reported
+        once."""
         return ()
 
     def admit(self, slot: int, request: Request) -> None:
-        """Starts a new sequence in this slot; what the slot held is forgotten."""
+        """Starts a sequence; the slot's previous one is forgotten."""
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Keeps the target's features of T positions from starts[b] on. Rejected drafts may be among them:
-        they lie beyond the committed tokens and are overwritten before anything reads them."""
+        """Stores features of T positions from starts[b] on. Features of rejected drafts lie beyond the
+        committed tokens, and are overwritten before they are read."""
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
-        """Returns the features of the first `num_positions` positions of this slot, [T, F]; None where the
-        drafter does not hold all of them."""
+        """[T, F]; None if any position is missing."""
         return None
 
     def move(self, source: int, target: int) -> None:
-        """Moves a sequence from one slot to another."""
+        """Moves a sequence."""
 
     def finish(self, slot: int, rollout: Rollout) -> None:
-        """Ends the response in this slot."""
+        """Ends a response."""
 
     def withdraw(self, slot: int) -> None:
-        """Gives up this slot: its sequence leaves in the middle of its response."""
+        """Ends an unfinished response."""
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes of the drafter's caches for a sequence with room for `length` tokens."""
+        """Cache bytes of a sequence of up to `length` tokens."""
         return 0
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Bounds the drafter's caches to `num_slots` sequences of `length` tokens: engine and drafter share
-        one memory budget."""
+        """Bounds the caches: engine and drafter share a memory budget."""
 
     def release(self) -> None:
-        """Gives back the memory of sequences: nothing is running any more."""
+        """Frees the caches; nothing is running."""
 
 
 class NoDrafter(Drafter[Proposal]):
-    """Drafts nothing, and remembers nothing: an engine's drafter until one is loaded."""
+    """An engine's drafter until one is loaded."""
 
     def propose(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
@@ -177,7 +160,7 @@ class NoDrafter(Drafter[Proposal]):
 
 
 class WrappingDrafter(Drafter[P]):
-    """Drafts with other drafters, its `parts`; forwards every call but `propose` and `observe` to them."""
+    """Forwards all but `propose` and `observe` to its parts."""
 
     def __init__(self, *parts: Drafter[Any]) -> None:
         self.parts = parts
@@ -237,8 +220,8 @@ class WrappingDrafter(Drafter[P]):
 
 
 class LentDrafter(WrappingDrafter[Any]):
-    """Drafts with another drafter, which learns neither from verdicts nor from responses meanwhile. Retrieval
-    keeps their texts, as further samples of their prompts, and still judges itself in hindsight."""
+    """Drafts with another drafter, which does not learn meanwhile, except that retrieval keeps the responses'
+    texts and judges its own drafts in hindsight."""
 
     def __init__(self, drafter: Drafter[Any]) -> None:
         super().__init__(drafter)

@@ -1,4 +1,4 @@
-"""The shapes of drafters: which of the target's layers each reads, and the sizes and names of its tensors.
+"""The shapes of drafters: captured layers of the target, tensor names and sizes.
 
 DrafterShape ─┬─ EagleShape   eagle, eagle3      a layer drafts token after token      eagle.py
               └─ BlockShape   dflash, dspark     a pass drafts a block of tokens       block.py
@@ -17,26 +17,23 @@ from tlt.models.decoder import ModelConfig
 Method = Literal["eagle", "eagle3", "dflash", "dspark"]
 
 NUM_DRAFTED = 7
-"""Tokens that a block drafts unless the user says otherwise. Of an eighth few are accepted, and a pass over
-eight rows costs little more than one over one row."""
+"""Default tokens per block: an eighth is rarely accepted, and eight rows cost little more than one."""
 
 NUM_LAYERS = 2
-"""Layers of a block drafter unless the user says otherwise."""
 
 _MOST_RANK, _LEAST_RANK, _RANK_SHARE = 256, 16, 8
-"""Bounds of the Markov head's rank, and the hidden size over it. DSpark's published drafters have 256."""
+"""Rank of the Markov head: bounds, and hidden size / rank. DSpark's published drafters have 256."""
 
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """The shape of a drafter, which determines the names and sizes of its tensors.
+    """Determines the names and sizes of a drafter's tensors.
 
     layer: geometry of its decoder layers; the vocabulary is the target's.
-    capture: the target's layers whose inputs it reads at a position. The target's number of layers stands for
-        the features, the output of the final norm.
-    draft_vocab_size: tokens it can propose. If they are fewer than the target's, the tensor d2t lists them.
-    owns_head: whether it has its own head, as foreign drafters may; otherwise it uses rows of the target's
-        head.
+    capture: the target's layers whose inputs it reads. The target's number of layers stands for the features,
+        the output of the final norm.
+    draft_vocab_size: if smaller than the target's vocabulary, the tensor d2t lists the tokens.
+    owns_head: whether it has its own head; else it uses rows of the target's.
     has_bias: whether fc has a bias, as in foreign EAGLE drafters. Ours have none, because vLLM's has none.
     """
 
@@ -49,7 +46,6 @@ class DrafterShape:
 
     @property
     def feature_size(self) -> int:
-        """Numbers that it reads of the target at a position."""
         return len(self.capture) * self.layer.hidden_size
 
     @property
@@ -58,63 +54,56 @@ class DrafterShape:
 
     @property
     def can_choose(self) -> bool:
-        """Whether the tokens it proposes can be chosen: its own head or vocabulary fixes them."""
         return not (self.owns_head or self.is_reduced)
 
     @property
     def has_norm(self) -> bool:
-        """Whether it has a norm of its own before the head."""
         return self.method != "eagle"
 
     @property
     def fc_size(self) -> int:
-        """Input width of fc, which reads all captured layers."""
         return self.feature_size
 
     @property
     def max_depth(self) -> int:
-        """Most tokens that it drafts one after the other."""
         return Strategy.MAX_DEPTH
 
     @property
     def numbers_per_read(self) -> int:
-        """Numbers in the matrices that a committed token passes once, without the head, as below."""
+        """Matrix elements read once per committed token, without the head."""
         raise NotImplementedError
 
     @property
     def numbers_per_draft(self) -> int:
-        """Numbers in the matrices that are read once per draft, however long."""
+        """Matrix elements read once per draft."""
         raise NotImplementedError
 
     @property
     def numbers_per_level(self) -> int:
-        """Numbers in the matrices that are read for each drafted token."""
+        """Matrix elements read per drafted token."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class EagleShape(DrafterShape):
-    """The shape of a drafter of EAGLE's family: one layer of Llama's form.
+    """One layer of Llama's form.
 
-    norm_before_residual: whether the residual stream starts as norm(hidden), as in speculators' eagle3,
-        instead of as hidden.
+    norm_before_residual: whether the residual stream starts as norm(hidden), as in speculators' eagle3.
     """
 
     norm_before_residual: bool = False
 
     @property
     def layer_name(self) -> str:
-        """Prefix of the layer's tensor names."""
         return "layers.0" if self.method == "eagle" else "midlayer"
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
-        """Names of the norms before attention. EAGLE has none: its attention reads the output of fc."""
+        """EAGLE has none: its attention reads the output of fc."""
         return () if self.method == "eagle" else ("input_layernorm", "hidden_norm")
 
     @property
     def fc_size(self) -> int:
-        """Input width of fc: embedding and feature, or all captured layers."""
         return 2 * self.layer.hidden_size if self.method == "eagle" else self.feature_size
 
     @property
@@ -129,19 +118,18 @@ class EagleShape(DrafterShape):
 
     @property
     def numbers_per_level(self) -> int:
-        """As the base says; eagle3's fc reads committed tokens alone."""
+        """eagle3's fc reads committed tokens alone."""
         fc = self.fc_size * self.layer.hidden_size
         return self.numbers_per_read if self.method == "eagle" else self.numbers_per_read - fc
 
 
 @dataclass(frozen=True)
 class BlockShape(DrafterShape):
-    """The shape of a block drafter: `layer.num_layers` layers of Qwen3's form.
+    """`layer.num_layers` layers of Qwen3's form.
 
     block_size: slots of a block, the anchor included.
-    mask_token_id: a token whose embedding, the target's, fills the slots behind the anchor.
-    num_target_layers: layers of the target.
-    markov_rank: rank of the Markov head; 0: there is none.
+    mask_token_id: the token whose embedding in the target fills the slots behind the anchor.
+    markov_rank: rank of the Markov head; 0: no head.
     """
 
     block_size: int = dataclasses.field(kw_only=True)
@@ -151,7 +139,7 @@ class BlockShape(DrafterShape):
 
     @property
     def first_slot(self) -> int:
-        """The slot that predicts the first drafted token. DFlash's anchor predicts nothing."""
+        """First slot that proposes. DFlash's anchor proposes nothing."""
         return 1 if self.method == "dflash" else 0
 
     @property
@@ -173,20 +161,14 @@ class BlockShape(DrafterShape):
 
 
 def layer_numbers(c: ModelConfig, num_inputs: int = 1) -> int:
-    """Returns the numbers in the matrices of a decoder layer whose attention reads `num_inputs` hidden
-    states."""
+    """Matrix elements of a layer whose attention reads `num_inputs` hidden states."""
     attention = (num_inputs * c.num_qkv + c.num_heads) * c.head_dim * c.hidden_size
     return attention + 3 * c.hidden_size * c.intermediate_size
 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """The choices for a new block drafter; None: the default, which follows from method and target.
-
-    num_layers: its layers.
-    num_drafted: tokens that a block drafts.
-    mask_token_id: see `BlockShape`.
-    """
+    """Choices for a new block drafter; None: the default for method and target."""
 
     num_layers: int | None = None
     num_drafted: int | None = None
@@ -199,8 +181,7 @@ def drafter_shape(
     draft_vocab_size: int | None = None,
     block: BlockOptions = BlockOptions(),
 ) -> DrafterShape:
-    """Returns the shape of a drafter for the target, with the target's sizes. Its layers have the one form
-    that other engines serve: Llama's for EAGLE's family, Qwen3's for blocks."""
+    """Layers take the form that other engines serve: Llama's for EAGLE's family, Qwen3's for blocks."""
     vocab_size = draft_vocab_size or target.vocab_size
     if method == "eagle" or method == "eagle3":
         layer = dataclasses.replace(target, architecture="llama", num_layers=1, tie_embeddings=True)
@@ -222,14 +203,12 @@ def drafter_shape(
 
 
 def markov_rank(hidden_size: int) -> int:
-    """Returns the rank of a new drafter's Markov head."""
     return max(min(hidden_size // _RANK_SHARE, _MOST_RANK), _LEAST_RANK)
 
 
 def training_capture(config: DrafterShape, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers to capture for training: those that the drafter reads, then `num_layers`, the
-    target's features, which give the distribution to match. EAGLE reads the features themselves, captured
-    once.
+    """The drafter's layers, then `num_layers`: the target's features, which give the distribution to match.
+    EAGLE reads the features themselves, captured once.
 
         columns    │ inputs of the layers that the drafter reads │ the target's features │
     """
@@ -237,8 +216,7 @@ def training_capture(config: DrafterShape, num_layers: int) -> tuple[int, ...]:
 
 
 def capture_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns an early, a middle and a late layer: the defaults of vLLM and SGLang, or nearer the ends of
-    a model with few layers."""
+    """Early, middle and late, as in vLLM and SGLang; nearer the ends of a model with few layers."""
     if num_layers < 4:
         raise UserError(
             f"an eagle3 drafter reads three layers; this model has only {num_layers}, so use eagle"
@@ -247,9 +225,8 @@ def capture_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def spread_layers(num_layers: int, num_read: int) -> tuple[int, ...]:
-    """Returns `num_read` of the target's layers, evenly spread, by their inputs: those that follow the
-    outputs of layers 1 to num_layers - 3 (DFlash), or nearer the ends of a model with few layers. A single
-    one is the last of these."""
+    """Evenly spread inputs of layers: DFlash's outputs 1 to num_layers - 3, or nearer the ends of a model
+    with few layers. A single layer is the last of these."""
     first, last = (2, num_layers - 2) if num_layers - 4 >= max(num_read - 1, 1) else (1, num_layers - 1)
     if num_layers < 2:
         raise UserError("a block drafter reads layers before the last, and this model has one; use eagle")

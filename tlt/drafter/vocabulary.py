@@ -5,11 +5,9 @@
 
     N: the size with the fewest seconds per token, estimated from the weights read and the tokens covered
 
-A drafted token reads the head and one decoder layer; a forward of the target reads all layers and the
-head. With a vocabulary of 150,000 and half a billion parameters, four drafted tokens read more than a
-forward. A drafter that borrows the target's head can use a subset of its rows, without training and
-without changing weights. Only speed depends on the choice: a token outside the draft vocabulary is still
-sampled, but never drafted.
+With 150,000 tokens and half a billion parameters, four drafted tokens read more weights than a forward of the
+target, most of them in the head. A subset of its rows needs no training. Tokens outside the draft vocabulary
+are never drafted, but still sampled.
 """
 
 from __future__ import annotations
@@ -28,42 +26,36 @@ from tlt.drafter.shape import DrafterShape, layer_numbers
 from tlt.models.decoder import ModelConfig
 
 HEAD_SHARE = 0.1
-"""Share of the target's weights in its head from which on `auto` reduces the vocabulary."""
+"""Head's share of the target's weights from which `auto` reduces the vocabulary."""
 
 SMALLEST, LARGEST_SHARE = 1024, 4
-"""`auto` chooses among the powers of two from SMALLEST to a quarter of the vocabulary: few sizes, so that
-compiled kernels are reused."""
+"""`auto` tries powers of two up to a quarter of the vocabulary: few sizes, so that compiled kernels are
+reused."""
 
 ACCEPTANCE, DEPTH = 0.7, 4
-"""The draft for which sizes are compared: a chain of four, each token accepted with probability 0.7 if the
-vocabulary holds it."""
+"""Sizes are compared for chains of DEPTH tokens, each accepted with this probability if in the vocabulary."""
 
 PROMPTS = 0.3
-"""Total weight of the prompts' tokens, relative to the responses' (measured: benchmarks/log.md)."""
+"""Weight of the prompts' tokens, relative to the responses' (measured: benchmarks/log.md)."""
 
 KEEP = 0.9
-"""Factor by which a step's counts decay per step, so that ten steps' worth of tokens count."""
+"""Decay per step: about ten steps count."""
 _FORGOTTEN = 0.05
-"""Count below which a token counts as not seen."""
+"""Counts below it become 0."""
 _LATEST = 0.5
-"""Weight of the latest step in the running mean of each size's coverage."""
+"""Weight of the latest step in the running mean of coverage."""
 
 _SOUND_LENGTH = 0.1
-"""Length of a sound embedding, as a share of the median one."""
+"""Least norm of a mask embedding, relative to the median norm."""
 
 RESIZE_ABOVE = 0.03
-"""Share of the seconds per token that a change of size must save, because it needs new kernels."""
+"""Share of the seconds per token that a new size must save, because it needs new kernels."""
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """The weights read by a forward and by a drafted token. Where memory bandwidth limits both, their ratio
-    is that of the seconds.
-
-    forward: numbers that a forward of the target reads.
-    layer: numbers that a drafted token reads besides the head.
-    row: numbers per token that the head ranks.
-    """
+    """Numbers of weights read by a forward of the target, by a drafted token (without the head), and per row
+    of the head. Where memory bandwidth limits both, they are proportional to seconds."""
 
     forward: int
     layer: int
@@ -79,35 +71,31 @@ class DraftCosts:
 
     @property
     def head_share(self) -> float:
-        """Share of the head in a forward."""
         return self.row * self.vocab_size / self.forward
 
     def of_draft(self, size: int) -> float:
-        """Returns the cost of a drafted token, in forwards, with `size` tokens to rank."""
+        """Cost of a drafted token, in forwards."""
         return (self.layer + size * self.row) / self.forward
 
     def of_token(self, size: int, coverage: float) -> float:
-        """Returns the cost of a committed token, in forwards, with a vocabulary of `size` tokens that
-        holds this share of the sampled tokens."""
+        """Cost of a committed token, in forwards. coverage: share of sampled tokens in the vocabulary."""
         accepted = ACCEPTANCE * coverage
         return (1 + DEPTH * self.of_draft(size)) / sum(accepted**depth for depth in range(DEPTH + 1))
 
 
 def count_tokens(token_ids: Iterable[int], vocab_size: int) -> Tensor:
-    """Returns how often each token occurs, float32[V]."""
     return torch.bincount(torch.tensor([*token_ids], dtype=torch.int64), minlength=vocab_size).float()
 
 
 def ranked(counts_V: Tensor) -> Tensor:
-    """Returns all token ids by descending count. Of equal counts the lower id comes first: tokenizers
-    mostly give it to the more frequent token."""
+    """Token ids by descending count; ties go to the lower id, which tokenizers mostly give to the more
+    frequent token."""
     return counts_V.sort(descending=True, stable=True).indices
 
 
 def mask_token(counts_V: Tensor, embedding_VE: Tensor) -> int:
-    """Returns a token whose embedding can stand for the masks of a block drafter: one of those that responses
-    use least. Of equal ones it is the highest id, which tokenizers mostly leave unused. Padding whose
-    embedding is zero or not finite is passed over."""
+    """A token whose embedding serves as a block drafter's mask: the least used, of ties the highest id, which
+    tokenizers mostly leave unused. Embeddings near zero or not finite are skipped."""
     length_V = embedding_VE.float().norm(dim=1)
     is_sound_V = length_V.isfinite() & (length_V > _SOUND_LENGTH * length_V.nanmedian())
     counts_V = counts_V.to(length_V.device).masked_fill(~is_sound_V, math.inf)
@@ -115,8 +103,7 @@ def mask_token(counts_V: Tensor, embedding_VE: Tensor) -> int:
 
 
 def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:
-    """Returns the sizes to choose from, all less than the vocabulary; none if `full` is wanted or the head
-    is small."""
+    """Sizes to choose from; [] for `full` or a small head."""
     if isinstance(wanted, int):
         return [wanted]
     if wanted == "full" or costs.head_share < HEAD_SHARE:
@@ -128,13 +115,9 @@ def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:
 class DraftVocabulary:
     """Counts tokens, and chooses the draft vocabulary by the counts.
 
-    wanted: the user's choice of size.
-    counts_V: counts of earlier tokens, from the drafter's folder; None: there are none.
-    sizes: the sizes to choose from.
-    covered: the share of later tokens that each size held, a running mean; while it is empty, the largest
-        size serves.
-    token_ids: the draft vocabulary, ascending; None: the whole vocabulary.
-    num_renewals: how often it changed.
+    counts_V: earlier counts, from the drafter's folder, or None.
+    covered: running mean of each size's share of later tokens; while empty, the largest size serves.
+    token_ids: the draft vocabulary, ascending; None: all tokens.
     """
 
     def __init__(
@@ -160,15 +143,12 @@ class DraftVocabulary:
         return self.count(token for rollout in rollouts for token in rollout.token_ids)
 
     def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Counts the tokens of the next prompts, which often recur in their responses."""
+        """The next prompts' tokens often recur in their responses."""
         self.prompts_V = self.count(token for prompt in prompts for token in prompt)
 
     def observe(self, counts_V: Tensor, keep: float = 1.0) -> None:
-        """Adds the counts of the tokens sampled since the last renewal.
-
-        keep: factor by which earlier counts decay. They are also bounded by the total that steps of this
-            size would have reached.
-        """
+        """Adds counts since the last renewal. keep: decay of earlier counts, which are also bounded by the
+        total that steps of this size would have reached."""
         total, known = float(counts_V.sum()), float(self.counts_V.sum())
         if total == 0:
             return
@@ -183,7 +163,7 @@ class DraftVocabulary:
         self.counts_V += counts_V
 
     def renew(self) -> bool:
-        """Chooses again, and returns whether the choice changed."""
+        """Returns whether the choice changed."""
         shares_V = _shares(self.counts_V) + PROMPTS * _shares(self.prompts_V)
         before, chosen = self.token_ids, None
         if self.sizes and float(shares_V.sum()):
@@ -196,8 +176,8 @@ class DraftVocabulary:
         return True
 
     def _best_size(self) -> int:
-        """Returns the size with the fewest seconds per token, possibly the whole vocabulary; the present
-        size unless that saves more than RESIZE_ABOVE."""
+        """The size with the fewest seconds per token; the present one unless a change saves more than
+        RESIZE_ABOVE."""
         if len(self.sizes) == 1 or not self.covered:
             return self.sizes[-1]
         costs = {
@@ -209,21 +189,19 @@ class DraftVocabulary:
         return self.size if stays else best
 
     def coverage(self, rollouts: Sequence[Rollout]) -> float:
-        """Returns the share of the responses' tokens that can be drafted."""
         if self.token_ids is None:
             return 1.0
         counts_V = self.count_responses(rollouts)
         return float(counts_V[self.token_ids].sum() / counts_V.sum())
 
     def counters(self) -> dict[str, Any]:
-        """Returns counts and choice as JSON, without the prompts, which are foreseen again."""
+        """JSON without the prompts, which are counted again."""
         chosen = None if self.token_ids is None else self.token_ids.tolist()
         known = {"counts": to_pairs(self.counts_V), "covered": self.covered, "sizes": self.sizes}
         return {**known, "token_ids": chosen, "renewals": self.num_renewals}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Restores the state of `counters`. If other sizes are wanted now, they apply from the next
-        renewal on."""
+        """If the sizes to choose from differ now, they apply from the next renewal on."""
         self.counts_V = from_pairs(counters["counts"], self.costs.vocab_size)
         self.covered = list(counters["covered"]) if counters["sizes"] == self.sizes else []
         chosen = counters["token_ids"]
@@ -232,8 +210,7 @@ class DraftVocabulary:
 
 
 def choose_by(rollouts: Sequence[Rollout], vocabulary: DraftVocabulary) -> None:
-    """Chooses by a fixed set of responses: the first half ranks the tokens, the second determines the
-    size."""
+    """The first half of the responses ranks the tokens, the second determines the size."""
     middle = len(rollouts) // 2
     vocabulary.foresee(rollout.prompt_ids for rollout in rollouts)
     for half in (rollouts[:middle], rollouts[middle:]):
@@ -246,8 +223,7 @@ def _shares(counts_V: Tensor) -> Tensor:
 
 
 def check_wanted(wanted: DraftVocab, shape: DrafterShape) -> None:
-    """Raises UserError for a size that is not below the model's vocabulary, or that the drafter does not
-    let one choose."""
+    """UserError for a size that is too large, or a drafter whose vocabulary is fixed."""
     if not isinstance(wanted, int):
         return
     if wanted >= shape.layer.vocab_size:
@@ -262,13 +238,11 @@ def check_wanted(wanted: DraftVocab, shape: DrafterShape) -> None:
 
 
 def to_pairs(counts_V: Tensor) -> list[list[float]]:
-    """Returns [ids, counts] of the tokens with a count."""
     ids = counts_V.nonzero()[:, 0]
     return [ids.tolist(), counts_V[ids].tolist()]
 
 
 def from_pairs(pairs: Sequence[Sequence[float]], vocab_size: int) -> Tensor:
-    """Returns the counts, float32[V], from what `to_pairs` returned."""
     counts_V = torch.zeros(vocab_size)
     counts_V[torch.tensor(pairs[0], dtype=torch.int64)] = torch.tensor(pairs[1])
     return counts_V

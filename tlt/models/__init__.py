@@ -1,2 +1,1 @@
-"""The decoder, trained (decoder.py) and packed for the engine (packed.py), with its attention, cache and
-adapters; Hugging Face's files (hf/)."""
+"""The decoder, trainable (decoder.py) and packed for the engine (packed.py); Hugging Face's files (hf/)."""

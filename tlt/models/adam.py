@@ -1,4 +1,4 @@
-"""Adam's state by the names of its parameters: what a checkpoint keeps of an optimizer."""
+"""Adam's state by parameter name, as a checkpoint keeps it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def adam_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Returns a parameter's two moments and number of steps, as the optimizer's own tensors. Before the first
-    step they are created as Adam creates them: zeros, sharded like the parameter; the number of steps on the
-    CPU."""
+    """The optimizer's own tensors. Before the first step they are created as Adam creates them: zeros,
+    sharded like the parameter; the step count on the CPU."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros(())
@@ -24,8 +23,7 @@ def adam_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def trained_tensors(kind: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors that training changes, by name: KIND.NAME, KIND_optimizer.exp_avg.NAME, ... They
-    are no copies: filling them restores the training."""
+    """KIND.NAME, KIND_optimizer.exp_avg.NAME, … No copies: filling them restores the training."""
     named = {f"{kind}.{name}": parameter for name, parameter in parameters.items()}
     for moment in MOMENTS:
         for name, parameter in parameters.items():

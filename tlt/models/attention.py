@@ -1,8 +1,5 @@
-"""Attention within packed sequences and over a cache, by PyTorch's SDPA.
-
-Each object here is an `Attend` (see decoder.py) for one forward. The faster kernels in cpu_kernels.py and
-compiled_attention.py must agree with it.
-"""
+"""Attention within packed sequences and over a cache, by SDPA: the reference for cpu_kernels.py and
+compiled_attention.py."""
 
 from __future__ import annotations
 
@@ -25,31 +22,30 @@ if TYPE_CHECKING:
     from tlt.models.compiled_attention import CompiledAttention
 
 FEW_TOKENS, SDPA_ADVANTAGE = 16, 4 / 3
-"""New tokens of a sequence up to which compiled loops are always faster than SDPA, and the factor by which
-SDPA multiplies faster beyond (benchmarks/results/attention.md)."""
+"""Compiled loops win up to FEW_TOKENS new tokens per sequence; beyond, SDPA multiplies SDPA_ADVANTAGE times
+as fast (benchmarks/results/attention.md)."""
 
 
 MASK_ENTRIES = 2**26
-"""Most entries of a mask that is repeated for the query heads that share keys: 128 MiB in bfloat16. A larger
-batch attends part by part."""
+"""Most entries of a repeated mask (128 MiB in bfloat16); a larger batch attends in parts."""
 
 
 def keep_to_steady_kernels() -> None:
-    """Disables cuDNN's attention in this process. It plans for some hundred milliseconds for every new
-    shape, and every decoding step has one."""
+    """Disables cuDNN's attention: it plans for some hundred milliseconds per new shape, and every decoding
+    step has one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def takes_no_groups(q: Tensor) -> bool:
-    """Returns whether a GPU would store all scores where query heads share keys: PyTorch's memory-efficient
-    kernels for float32 need a key head per query head."""
+    """PyTorch's memory-efficient kernels for float32 need a key head per query head; else a GPU stores all
+    scores."""
     return q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)
 
 
 class PackedCausal:
     """Causal attention within each sequence of one flat batch (training, recomputation, prefill).
 
-    It runs sequence by sequence: without mask or padding, and no result depends on another sequence.
+    Sequence by sequence: without mask or padding, and no result depends on another sequence.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
@@ -63,7 +59,6 @@ class PackedCausal:
         return torch.cat([self._causal(qkv_TSD) for qkv_TSD in qkv_NSD.split(self.lengths)])
 
     def _causal(self, qkv_TSD: Tensor) -> Tensor:
-        """Returns the attention [T, H·D] of one sequence."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = (part.transpose(0, 1)[None] for part in qkv_TSD.split(heads, dim=1))
         is_grouped = self.num_heads != self.num_kv_heads
@@ -75,15 +70,13 @@ class PackedCausal:
 
 
 class SharedPrompts(PackedCausal):
-    """Causal attention for families in one flat batch: sequences with a common prompt, which is there once.
+    """Causal attention for families in one flat batch: sequences with a common prompt, stored once.
 
         family    [prompt] [own tokens] [own tokens] …      each sequence sees the prompt and itself
 
-    families: per family, the length of its prompt and the lengths of its sequences without it, which may
-        be 0.
+    families: per family, the prompt's length and the lengths of its sequences without it, possibly 0.
 
-    Every sequence attends whole, behind a copy of the prompt's queries, keys and values: some attention is
-    repeated, but no matrix product.
+    A sequence attends with a copy of the prompt's queries, keys and values: no matrix product is repeated.
     """
 
     def __init__(self, config: ModelConfig, families: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -105,17 +98,14 @@ class SharedPrompts(PackedCausal):
         return torch.cat(outputs)
 
     def _runs(self) -> list[int]:
-        """Returns the lengths of the parts that attend together: a prompt with its first sequence, and each
-        further sequence."""
         return [length for prompt, own in self.families for length in (prompt + sum(own[:1]), *own[1:])]
 
 
 class Unrolled(PackedCausal):
-    """Packed causal attention for training a drafter on several of its own steps, one call per step.
+    """Causal attention for training a drafter on several of its own steps, one call per step.
 
-    In the first step, pair t sees the pairs up to t of its sequence. In each later step it continues its own
-    draft: it sees those first pairs, and its own pairs of the later steps so far. A draft from position t
-    sees the same (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2).
+    In the first step, pair t sees the pairs up to t; later also its own pairs of the later steps, like a
+    draft from position t (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2).
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
@@ -147,7 +137,7 @@ class Unrolled(PackedCausal):
 def causal_and_own(
     q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, own_k_IHTD: Tensor, own_v_IHTD: Tensor
 ) -> Tensor:
-    """Returns attention [H, T, D]: query t sees the keys up to t, and the keys at t of the I own steps."""
+    """[H, T, D]: query t sees the keys up to t, and the keys at t of the I own steps."""
     q_HTD = q_HTD * q_HTD.shape[-1] ** -0.5
     length = q_HTD.shape[1]
     future_TT = torch.ones(length, length, dtype=torch.bool, device=q_HTD.device).triu_(1)
@@ -159,8 +149,7 @@ def causal_and_own(
 
 
 class StoringPrefill(SharedPrompts):
-    """Attends as `SharedPrompts`, and writes the keys and values of sequence i to cache slot slots[i], from
-    position 0 on."""
+    """Also writes the keys and values of sequence i to cache slot slots[i], from position 0 on."""
 
     def __init__(
         self,
@@ -187,7 +176,6 @@ class StoringPrefill(SharedPrompts):
 
 @cache
 def attention_loops() -> ModuleType | None:
-    """Returns compiled_attention.py; None without Numba, which compiles it: then SDPA attends."""
     if find_spec("numba") is None:
         return None
     with loading_numba():
@@ -196,7 +184,6 @@ def attention_loops() -> ModuleType | None:
 
 
 def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Prepares the first forward: on a CPU, loads the loops for this type, or compiles them once."""
     if device.type != "cpu":
         keep_to_steady_kernels()
     elif (loops := attention_loops()) is not None and dtype in loops.LOOP_DTYPES:
@@ -212,8 +199,7 @@ def cached(
     lengths: Sequence[int] | None = None,
     counts: Sequence[int] | None = None,
 ) -> Cached | CompiledAttention:
-    """Returns cached attention for a batch: compiled loops where a CPU is faster with them, else `Cached`,
-    which explains the other arguments.
+    """Compiled loops where they are faster on a CPU, else `Cached`.
 
     lengths: per sequence, the number of columns that its new tokens see; None: `length`.
     """
@@ -230,16 +216,12 @@ def cached(
 
 
 class Cached:
-    """Attention of T new tokens for each of B sequences over their cache. First it writes the new keys and
-    values there.
+    """T new tokens of each of B sequences attend over their cache, after their keys and values are written.
 
-    layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values. The sequences are in
-        slots 0..B-1.
-    columns_BT: columns of the new entries.
-    length: number of entries that each sequence reads.
-    mask_BTL: added to the scores, hides entries from new tokens; None: they see all `length`.
-    counts: number of new tokens of each sequence; None: T each. With counts, input and output have no
-        padding.
+    layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values.
+    columns_BT: columns of the new entries; `length` are read.
+    mask_BTL: added to the scores; None: new tokens see all `length` entries.
+    counts: new tokens of each sequence, without padding in input and output; None: T each.
 
     Query heads that share keys are folded into the query length.
     """
@@ -296,19 +278,16 @@ class Cached:
         return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
 
     def _for_groups(self, mask_B1TL: Tensor) -> Tensor:
-        """Returns the mask of the folded queries, [B, 1, G·T, L]."""
         return mask_B1TL.repeat(1, 1, self.group, 1)
 
 
 def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:
-    """Returns int64[sum of counts]: the indices in a flat batch of the first counts[b] of `num_columns`
-    tokens of each sequence b."""
+    """int64[sum of counts]: flat indices of the first counts[b] tokens of each sequence."""
     return upload([b * num_columns + i for b, count in enumerate(counts) for i in range(count)], device)
 
 
 def pad(x_NX: Tensor, real_N: Tensor | None, num_tokens: int) -> Tensor:
-    """Returns the flat batch [num_tokens, X]: the rows of x at the indices `real_N`, zeros elsewhere. None:
-    x itself."""
+    """[num_tokens, X]: the rows of x at the indices `real_N`, zeros elsewhere. None: x itself."""
     if real_N is None:
         return x_NX
     return x_NX.new_zeros(num_tokens, *x_NX.shape[1:]).index_copy_(0, real_N, x_NX)

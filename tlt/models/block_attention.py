@@ -3,7 +3,7 @@
     sequence   0 1 2 3 4 5 6 7           a block sees the sequence before its anchor, and all of itself
     block      . . . a m m m             a: its anchor, which stands at position 3; it sees 0 1 2
 
-A block sees no other block, and no sequence token sees a block: the context's keys and values are given.
+Blocks are invisible to each other and to the sequence, whose keys and values are given.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from tlt.models.decoder import ModelConfig
 
 
 class BlockAttention:
-    """An `Attend` for blocks, sequence by sequence: block tokens in the order of their anchors.
-
-    context: per layer, the rotated keys and the values of the packed sequences, [N, 2 × kv heads, D].
-    lengths: tokens of each sequence.
-    anchors: by sequence, the places of its blocks' anchors.
-    block_size: tokens of a block.
-    """
+    """An `Attend` for blocks. context: per layer, the rotated keys and the values of the packed sequences,
+    [N, 2 × kv heads, D]."""
 
     def __init__(
         self,
@@ -44,8 +39,7 @@ class BlockAttention:
         return torch.cat([self._attend(*part) for part in parts if part[2]])
 
     def _attend(self, qkv_MSD: Tensor, context_TSD: Tensor, places: Sequence[int]) -> Tensor:
-        """Returns the attention [M, H·D] of the blocks of one sequence. A: blocks, U: tokens of each, K: key
-        heads, G: query heads of each."""
+        """[M, H·D] of one sequence's blocks. A: blocks, U: tokens of each, G: query heads per key head."""
         A, U, K, D = len(places), self.block_size, self.num_kv_heads, qkv_MSD.shape[-1]
         q_MHD, k_MKD, v_MKD = qkv_MSD.split([self.num_heads, K, K], dim=1)
         q_KAGUD = (q_MHD * D**-0.5).view(A, U, K, -1, D).permute(2, 0, 3, 1, 4)

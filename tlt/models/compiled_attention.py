@@ -1,12 +1,10 @@
-"""Attention of few queries over a cache as compiled loops, for CPUs. It reads keys and values once, without
-padding.
+"""Attention of few queries over a cache, in compiled loops for CPUs.
 
     an item: the new tokens of one sequence, and the query heads that share a key head
       64 keys at a time ─▶ scores ─▶ online softmax (arXiv 1805.02867) ─▶ weighted sums of the values
 
-attention.py computes the same in plain PyTorch, and attends where Numba is missing. All arithmetic is
-float32. To the last bit, the result of a query does not depend on other queries, other sequences or keys
-that it does not see.
+attention.py is the reference. All arithmetic is float32. To the last bit, a query's result does not depend on
+other queries, other sequences or keys that it does not see.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from tlt.base import loops
 from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
 
 KEYS_AT_ONCE = 64
-"""Keys of one pass."""
 
 PRODUCTS_PER_THREAD = 100_000
 """Multiplications that justify another thread, which takes some microseconds to wake."""
@@ -41,16 +38,11 @@ _NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.l
 _ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "capacity", "num_new", "mask_length")
 CALL = np.dtype([*loops.HEAD, *((name, "i8") for name in _ADDRESSES), *((name, "u8") for name in _SIZES)])
-"""The arguments of a call for one layer: addresses of its arrays, and sizes."""
 
 
 class CompiledAttention:
-    """Computes `attention.Cached` for few new tokens by the loops.
-
-    rows: per sequence, (number of new tokens, number of columns that they see).
-    mask_BTL: None where each new token sees all columns of its row.
-    real_N: see `attention.Cached`.
-    """
+    """`attention.Cached` for few new tokens. rows: per sequence, (number of new tokens, number of columns
+    that they see). mask_BTL: None: they see all of them."""
 
     def __init__(
         self,
@@ -86,8 +78,6 @@ class CompiledAttention:
 
 @cache
 def compiled(dtype: torch.dtype) -> int:
-    """Returns the address of the loop for caches of this type. The first time, Numba compiles it for some
-    seconds and keeps it on disk."""
     function = _attend_float32 if dtype == torch.float32 else _attend_bfloat16
     # None before compiling
     address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
@@ -109,7 +99,6 @@ def _attend_bfloat16(data):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _attend(data, call, arrays):  # type: ignore
-    """Takes items, each a sequence and a key head, until none is left."""
     num_rows = call.num_new * (call.num_heads // call.num_kv_heads) + _1  # queries go in pairs
     queries, sums = _zeros(num_rows * call.head_dim), _zeros(num_rows * call.head_dim)
     rest = _zeros(_4 * call.head_dim)
@@ -153,7 +142,6 @@ def _attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _store(call, qkv, head, first, num_new, sequence, layer, at):  # type: ignore
-    """Copies a head of the new tokens to their columns of the cache."""
     columns, dim, step = int64_at(call.columns), call.head_dim, call.num_heads + _2 * call.num_kv_heads
     for i in range(num_new):
         source = ((first + i) * step + head) * dim
@@ -164,8 +152,7 @@ def _store(call, qkv, head, first, num_new, sequence, layer, at):  # type: ignor
 
 @njit(nogil=True, cache=True)
 def _score(queries, num_rows, keys, at, count, dim, rest, scores):  # type: ignore
-    """Writes query · key for all queries and the keys of a block. Constant head sizes compile to faster
-    loops."""
+    """query · key. Constant head sizes compile to faster loops."""
     if dim == _64:
         _score_all(queries, num_rows, keys, at, count, _64, rest, scores)
     elif dim == _128:
@@ -188,7 +175,6 @@ def _score_all(queries, num_rows, keys, at, count, dim, rest, scores):  # type: 
 
 @njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
-    """Writes the products of two queries and four keys."""
     a0, a1, a2, a3 = _F32(0), _F32(0), _F32(0), _F32(0)
     b0, b1, b2, b3 = _F32(0), _F32(0), _F32(0), _F32(0)
     q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _KEYS
@@ -204,7 +190,7 @@ def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _hide(call, scores, num_rows, group, count, first_mask, start):  # type: ignore
-    """Adds the mask to the scores, and hides those beyond the last key."""
+    """Adds the mask; scores beyond the last key become -inf."""
     for row in range(num_rows):
         if call.mask_length:
             mask, at = float32_at(call.mask), (first_mask + row // group) * call.mask_length + start
@@ -250,7 +236,6 @@ def _to_weights(scores, at, largest):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _add(weights, num_rows, values, at, count, dim, rest, sums):  # type: ignore
-    """Adds the weighted values to the sums."""
     if dim == _64:
         _add_all(weights, num_rows, values, at, count, _64, rest, sums)
     elif dim == _128:
@@ -273,7 +258,6 @@ def _add_all(weights, num_rows, values, at, count, dim, rest, sums):  # type: ig
 
 @njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
-    """Adds four weighted values to the sums of two queries."""
     w1, v1, v2, v3, s1 = w0 + _KEYS, v0 + dim, v0 + _2 * dim, v0 + _3 * dim, s0 + dim
     a0, a1, a2, a3 = weights[w0], weights[w0 + _1], weights[w0 + _2], weights[w0 + _3]
     b0, b1, b2, b3 = weights[w1], weights[w1 + _1], weights[w1 + _2], weights[w1 + _3]
@@ -300,7 +284,6 @@ def _zeros(size):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _load(source, at, size, target, to):  # type: ignore
-    """Copies consecutive numbers as float32."""
     for i in range(size):
         target[to + i] = _widen(source[at + i])
 
@@ -312,11 +295,11 @@ def _unload(source, at, size, factor, target, to):  # type: ignore
 
 
 def _widen(number: Any) -> Any:
-    """Returns the float32 of a float32 or of the bits of a bfloat16."""
+    """From float32, or the bits of a bfloat16."""
 
 
 def _narrow(number: Any, like: Any) -> Any:
-    """Returns the float32 itself, or the bits of the nearest bfloat16 (ties to even)."""
+    """To float32, or the bits of the nearest bfloat16 (ties to even)."""
 
 
 @overload(_widen)

@@ -1,7 +1,5 @@
-"""CPU kernels: oneDNN's products and the flash kernel, and the sizes from which each is faster.
-
-decoder.py, packed.py and attention.py have a plain path beside each call.
-"""
+"""CPU kernels: oneDNN's products and the flash kernel, each where it is faster than the plain path beside its
+call."""
 
 from __future__ import annotations
 
@@ -13,25 +11,23 @@ import torch
 from torch import Tensor
 
 KEPT_KERNELS = "128"
-"""Size of oneDNN's and torch's caches of kernels, one per shape of a product; both read it with their first
-kernel. Their default of 1,024 lets a rank grow by 0.6 GiB within a hundred steps. Creating a kernel takes
-0.3 ms."""
+"""Capacity of oneDNN's and torch's kernel caches, read with their first kernel. With the default of 1,024, a
+rank grows by 0.6 GiB within a hundred steps. Creating a kernel takes 0.3 ms."""
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_KERNELS)
 os.environ.setdefault("LRU_CACHE_CAPACITY", KEPT_KERNELS)
 
 MIN_ROWS = 256
-"""Rows of an input from which oneDNN is faster although it reorders the weight for every product."""
+"""Input rows from which oneDNN is faster although it reorders the weight for every product."""
 
 
 def can_multiply(x_NI: Tensor) -> bool:
-    """Returns whether `OneDnnProduct` supports this input and is faster than F.linear."""
     is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= MIN_ROWS
     return is_fast and torch.backends.mkldnn.is_available()
 
 
 class OneDnnProduct(torch.autograd.Function):
-    """The product x Wᵀ by oneDNN, forward and input gradient. The weight's gradient, a product of two
-    activations, is not faster there and stays with the BLAS (benchmarks/log.md)."""
+    """The weight's gradient, a product of two activations, is not faster by oneDNN and stays with the BLAS
+    (benchmarks/log.md)."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -54,40 +50,38 @@ def _onednn(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 MIN_PRODUCTS = 320_000
-"""Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear
-(benchmarks/log.md)."""
+"""Multiplications from which oneDNN is faster than the BLAS behind F.linear (benchmarks/log.md)."""
 
 FASTEST_ROWS, MIN_REPEATED = 3, 1_500_000
-"""oneDNN reads a matrix faster from memory for three rows than for fewer: 30 instead of 22 to 25 GB/s on an
-AMD EPYC (Zen 4). So a smaller input is repeated, for matrices from this number of elements on."""
+"""oneDNN reads a matrix faster for three rows than for fewer: 30 instead of 22 to 25 GB/s on an AMD EPYC (Zen
+4). So fewer rows are repeated, for matrices of at least MIN_REPEATED elements."""
 
 
 def has_matrices(dtype: torch.dtype) -> bool:
-    """Returns whether oneDNN multiplies frozen matrices of this type faster than F.linear: in float32, and
-    in bfloat16 on a processor with instructions for it (AVX-512 BF16 or AMX)."""
+    """Whether oneDNN multiplies frozen matrices of this dtype faster than F.linear: float32, and bfloat16
+    with AVX-512 BF16 or AMX."""
     is_fast = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
     return is_fast and torch.backends.mkldnn.is_available()
 
 
 @cache
 def has_bfloat16() -> bool:
-    """Returns whether this processor has bfloat16 products and oneDNN uses them: ONEDNN_MAX_CPU_ISA may
-    limit it to fewer instructions."""
+    """ONEDNN_MAX_CPU_ISA may limit oneDNN to fewer instructions than the processor has."""
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return has_instructions and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def onednn_matrix(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> OneDnnMatrix | None:
-    """Returns an empty oneDNN copy of a frozen matrix; None where oneDNN does not compute its products."""
+    """None if oneDNN is not used for this device and dtype."""
     return OneDnnMatrix(num_in * num_out, dtype) if device.type == "cpu" and has_matrices(dtype) else None
 
 
 class OneDnnMatrix:
-    """A frozen matrix in oneDNN's layout, reordered once for many products. In float32 they are twice as fast
-    as MKL's, which is limited to AVX2 on processors of other makers than Intel; in bfloat16 F.linear reorders
-    the matrix for every product.
+    """A frozen matrix in oneDNN's layout, reordered once. In float32 it is twice as fast as MKL, which is
+    limited to AVX2 on processors not made by Intel; in bfloat16 F.linear reorders the matrix for every
+    product.
 
-    min_rows: rows of the input from which it is faster; 0: always, so that no other copy is needed.
+    min_rows: input rows from which it is faster; 0: always, so that no other copy is needed.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -100,14 +94,12 @@ class OneDnnMatrix:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.to(self.dtype).contiguous())
 
     def multiply(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Returns x Wᵀ + bias."""
         if self._is_faster_repeated(x_NI):
             return self.multiply(_repeat(x_NI), bias_O)[: len(x_NI)]
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, bias_O, "none", [], "")
         return product
 
     def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Returns residual + x Wᵀ."""
         if self._is_faster_repeated(x_NI):
             return self.add_to(_repeat(residual_NO), _repeat(x_NI))[: len(x_NI)]
         added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x_NI, residual_NO, self.packed, None, "add")
@@ -118,20 +110,17 @@ class OneDnnMatrix:
 
 
 def _repeat(x_NI: Tensor) -> Tensor:
-    """Returns the rows repeated, at least `FASTEST_ROWS` of them."""
     return x_NI.repeat(-(-FASTEST_ROWS // len(x_NI)), 1)
 
 
 def can_fuse(q: Tensor) -> bool:
-    """Returns whether `CausalAndOwn` supports queries of this device and dtype."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
 
 
 class CausalAndOwn(torch.autograd.Function):
-    """Computes `causal_and_own` (attention.py) without T x T matrices: the flash kernel handles the first
-    keys, and the own keys join by log-sum-exp. The kernel's backward gets the output and the log-sum-exp over
-    all keys, so its probabilities and correction term (Dao, arXiv 2307.08691, §2.3) are those of the softmax
-    over all keys."""
+    """`causal_and_own` (attention.py) without T x T matrices: the flash kernel handles the first keys, and
+    the own keys join by log-sum-exp. The kernel's backward gets output and log-sum-exp over all keys, so
+    its probabilities and correction term (Dao, arXiv 2307.08691, §2.3) are those of the whole softmax."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:

@@ -1,13 +1,10 @@
 """One decoder for the Llama, Qwen2 and Qwen3 families: training, prefill, decode and tree verification.
 
-Every caller runs the same code on a flat batch of N tokens. An argument, `Attend`, decides which token
-attends to which:
-
     token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE
     features_NE ─ head ─▶ logits_NV
 
-`Transformer` is the trainable module; its parameters have Hugging Face's names. The engine's frozen copy
-(packed.py) runs the same steps on fused matrices.
+Every caller runs a flat batch of N tokens; its `Attend` decides which token attends to which.
+`Transformer` is trainable; packed.py is its frozen copy for the engine.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ from tlt.models import cpu_kernels
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
 Attend = Callable[[int, Tensor], Tensor]
-"""Maps (layer index, rotated qkv_NSD with S = H + 2K) to the attention output [N, H·D]."""
+"""(layer index, rotated qkv_NSD with S = H + 2K) → attention output [N, H·D]"""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling (Hugging Face rope type "llama3")."""
+    """Hugging Face's rope type "llama3"."""
 
     factor: float
     low_freq_factor: float
@@ -42,7 +39,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. `max_positions` is the window: the most tokens of a prompt and its response."""
+    """`max_positions` is the window: the most tokens of a prompt and its response."""
 
     architecture: Architecture
     vocab_size: int
@@ -68,7 +65,7 @@ class ModelConfig:
 
     @property
     def num_qkv(self) -> int:
-        """S, the number of heads in a fused projection: queries, then keys, then values."""
+        """S, the heads of a fused projection: queries, then keys, then values."""
         return self.num_heads + 2 * self.num_kv_heads
 
 
@@ -76,8 +73,7 @@ class ModelConfig:
 
 
 def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Returns float64[D/2]. Llama3 scaling stretches long wavelengths and interpolates the middle band (the
-    rule published with Llama 3.1)."""
+    """float64[D/2]. Llama 3.1's rule stretches long wavelengths and interpolates the middle band."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
@@ -90,12 +86,11 @@ def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 MOST_TABLED = 2**15
-"""Positions whose cosines and sines are kept. At a million a table takes a gigabyte and seconds."""
+"""Longest window with tables: for a million positions they take a gigabyte and seconds."""
 
 
 class Rope:
-    """Cosines and signed sines of positions: rotate(x) = x·cos + roll(x, D/2)·sin. Those of a window longer
-    than MOST_TABLED are computed when they are asked for."""
+    """Cosines and signed sines of positions: rotate(x) = x·cos + roll(x, D/2)·sin."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -122,14 +117,13 @@ class Rope:
 
     @staticmethod
     def matching(x: Tensor, config: ModelConfig, known: Rope | None) -> Rope:
-        """Returns tables of x's dtype and device: the known ones if they match, else new ones."""
         if known is not None and (known.dtype, known.device) == (x.dtype, x.device):
             return known
         return Rope(config, x.dtype, x.device)
 
 
 def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-    """Returns qkv with its first heads, queries and keys, rotated; without autograd, in place."""
+    """Rotates the first heads, queries and keys; without autograd, in place."""
     qk = qkv_NSD[:, :num_rotated]
     rolled = qk.roll(qk.shape[-1] // 2, -1)
     if torch.is_grad_enabled():
@@ -143,7 +137,7 @@ def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tens
 
 
 class Layer(Protocol):
-    """One decoder layer in three steps, trainable or packed. Attention runs between the first two."""
+    """One decoder layer, trainable or packed. Attention runs between the first two steps."""
 
     num_rotated: int
 
@@ -160,10 +154,8 @@ def run_layer(
     attend: Attend,
     read_NI: Tensor | None = None,
 ) -> Tensor:
-    """Returns the residual stream x_NE behind the layer.
-
-    read_NI: the input of attention, where it is more than the stream (EAGLE-3's drafter).
-    """
+    """The residual stream x_NE after the layer. read_NI: attention's input, if not x_NE (EAGLE-3's
+    drafter)."""
     qkv_NSD = apply_rope(layer.qkv(x_NE if read_NI is None else read_NI), layer.num_rotated, *rope)
     x_NE = layer.add_attention(x_NE, attend(index, qkv_NSD))
     return layer.add_mlp(x_NE)
@@ -173,8 +165,6 @@ def run_layer(
 
 
 class Linear(nn.Linear):
-    """An nn.Linear that is twice as fast on a CPU, in float32 with many rows (see cpu_kernels.py)."""
-
     def forward(self, x_NI: Tensor) -> Tensor:
         if not cpu_kernels.can_multiply(x_NI):
             return super().forward(x_NI)
@@ -214,7 +204,7 @@ class Attention(nn.Module):
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
 
     def kv(self, h_NE: Tensor) -> Tensor:
-        """Returns keys, then values [N, 2K, D], without queries (a block drafter's context)."""
+        """Keys, then values [N, 2K, D] (a block drafter's context)."""
         c = self.config
         k_NKD, v_NKD = (f(h_NE).view(-1, c.num_kv_heads, c.head_dim) for f in (self.k_proj, self.v_proj))
         return torch.cat([self.k_norm(k_NKD) if c.qk_norm else k_NKD, v_NKD], dim=1)
@@ -236,8 +226,8 @@ INPUT_NORM = ("input_layernorm",)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP. Attention reads one vector per name in `norms`, through a norm of
-    that name; without names it reads its input as it is (EAGLE's drafter)."""
+    """Attention reads one vector per name in `norms`, through a norm of that name; without names it reads its
+    input as it is (EAGLE's drafter)."""
 
     def __init__(self, config: ModelConfig, *, norms: Sequence[str] = INPUT_NORM) -> None:
         super().__init__()
@@ -257,7 +247,7 @@ class DecoderLayer(nn.Module):
         attend: Attend,
         read_NI: Tensor | None = None,
     ) -> Tensor:
-        """Calls `run_layer`. Sharding (FSDP2) hooks in here, so nothing else reads the layer's tensors."""
+        """Sharding (FSDP2) hooks in here, so nothing else reads the layer's tensors."""
         return run_layer(self, index, x_NE, rope, attend, read_NI)
 
     def qkv(self, read_NI: Tensor) -> Tensor:
@@ -278,7 +268,6 @@ class DecoderLayer(nn.Module):
 
 @torch.no_grad()
 def randomize_matrices(model: nn.Module, seed: int, std: float = 0.02) -> None:
-    """Draws every matrix from a normal distribution by the seed; vectors stay."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -286,7 +275,7 @@ def randomize_matrices(model: nn.Module, seed: int, std: float = 0.02) -> None:
 
 
 class DecoderStack(nn.Module):
-    """Embedding, layers and final norm, which Hugging Face calls `model`."""
+    """Hugging Face's `model`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -296,15 +285,12 @@ class DecoderStack(nn.Module):
 
 
 Reader = Callable[[Tensor], Any]
-"""Maps features_NE to the result of a forward. It may read the head, because it runs within the forward."""
+"""features_NE → result of a forward. It may read the head, because it runs within the forward."""
 
 
 class Transformer(nn.Module):
-    """The trainable decoder. `state_dict()` has exactly the names of the Hugging Face checkpoint; a tied head
-    has no entry.
-
-    checkpoints_activations: whether the backward pass computes each layer's activations again.
-    """
+    """The trainable decoder, with exactly the checkpoint's names; a tied head has no entry.
+    checkpoints_activations: whether the backward pass recomputes each layer's activations."""
 
     def __init__(self, config: ModelConfig, checkpoints_activations: bool = False) -> None:
         super().__init__()
@@ -317,7 +303,7 @@ class Transformer(nn.Module):
         self._rope: Rope | None = None
 
     def initialize(self, seed: int, std: float = 0.02) -> Transformer:
-        """Sets random weights by the seed (normal matrices, unit norms, zero biases); returns the model."""
+        """Normal matrices, unit norms, zero biases."""
         randomize_matrices(self, seed, std)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -327,13 +313,13 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix [V, E] behind `logits`; in a tied model, that of the embedding."""
+        """[V, E]; in a tied model, the embedding."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, read: Reader | None = None
     ) -> Any:
-        """Returns read(features_NE), or by default features_NE, the output of the final norm.
+        """read(features_NE), or features_NE, the output of the final norm.
 
         A sharded model is whole only within its forward, so `read` is the place to call its `logits`.
         """

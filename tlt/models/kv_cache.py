@@ -1,8 +1,7 @@
 """Keys and values of the running sequences, one slot each.
 
-The running batch is in slots 0..B-1. When a sequence ends, the last one moves into its slot; nothing else is
-copied. Capacity doubles within a budget, so that a short run stays small. Growing copies the cache, a group
-of layers at a time, so that little of it exists twice.
+The running batch is in slots 0..B-1. When a sequence ends, the last one moves into its slot. Capacity doubles
+within a budget.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ from tlt.models.kv_budget import BLOCK, UNBOUNDED, Budget, whole_blocks
 T = TypeVar("T")
 
 GROUP_BYTES = 2**28
-"""Largest bytes of a tensor of several layers: one operation serves a small cache whole, and a large one
-grows group by group."""
+"""A small cache is one tensor, served by one operation; a large one grows group by group, so that little of
+it exists twice."""
 
 PREFILL_TOKENS = 8192
-"""Largest number of tokens of a prefill forward. It bounds the activations: about 2 GiB at 7B in bf16."""
+"""Most tokens of a prefill forward: about 2 GiB of activations at 7B in bf16."""
 
 
 def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields the items in order, in groups for one forward each: at most `PREFILL_TOKENS` tokens, or a single
-    item."""
+    """Consecutive items for one forward: at most `PREFILL_TOKENS` tokens, or a single item."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -43,11 +41,9 @@ def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterat
 
 
 class Cache:
-    """Keys and values: `layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries
-    beyond a sequence's length are finite and unused: rejected drafts, or zeros.
+    """`layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values; a view into `groups`.
 
-    groups: the tensors that `layers` are views of: [neighbouring layers, slots, 2 × kv heads, length, head
-        dim].
+    Entries beyond a sequence's length are finite and unused: rejected drafts, or zeros.
     """
 
     def __init__(
@@ -60,20 +56,18 @@ class Cache:
         self.layers: list[Tensor] = []
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes of a slot with room for `length` tokens."""
+        """Bytes of a slot."""
         return self.num_layers * self._layer_bytes(whole_blocks(length))
 
     def _layer_bytes(self, num_tokens: int) -> int:
         return num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def holds(self, num_slots: int, length: int) -> bool:
-        """Returns whether `num_slots` sequences of `length` tokens have room without growing."""
         return num_slots <= self.num_slots and length <= self.capacity
 
     def reserve(self, num_slots: int, length: int, budget: Budget = UNBOUNDED) -> None:
-        """Makes room for the `num_slots` running sequences, the longest of `length` tokens. Growth doubles
-        slots or length within the budget. Growing in length drops unused slots: in the long tail, few
-        sequences need not hold the memory of all that have ended."""
+        """Makes room for `num_slots` sequences, the longest of `length` tokens. Growing in length drops
+        unused slots: in the long tail, a few sequences must not hold the memory of all that have ended."""
         if self.holds(num_slots, length):
             return
         assert num_slots <= self.max_slots, f"{num_slots} slots wanted of {self.max_slots}"
@@ -86,7 +80,7 @@ class Cache:
         self.resize(max(num_slots, ahead), capacity)
 
     def resize(self, num_slots: int, length: int) -> None:
-        """Allocates `num_slots` slots of `length` tokens; entries within old and new size stay."""
+        """Entries within old and new size stay."""
         kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
         self.num_slots, self.capacity = num_slots, length
         per_group = max(GROUP_BYTES // self._layer_bytes(num_slots * length), 1)
@@ -101,8 +95,7 @@ class Cache:
             self.layers += group
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copies the first `length` entries of a slot, a prompt shared by its samples, to neighbouring
-        slots."""
+        """Copies a prompt shared by its samples to neighbouring slots."""
         if targets:
             first, end = targets[0], targets[-1] + 1
             assert list(targets) == list(range(first, end)), "forks are admitted into neighbouring slots"
@@ -110,15 +103,14 @@ class Cache:
                 group[:, first:end, :, :length] = group[:, source, None, :, :length]
 
     def commit(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: the accepted branch of a
-        draft tree directly behind its sequence. Paths 0, 1, 2, … (every chain) cost nothing; all others move
-        in one operation."""
+        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: the accepted branch behind
+        its sequence. Chains (paths 0, 1, 2, …) cost nothing; all others move in one operation."""
         # columns rise along a path
         moved = [slot for slot, path in enumerate(paths) if path[-1] != len(path) - 1]
         if not moved:
             return
         longest = max(len(paths[slot]) for slot in moved)
-        # what lies beyond a shorter path stays where it is
+        # entries beyond a shorter path stay in place
         rows = [[slot, starts[slot], *paths[slot], *range(len(paths[slot]), longest)] for slot in moved]
         rows_MP = upload(rows, self.device)
         slots_M1, starts_M1, columns_MP = rows_MP[:, :1], rows_MP[:, 1:2], rows_MP[:, 2:]
@@ -131,6 +123,5 @@ class Cache:
             group[:, target, :, :length] = group[:, source, :, :length]
 
     def release(self) -> None:
-        """Frees the memory; the next `reserve` starts empty."""
         self.num_slots, self.capacity = 0, BLOCK
         self.groups, self.layers = [], []

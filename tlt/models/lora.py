@@ -1,8 +1,7 @@
-"""LoRA (Hu et al., arXiv 2106.09685): frozen matrices, each with a trainable addition of low rank, named and
-initialized as in PEFT.
+"""LoRA (Hu et al., arXiv 2106.09685), named and initialized as in PEFT.
 
-    y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [R, I] random, B [O, R] zero: at first the model is its base
-    W + scale · B A                     the merged matrix, which is published
+y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [R, I] random, B [O, R] zero: at first the model is its base
+W + scale · B A                     the merged matrix, which is published
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ from tlt.models.decoder import Linear, ModelConfig, Transformer
 
 
 class LoraLinear(Linear):
-    """A frozen linear layer with its adapter. It computes in the type of its input, like mixed precision: the
-    adapter has a wider type and is rounded only for a product.
-
-    is_on: whether the adapter is applied.
-    """
+    """Computes in its input's dtype, like mixed precision: the adapter is stored wider, and rounded for a
+    product."""
 
     def __init__(self, base: nn.Linear, lora: LoraSection, dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
@@ -46,14 +42,14 @@ class LoraLinear(Linear):
 
     @torch.no_grad()
     def merged(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns W + scale · B A in the type of A and B. whole: gathers a sharded matrix."""
+        """W + scale · B A, in the dtype of A and B. whole: gathers a sharded matrix."""
         weight_OI, a_RI, b_OR = whole(self.weight), whole(self.lora_A.weight), whole(self.lora_B.weight)
         return torch.addmm(weight_OI.to(a_RI.dtype), b_OR, a_RI, alpha=self.scale)
 
 
 def add_adapters(model: Transformer, lora: LoraSection, dtype: torch.dtype) -> None:
-    """Freezes the model and adds adapters to its targets, in place. They are on the meta device, of this
-    type. Raises UserError for a target that the model does not have and a rank larger than a matrix."""
+    """Freezes the model and adds adapters in place, on the meta device. UserError for a target that the model
+    lacks, or a rank larger than a matrix."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
     known = dict.fromkeys(map(_kind, layers))
     if unknown := [target for target in lora.targets if target not in known]:
@@ -72,23 +68,19 @@ def add_adapters(model: Transformer, lora: LoraSection, dtype: torch.dtype) -> N
 
 
 def _kind(name: str) -> str:
-    """Returns the last word of a layer's name, such as q_proj."""
     return name.rpartition(".")[2]
 
 
 def adapted(model: nn.Module) -> dict[str, LoraLinear]:
-    """Returns the adapted layers by the names of their matrices."""
     return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
 
 
 def is_of_adapter(name: str) -> bool:
-    """Returns whether a name is that of an adapter's tensor."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Returns the initial value of an adapter's matrix, PEFT's default, float32 on the CPU. It depends on
-    seed and name alone, so any rank can compute it."""
+    """PEFT's default, float32 on the CPU. It depends on seed and name alone, so any rank can compute it."""
     start = torch.zeros(shape, device="cpu")
     if ".lora_A." in name:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -98,8 +90,7 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def adapter_shapes(config: ModelConfig, lora: LoraSection) -> dict[str, torch.Size]:
-    """Returns the shapes of all adapters' tensors by name. Allocates nothing; raises the errors of
-    `add_adapters`."""
+    """Allocates nothing; raises the errors of `add_adapters`."""
     with torch.device("meta"):
         model = Transformer(config)
     add_adapters(model, lora, torch.float32)
@@ -108,20 +99,19 @@ def adapter_shapes(config: ModelConfig, lora: LoraSection) -> dict[str, torch.Si
 
 @lru_cache
 def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
-    """Returns the number of parameters of all adapters."""
     return sum(shape.numel() for shape in adapter_shapes(config, lora).values())
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Returns the sum (int64, modulo 2⁶⁴) of the bits of a tensor's numbers, read as integers. The sums of
-    the shards of a tensor add up to its own."""
+    """Sum (int64, modulo 2⁶⁴) of the numbers' bits as integers. The sums of a tensor's shards add up to its
+    own."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     return local.view(integers).sum(dtype=torch.int64)
 
 
 class BaseOf:
-    """An adapted model without its adapters: the frozen base, for inference."""
+    """The frozen base of an adapted model, for inference."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.config, self.logits = model, model.config, model.logits

@@ -1,6 +1,5 @@
-"""The engine's copy of a decoder, for inference alone. It computes the same as decoder.py's trainable module,
-faster: projections of the same input are one matrix, and a norm's weight is folded into the next matrix.
-"""
+"""The engine's copy of a decoder, for inference: projections of the same input are one matrix, and a norm's
+weight is folded into the next matrix."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ LAYER_PREFIX = re.compile(r"model\.layers\.\d+\.")
 
 
 class PackedNorm:
-    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64, weight and factor sqrt(E) are
-    folded into the next matrix: three small kernels remain of F.rms_norm's seven on a CPU. In bf16, folding
-    would round the weights again, so F.rms_norm runs."""
+    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64, weight and sqrt(E) are folded into
+    the next matrix: three small kernels remain of F.rms_norm's seven on a CPU. In bf16, folding would
+    round the weights again."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.size, self.eps = size, eps
@@ -33,7 +32,7 @@ class PackedNorm:
         self.weight = torch.ones(size, dtype=dtype, device=device)
 
     def load(self, weight_E: Tensor) -> Tensor:
-        """Sets the weight; returns the factors of the next matrix's columns, float64[E]."""
+        """The factors of the next matrix's columns, float64[E]."""
         self.weight.copy_(weight_E)
         weight_E = weight_E.to(self.weight.device).double()
         return weight_E * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E)
@@ -45,8 +44,8 @@ class PackedNorm:
 
 
 class PackedLinear:
-    """A frozen matrix, y = x Wᵀ + bias. Large products use a copy in oneDNN's layout where a CPU is faster
-    with it (cpu_kernels.py). A matrix whose products are all large exists as that copy alone."""
+    """y = x Wᵀ + bias. Large products use oneDNN's copy of the matrix where it is faster; if all products are
+    large, there is no other copy."""
 
     def __init__(
         self,
@@ -59,11 +58,8 @@ class PackedLinear:
         storage: Tensor | None = None,
         borrows: bool = False,
     ) -> None:
-        """Allocates the matrix.
-
-        storage: memory that already holds the matrix, used instead of a new copy.
-        borrows: whether a weight of this type and device is used without a copy.
-        """
+        """storage: memory that already holds the matrix. borrows: whether `load` keeps a fitting weight
+        without a copy."""
         self.borrows, self.device = borrows, device
         self.shape = (num_out, num_in)
         self.cpu_copy = cpu_kernels.onednn_matrix(num_in, num_out, dtype, device)
@@ -74,7 +70,7 @@ class PackedLinear:
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
 
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Loads the weight [num_out, num_in], of any floating type. Raises RuntimeError for another shape."""
+        """weight: [num_out, num_in], of any floating dtype. RuntimeError for another shape."""
         if tuple(weight.shape) != self.shape:
             raise RuntimeError(
                 f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected"
@@ -95,7 +91,7 @@ class PackedLinear:
         return F.linear(x_NI, self.weight, self.bias)
 
     def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Returns residual + x Wᵀ, for a matrix without bias."""
+        """residual + x Wᵀ, for a matrix without bias."""
         if self.cpu_copy is not None and x_NI.shape[0] >= self.cpu_copy.min_rows:
             return self.cpu_copy.add_to(residual_NO, x_NI)
         assert self.weight_t is not None
@@ -103,8 +99,6 @@ class PackedLinear:
 
 
 class PackedLayer:
-    """A frozen copy of a `DecoderLayer`, computed with fused matrices."""
-
     def __init__(
         self,
         config: ModelConfig,
@@ -128,8 +122,7 @@ class PackedLayer:
         self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device, borrows=borrows)
 
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        """Loads a layer's tensors, whose Hugging Face names begin with `prefix`. Raises KeyError where one is
-        missing."""
+        """KeyError for a missing tensor."""
         c, device = self.config, self.qkv_linear.device
 
         def given(name: str) -> Tensor:
@@ -177,11 +170,11 @@ class PackedLayer:
 
 
 class PackedTransformer:
-    """The engine's copy of a policy, without autograd. `version` is the number of the loaded policy.
+    """The engine's copy of a policy. `version` is the number of the loaded policy.
 
     borrows: whether unchanged tensors (embedding, head, output and down projections; on a CPU in float32 the
-        embedding alone) are the policy's own memory, if type and device agree. Training then changes them
-        here too, so the policy must be loaded again before use.
+        embedding alone) are the policy's own memory, if dtype and device agree. Training changes them here
+        too: load the policy again before use.
     """
 
     def __init__(
@@ -206,14 +199,12 @@ class PackedTransformer:
         self.version = -1
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Loads a policy by its Hugging Face names. Raises KeyError where a tensor is missing, RuntimeError
-        for another shape."""
+        """KeyError for a missing tensor, RuntimeError for another shape."""
         self.load_parts([tensors], version)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Loads a policy part by part, in any order, and keeps no part. All tensors of a layer are in one
-        part."""
+        """Parts come in any order, and none is kept. All tensors of a layer are in one part."""
         missing = {f"model.layers.{index}." for index in range(len(self.layers))} | {EMBEDDING, FINAL_NORM}
         missing |= set() if self.config.tie_embeddings else {HEAD}
         for part in parts:
@@ -233,7 +224,6 @@ class PackedTransformer:
         return ~self.embedding_VE.isfinite().all(dim=1)
 
     def _load_part(self, part: Mapping[str, Tensor]) -> set[str]:
-        """Loads one part; returns the names and the prefixes of layers that were loaded."""
         prefixes = {match.group() for name in part if (match := LAYER_PREFIX.match(name)) is not None}
         for index, layer in enumerate(self.layers):
             if f"model.layers.{index}." in prefixes:
@@ -251,16 +241,13 @@ class PackedTransformer:
         return prefixes | {name for name in (EMBEDDING, HEAD, FINAL_NORM) if name in part}
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Returns features_NE, like `Transformer.forward`."""
         return self.forward_capturing(token_ids_N, positions_N, attend, ())[0]
 
     def forward_capturing(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Returns (features_NE, captured_NF). Captured are the inputs of the layers in `capture`, side by
-        side: residual sums before any norm. The number of layers as an index captures the features. For an
-        empty `capture`, both results are the features.
-        """
+        """(features_NE, captured_NF): the inputs of the layers in `capture`, side by side, residual sums
+        before any norm. The number of layers captures the features, as does an empty `capture`."""
         x_NE = F.embedding(token_ids_N, self.embedding_VE)
         rope = self.rope.at(positions_N)
         captured = {}
@@ -280,13 +267,11 @@ class PackedTransformer:
         return F.embedding(token_ids, self.embedding_VE)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Returns logits [..., V]."""
         return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)
 
 
 def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors in parts: one part per layer, and one per tensor outside of the layers. A tensor is
-    read when its part is asked for, and not kept."""
+    """One part per layer, and per tensor outside of the layers, read when it is asked for."""
 
     def part_of(name: str) -> str:
         return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
@@ -298,11 +283,10 @@ def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]
 def _allocate(
     num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, borrows: bool
 ) -> Tensor:
-    """Returns an uninitialized matrix, without rows where the values will be borrowed."""
     return torch.empty(0 if borrows else num_rows, num_columns, dtype=dtype, device=device)
 
 
 def _place(given: Tensor, known: Tensor, borrows: bool) -> Tensor:
-    """Returns the given values in the type and on the device of `known`: copied into it, or without a copy
-    where they may be borrowed. Borrowed memory is never written to."""
+    """Values in the dtype and on the device of `known`: copied into it, or borrowed. Borrowed memory is never
+    written to."""
     return given.detach().to(known) if borrows else known.copy_(given.detach())

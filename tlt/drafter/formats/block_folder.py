@@ -1,13 +1,12 @@
-"""config.json of block drafters, in the three forms that their trainers write. We write the first two, with
-our keys beside theirs.
+"""config.json of block drafters, in three forms. We write the first two, with our keys beside theirs.
 
     z-lab        DFlashDraftModel    block_size, dflash_config {mask_token_id, target_layer_ids}
     DeepSpec     Qwen3DSparkModel    the same at the top level, and markov_rank, …
     speculators  speculators_model_type dflash or dspark: aux_hidden_state_layer_ids, sample_from_anchor, …,
                  and the layers' geometry under transformer_layer_config
 
-A target_layer_id counts the *outputs* of layers. Output i is the input of layer i + 1, and `capture` counts
-inputs, as speculators' ids do. Whether a block drafts from its anchor on makes the form: `dspark` does.
+A target_layer_id counts layer *outputs*: output i is the input of layer i + 1. `capture` counts inputs, as
+speculators' ids do. A block that drafts from its anchor on is `dspark`, any other `dflash`.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf.config import Fields, config_to_hf, parse_config
 
 BLOCK_ARCHITECTURE: Mapping[Method, str] = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
-"""The architecture in config.json by the drafter's form."""
 
 MOST_SLOTS = Strategy.MAX_DEPTH + 1
-"""Slots of the longest block: the anchor, and as many tokens as any strategy drafts."""
 
 _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (False,),
@@ -45,11 +42,10 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "projector_type": ("dflash", "dspark"),
     "markov_head_type": ("vanilla",),
 }
-"""Keys that change what a block drafter computes, and their values that we compute; null is one of them."""
+"""Keys that change a block drafter's computation, and the values (or null) that we compute."""
 
 
 def block_to_hf(config: BlockShape, dtype: torch.dtype, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json of a block drafter. about: facts about its origin."""
     described = config_to_hf(config.layer, dtype, {"tlt": dict(about)})
     described |= {
         "architectures": [BLOCK_ARCHITECTURE[config.method]],
@@ -65,11 +61,10 @@ def block_to_hf(config: BlockShape, dtype: torch.dtype, about: Mapping[str, Any]
     }
     if config.method == "dflash":
         return described | {"dflash_config": ids}
-    return described | ids | _heads(config) | {"num_anchors": 512}  # DeepSpec asks for its training's
+    return described | ids | _heads(config) | {"num_anchors": 512}  # a training key that DeepSpec requires
 
 
 def block_to_speculators(config: BlockShape, dtype: torch.dtype, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns speculators' config.json of a block drafter, but for `speculators_config`."""
     layer = config_to_hf(config.layer, dtype) | {
         "tie_word_embeddings": False,
         "layer_types": ["full_attention"] * config.layer.num_layers,
@@ -83,7 +78,7 @@ def block_to_speculators(config: BlockShape, dtype: torch.dtype, about: Mapping[
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": list(config.capture),
         "sample_from_anchor": config.method == "dspark",
-        # vLLM reads false as a causal block, in layers without a sliding window, too
+        # false makes vLLM's blocks causal, even in layers without a sliding window
         "sliding_window_non_causal": True,
         "tie_word_embeddings": False,
         "torch_dtype": layer["torch_dtype"],
@@ -101,8 +96,7 @@ def _heads(config: BlockShape) -> dict[str, Any]:
 
 
 def block_from_hf(given: Fields, target: ModelConfig) -> BlockShape:
-    """Returns the shape in a config.json of any of the three forms. UserError for what it lacks, what does
-    not fit the target, and what we would compute otherwise."""
+    """UserError for missing keys, another target, and computations that we lack."""
     fields = _merged(given)
     _refuse_other_computations(fields)
     flat = {**fields.raw, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -144,8 +138,8 @@ def block_from_hf(given: Fields, target: ModelConfig) -> BlockShape:
 
 
 def block_method(given: Fields) -> Method:
-    """Returns the form of the block drafter in a config.json. DeepSpec's says nothing of its anchor, from
-    which it drafts; speculators' drafts from its anchor only where it says so, as vLLM reads it."""
+    """DeepSpec's drafts from its anchor without saying so; speculators' only if config.json says so, as in
+    vLLM."""
     fields = _merged(given)
     is_deepspec = "Qwen3DSparkModel" in given.items("architectures") and not _is_speculators(given)
     drafts = fields.flag("sample_from_anchor", is_deepspec and not fields.flag("dspark_bonus_anchor"))
@@ -157,7 +151,7 @@ def _is_speculators(given: Fields) -> bool:
 
 
 def _merged(given: Fields) -> Fields:
-    """Returns all keys at the top level. Of a key in two places the engines read the one in dflash_config."""
+    """All keys at the top level; dflash_config wins, as in the engines."""
     raw = {**given.table("transformer_layer_config"), **given.raw, **given.table("dflash_config")}
     return Fields(raw, given.source)
 

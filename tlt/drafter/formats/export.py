@@ -1,5 +1,4 @@
-"""Writes drafters for other engines: the same tensors in the layout that each engine loads, and a README with
-the command that serves them.
+"""Writes drafters for other engines, with a README that has the command to serve them.
 
     vllm-eagle       EagleLlamaForCausalLM: fc, layers.0; embedding and head are the target's
     vllm-eagle3,     LlamaForCausalLMEagle3: fc, midlayer, norm, lm_head,
@@ -10,8 +9,7 @@ the command that serves them.
     speculators-dflash, speculators-dspark      the same tensors; names its target
     deepspec-dspark  DeepSpec's form, with copies of embedding and head
 
-An engine that lacks a key, or reads it differently, usually reports nothing and accepts fewer drafts.
-docs/drafter.md lists what each engine does.
+An engine that misreads a key usually reports nothing and accepts fewer drafts (docs/drafter.md).
 """
 
 from __future__ import annotations
@@ -37,13 +35,7 @@ from tlt.models.hf.files import DRAFTER_FILES
 
 @dataclass(frozen=True)
 class Format:
-    """A layout of files.
-
-    method: the form of drafter that it holds.
-    engine: the engine that reads it.
-    launch: the command that starts this engine.
-    has_head: whether it holds a head of the drafter's own, and with it a draft vocabulary.
-    """
+    """has_head: whether it holds a head of the drafter's own, and with it a draft vocabulary."""
 
     method: Method
     engine: str
@@ -78,7 +70,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path) -> None:
-    """Writes the folder `out`, whole or not at all. UserError if the format cannot hold the drafter."""
+    """Writes `out`, whole or not at all. UserError if the format cannot hold the drafter."""
     check_format(drafter, name)
     tensors, described = lay_out(drafter, name, target)
     with replace_folder(out, (*DRAFTER_FILES, "README.md")) as folder:
@@ -89,9 +81,8 @@ def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path)
 def with_vocabulary(
     drafter: StoredDrafter, name: str, wanted: DraftVocab, target: ModelConfig
 ) -> StoredDrafter:
-    """Returns the drafter with the wanted draft vocabulary, chosen by the counts in its folder, or the
-    drafter itself if the vocabulary stays whole. UserError for a size that the format or the counts do not
-    allow."""
+    """The drafter with a draft vocabulary chosen by its folder's counts, or itself if the vocabulary stays
+    whole. UserError for a size that the format or the counts do not allow."""
     check_wanted(wanted, drafter.config)
     has_place = FORMATS[name].has_head
     if isinstance(wanted, int):
@@ -118,8 +109,7 @@ def with_vocabulary(
 
 
 def lacks_counts(drafter: StoredDrafter, name: str, wanted: DraftVocab, target: ModelConfig) -> str | None:
-    """Returns a warning if a drafter keeps the whole vocabulary because its folder has no counts, else
-    None."""
+    """Warning if the vocabulary stays whole only for lack of counts."""
     can_reduce = FORMATS[name].has_head and drafter.config.can_choose
     sizes = sizes_of(DraftCosts.of(target, drafter.config), wanted)
     if drafter.counts_V is not None or not can_reduce or not sizes:
@@ -131,8 +121,7 @@ def lacks_counts(drafter: StoredDrafter, name: str, wanted: DraftVocab, target: 
 
 
 def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
-    """Returns a warning if the drafter was trained for other weights than the target's; None if it was
-    not, or if that is unknown."""
+    """Warning if the drafter was trained for other weights than the target's; None: same, or unknown."""
     trained_for, found = drafter.policy_hash, target.policy_hash
     if trained_for is None or found is None or trained_for == found:
         return None
@@ -144,8 +133,8 @@ def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
 
 
 def unequal_key_norms(drafter: StoredDrafter, name: str) -> str | None:
-    """Returns a warning if vLLM's CPU builds would read a wrong k_norm in this drafter's layers, else None:
-    of 0.32 they scale the context's keys of all layers by the first layer's."""
+    """Warning for vLLM's CPU builds: 0.32 scales the context's keys of all layers by the first layer's
+    k_norm."""
     if FORMATS[name].engine != "vLLM" or not isinstance(drafter.config, BlockShape):
         return None
     layers = range(drafter.config.layer.num_layers)
@@ -159,7 +148,7 @@ def unequal_key_norms(drafter: StoredDrafter, name: str) -> str | None:
 
 
 def check_format(drafter: StoredDrafter, name: str) -> None:
-    """Raises UserError if the format holds another form of drafter, or has no place for some of this one."""
+    """UserError if the format cannot hold the drafter."""
     form, config = FORMATS[name], drafter.config
     if form.method != config.method:
         fitting = ", ".join(key for key, value in FORMATS.items() if value.method == config.method)

@@ -1,5 +1,4 @@
-"""Drafter folders: config.json and model.safetensors in the layout that vLLM's EAGLE loaders read.
-foreign.py reads those of other trainers into this layout; export.py writes those of other engines."""
+"""Drafter folders: config.json and model.safetensors in the layout of vLLM's EAGLE loaders."""
 
 from __future__ import annotations
 
@@ -41,21 +40,18 @@ ARCHITECTURE: Mapping[Method, str] = {
     "eagle3": "LlamaForCausalLMEagle3",
     **BLOCK_ARCHITECTURE,
 }
-"""The architecture in config.json by the drafter's form."""
 
 _UNREAD = "confidence_head."
-"""Begins the names of DSpark's tensors that guess whether a draft is accepted."""
+"""Prefix of DSpark's tensors that predict acceptance."""
 
 
 @dataclass(frozen=True)
 class StoredDrafter:
     """A drafter as a folder holds it.
 
-    config: its shape.
-    tensors: its weights by name.
     about: facts about its origin, such as the policy's content hash and the preset.
-    counts_V: decayed counts of the tokens sampled (vocabulary.py); None: not recorded.
-    left_out: names of the folder's tensors that nothing here reads.
+    counts_V: decayed counts of sampled tokens (vocabulary.py), or None.
+    left_out: names of tensors that were not read.
     """
 
     config: DrafterShape
@@ -66,15 +62,13 @@ class StoredDrafter:
 
     @property
     def note(self) -> str | None:
-        """Returns a line about the tensors that were left out; None: all were read."""
         if not self.left_out:
             return None
         return f"{', '.join(self.left_out)} of the drafter left out: nothing here reads a confidence head"
 
     @property
     def policy_hash(self) -> str | None:
-        """Content hash of the policy it was trained for: the last of a run, or the target of `tlt drafter
-        train`; None: not recorded."""
+        """Content hash of the policy it was trained for, if recorded."""
         known: str | None = self.about.get("policy_hash", self.about.get("target"))
         return known
 
@@ -86,16 +80,12 @@ def save_drafter(
     about: Mapping[str, Any] | None = None,
     counts_V: Tensor | None = None,
 ) -> None:
-    """Writes the drafter, whole or not at all; replaces an existing folder (see `replace_folder`).
-
-    about: see `StoredDrafter`; written under the key "tlt" of config.json, which engines ignore.
-    counts_V: counts of the tokens sampled, for the choice of a draft vocabulary; None: not counted.
-    """
+    """Writes whole or not at all; replaces an existing folder. about: goes under the key "tlt" of
+    config.json, which engines ignore."""
     save_stored(path, StoredDrafter(model.config, model.state_dict(), about or {}, counts_V), dtype)
 
 
 def save_stored(path: Path, drafter: StoredDrafter, dtype: torch.dtype) -> None:
-    """Writes a drafter that is there as tensors; otherwise as `save_drafter`."""
     tensors = {name: _stored(tensor, dtype) for name, tensor in drafter.tensors.items()}
     with replace_folder(path, DRAFTER_FILES) as folder:
         write_files(folder, tensors, drafter_to_hf(drafter.config, dtype, drafter.about))
@@ -104,13 +94,11 @@ def save_stored(path: Path, drafter: StoredDrafter, dtype: torch.dtype) -> None:
 
 
 def write_files(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
-    """Writes model.safetensors and config.json into an existing folder."""
     save_tensors(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def drafter_to_hf(config: DrafterShape, dtype: torch.dtype, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json of a drafter."""
     if isinstance(config, BlockShape):
         return block_to_hf(config, dtype, about)
     described = config_to_hf(config.layer, dtype, {"tlt": dict(about)})
@@ -132,11 +120,9 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def load_drafter(
     path: Path | str, target: ModelConfig, target_tensors: Mapping[str, Tensor] | None = None
 ) -> StoredDrafter:
-    """Loads a drafter, ours or another trainer's (foreign.py). UserError, one line, if it cannot be read or
-    does not fit the target.
+    """UserError if the folder cannot be read or does not fit the target.
 
-    target_tensors: if given, copies of the target's embedding or head in the folder are compared with the
-        target's.
+    target_tensors: if given, copies of the target's embedding or head in the folder are compared with them.
     """
     path = Path(path)
     described, stored = read_folder(path)
@@ -157,14 +143,13 @@ def load_drafter(
 
 
 def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
-    """Returns a drafter's shape from config.json alone, without a head or bias that the tensors might add."""
+    """By config.json alone, without a head or bias that the tensors may add."""
     fields = read_fields(path)
     return read_config(path, flatten(fields, method_of(fields, {})), target, {})
 
 
 def choose_preset(name: str | None, drafter: StoredDrafter) -> Preset:
-    """Returns the named preset, or the one that the drafter was trained with. UserError if it trains another
-    form of drafter."""
+    """The named preset, or the drafter's own. UserError if it trains another form of drafter."""
     method = drafter.config.method
     name = name or drafter.about.get("preset") or DEFAULT_PRESET[method]
     if name not in PRESETS:
@@ -179,8 +164,7 @@ def choose_preset(name: str | None, drafter: StoredDrafter) -> Preset:
 def read_config(
     path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> DrafterShape:
-    """Returns the drafter's shape from its config.json and tensors. UserError if it does not fit the
-    target."""
+    """UserError if the drafter does not fit the target."""
     method, fields = described["method"], Fields(described, f"drafter {path}")
     block = block_from_hf(fields, target) if method in BLOCK_ARCHITECTURE else None
     layer = parse_config(described, fields.source) if block is None else block.layer
@@ -211,14 +195,12 @@ def read_config(
 
 
 def write_counts(path: Path, counts_V: Tensor) -> None:
-    """Writes the counts of tokens as JSON."""
     ids, counts = to_pairs(counts_V.cpu())
     path.write_text(json.dumps({"token_ids": ids, "counts": [round(count, 2) for count in counts]}) + "\n")
 
 
 def read_counts(path: Path, vocab_size: int) -> Tensor | None:
-    """Returns the counts that `write_counts` wrote; None if there is no file. UserError if it is
-    malformed, or another model's."""
+    """None without a file. UserError for malformed counts, or another model's."""
     if not path.is_file():
         return None
     described = read_json(path)

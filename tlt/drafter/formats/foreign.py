@@ -1,5 +1,5 @@
-"""Reads drafter folders of other trainers into our layout: config.json as we write it, tensors under our
-names. A drafter that we would compute differently is refused, and no tensor is dropped in silence.
+"""Reads other trainers' drafter folders into our layout. A drafter that we would compute differently is
+refused; no tensor is dropped in silence.
 
     SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer.,
                         often with a copy of the embedding and a bias of fc
@@ -8,7 +8,7 @@ names. A drafter that we would compute differently is refused, and no tensor is 
     speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config;
                         norm_before_residual is true where it is absent, as vLLM reads it
 
-Block drafters have the same tensors everywhere; block_folder.py reads their three forms of config.json.
+Block drafters have the same tensors everywhere; block_folder.py reads their config.json.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ METHOD_BY_ARCHITECTURE: Mapping[str, Method | None] = {
     "Eagle3DraftModel": "eagle3",
     "LlamaForCausalLM": None,
 }
-"""The form of an EAGLE drafter by the architecture in its config.json; None: the names of its tensors
-determine it."""
+"""None: the tensors' names tell the form."""
 
 BLOCK_ARCHITECTURES = (
     "DFlashDraftModel",
@@ -48,18 +47,16 @@ BLOCK_ARCHITECTURES = (
     "DSparkSpeculator",
     "DSparkDraftModel",
 )
-"""The architectures of block drafters. Their form is the anchor's (`block_method`)."""
 
 TRAINERS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Tensors of the target that speculators' trainer may leave in a folder, and no engine reads."""
+"""The target's tensors in speculators' folders, which no engine reads."""
 
 OTHER_COMPUTATIONS = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
-"""Keys of config.json that, if true, change what a drafter computes."""
+"""Keys that, if true, change a drafter's computation."""
 
 
 def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns (config.json, tensors) of any drafter in our layout, with its form under the key "method".
-    UserError, one line, if it cannot be read."""
+    """(config.json, tensors) in our layout, the form under the key "method". UserError if unreadable."""
     weights = INDEX if (path / INDEX).is_file() else WEIGHTS
     for name in ("config.json", weights):
         if not (path / name).is_file():
@@ -76,7 +73,6 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def read_fields(path: Path) -> Fields:
-    """Returns config.json of a drafter's folder, all objects in it checked."""
     fields = Fields(read_json(path / "config.json"), f"drafter {path}")
     for name in ("transformer_layer_config", "eagle_config", "dflash_config"):
         fields.table(name)
@@ -92,7 +88,6 @@ def read_fields(path: Path) -> Fields:
 
 
 def _remedy(path: Path) -> str:
-    """Returns the remedy for a missing file."""
     if not (path / "pytorch_model.bin").is_file():
         return "give a folder that tlt drafter train wrote, or another's with config.json and safetensors"
     return (
@@ -103,8 +98,8 @@ def _remedy(path: Path) -> str:
 
 
 def method_of(fields: Fields, stored: Mapping[str, Tensor]) -> Method:
-    """Returns the form of the drafter. UserError if its architecture is unknown. stored: its tensors, whose
-    names determine the form where the architecture does not."""
+    """UserError for an unknown architecture. stored: its tensors, whose names decide where the architecture
+    does not."""
     found = fields.items("architectures")
     name = found[0] if len(found) == 1 else None
     if name in BLOCK_ARCHITECTURES:
@@ -117,9 +112,9 @@ def method_of(fields: Fields, stored: Mapping[str, Tensor]) -> Method:
 
 
 def flatten(fields: Fields, method: Method) -> dict[str, Any]:
-    """Returns config.json with the layer's geometry at the top level, and the captured layers by vLLM's
-    ids, which count layer inputs; SGLang's, under eagle_config, count outputs. UserError for a drafter
-    that we would compute differently."""
+    """config.json with the layer's geometry at the top level, and vLLM's ids of captured layers, which count
+    inputs (SGLang's, under eagle_config, count outputs). UserError for a drafter that we would compute
+    differently."""
     described = {**fields.raw, "method": method}
     if method in ("dflash", "dspark"):
         return described
@@ -144,8 +139,7 @@ def flatten(fields: Fields, method: Method) -> dict[str, Any]:
 
 
 def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[str, Tensor]:
-    """Returns the tensors under our names, without rotary frequencies. UserError if two would have the
-    same name."""
+    """Our names, without rotary frequencies. UserError if two names coincide."""
     layer = "layers.0." if method == "eagle" else "midlayer."
     tensors: dict[str, Tensor] = {}
     for given, tensor in stored.items():
@@ -161,8 +155,8 @@ def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[st
 
 
 def with_vocabulary_map(path: Path, tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """Returns the tensors with d2t as int64, and with the t2d that follows from it. UserError unless d2t
-    gives every draft token another of the target's tokens, and t2d, where it is there, marks the same."""
+    """Adds the t2d of d2t. UserError unless d2t gives distinct tokens of the target, and an existing t2d
+    agrees."""
     if "d2t" not in tensors:
         return tensors
     d2t, again = tensors["d2t"], "train or copy it again"
@@ -193,12 +187,10 @@ def drop_repeated(
     vocab_size: int,
     target: Mapping[str, Tensor] | None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors without redundant ones: the target's embedding and head, a bias of zeros, and a
-    draft vocabulary of all tokens.
+    """Drops copies of the target's embedding and head, a zero bias, and a draft vocabulary of all tokens.
 
-    target: the target's tensors. UserError if the drafter's embedding, or an EAGLE drafter's head, differs
-        from the target's; an EAGLE-3 head that differs is kept. None: nothing is compared, and EAGLE-3
-        keeps its head.
+    target: UserError if the embedding, or an EAGLE head, differs from its own; an
+        EAGLE-3 head that differs stays. None: nothing is compared, and EAGLE-3 keeps its head.
     """
     tensors = dict(tensors)
     if "fc.bias" in tensors and not tensors["fc.bias"].any():
@@ -223,6 +215,5 @@ def drop_repeated(
 
 
 def _is_copy(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors are equal up to rounding: one may be stored in float16, the other in
-    bfloat16."""
+    """Equal up to rounding: one may be stored in float16, the other in bfloat16."""
     return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-4)

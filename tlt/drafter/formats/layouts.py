@@ -1,4 +1,4 @@
-"""The layouts of files in which other engines load a drafter: its tensors by their names, and config.json."""
+"""The layouts in which other engines load a drafter: tensor names and config.json."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from tlt.drafter.model import draft_token_ids
 from tlt.drafter.shape import BlockShape, DrafterShape
 
 NUM_DRAFT_TOKENS = 3
-"""Tokens that a drafter of EAGLE's family is asked for, as in the engines' own examples. `tlt drafter eval`
-measures the best number."""
+"""For EAGLE's family, as in the engines' examples; `tlt drafter eval` measures the best number."""
 
 Layout = tuple[dict[str, Tensor], dict[str, Any]]
 """(tensors, config.json)"""
@@ -26,10 +25,8 @@ class Target:
     """The model to draft for.
 
     name: the name that users load it by.
-    architecture: the architecture in its config.json.
-    head_VE: its head, whose rows are exported where the format has a head of the drafter's.
-    policy_hash: content hash of its tensors; None: unknown.
-    embedding_VE: its embedding, which DeepSpec's form repeats; None: not needed.
+    policy_hash: content hash of its tensors, if known.
+    embedding_VE: needed for DeepSpec's form, which repeats it.
     """
 
     name: str
@@ -40,12 +37,10 @@ class Target:
 
 
 def num_to_draft(config: DrafterShape) -> int:
-    """Returns the tokens to ask the drafter for: of a block all."""
     return config.max_depth if isinstance(config, BlockShape) else NUM_DRAFT_TOKENS
 
 
 def lay_out(drafter: StoredDrafter, name: str, target: Target) -> Layout:
-    """Returns the drafter in the format of this name."""
     config, dtype = drafter.config, drafter.tensors["fc.weight"].dtype
     tensors, described = dict(drafter.tensors), drafter_to_hf(config, dtype, drafter.about)
     if config.method == "eagle3" or config.is_reduced:
@@ -72,14 +67,12 @@ def lay_out(drafter: StoredDrafter, name: str, target: Target) -> Layout:
 
 
 def _head(drafter: StoredDrafter, target: Target) -> Tensor:
-    """Returns the rows of the target's head for the tokens that the drafter proposes."""
     head_VE = target.head_VE
     rows_VE = head_VE[draft_token_ids(drafter.tensors["d2t"])] if drafter.config.is_reduced else head_VE
     return rows_VE.to(drafter.tensors["fc.weight"].dtype)
 
 
 def _verified_by(target: Target, algorithm: str, num_tokens: int) -> dict[str, Any]:
-    """Returns speculators' key that names the target, and how many tokens to draft."""
     return {
         "speculators_config": {
             "algorithm": algorithm,
@@ -91,8 +84,6 @@ def _verified_by(target: Target, algorithm: str, num_tokens: int) -> dict[str, A
 
 
 def _eagle3_speculators(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json in speculators' form: the drafter's own keys at the top level, its layer's keys
-    nested."""
     own = (
         "draft_vocab_size",
         "norm_before_residual",

@@ -1,7 +1,7 @@
 """The loss of block drafters, over the slots of blocks at sampled anchors.
 
 window    t0 t1 t2 t3 t4 t5 t6        an anchor at t3: its block sees t0 t1 t2 and itself, and learns
-block              t3  m  m  m        what the target says behind t3, t4, t5, …
+block              t3  m  m  m        the target's distributions behind t3, t4, t5, …
 
 slot loss  = CE · cross-entropy(p, q) + L1 · sum_v |p(v) - q(v)|        p: the target's, q: the drafter's
 weight     = e^(-d / decay), or D-PACE's, of the d-th drafted token
@@ -25,19 +25,18 @@ from tlt.drafter.shape import BlockShape, DrafterShape
 from tlt.drafter.training.lesson import Lesson, Preset
 
 _PACE = 0.5
-"""D-PACE's α: the chance of a slot is at least this (arXiv 2605.18810)."""
+"""D-PACE's α: least chance of a slot (arXiv 2605.18810)."""
 
 
 @dataclass(frozen=True)
 class BlockPreset(Preset):
-    """A way to train a block drafter.
+    """How to train a block drafter.
 
-    distribution_weight: weight of the cross-entropy between the two distributions.
-    variation_weight: weight of the L1 distance between them, twice the total variation.
-    slots: how slots are weighted: by an exponential decay, or by the chance that a draft gets there.
+    distribution_weight: of the cross-entropy.
+    variation_weight: of the L1 distance, twice the total variation.
+    slots: slot weights: exponential decay, or the chance that a draft gets there.
     decay: slots after which the weight has fallen to 1 / e.
-    max_anchors: most blocks of a batch.
-    anchor_share: blocks of a batch per loss position; at least one.
+    anchor_share: blocks per loss position; at least one block.
     """
 
     distribution_weight: float
@@ -52,7 +51,6 @@ class BlockPreset(Preset):
         return self.anchor_share * shape.block_size
 
     def loss(self, model: BlockModel, lesson: Lesson) -> Tensor:
-        """Returns the mean loss over the slots whose token the target has a distribution for."""
         shape, device = model.config, lesson.token_ids_N.device
         anchors = self.sample_anchors(lesson)
         slots = find_slots(lesson.lengths, anchors, shape.max_depth, device)
@@ -68,7 +66,7 @@ class BlockPreset(Preset):
         return (loss_M * weight_M).sum() / weight_M.sum()
 
     def sample_anchors(self, lesson: Lesson) -> list[list[int]]:
-        """Returns the anchors of each window, drawn among the tokens behind which a response token comes."""
+        """Drawn among the tokens followed by a response token."""
         rows = lesson.weight_M.split([length - TOKEN_AHEAD for length in lesson.lengths])
         predicting = [row.nonzero()[:, 0].tolist() for row in rows]
         found = [(window, t + TOKEN_AHEAD) for window, row in enumerate(predicting) for t in row]
@@ -77,8 +75,7 @@ class BlockPreset(Preset):
         return [[place for w, place in chosen if w == window] for window in range(len(lesson.lengths))]
 
     def slot_weights(self, entropy_M: Tensor, slots: Slots, max_depth: int) -> Tensor:
-        """Returns the weight of each slot. D-PACE's is the sum, over the slots from here on, of the chance
-        that a draft gets there. entropy_M: the slots' cross-entropies."""
+        """D-PACE's weight of a slot: sum, from it on, of the chance that a draft reaches a slot."""
         if self.slots == "decay":
             return torch.exp(-slots.depth_M.to(entropy_M.dtype) / self.decay)
         chance_AD = entropy_M.new_zeros(slots.num_blocks, max_depth)
@@ -89,12 +86,11 @@ class BlockPreset(Preset):
 
 @dataclass(frozen=True)
 class Slots:
-    """The M slots of blocks that have something to learn.
+    """The M slots with a distribution to match.
 
     block_M: the block of each.
     depth_M: tokens drafted before it.
-    index_M: index of the token before the one it proposes, among all packed tokens. The target's feature
-        there gives the distribution to match.
+    index_M: packed index of the token before the proposed one, whose feature gives the distribution.
     """
 
     num_blocks: int
@@ -104,7 +100,7 @@ class Slots:
 
 
 def find_slots(lengths: Sequence[int], anchors: Anchors, max_depth: int, device: torch.device) -> Slots:
-    """Returns the slots whose feature lies in the same sequence as their anchor."""
+    """Slots whose feature lies in the same sequence as their anchor."""
     found: list[tuple[int, int, int]] = []
     start = block = 0
     for length, places in zip(lengths, anchors, strict=True):

@@ -1,14 +1,10 @@
-"""The buffer of responses that the drafter is trained on: this step's, and the longest of the step before
-(one-step-off).
-
-Responses that finish early are short, and the replica that generates longest has the longest ones. So after
-every step, the longest responses of all ranks stay for the next. A response may come with the features
-captured while it was generated. They serve while their policy is current; then the trainer recomputes them.
+"""Responses for drafter training: this step's, and the longest of the step before (one-step-off).
 
     oldest ─▶ tokens  tokens  tokens+features  tokens+features  tokens+features ◀─ latest
 
-Beyond max_bytes, the oldest features are dropped first, since they can be recomputed, then the oldest
-tokens.
+Responses that finish early are short, so all ranks' longest responses stay for the next step. Captured
+features serve until the policy changes; then the trainer recomputes them. Beyond max_bytes, the oldest
+features go first, then the oldest tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +20,9 @@ from tlt.base.types import Rollout
 from tlt.drafter.pairs import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
 
 TOKEN_ID_BYTES = 8
-"""Bytes counted for a token id in a tuple."""
 
 NO_POLICY = -1
-"""The policy version of features that do not exist."""
+"""Policy version of absent features."""
 
 _MIN_WINDOW = 3
 """Tokens of the shortest window, unless a trajectory has fewer."""
@@ -37,12 +32,10 @@ _MIN_WINDOW = 3
 class Trajectory:
     """One response with its prompt.
 
-    features_TF: what was captured of the target at its first T tokens, all but the last, in the columns of
-        `model.training_capture`; None: never captured, or dropped to make room.
-    policy_version: version of the policy that made the features, dropped ones included; NO_POLICY: never
-        captured.
-    is_captured: whether the engine captured the features while generating; otherwise they were recomputed.
-    counted_bytes: its bytes in the buffer's sum; 0: it is in no buffer.
+    features_TF: columns of `training_capture` at all tokens but the last; None: never captured, or dropped.
+    policy_version: of the features, also of dropped ones.
+    is_captured: whether the features were captured while generating; otherwise they were recomputed.
+    counted_bytes: its share of the buffer's sum; 0: it is in no buffer.
     """
 
     token_ids: tuple[int, ...]
@@ -54,12 +47,11 @@ class Trajectory:
 
     @property
     def num_usable(self) -> int:
-        """Number of tokens with a feature: all but the last, which the target never read."""
+        """The target never read the last token."""
         return len(self.token_ids) - 1
 
     @property
     def num_predicted(self) -> int:
-        """Number of response tokens that pairs predict. The prompt is only read."""
         return len(self.token_ids) - max(self.num_prompt, FIRST_PREDICTED)
 
     @property
@@ -70,14 +62,11 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Windows of several trajectories, packed, with M pairs of token and feature (see model.py).
+    """Windows of several trajectories, packed, with M pairs (pairs.py).
 
-    token_ids_N: their tokens.
-    captured_NF: what was captured of the target at each, in the columns of `model.training_capture`; on the
-        target's device, all else on the CPU.
-    lengths: tokens of each window.
+    captured_NF: columns of `training_capture`; on the target's device, all else on the CPU.
     weight_M: 1 where a pair predicts a response token, else 0.
-    num_captured: pairs whose features the engine captured while generating.
+    num_captured: pairs whose features were captured while generating.
     """
 
     token_ids_N: Tensor
@@ -96,19 +85,19 @@ class PackedBatch:
 
 
 def is_trainable(rollout: Rollout) -> bool:
-    """Returns whether a pair of the response with its prompt predicts a token."""
+    """Whether any pair predicts a token."""
     return len(rollout.prompt_ids) + len(rollout.token_ids) > FIRST_PREDICTED
 
 
 class TrajectoryBuffer:
-    """Trajectories of at most `max_bytes`, ordered by when their tokens or features came, the latest last."""
+    """At most `max_bytes`, ordered by when tokens or features came, the latest last."""
 
     def __init__(self, max_bytes: int, seed: int = 0) -> None:
         self.max_bytes = max_bytes
         self.trajectories: list[Trajectory] = []
         self.num_bytes = 0
-        self._num_dropped = 0  # from the oldest on, how many have no features
-        self._carried: list[Trajectory] = []  # the ones that the step started with
+        self._num_dropped = 0  # number of oldest trajectories without features
+        self._carried: list[Trajectory] = []  # at the start of the step
         self.random = random.Random(seed)
 
     def __len__(self) -> int:
@@ -119,8 +108,8 @@ class TrajectoryBuffer:
         return sum(len(t.token_ids) for t in self.trajectories)
 
     def add(self, rollout: Rollout, features_TF: Tensor | None = None) -> None:
-        """Adds a response and its features, if they were captured under `rollout.policy_version`. A
-        response that is not trainable is left out."""
+        """Features must be captured under `rollout.policy_version`. Skips responses that are not
+        trainable."""
         if not is_trainable(rollout):
             return
         token_ids = (*rollout.prompt_ids, *rollout.token_ids)
@@ -129,8 +118,7 @@ class TrajectoryBuffer:
         self._append(Trajectory(token_ids, len(rollout.prompt_ids), version, features_TF, is_captured))
 
     def renew(self, trajectory: Trajectory) -> None:
-        """Makes a trajectory the latest after its features were recomputed. It may have been dropped
-        meanwhile."""
+        """Makes a recomputed trajectory the latest. It may have been dropped meanwhile."""
         if trajectory in self.trajectories:
             place = self.trajectories.index(trajectory)
             del self.trajectories[place]
@@ -142,7 +130,6 @@ class TrajectoryBuffer:
         self._count(trajectory)
 
     def _append(self, trajectory: Trajectory) -> None:
-        """Adds the latest trajectory and makes room for it."""
         self.trajectories.append(trajectory)
         self._count(trajectory)
         while self.num_bytes > self.max_bytes and self._num_dropped < len(self.trajectories):
@@ -166,8 +153,8 @@ class TrajectoryBuffer:
             self._append(trajectory)
 
     def carry_over(self, rollouts: Sequence[Rollout], num_longest: int) -> None:
-        """Ends a step: keeps only the longest responses of all ranks, without features, because their
-        policy is being replaced."""
+        """Ends a step: keeps the longest responses of all ranks, without features, whose policy is being
+        replaced."""
         self._start_with(())
         longest_first = sorted(rollouts, key=lambda r: (-len(r.token_ids), r.problem_id, r.sample_index))
         for rollout in reversed(longest_first[:num_longest]):
@@ -175,39 +162,33 @@ class TrajectoryBuffer:
         self._carried = list(self.trajectories)
 
     def restore(self, carried: Iterable[tuple[tuple[int, ...], int]]) -> None:
-        """Starts a step with the trajectories carried over earlier, as pairs (token ids, length of the
-        prompt)."""
+        """Starts a step with pairs (token ids, prompt length)."""
         self._start_with(Trajectory(tuple(token_ids), num_prompt) for token_ids, num_prompt in carried)
         self._carried = list(self.trajectories)
 
     def abandon(self) -> None:
-        """Interrupts a step: drops what it added, and restores what it started with, even what was
-        dropped."""
+        """Interrupts a step: drops its responses, restores the trajectories it started with."""
         self.restore((t.token_ids, t.num_prompt) for t in self._carried)
 
     def ready(self, policy_version: int) -> list[Trajectory]:
-        """Returns the trajectories that have features of this policy."""
         known = (t for t in self.trajectories if t.features_TF is not None)
         return [t for t in known if t.policy_version == policy_version]
 
     def missing(self, policy_version: int) -> Trajectory | None:
-        """Returns the longest trajectory that never had features of this policy; None if there is none.
-        Features dropped to make room are not asked for again while their policy is current: others would
-        be dropped for them."""
+        """The longest trajectory that never had features of this policy. Features dropped to make room are
+        not requested again: other features would be dropped for them."""
         stale = [t for t in self.trajectories if t.policy_version != policy_version]
         return max(stale, key=lambda t: len(t.token_ids), default=None)
 
     def sample(self, token_budget: int, policy_version: int) -> PackedBatch | None:
-        """Returns windows packed up to the budget, drawn so that every token is equally likely; None if no
-        trajectory has features of this policy.
+        """Windows that make every token equally likely; None without features of this policy.
 
-        A window lies anywhere in its trajectory where it predicts a response token. A trajectory that fits
-        the budget is taken whole.
+        A window lies where it predicts a response token. A trajectory that fits the budget is taken whole.
         """
         ready = self.ready(policy_version)
         if not ready:
             return None
-        # those taken whole are drawn equally often: each draw yields all of their tokens
+        # a draw yields all tokens of a trajectory that fits, so the lengths of these do not matter
         weights = [max(t.num_usable, token_budget) for t in ready]
         tokens: list[int] = []
         features: list[Tensor] = []
@@ -229,7 +210,7 @@ class TrajectoryBuffer:
             masks.append(predicts_response(trajectory.num_prompt, start, length).float())
             left -= length
             if left < trajectory.num_usable // 4:
-                break  # a last window of its rest would be a small part of a trajectory
+                break  # the rest of the budget would be a small part of a trajectory
         return PackedBatch(
             torch.tensor(tokens), torch.cat(features), tuple(lengths), torch.cat(masks), num_captured
         )

@@ -17,13 +17,12 @@ from tlt.models.attention import Unrolled
 
 @dataclass(frozen=True)
 class EaglePreset(Preset):
-    """A way to train a drafter of EAGLE's family.
+    """How to train a drafter of EAGLE's family.
 
-    unrolled_steps: steps that every pair drafts in training; from the second on it reads its own hidden
-        state.
+    unrolled_steps: tokens that every pair drafts; from the second on it reads its own hidden state.
     step_decay: weight of a step's loss relative to the step before.
-    feature_weight: weight of Smooth L1 between the drafter's hidden state and the target's feature.
-    distribution_weight: weight of the cross-entropy between the two distributions.
+    feature_weight: of Smooth L1 between hidden state and feature.
+    distribution_weight: of the cross-entropy.
     """
 
     unrolled_steps: int
@@ -35,8 +34,8 @@ class EaglePreset(Preset):
         return self.unrolled_steps
 
     def loss(self, model: EagleModel, lesson: Lesson) -> Tensor:
-        """Returns the loss, summed over the unrolled steps. In training as in drafting, every pair reads the
-        true next tokens and, after the first step, its own hidden states."""
+        """Sum over the steps. As in drafting, every pair reads the true next tokens and, after the first
+        step, its own hidden states."""
         device, dtype = lesson.token_ids_N.device, lesson.captured_NF.dtype
         first_weight_M = lesson.weight_M.to(device, dtype)
         pairs = align(lesson.lengths, device)
@@ -47,7 +46,7 @@ class EaglePreset(Preset):
         total = torch.zeros((), dtype=dtype, device=device)
         for step in range(self.unrolled_steps):
             index_M, exists_M = pairs.ahead(step)
-            # pair t predicts what pair t + step did at first
+            # after `step` drafted tokens, pair t predicts the token of pair t + step
             weight_M = first_weight_M.roll(-step) * exists_M
             if not weight_M.any():
                 break
@@ -68,12 +67,7 @@ class EaglePreset(Preset):
         target_MV: Tensor,
         weight_M: Tensor,
     ) -> Tensor:
-        """Returns the mean loss of one step over the pairs of weight 1.
-
-        hidden_ME, logits_MV: the drafter's output.
-        feature_ME, target_MV: the target's features and probabilities.
-        weight_M: 1 where the pair predicts a response token, else 0; at least one must be 1.
-        """
+        """Mean over the pairs of weight 1, at least one."""
         loss_M = -self.distribution_weight * (target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)
         if self.feature_weight:
             feature_M = F.smooth_l1_loss(hidden_ME, feature_ME, reduction="none").mean(dim=-1)

@@ -1,4 +1,4 @@
-"""The presets of drafter training: published ways to train, each with its loss.
+"""The presets of drafter training: published recipes, each with its loss.
 
 Preset ─┬─ EaglePreset   over the drafter's own steps    eagle_loss.py
         └─ BlockPreset   over the slots of blocks        block_loss.py
@@ -38,4 +38,3 @@ DEFAULT_PRESET: Mapping[Method, str] = {
     "dflash": "dflash",
     "dspark": "dspark",
 }
-"""The preset of a drafter that does not say how it was trained."""

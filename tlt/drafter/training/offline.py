@@ -27,27 +27,19 @@ from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
 
 _RECOMPUTE_TOKENS = 128
-"""Tokens that the target reads at a time to compute features."""
 
 _MEASURED_TOKENS = 2048
-"""Response tokens on which the trained drafter is measured."""
 
 WEAK_ACCEPTANCE = 0.2
-"""Acceptance below which a drafter is called weak. At 0.2, even an endless chain yields at most 1 / (1 -
-0.2) = 1.25 tokens per verification. On the shipped model, the shipped drafter has 0.97 and random ones
-have 0.01 to 0.02."""
+"""At 0.2, even an endless chain yields at most 1 / (1 - 0.2) = 1.25 tokens per verification. On the shipped
+model, the shipped drafter has 0.97, random drafters 0.01 to 0.02."""
 
 
 @dataclass(frozen=True)
 class OfflineSettings:
-    """The settings of offline training.
-
-    epochs: passes over all tokens, prompts included; may be a fraction.
-    learning_rate: the highest value; it rises over the first 5 % of the tokens and falls to 0 over the second
-        half.
-    tokens_per_step: most tokens of one optimizer step.
-    seed: of the random windows.
-    temperature: at which the responses were drawn, and acceptance is measured.
+    """epochs: passes over all tokens, prompts included; may be a fraction.
+    learning_rate: the peak, after 5 % of the tokens; falls to 0 over the second half.
+    temperature: of the responses, and of the measured acceptance.
     """
 
     epochs: float
@@ -59,14 +51,8 @@ class OfflineSettings:
 
 @dataclass(frozen=True)
 class OfflineSummary:
-    """The result of offline training.
-
-    cpu_seconds: of the processors, which other programs do not lengthen.
-    loss: of the last step.
-    acceptance: mean of sum_v min(p, q) over a sample of the response tokens (measure.py); None: not measured,
-        because all prompts have one token only.
-    warning: one line for the user if the drafter is weak; None: it is not.
-    draft_vocab: size of the draft vocabulary in training and measurement.
+    """cpu_seconds: processor time, which other programs do not lengthen.
+    acceptance: on a sample of the responses (measure.py); None: all prompts have one token only.
     coverage: share of the responses' tokens in the draft vocabulary.
     """
 
@@ -90,12 +76,9 @@ def train_offline(
     on_progress: Callable[[float, float | None], None],
     vocabulary: DraftVocabulary | None = None,
 ) -> OfflineSummary:
-    """Trains `model` in place on the responses, at least one of which must be `is_trainable`, and measures it
-    on them.
+    """Trains `model` in place on the responses, of which one must be `is_trainable`, and measures it on them.
 
-    vocabulary: the draft vocabulary of training and measurement; None: the whole, or the drafter's own.
-    on_progress: receives the share of the tokens that the target has read, with None; then, after every
-        step, the share of the tokens trained on, with the loss.
+    on_progress: receives (share of tokens read by the target, None), then (share trained on, loss).
     """
     buffer = TrajectoryBuffer(sys.maxsize, settings.seed)
     for rollout in rollouts:
@@ -138,8 +121,7 @@ def measure_acceptance(
     rng: random.Random,
     token_ids: Tensor | None = None,
 ) -> float | None:
-    """Returns the acceptance of the drafter's packed copy on a random sample of the responses; None if no
-    response can be measured. FloatingPointError if the drafter's outputs are not finite."""
+    """None if no response can be measured. FloatingPointError if the drafter's outputs are not finite."""
     counts = draw_counts(rollouts, _MEASURED_TOKENS, rng)
     if not counts:
         return None
@@ -171,7 +153,6 @@ def _warning(acceptance: float | None) -> str | None:
 def _compute_features(
     buffer: TrajectoryBuffer, trainer: DrafterTrainer, on_progress: Callable[[float, float | None], None]
 ) -> None:
-    """Computes the features of every response."""
     num_read = 0
     while (trajectory := buffer.missing(trainer.target.version)) is not None:
         on_progress(num_read / buffer.num_tokens, None)
@@ -182,5 +163,4 @@ def _compute_features(
 
 
 def _warm_up_and_down(progress: float) -> float:
-    """Returns the learning rate at this share of the training, relative to its highest value."""
     return min(1.0, (progress + 0.005) / 0.05, (1.0 - progress) / 0.5 + 0.02)

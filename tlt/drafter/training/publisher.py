@@ -1,4 +1,4 @@
-"""Publishing a drafter: from its trainer to the engine, or back to the last version known to be finite."""
+"""Publishes a drafter from its trainer to the engine, or restores the last finite version."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from tlt.drafter.training.trainer import DrafterTrainer
 
 
 class Served(Protocol):
-    """The learned drafter as the engine has it."""
-
     @property
     def choice(self) -> VocabularyChoice | None:
-        """Chooses the tokens that it proposes; None: they are fixed."""
+        """None: the draft vocabulary is fixed."""
 
     @property
     def model(self) -> PackedDrafter: ...
@@ -29,10 +27,10 @@ class Served(Protocol):
 
 
 class Publisher:
-    """Publishes and undoes the updates of a drafter.
+    """Loads a trainer's drafter into the engine.
 
-    average: replaces tensors by their mean over the ranks, by weight, and returns the total weight; 0 changes
-        nothing.
+    average: replaces tensors by their weighted mean over the ranks, and returns the total weight; at 0 it
+        changes nothing.
     """
 
     def __init__(
@@ -42,15 +40,13 @@ class Publisher:
         self.keep()
 
     def keep(self) -> None:
-        """Keeps a copy of the drafter and its optimizer, to which `undo` returns."""
         self._kept = [tensor.clone() for tensor in self.trainer.shared_tensors()]
         self._kept_tokens = self.trainer.num_tokens
         self._kept_version = self.served.version
 
     def publish(self, num_tokens: int, version: int) -> bool:
-        """Averages the ranks' drafters, weighted by the tokens each trained on, and loads the mean into the
-        engine as `version`. Returns False, and changes nothing, where no rank trained. FloatingPointError if
-        the mean is not finite."""
+        """Loads the ranks' mean, weighted by training tokens, into the engine. False, and no change, if no
+        rank trained. FloatingPointError if the mean is not finite."""
         shared = self.trainer.shared_tensors()
         if self.average(shared, num_tokens) == 0:
             return False
@@ -61,11 +57,8 @@ class Publisher:
         return True
 
     def undo(self, version: int) -> None:
-        """Restores the trainer, its optimizer and the engine to the copy kept.
-
-        version: the latest that any rank's engine drafts with. If it is newer than the copy, the engines load
-            the copy as `version + 1`.
-        """
+        """Restores trainer, optimizer and engine. version: the latest in any rank's engine; if it is newer
+        than the copy, the engines load the copy as `version + 1`."""
         for tensor, kept in zip(self.trainer.shared_tensors(), self._kept, strict=True):
             tensor.copy_(kept)
         self.trainer.optimizer.zero_grad(set_to_none=True)

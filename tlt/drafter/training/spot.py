@@ -1,12 +1,9 @@
-"""Drafter training in idle time (TLT, arXiv 2511.16665): one micro-step at a time, so that a preempted device
-is free again within one micro-step.
+"""Drafter training in idle time (TLT, arXiv 2511.16665), in micro-steps, so that preemption is fast.
 
     SpotTrainer.run(should_stop):   while not should_stop():  micro-step
 
-A micro-step recomputes a chunk of features, or takes one optimizer step on a packed batch. Its tokens fit
-a small share of a training step, by the seconds per token measured so far. To prevent overfitting to few
-responses, training goes at most `max_passes` times within a step through the responses with features;
-beyond that, only features are recomputed, until more responses are ready.
+A micro-step recomputes a chunk of features, or takes one optimizer step. Against overfitting, a step allows
+`max_passes` passes over the responses with features; beyond that, only features are recomputed.
 """
 
 from __future__ import annotations
@@ -30,44 +27,36 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask
 
 MIN_TOKENS = 128
-"""Fewest tokens of a micro-step, and their number before anything is measured."""
+"""Fewest tokens of a micro-step; its size before anything is measured."""
 
 MICRO_STEP_SHARE = 0.005
-"""Share of a step's seconds that a micro-step may take. A preemption waits for one micro-step at most, so
-even the longest of many waits stays below 1 %."""
+"""Share of a step's seconds that a micro-step may take: even the longest of many waits stays below 1 %."""
 
 _FORGETTING = 0.2
-"""Weight of the latest micro-step in the running mean of seconds per token."""
 
 
 class MicroStepSize:
-    """Chooses the number of tokens of a micro-step, for one kind of work.
-
-    max_tokens: the user's bound.
-    seconds_per_token: a running mean; None: nothing was measured yet.
-    """
+    """Chooses the tokens of a micro-step, for one kind of work."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.seconds_per_token: float | None = None
 
     def num_tokens(self, step_seconds: float | None) -> int:
-        """Returns the tokens that fit MICRO_STEP_SHARE of a step; MIN_TOKENS while the duration of a step
-        (None) or of a token is unknown."""
+        """Tokens that fit MICRO_STEP_SHARE; MIN_TOKENS while durations are unknown."""
         fitting = 0
         if step_seconds is not None and self.seconds_per_token is not None:
             fitting = int(MICRO_STEP_SHARE * step_seconds / self.seconds_per_token)
         return min(max(fitting, MIN_TOKENS), self.max_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Updates the running mean with a micro-step."""
         measured = seconds / num_tokens
         known = measured if self.seconds_per_token is None else self.seconds_per_token
         self.seconds_per_token = known + _FORGETTING * (measured - known)
 
 
 class FeatureRecompute:
-    """Recomputes one trajectory's features through the engine's copy of the target, a chunk at a time."""
+    """Recomputes one trajectory's features by the engine's target, a chunk at a time."""
 
     def __init__(self, target: PackedTransformer, capture: tuple[int, ...], trajectory: Trajectory) -> None:
         self.target, self.capture, self.trajectory = target, capture, trajectory
@@ -79,7 +68,7 @@ class FeatureRecompute:
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> bool:
-        """Sends the next tokens through the target. Returns True once the trajectory has all its features."""
+        """Returns whether the trajectory now has all its features."""
         end = min(self.done + num_tokens, self.trajectory.num_usable)
         columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
         mask = chain_mask(columns_1T, end, self.target.dtype)
@@ -95,17 +84,14 @@ class FeatureRecompute:
 
 
 MAX_PASSES = 4.0
-"""Passes within a step over the response tokens with features, so that little data is not learned by heart:
-seven cost accept length, about three gained (benchmarks/log.md). Not tuned."""
+"""Passes within a step: seven cost accept length, about three gained (benchmarks/log.md). Not tuned."""
 
 
 class SpotTrainer:
-    """Trains the drafter in sessions of idle time. Optimizer, buffer and counters persist between sessions.
+    """Trains in sessions of idle time; optimizer, buffer and counters persist between them.
 
-    tokens_per_micro_step: most tokens of a micro-step; it has fewer where a preemption would wait too long.
+    tokens_per_micro_step: fewer where a preemption would wait too long.
     carry_longest: number of longest responses that stay for the next step.
-    on_span: receives the time of every micro-step.
-    max_passes: most passes within a step over the response tokens with features.
     """
 
     def __init__(
@@ -128,12 +114,10 @@ class SpotTrainer:
         self._num_predicted = 0  # response tokens trained on in this step
 
     def add(self, rollout: Rollout, features_TF: Tensor | None) -> None:
-        """Adds a response that this replica finished (see `TrajectoryBuffer.add`)."""
         self.buffer.add(rollout, features_TF)
 
     def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Runs micro-steps until `should_stop()`, called before each. Ends earlier if there is nothing to
-        train on, or the limit of passes is reached."""
+        """Runs micro-steps until `should_stop()`, called before each, or until there is nothing to do."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
@@ -152,23 +136,17 @@ class SpotTrainer:
         return replace(report, seconds=end - start, preempted_at=end if is_preempted else None)
 
     def end_step(self, rollouts: Sequence[Rollout], seconds: float) -> None:
-        """Ends a step of this many seconds: the longest responses of all replicas stay for the next one,
-        which is expected to take as long."""
         self._recompute, self._num_predicted = None, 0
         self.step_seconds = seconds
         self.buffer.carry_over(rollouts, self.carry_longest)
 
     def abandon(self) -> None:
-        """Interrupts a step: drops its responses, which will be generated again."""
         self._recompute, self._num_predicted = None, 0
         self.buffer.abandon()
 
     def micro_step(self) -> DrafterReport | None:
-        """Runs one micro-step and returns its report without seconds, which the caller measures; None if
-        there was nothing to do.
-
-        Recomputing alternates with training, so that a short idle window trains, too.
-        """
+        """Returns its report without seconds, or None: nothing to do. Recomputing alternates with training,
+        so that a short idle window trains, too."""
         version = self.trainer.target.version
         if self._recompute is not None and self._recompute.version != version:
             self._recompute = None  # its chunks are another policy's
@@ -197,8 +175,6 @@ class SpotTrainer:
         return DrafterReport(1, batch.num_tokens, loss=loss, captured_tokens=batch.num_captured)
 
     def _token_budget(self, version: int) -> int:
-        """Returns the tokens of a micro-step that trains; 0 if nothing is ready, or the passes are used
-        up."""
         ready, wanted = self.buffer.ready(version), self.train_size.num_tokens(self.step_seconds)
         left = math.ceil(self.max_passes * sum(t.num_predicted for t in ready)) - self._num_predicted
         is_worth_a_step = left >= min(MIN_TOKENS, self.train_size.max_tokens) or self._num_predicted == 0
@@ -211,8 +187,7 @@ class SpotTrainer:
     # ── across restarts ─────────────────────────────────────────────────────────────────────────────────────
 
     def counters(self) -> dict[str, Any]:
-        """Returns the state besides tensors, as JSON. Features are left out: their policy will have been
-        replaced."""
+        """JSON without features: their policy will have been replaced."""
         return {
             "num_tokens": self.trainer.num_tokens,
             "trajectories": [[list(t.token_ids), t.num_prompt] for t in self.buffer.trajectories],
@@ -221,7 +196,7 @@ class SpotTrainer:
         }
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Restores the state of `counters`, after the trainer's tensors were filled."""
+        """Called after the trainer's tensors were filled."""
         self.trainer.num_tokens = counters["num_tokens"]
         self.buffer.restore(counters["trajectories"])
         self.step_seconds = counters["step_seconds"]

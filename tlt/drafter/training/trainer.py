@@ -1,5 +1,4 @@
-"""Drafter training: one optimizer step on one packed batch. The target is packed, has no gradients, and is
-only read."""
+"""Drafter training: one optimizer step on one packed batch."""
 
 from __future__ import annotations
 
@@ -19,24 +18,20 @@ from tlt.models.packed import PackedTransformer
 
 @dataclass(frozen=True)
 class _Source:
-    """What the target's rows are made of. token_ids: as in `DrafterTrainer`."""
-
     version: int
     head_VE: Tensor
     token_ids: Tensor | None
 
     def is_same(self, other: _Source) -> bool:
-        """Returns whether both have the same policy and the very same tensors."""
         same = self.head_VE is other.head_VE and self.token_ids is other.token_ids
         return same and self.version == other.version
 
 
 class DrafterTrainer:
-    """Trains the drafter's own parameters with AdamW.
+    """AdamW on the drafter's own parameters.
 
     num_tokens: pairs of all batches so far.
-    token_ids: the draft vocabulary over which the distributions are compared; None: the drafter's own,
-        usually the whole vocabulary.
+    token_ids: the draft vocabulary of the loss; None: the drafter's own, usually all tokens.
     """
 
     def __init__(
@@ -60,12 +55,10 @@ class DrafterTrainer:
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """The target's layers to capture for a batch, in the order of its columns."""
         return training_capture(self.model.config, self.target.config.num_layers)
 
     def step(self, batch: PackedBatch) -> float:
-        """Takes one optimizer step and returns the loss. FloatingPointError, before any weight changes, if
-        it is not finite."""
+        """The loss. FloatingPointError, before any weight changes, if it is not finite."""
         with torch.enable_grad():
             loss = self.loss(batch)
             loss.backward()
@@ -82,8 +75,8 @@ class DrafterTrainer:
         return value
 
     def loss(self, batch: PackedBatch) -> Tensor:
-        """Returns the preset's loss. The batch may lie on another device. What the loss draws depends on the
-        tokens trained on so far alone, so that a resumed training goes on as it would have."""
+        """The batch may lie on another device. The seed is `num_tokens`, so that a resumed training draws the
+        same."""
         model, target_VE = self.model, self._target_head()
         dtype, device = self.parameters[0].dtype, self.parameters[0].device
         lesson = Lesson(
@@ -100,8 +93,7 @@ class DrafterTrainer:
         return self.preset.loss(model, lesson)
 
     def _target_head(self) -> Tensor:
-        """Returns the target's rows of the draft vocabulary in the drafter's type. Their copy is kept until
-        the policy or the vocabulary changes, or `release`."""
+        """The target's head rows in the drafter's dtype, cached until policy or vocabulary change."""
         source = _Source(self.target.version, self.target.head_VE, self.token_ids)
         if self._head is None or not source.is_same(self._head[0]):
             self._head = None  # not two copies at a time
@@ -111,17 +103,16 @@ class DrafterTrainer:
         return self._head[1]
 
     def release(self) -> None:
-        """Gives back the memory of what is made anew for the next step."""
         self._head = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that training changes, by name: weights and Adam's moments, not copies."""
+        """Trained tensors by name: weights and Adam's moments, not copies."""
         trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         return trained_tensors("drafter", self.optimizer, trained)
 
     def shared_tensors(self) -> list[Tensor]:
-        """Returns the tensors that replicas average, in a fixed order: weights, Adam moments and step
-        counts (on the CPU). Creates moments of zeros where there are none yet."""
+        """Tensors that replicas average, in a fixed order, with step counts (on the CPU). Creates missing
+        moments."""
         tensors: list[Tensor] = []
         for parameter in self.parameters:
             state = adam_state(self.optimizer, parameter)

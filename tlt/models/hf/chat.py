@@ -1,5 +1,5 @@
-"""Chat messages become the text of a prompt, which is checked: every text of the messages stands in it, and
-it ends in one open turn of the assistant."""
+"""Chat messages become the text of a prompt: it holds every text of the messages, and ends in one open turn
+of the assistant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tlt.base.types import UserError
 from tlt.models.hf.template import GIVEN, ChatTemplate, Message, TemplateRefusal
 
 _FIRST_MARK, _NUM_MARKS = 0x10F000, 0xFF0
-"""Private characters that stand for the places of messages while a template is tried."""
+"""Private characters that mark messages while a template is tried."""
 _END = chr(_FIRST_MARK - 1)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT = re.compile(r"<think>.*?</think>|\A(?:(?!<think>).)*?</think>", re.DOTALL)
@@ -33,9 +33,7 @@ _OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat to write as a prompt.
-
-    variables: further variables of the template, such as enable_thinking.
+    """variables: further variables of the template, such as enable_thinking.
     day: the date that the template writes; None: today.
     """
 
@@ -45,17 +43,14 @@ class Chat:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the assistant has begun to answer, so that the model goes on in the same message."""
+        """Whether the model continues the assistant's last message."""
         last = self.messages[-1]
         return last["role"] == "assistant" and not last.get("tool_calls") and bool(last.get("content"))
 
 
 def read_messages(value: Any, key: str, place: str) -> list[Message]:
-    """Returns messages whose contents are text. Keys without a value are dropped: a Parquet file has the same
-    keys in all messages. Raises UserError for what is no text, such as an image.
-
-    key: name of the row's column.
-    """
+    """Null keys are dropped: a Parquet file has the same keys in all messages. UserError for an image and the
+    like."""
     is_list = isinstance(value, list | tuple) and bool(value)
     if not is_list or not all(isinstance(message, Mapping) for message in value):
         if key == "prompt":
@@ -77,7 +72,7 @@ def read_messages(value: Any, key: str, place: str) -> list[Message]:
         raise UserError(f"{place}: {key} {what}; add the results, or leave the calls out")
     if last.get("content") or len(messages) == 1:
         return messages
-    return messages[:-1]  # an answer that has not begun is the turn that the template opens
+    return messages[:-1]  # an empty last answer: the template opens its turn
 
 
 def _read_message(message: Message, place: str) -> Message:
@@ -102,7 +97,6 @@ def _read_message(message: Message, place: str) -> Message:
 
 
 def _read_part(part: Any, place: str) -> str:
-    """Returns the text of one part of a message."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -115,7 +109,7 @@ def _read_part(part: Any, place: str) -> str:
 
 
 def check_variables(template: ChatTemplate, variables: Mapping[str, Any], place: str) -> None:
-    """Raises UserError for a variable that the template does not read."""
+    """UserError for a variable that the template does not read."""
     for name in variables:
         if name in GIVEN or name in _OPTIONS:
             remedy = "remove it from chat_template_kwargs"
@@ -130,7 +124,7 @@ def check_variables(template: ChatTemplate, variables: Mapping[str, Any], place:
 
 
 def read_tools(value: Any, place: str) -> list[Message]:
-    """Returns a row's descriptions of tools, which may be written as JSON."""
+    """A list, or JSON."""
     try:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -142,11 +136,8 @@ def read_tools(value: Any, place: str) -> list[Message]:
 
 
 def write_prompt(template: ChatTemplate, chat: Chat, place: str, source: str) -> str:
-    """Returns the text of a chat, up to where the assistant goes on. Raises UserError where the template
-    does not read a variable, refuses the messages, drops a text, or opens no turn.
-
-    source: the template, for errors.
-    """
+    """UserError if the template does not read a variable, refuses the messages, drops a text, or opens no
+    turn."""
     check_variables(template, chat.variables, place)
     messages = chat.messages
     if chat.is_continued:
@@ -180,8 +171,8 @@ def write_prompt(template: ChatTemplate, chat: Chat, place: str, source: str) ->
 
 
 def _check_open(template: ChatTemplate, chat: Chat, place: str, source: str, prompt: str) -> None:
-    """Raises UserError where the template would write something between a prompt without an open turn and an
-    answer. (Some open the turn without add_generation_prompt.)"""
+    """UserError if the template writes anything between the prompt and an answer. (Some templates open the
+    turn without add_generation_prompt.)"""
     answered = [*chat.messages, {"role": "assistant", "content": _END}]
     try:
         text = template.render(answered, chat.variables, chat.day, opens_turn=False)
@@ -226,8 +217,8 @@ def _end_with(message: Message, end: str) -> Message:
 
 
 def _with_mark(message: Message, number: int) -> Message:
-    """Returns the message with a mark before the last letter of its text, where no template trims it; the
-    same message where its text ends with a tag, which the mark would split."""
+    """Puts a mark before the last letter of the text, where no template trims it; none after a tag, which the
+    mark would split."""
     content = message.get("content") or ""
     kept = content.rstrip()
     if not kept or kept.endswith(">"):
@@ -236,11 +227,8 @@ def _with_mark(message: Message, number: int) -> Message:
 
 
 def _lost_texts(message: Message, prompt: str, is_last: bool) -> Iterator[str]:
-    """Yields the texts of a message that do not stand in the prompt. A thought of an earlier answer, which
-    templates leave out, is none; in the answer to continue every part counts.
-
-    is_last: whether the model continues this message.
-    """
+    """Texts that are absent from the prompt. Templates leave out thoughts of earlier answers; of the
+    continued answer (is_last) every part counts."""
     content = message.get("content") or ""
     if is_last:
         texts = _TAG.split(content)
@@ -254,7 +242,6 @@ def _lost_texts(message: Message, prompt: str, is_last: bool) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yields a tool call's name and the texts of its arguments."""
     if isinstance(value, str):
         try:
             parsed = json.loads(value)
@@ -270,8 +257,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _stands_in(text: str, prompt: str) -> bool:
-    """Returns whether the prompt holds the text, as it is or as JSON writes it, which templates do with the
-    results of tools and with arguments."""
+    """Templates write tool results and arguments as JSON, perhaps nested."""
     for _ in range(3):
         if text in prompt:
             return True

@@ -1,8 +1,5 @@
-"""config.json ↔ ModelConfig: read, written, and refused where our decoder would compute something else than
-transformers.
-
-A refusal is one line: the file, the value and the remedy.
-"""
+"""config.json ↔ ModelConfig. A model that our decoder would compute differently from transformers is refused
+in one line."""
 
 from __future__ import annotations
 
@@ -25,18 +22,17 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS = 1e30, 2**31, 10_000
-"""Beyond any model: a config.json with larger numbers is damaged."""
+"""Larger numbers: config.json is damaged."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class OtherComputation(UserError):
-    """Refuses a valid model that our decoder does not compute; vLLM may."""
+    """A valid model that our decoder does not compute; vLLM may."""
 
 
 def load_model_config(path: Path | str) -> ModelConfig:
-    """Reads `path`/config.json. Raises UserError for mistakes, and OtherComputation for models that
-    decoder.py does not compute."""
+    """UserError for mistakes, OtherComputation for models that decoder.py does not compute."""
     source = existing_directory(path) / "config.json"
     raw = read_json(source)
     try:
@@ -47,11 +43,10 @@ def load_model_config(path: Path | str) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """Returns the configuration of a config.json; errors name `source`. Raises UserError and
-    OtherComputation.
+    """Errors (UserError, OtherComputation) name `source`.
 
     Reads the layouts of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters). Absent keys have
-    transformers' defaults; where these depend on the family (kv heads, head size), the keys are required.
+    transformers' defaults, unless these depend on the family (kv heads, head size): then the key is required.
     """
     fields = Fields(raw, source)
     architecture = _architecture(fields)
@@ -91,12 +86,9 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
 def config_to_hf(
     config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the config.json of `config` in the layout of transformers 4, which 5, vLLM and SGLang read
-    too (4 would ignore the rope_parameters of 5).
-
-    extra: adds keys, such as token ids. Ids not given are null, because an absent one would become the
-        family's default (Llama: eos 2).
-    """
+    """The layout of transformers 4, which 5, vLLM and SGLang read too (4 would ignore the rope_parameters of
+    5). extra: further keys. Token ids not given are null: an absent id would become the family's default
+    (Llama: eos 2)."""
     scaling = config.rope_scaling
     rope_scaling = None
     if scaling is not None:
@@ -151,8 +143,6 @@ def _architecture(fields: Fields) -> Architecture:
 
 
 def _refuse_other_computations(fields: Fields, architecture: Architecture) -> None:
-    """Raises OtherComputation for each key with which transformers computes something else than
-    decoder.py."""
     raw = fields.raw
     if raw.get("quantization_config") is not None:
         remedy = "quantized weights cannot be trained, use the unquantized checkpoint"
@@ -170,8 +160,8 @@ def _refuse_other_computations(fields: Fields, architecture: Architecture) -> No
 
 
 def _refuse_sliding_windows(fields: Fields, num_layers: int, max_positions: int) -> None:
-    """Raises OtherComputation for a sliding window, unless it hides nothing (off, or as long as the model's
-    window). Without layer_types, transformers lets the layers from max_window_layers on slide."""
+    """Allows a window that hides nothing (off, or as long as the model's). Without layer_types, transformers
+    lets the layers from max_window_layers on slide."""
     raw = fields.raw
     is_set = fields.flag("use_sliding_window") and raw.get("sliding_window") is not None
     window = fields.integer("sliding_window") if is_set else None
@@ -191,8 +181,7 @@ def _refuse_sliding_windows(fields: Fields, num_layers: int, max_positions: int)
 
 
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """Returns (theta, scaling). As in transformers, rope_scaling precedes rope_parameters, and a theta inside
-    precedes one outside."""
+    """As in transformers, rope_scaling precedes rope_parameters, and a theta inside precedes one outside."""
     fields = Fields(raw, source)
     named = "rope_scaling" if fields.table("rope_scaling") else "rope_parameters"
     given = fields.table(named)
@@ -220,11 +209,7 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object, read with type checks; null counts as absent.
-
-    source: the file, named in errors.
-    prefix: the keys above the object, named in errors.
-    """
+    """A JSON object, read with type checks; null counts as absent. prefix: the keys above it, for errors."""
 
     raw: Mapping[str, Any]
     source: str
@@ -262,7 +247,6 @@ class Fields:
         return value
 
     def layers(self, name: str, least: int, most: int) -> tuple[int, ...]:
-        """Returns the ids of layers; empty where there are none."""
         ids = self.items(name)
         is_sound = all(type(index) is int and least <= index <= most for index in ids)
         if not is_sound or ids != sorted(set(ids)):
@@ -282,7 +266,6 @@ class Fields:
         return value
 
     def within(self, name: str) -> Fields:
-        """Returns the fields of the object under this key."""
         return Fields(self.table(name), self.source, f"{self.prefix}{name}.")
 
 

@@ -1,4 +1,4 @@
-"""The files of local Hugging Face folders: their names, and JSON in and out. Imports no torch."""
+"""Names of local Hugging Face files, and their JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from tlt.base.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 COUNTS = "token_counts.json"
-"""The file in a drafter's folder with the counts of sampled tokens."""
+"""Counts of sampled tokens, in a drafter's folder."""
 _DIGITS = "[0-9]" * 5
 CHECKPOINT_FILES = ("config.json", WEIGHTS, f"model-{_DIGITS}-of-{_DIGITS}.safetensors", INDEX, *COMPANIONS)
-"""Patterns of the names of a saved model's files."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""The files of a LoRA adapter's folder."""
 DRAFTER_FILES = ("config.json", WEIGHTS, COUNTS)
-"""The files of a drafter's folder."""
 
 
 def existing_directory(path: Path | str) -> Path:
-    """Returns the path. Raises UserError unless it is a folder, and for a pipe or a device in it, which a
-    reader would wait for."""
+    """UserError unless the path is a folder without pipes and devices, on which a reader would hang."""
     directory = Path(path)
     if not directory.is_dir():
         interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
@@ -43,12 +39,12 @@ def existing_directory(path: Path | str) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in the file. Raises UserError where it is missing or holds something else."""
+    """UserError for a missing file, or anything but a JSON object."""
     if not file.exists():
         raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
     try:
         value = parse_json(read_file(file).decode())
-    except (OSError, ValueError) as error:  # names no file by itself
+    except (OSError, ValueError) as error:  # the error names no file
         raise UserError(f"{file}: is no JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{file}: holds a JSON {type(value).__name__}, not an object; download it again")
@@ -56,5 +52,4 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_hf_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object in the layout of Hugging Face's own files."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,4 @@
-"""Converts a GGUF file to a Hugging Face folder, as transformers reads it: dequantized to float32. Needs the
-packages gguf and accelerate."""
+"""Converts a GGUF file to a Hugging Face folder, dequantized to float32 by transformers."""
 
 from __future__ import annotations
 
@@ -21,18 +20,13 @@ from tlt.models.hf.weights import expected_shapes, save_model
 
 @dataclass(frozen=True)
 class Converted:
-    """The result of a conversion.
-
-    num_parameters: weights of the model.
-    stored_as: the type of most tensors in the file, such as "Q4_1".
-    """
+    """stored_as: the type of most tensors, such as "Q4_1"."""
 
     num_parameters: int
     stored_as: str
 
 
 def require_gguf() -> None:
-    """Raises UserError where a package is missing that reads GGUF files."""
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"GGUF files need the package {missing[0]}, which is not installed; {how_to_install('gguf')}"
@@ -40,8 +34,7 @@ def require_gguf() -> None:
 
 
 def convert_gguf(file: Path, folder: Path) -> Converted:
-    """Writes the model of a GGUF file into `folder`. Raises UserError for a file that transformers or our
-    decoder does not read."""
+    """UserError if transformers or our decoder cannot read the file."""
     require_gguf()
     import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,6 @@
-"""Calls functions in a process of limited memory and processor time. A chat template comes from the hub: it
-may loop for hours, or fill the memory.
+"""Calls functions in a process of limited memory and time: a chat template from the hub may use up both.
 
-    call_limited ─▶ pipe: function, arguments ─▶ serve ─▶ pipe: the result, or the exception that was raised
+call_limited ─▶ pipe: function, arguments ─▶ serve ─▶ pipe: the result, or the exception that was raised
 """
 
 from __future__ import annotations
@@ -22,33 +21,28 @@ from typing import Any
 from tlt.base.io.processes import Helper, be_first_to_go, how_it_ended
 
 SECONDS = 10
-"""Processor time of one call."""
 NUM_BYTES = 2**30
-"""Address space of the process, of which Python and our modules take a fifth."""
+"""Address space, of which Python and our modules take a fifth."""
 MAX_CHARACTERS = 2**24
-"""Length of a text that is returned: millions of tokens, beyond any model's window."""
+"""Longest text returned: millions of tokens, beyond any window."""
 
 
 class LimitExceeded(Exception):
-    """A call was ended; the text says why, such as "takes more than 10 s of processor time"."""
+    """The text says why, such as "takes more than 10 s of processor time"."""
 
 
 def call_limited(function: str, *arguments: Any, **options: Any) -> Any:
-    """Returns what a function returns. Raises what it raises, and LimitExceeded.
-
-    function: "package.module:name"; arguments and result are pickled.
-    """
+    """function: "package.module:name"; arguments and result are pickled."""
     return _process_of(os.getpid()).call(function, arguments, options)
 
 
 @functools.cache
 def _process_of(pid: int) -> _Process:
-    """Returns the process of this one; a fork has its own."""
     return _Process()
 
 
 class _Process:
-    """The parent's side. The process is started by the first call."""
+    """The parent's side, which starts the process at the first call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +61,7 @@ class _Process:
                     answer = helper.pipe.recv()
                     self._is_waiting = False
                     break
-                if (code := helper.end(1.0)) != -signal.SIGTERM:  # otherwise it ended with a thread: again
+                if (code := helper.end(1.0)) != -signal.SIGTERM:  # by SIGTERM it ended with a thread: retry
                     is_late = code == -signal.SIGXCPU
                     late = f"takes more than {SECONDS} s of processor time"
                     raise LimitExceeded(late if is_late else f"ended its process ({how_it_ended(code)})")
@@ -76,8 +70,8 @@ class _Process:
         return answer
 
     def _running(self) -> Helper:
-        """Returns a helper that waits for a call. One ends with the thread that started it, and one whose
-        call was interrupted would answer that one."""
+        """A helper that waits for a call. It ends with the thread that started it; after an interrupted call
+        it is replaced, because it would answer that call."""
         if self._helper is not None and (self._is_waiting or self._readable.poll(0)):
             self._readable.unregister(self._helper.pipe)
             self._helper.kill()
@@ -93,7 +87,6 @@ class _Process:
 
 
 def serve(pipe: Connection[Any, Any]) -> None:
-    """Answers calls until the pipe ends."""
     be_first_to_go()
     _limit(resource.RLIMIT_CORE, 0)
     with contextlib.suppress(ValueError):  # macOS has no such limit
@@ -107,7 +100,7 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
 
 def _limit(which: int, number: int) -> None:
-    """Sets a limit, below one that the user may have set."""
+    """Never above the user's hard limit."""
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (number if hard == resource.RLIM_INFINITY else min(number, hard), hard))
 

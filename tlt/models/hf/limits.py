@@ -1,5 +1,4 @@
-"""Vocabulary size and window of a model that our decoder does not compute, for engines that load it
-themselves."""
+"""Vocabulary size and window of a model that only another engine computes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from tlt.models.hf.files import existing_directory
 
 
 class Limits(Protocol):
-    """Bounds of token ids and positions. A ModelConfig is one."""
+    """Bounds of token ids and positions; ModelConfig is an implementation."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -24,17 +23,13 @@ class Limits(Protocol):
 
 @dataclass(frozen=True)
 class ForeignConfig:
-    """The limits in another family's config.json."""
-
     vocab_size: int
-    """Rows of the embedding."""
     max_positions: int
-    """Length of the longest sequence."""
 
 
 def read_limits(path: Path) -> Limits:
-    """Reads config.json by transformers, which knows every family's names and defaults. Raises UserError for
-    a model that it does not know, or one without limits."""
+    """transformers knows every family's names and defaults. UserError for an unknown model, or missing
+    limits."""
     from transformers import AutoConfig
 
     source = existing_directory(path) / "config.json"

@@ -1,5 +1,5 @@
-"""Shape and tensors of a causal language model in this process, transformers' or ours: the policy of an
-engine beside its trainer."""
+"""Shape and tensors of a causal language model in this process: the policy of an engine beside its
+trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tlt.models.hf.config import parse_config
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Returns the model inside the wrappers of DistributedDataParallel and torch.compile."""
     if isinstance(module, DistributedDataParallel):
         return unwrap(module.module)
     original = getattr(module, "_orig_mod", None)  # torch.compile's own name; it has no public one
@@ -25,7 +24,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def module_config(module: nn.Module) -> ModelConfig:
-    """Returns the shape of a model. Raises UserError where our decoder would compute something else."""
+    """UserError if our decoder would compute something else."""
     if isinstance(module, Transformer):
         return module.config
     if not isinstance(module, PreTrainedModel):
@@ -35,8 +34,8 @@ def module_config(module: nn.Module) -> ModelConfig:
 
 
 def module_tensors(module: nn.Module, expected: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Returns the module's parameters by their Hugging Face names: exactly the expected ones, without copies.
-    Raises UserError for adapters, sharded and quantized models, whose weights are not available as such."""
+    """Exactly the expected parameters, without copies. UserError for adapters, sharded and quantized
+    models."""
     found = dict(module.named_parameters())
     for name, shape in expected.items():
         if name not in found:

@@ -1,7 +1,4 @@
-"""Writes and reads LoRA adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors.
-
-PEFT's names are ours behind `base_model.model.`.
-"""
+"""LoRA adapters in PEFT's layout. PEFT's names are ours after `base_model.model.`."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _PLAIN: dict[str, Any] = {
     "lora_bias": False,
     "use_qalora": False,
 }
-"""The values of PEFT's settings that are supported, and the defaults of absent ones."""
+"""Supported values of PEFT's settings, and their defaults."""
 _MUST_BE_EMPTY = (
     "modules_to_save",
     "rank_pattern",
@@ -48,8 +45,8 @@ _MUST_BE_EMPTY = (
     "monteclora_config",
 )
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of PEFT's init_lora_weights that subtract the start from the base: without PEFT's conversion the
-adapter belongs to another base."""
+"""init_lora_weights that subtract the start from the base: without PEFT's conversion the adapter belongs to
+another base."""
 
 
 # ── out ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -58,20 +55,14 @@ adapter belongs to another base."""
 def save_adapter(
     path: Path, lora: LoraSection, tensors: Mapping[str, Tensor], base: str, revision: str | None
 ) -> None:
-    """Writes, or replaces (see `replace_folder`), a folder that `peft.PeftModel.from_pretrained(base, path)`
-    loads.
-
-    tensors: the adapters', by our names.
-    base: the adapted model, as a folder or on the hub.
-    revision: its commit on the hub.
-    """
+    """For `peft.PeftModel.from_pretrained(base, path)`. tensors: by our names. revision: the base's commit on
+    the hub."""
     with replace_folder(path, ADAPTER_FILES) as new:
         save_tensors(new / WEIGHTS, {PREFIX + name: tensor for name, tensor in tensors.items()})
         write_hf_json(new / CONFIG, adapter_config(lora, base, revision))
 
 
 def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[str, object]:
-    """Returns PEFT's LoraConfig for our keys."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -95,18 +86,16 @@ def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[s
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter that was read from PEFT's layout."""
-
     lora: LoraSection
     tensors: Mapping[str, Tensor]
     """By our names, in float32."""
     without: str | None = None
-    """A matrix without adapter though others of its kind have one; None: there is none."""
+    """A matrix without adapter though others of its kind have one, or None."""
 
 
 def read_adapter(path: Path, config: ModelConfig) -> Adapter:
-    """Reads an adapter for a model of this shape. The names of its tensors say what it adapts; PEFT's
-    target_modules may be a pattern. Raises UserError for another kind of adapter, or another model's."""
+    """The tensors' names tell what the adapter adapts: PEFT's target_modules may be a pattern. UserError for
+    another kind of adapter, or another model's."""
     folder = existing_directory(path)
     said, file = read_json(folder / CONFIG), folder / WEIGHTS
     try:
@@ -148,7 +137,7 @@ def _expected_shapes(file: Path, config: ModelConfig, lora: LoraSection) -> dict
 
 
 def _may_leave_out(file: Path, said: Mapping[str, Any]) -> bool:
-    """Returns whether the adapter may have some matrices of a kind alone: by a pattern, paths or layers."""
+    """Whether only some matrices of a kind may be adapted: by a pattern, paths or layers."""
     given = said.get("target_modules")
     if isinstance(given, list) and all(isinstance(name, str) for name in given):
         return any("." in name for name in given) or said.get("layers_to_transform") is not None
@@ -158,7 +147,6 @@ def _may_leave_out(file: Path, said: Mapping[str, Any]) -> bool:
 
 
 def _read_lora(file: Path, said: Mapping[str, Any], targets: tuple[str, ...]) -> LoraSection:
-    """Returns our keys for PEFT's LoraConfig."""
     kind = said.get("peft_type")
     other = [f"{key} {said[key]!r}" for key, plain in _PLAIN.items() if said.get(key, plain) != plain]
     other += [key for key in _MUST_BE_EMPTY if said.get(key)]
@@ -180,7 +168,7 @@ def _read_lora(file: Path, said: Mapping[str, Any], targets: tuple[str, ...]) ->
 
 
 class AdaptedTensors(StoredTensors):
-    """The tensors of a checkpoint, with an adapter merged into each as it is read."""
+    """An adapter is merged into each tensor as it is read."""
 
     def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype | None, adapter: Adapter) -> None:
         self._adapter = adapter  # first, because the base may read tensors

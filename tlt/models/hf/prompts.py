@@ -1,4 +1,4 @@
-"""Encodes records of a prompts file, which hold text, chat messages or token ids, and checks them."""
+"""Encodes and checks the records of a prompts file: text, chat messages or token ids."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from tlt.models.hf.tokenizer import Tokenizer, check_prompt
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How the tokenizer's chat template is applied.
+    """How the chat template is applied.
 
     wraps: whether a text becomes the user's message; messages always use the template.
     system_prompt: the system message before every prompt; texts then use the template, too.
-    variables: further variables of the template.
-    day: the date that the template writes; None: today.
+    variables, day: see `Chat`.
     """
 
     wraps: bool = False
@@ -33,13 +32,10 @@ class ChatFormat:
 
 
 PLAIN = ChatFormat()
-"""Texts without the template, messages in it, without a system prompt."""
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as token ids, with the id of its problem, and the record that it was."""
-
     problem_id: str
     prompt_ids: tuple[int, ...]
     record: Record = field(default_factory=dict)
@@ -54,11 +50,8 @@ def encode_prompts(
     window: int,
     longest: int | None = None,
 ) -> list[EncodedPrompt]:
-    """Encodes (place, record) pairs; a place ends with ":line". Raises UserError for a repeated problem_id,
-    and for a prompt that the model cannot read.
-
-    longest: prompts of more tokens are left out; None: none are.
-    """
+    """Encodes (place, record) pairs; a place ends with ":line". UserError for a repeated problem_id, and for
+    a prompt that the model cannot read. longest: longer prompts are left out."""
     if chat.variables and tokenizer is not None:
         tokenizer.check_variables(chat.variables, "chat_template_kwargs")
     prompts: list[EncodedPrompt] = []
@@ -85,8 +78,7 @@ def encode_prompts(
 def describe_prompts(
     records: Sequence[Record], num_kept: int, longest: int | None, place: str
 ) -> Iterator[str]:
-    """Yields a line about prompts that were left out, and one about those that the assistant has begun to
-    answer.
+    """Lines about prompts left out, and prompts that the assistant has begun to answer.
 
     place: name of the key or option that leaves prompts out.
     """
@@ -100,7 +92,6 @@ def describe_prompts(
 
 
 def _is_begun(record: Record) -> bool:
-    """Returns whether a record that was encoded ends with the assistant's message."""
     messages = record.get("messages") or record.get("prompt")
     if not isinstance(messages, list | tuple) or not messages or not isinstance(messages[-1], Mapping):
         return False
@@ -110,7 +101,7 @@ def _is_begun(record: Record) -> bool:
 def encode_prompt(
     record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN
 ) -> tuple[int, ...]:
-    """Encodes one record, which must have exactly one of `PROMPTS`."""
+    """Encodes a record, which must have exactly one of `PROMPTS`."""
     if record.get("images"):
         raise UserError(f"{place}: has images, which a text model does not read; leave that row out")
     kinds = [kind for kind in PROMPTS if record.get(kind) is not None]
@@ -148,11 +139,11 @@ def encode_prompt(
 def describe_template(
     records: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, chat: ChatFormat, key: str
 ) -> Iterator[str]:
-    """Yields a line about texts that go to a chat model without its template, and one about chats whose
-    answers end at a token that is not known. Both are no errors: base models often have a template, too, and
-    a template may accept these chats alone.
+    """Lines about texts for a chat model without its template, and chats whose answers end at an unknown
+    token. No errors: base models often have a template, too, and a template may accept these chats
+    alone.
 
-    key: what puts texts into the template.
+    key: the option that puts texts into the template.
     """
     if tokenizer is None or not tokenizer.has_template:
         return
@@ -170,7 +161,6 @@ def describe_template(
 
 
 def _remedy(record: Record) -> str:
-    """Returns the remedy for a row without a prompt: its columns, and how one of them is renamed."""
     columns = [name for name in record if name not in ("problem_id", *PROMPTS)]
     if not columns:
         return "give one of prompt (text), prompt_ids (token ids), messages (chat)"
@@ -179,14 +169,13 @@ def _remedy(record: Record) -> str:
 
 
 def _naming(column: str) -> str:
-    """Returns how one names a column that is the prompt."""
     ours = column if column == "prompt_ids" else "prompt"
     in_file, typed = f"{{ {ours} = {json.dumps(column)} }}", json.dumps({ours: column})
     return f"task.columns = {in_file}, or --columns '{typed}' on a command line"
 
 
 def read_ids(value: Any, place: str) -> tuple[int, ...]:
-    """Returns token ids from a list, a tuple, or a one-dimensional array of NumPy or torch."""
+    """From a list, a tuple, or a one-dimensional array of NumPy or torch."""
     is_list = isinstance(value, list | tuple)
     ids = value if is_list and all(type(token) is int for token in value) else plain(value)
     is_ordered = isinstance(value, Sequence) or hasattr(value, "tolist")
@@ -209,8 +198,7 @@ def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> 
 def check_max_tokens(
     prompts: Iterable[EncodedPrompt | Problem], max_tokens: int, window: int, place: str
 ) -> None:
-    """Raises UserError, which begins with `place`, where the window has no room for a response of
-    `max_tokens`."""
+    """UserError, beginning with `place`, if the window has no room for a response of `max_tokens`."""
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids), default=None)
     if longest is None or (room := window - len(longest.prompt_ids)) >= max_tokens:
         return
@@ -222,7 +210,6 @@ def check_max_tokens(
 
 
 def make_requests(prompts: Iterable[EncodedPrompt], params: SamplingParams, samples: int) -> list[Request]:
-    """Returns a request for every sample of every prompt, in their order."""
     return [
         Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
         for prompt in prompts

@@ -1,6 +1,5 @@
-"""A chat template as a function of messages, variables and a date. It renders what transformers renders, but
-for the date, which here is an argument. What reads or renders a template runs in a process of its own
-(limited.py)."""
+"""A chat template as a function of messages, variables and a date. It renders as in transformers, but the
+date is an argument. It runs in a process of its own (limited.py)."""
 
 from __future__ import annotations
 
@@ -20,29 +19,25 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 GIVEN = frozenset({"messages", "add_generation_prompt", "strftime_now"})
-"""Variables of a template that the caller of `render` sets."""
+"""Variables set by the caller of `render`."""
 DATE_FUNCTION = "strftime_now"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's thought, the usual one first."""
+"""Keys of a message's thought, the usual one first."""
 
 
 class TemplateRefusal(Exception):
-    """A chat template cannot be read, or refuses messages. The text says why, in one line."""
+    """One line: why a chat template cannot be read, or refuses messages."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template.
-
-    special: its special tokens by name, such as bos_token.
-    """
+    """special: the tokenizer's special tokens by name, such as bos_token."""
 
     text: str
     special: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads and does not set itself, unless it first asks whether they are."""
         return find_variables(self.text)
 
     def render(
@@ -53,7 +48,7 @@ class ChatTemplate:
         *,
         opens_turn: bool = True,
     ) -> str:
-        """Returns the text of messages. Raises TemplateRefusal where the template raises anything.
+        """TemplateRefusal if the template raises anything.
 
         day: the date that the template writes; None: today.
         opens_turn: whether the assistant's turn is opened at the end (add_generation_prompt).
@@ -71,10 +66,9 @@ class ChatTemplate:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises TemplateRefusal for all that jinja2, or a template's own expressions, raise."""
     try:
         yield
-    except MemoryError:  # limited.py tells the limit
+    except MemoryError:  # limited.py reports it
         raise
     except Exception as error:
         raise TemplateRefusal(one_line(error, 160)) from None
@@ -87,8 +81,8 @@ def _compiled(text: str) -> jinja2.Template:
 
 @functools.lru_cache(maxsize=16)
 def find_variables(text: str) -> frozenset[str]:
-    """Returns the `ChatTemplate.variables` of a template. Raises TemplateRefusal for one that cannot be
-    read."""
+    """Names that the template reads but does not set; a name that it sets after asking `is defined` counts.
+    TemplateRefusal if unreadable."""
     from jinja2 import meta, nodes
 
     with _refusals():
@@ -100,14 +94,14 @@ def find_variables(text: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
-    """Returns the environment for templates, which come from the hub: a sandbox."""
+    """A sandbox: templates come from the hub."""
     from jinja2 import ext, nodes
     from jinja2.exceptions import TemplateError
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(ext.Extension):
-        """The block {% generation %}, by which trainers find the assistant's tokens; here its contents."""
+        """{% generation %} marks the assistant's tokens for trainers; here its contents."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -135,13 +129,13 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes what HTML reads."""
+    """jinja2's own filter escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Returns the message with its thought under the two names that templates read."""
+    """Templates read the thought under either of two names."""
     thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}

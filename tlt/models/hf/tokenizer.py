@@ -1,8 +1,5 @@
-"""A checkpoint's tokenizer: encodes text and chat messages, decodes responses, and knows the stop ids.
-
-The only place that imports transformers' tokenizers. Everything is read from the checkpoint folder, never
-from a network.
-"""
+"""A checkpoint's tokenizer, read from its folder alone: encodes text and chat messages, decodes responses,
+knows the stop ids. Only this file imports transformers' tokenizers."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Tokenizer:
     """A checkpoint's tokenizer, checked against its model.
 
     hf: transformers' tokenizer (untyped there), for names and templates.
-    backend: what encodes and decodes: tokenizer.json itself where the folder has one.
+    backend: encodes and decodes: tokenizer.json itself if the folder has it.
     """
 
     hf: Any
@@ -45,12 +42,11 @@ class Tokenizer:
     """Rows of the model's embedding; every id is smaller."""
     stop_ids: tuple[int, ...]
     unknown_end: str = ""
-    """Why the token that ends an answer in the chat template is not among stop_ids; empty: it is, or there is
-    none."""
+    """Why stop_ids lack the token that ends an answer in the chat template, if they do."""
 
     def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
-        """Returns the ids of a text prompt, after the special tokens that the tokenizer begins with (such as
-        <bos>) unless the text has them already. No token that ends a text is appended."""
+        """The tokenizer's special tokens at the beginning (such as <bos>) are added unless the text has them;
+        none at the end."""
         ids = self._encode(text, place)
         begins = ids[: len(self.beginning)] == self.beginning
         return self._begun_once(ids if begins else (*self.beginning, *ids), place)
@@ -63,13 +59,10 @@ class Tokenizer:
         day: date | None = None,
         key: str = "messages",
     ) -> tuple[int, ...]:
-        """Returns the ids of chat messages in the tokenizer's template, up to where the assistant goes on: in
-        a turn of its own, or in the last message where that is the assistant's. Raises UserError where the
-        template drops a text or opens no turn.
+        """Up to where the assistant goes on: in a new turn, or in the last message if it is the
+        assistant's. UserError if the template drops a text or opens no turn.
 
-        variables: further variables of the template, such as enable_thinking.
-        day: the date that the template writes; None: today.
-        key: the row's column, for errors.
+        variables, day: see `Chat`. key: the row's column, for errors.
         """
         chat = Chat(read_messages(messages, key, place), variables or {}, day)
         if not self.has_template:
@@ -87,20 +80,18 @@ class Tokenizer:
         return self._begun_once(self._encode(text, place), place)
 
     def check_variables(self, variables: Mapping[str, Any], place: str) -> None:
-        """Raises UserError for variables of the chat template that it does not read."""
+        """UserError for variables that the chat template does not read."""
         if not self.has_template:
             raise UserError(f"{place}: {self.path} has no chat template; remove {', '.join(variables)}")
         self._limited("tlt.models.hf.chat:check_variables", self.template, variables, place, place=place)
 
     @property
     def has_template(self) -> bool:
-        """Whether chat messages can be encoded."""
         return bool(self.hf.chat_template)
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The chat template; the default one where there are several. Raises UserError for one that cannot be
-        read."""
+        """The default one of several. UserError if unreadable."""
         try:
             return self.read_template()
         except TemplateRefusal as refusal:
@@ -108,21 +99,20 @@ class Tokenizer:
             raise UserError(f"{self.path}: {reason}; copy the model's files there again") from None
 
     def read_template(self) -> ChatTemplate:
-        """Returns the chat template. Raises TemplateRefusal for one that cannot be read."""
+        """TemplateRefusal if unreadable."""
         try:
             text = self.hf.get_chat_template()
-        except ValueError as error:  # none of several is the default
+        except ValueError as error:  # several templates, no default
             raise TemplateRefusal(one_line(error, 160)) from None
-        self._limited("tlt.models.hf.template:find_variables", text)  # which finds mistakes of its syntax
+        self._limited("tlt.models.hf.template:find_variables", text)  # finds syntax errors
         return ChatTemplate(text, dict(self.hf.special_tokens_map))
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Returns the text of messages as the template alone writes it. Raises TemplateRefusal."""
         function = "tlt.models.hf.template:ChatTemplate.render"
         return str(self._limited(function, self.read_template(), messages, {}, opens_turn=False))
 
     def _limited(self, function: str, *arguments: Any, place: str = "", **options: Any) -> Any:
-        """Calls what reads or renders the template. Raises UserError where that takes too much."""
+        """UserError if the template takes too much time or memory."""
         try:
             return call_limited(function, *arguments, **options)
         except LimitExceeded as limit:
@@ -131,7 +121,6 @@ class Tokenizer:
 
     @functools.cached_property
     def beginning(self) -> tuple[int, ...]:
-        """Ids that the tokenizer puts before a text."""
         file = self.path / "tokenizer_config.json"
         explicit = read_json(file).get("add_bos_token") if file.is_file() else None
         if explicit is False:
@@ -144,43 +133,42 @@ class Tokenizer:
 
     @functools.cached_property
     def _control(self) -> re.Pattern[str]:
-        """Finds special tokens that the template writes: in a message they would end it, or begin another."""
+        """Special tokens that the template writes: in a message they would end it, or begin another."""
         names = [self.name_of(token_id) for token_id in sorted(self.hidden_ids)]
         own = self.hf.special_tokens_map.values()
         return _any_of(name for name in names if name in self.template.text or name in own)
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str]:
-        """Finds tokens that are no text of the vocabulary."""
         return _any_of(token.content for token in self.backend.get_added_tokens_decoder().values())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of a response, without special tokens but the tags of its thoughts."""
+        """Without special tokens but the tags of thoughts."""
         return self.decode_all([token for token in token_ids if token not in self.hidden_ids])
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, special ones included."""
+        """Special tokens included."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
 
     @functools.cached_property
     def hidden_ids(self) -> frozenset[int]:
-        """The special tokens, without those that begin or end a thought: a scorer must see them."""
+        """Special tokens, except the tags of thoughts: a scorer must see them."""
         added = self.backend.get_added_tokens_decoder()
         names = {about.content for about in added.values() if about.special} | {*self.hf.all_special_tokens}
         ids = map(self.backend.token_to_id, names - TAGS)
         return frozenset(token for token in ids if token is not None)
 
     def is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the response to a prompt begins within a thought: the chat template or the assistant's turn
-        has opened one. A tag that the user's text mentions opens none."""
+        """Whether the chat template or the assistant's turn has opened a thought. A tag in the user's text
+        does not count."""
         last = max((i for i, token in enumerate(prompt_ids) if token in self.hidden_ids), default=0)
         if not last:  # a text without turns
             return self.decode(prompt_ids[-32:]).rstrip().endswith(OPENING_TAGS)
         return ends_in_thought(self.decode(prompt_ids[last:]))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text that each token adds, together that of `decode`; the last token of a character
-        adds it. []: it is not known token by token."""
+        """The text that each token adds, together `decode`'s; a character's last token adds it. []: not known
+        token by token."""
         from tokenizers.decoders import DecodeStream
 
         if not token_ids:
@@ -190,21 +178,19 @@ class Tokenizer:
             pieces = [
                 "" if token in hidden else stream.step(self.backend, token) or "" for token in token_ids
             ]
-        except Exception:  # a bare one of tokenizers, for bytes that are no text
+        except Exception:  # tokenizers raises a bare one for bytes that are no text
             return []
         text, joined = self.decode(token_ids), "".join(pieces)
         if not text.startswith(joined):
             return []
-        return [*pieces[:-1], pieces[-1] + text[len(joined) :]]  # what is left is half a character
+        return [*pieces[:-1], pieces[-1] + text[len(joined) :]]  # the rest is an incomplete character
 
     def name_of(self, token_id: int) -> str:
-        """Returns the text of one token, also of a special one."""
         return self.decode_all([token_id])
 
     def with_ends(self, params: SamplingParams, place: str = "stop") -> SamplingParams:
-        """Returns the parameters with each stop text that is a special token, which no response's text holds,
-        as its id. Raises UserError for a stop text with such a token within, and for ids that the model does
-        not have."""
+        """Replaces stop texts that are special tokens, which no response's text holds, by their ids.
+        UserError for a special token within a stop text, and for ids outside the vocabulary."""
         check_stop_ids(params, self.vocab_size, place)
         special = {self.name_of(token_id): token_id for token_id in sorted(self.hidden_ids)}
         ids = {special[text] for text in params.stop if text in special}
@@ -224,8 +210,7 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, place: str) -> tuple[int, ...]:
-        """Returns the ids of a text without further special tokens. Raises UserError where they are not the
-        whole text."""
+        """UserError unless the ids cover the text."""
         if (bad := _HALF_A_CHARACTER.search(text)) is not None:
             where = f"{bad[0]!r}, column {bad.start() + 1}"
             raise UserError(f"{place}: holds half a character ({where}); remove it")
@@ -245,16 +230,15 @@ class Tokenizer:
         return set()
 
     def _has_token_for(self, character: str) -> bool:
-        """Returns whether a character alone leaves a trace. Without an unknown token tokenizers drop others
-        in silence."""
+        """Without an unknown token, tokenizers drop characters in silence."""
         return character.isspace() or bool(
             self.decode_all(self.backend.encode(character, add_special_tokens=False).ids).strip()
         )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads the tokenizer of the checkpoint folder `path`. Raises UserError where folder or tokenizer is
-    missing or broken, and where the tokenizer has more tokens than the model's embedding has rows."""
+    """UserError if folder or tokenizer is missing or broken, or has more tokens than the model's embedding
+    has rows."""
     path = Path(path)
     vocab_size = _vocab_size(path)
     if not has_tokenizer(path):
@@ -279,8 +263,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
-    """Returns transformers' tokenizer and the one that encodes. tokenizer.json is taken as it is: for some
-    families transformers builds another from its vocabulary, with rules and tokens of the family."""
+    """(transformers' tokenizer, the tokenizer that encodes). tokenizer.json is taken as it is: for some
+    families transformers builds another from its vocabulary, with the family's rules and tokens."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     file = path / "tokenizer.json"
@@ -296,14 +280,13 @@ def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
 
 def _with_stop_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns the tokenizer with the ids that end a response: those of `read_stop_ids`, the tokenizer's own
-    end, and the token after an answer in the chat template."""
+    """From `read_stop_ids`, the tokenizer's own end, and the token after an answer in the chat template."""
     eos = tokenizer.hf.eos_token
     own = None if eos is None else tokenizer.backend.token_to_id(eos)
     end, unknown_end = None, ""
     try:
         end = _end_of_turn(tokenizer)
-    except TemplateRefusal as refusal:  # it matters to chats alone: `describe_template` tells
+    except TemplateRefusal as refusal:  # only chats need it; `describe_template` reports it
         unknown_end = str(refusal)
     found = {*read_stop_ids(tokenizer.path), own, end}
     stop_ids = tuple(sorted(token_id for token_id in found if token_id is not None))
@@ -311,13 +294,12 @@ def _with_stop_ids(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns the expression that finds any of the texts, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """Returns the special token that follows an answer in the chat template; None: there is none. Raises
-    TemplateRefusal for a template that does not write a question and an answer."""
+    """The special token after an answer in the chat template, if any. TemplateRefusal if it does not write
+    this chat."""
     if not tokenizer.has_template:
         return None
     answer = "0123456789"
@@ -329,7 +311,6 @@ def _end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def writes_date(path: str | Path) -> bool:
-    """Returns whether the chat template in a folder writes today's date."""
     names = ("chat_template*", "additional_chat_templates/*", "tokenizer_config.json")
     files = [file for name in names for file in Path(path).glob(name)]
     return any(DATE_FUNCTION in file.read_text(encoding="utf-8", errors="replace") for file in files)
@@ -340,8 +321,7 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def read_stop_ids(path: str | Path) -> tuple[int, ...]:
-    """Returns the ids that end a response, from generation_config.json, else from config.json; () where
-    neither has any."""
+    """From generation_config.json, else config.json; () if neither has any."""
     path = Path(path)
     for name in ("generation_config.json", "config.json"):
         described = read_json(path / name) if (path / name).is_file() else {}
@@ -359,15 +339,13 @@ def read_stop_ids(path: str | Path) -> tuple[int, ...]:
 
 
 def check_stop_ids(params: SamplingParams, vocab_size: int, place: str = "stop") -> None:
-    """Raises UserError for an id that the model does not have."""
     if (bad := max(params.stop_ids, default=0)) >= vocab_size:
         key = f"{place}{'-' if place.startswith('--') else '_'}ids"
         raise UserError(f"{key}: {bad} is outside the vocabulary of {vocab_size}; give ids below that")
 
 
 def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, window: int) -> None:
-    """Raises UserError for ids without an embedding, and for a prompt that leaves no room for a response
-    token."""
+    """UserError for ids without an embedding, or a prompt that leaves no room for a response token."""
     if not prompt_ids:
         raise UserError(f"{place}: the prompt is empty; give at least one token")
     if bad := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
@@ -384,7 +362,7 @@ def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, wind
 def _vocab_size(path: Path) -> int:
     file = existing_directory(path) / "config.json"
     described = read_json(file)
-    if _text_config(described):  # it may leave its numbers to the family's defaults
+    if _text_config(described):  # its sizes may be the family's defaults
         return read_limits(path).vocab_size
     vocab_size = described.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -394,6 +372,6 @@ def _vocab_size(path: Path) -> int:
 
 
 def _text_config(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the text model's part of a config.json that describes more; empty: there is none."""
+    """The text model's part of a multimodal config.json, or {}."""
     part = described.get("text_config")
     return part if isinstance(part, Mapping) else {}

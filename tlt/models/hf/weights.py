@@ -1,10 +1,9 @@
 """Hugging Face checkpoint folders: safetensors ↔ tensors by name, and a hash of their content.
 
-Our names are the checkpoint's names. Tensors that are not exactly those of config.json are refused in one
-line: the file, the tensor and the remedy.
-
     DIR/config.json ─── config.py ──▶ ModelConfig ── expected_shapes ──▶ {name: shape} ──┐
     DIR/model*.safetensors ──────────────────── header check ◀───────────────────────────┘──▶ {name: tensor}
+
+Tensors that do not match config.json are refused in one line: the file, the tensor and the remedy.
 """
 
 from __future__ import annotations
@@ -46,31 +45,28 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Returns the shapes of a checkpoint's tensors by name, in the order of the layers. Allocates nothing."""
+    """In the order of the layers. Allocates nothing."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Transformer(config).state_dict().items()}
 
 
 @lru_cache
 def count_parameters(config: ModelConfig) -> int:
-    """Returns the number of a model's parameters, from its shape."""
     return sum(shape.numel() for shape in expected_shapes(config).values())
 
 
 def load_tensors(
     path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Returns all tensors of the checkpoint in `path`: those of `StoredTensors`, read at once."""
     return dict(StoredTensors(path, config, dtype))
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, on the CPU, as `dtype` (None: as stored), each read on access.
+    """A checkpoint's tensors on the CPU, read on access, as `dtype` (None: as stored).
 
-    Raises UserError at once unless names and shapes are `expected_shapes(config)`. Two kinds of surplus are
-    dropped: rotary `inv_freq` buffers, which old versions of transformers stored, and the `lm_head.weight` of
-    a tied checkpoint if it equals the embedding. Raises UserError on access for values that are not finite
-    as `dtype`.
+    UserError at once unless names and shapes are `expected_shapes(config)`, and on access for values not
+    finite as `dtype`. Two kinds of surplus are dropped: rotary `inv_freq` buffers of old transformers, and a
+    tied checkpoint's `lm_head.weight` if it equals the embedding.
     """
 
     def __init__(self, path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
@@ -94,7 +90,6 @@ class StoredTensors(Mapping[str, Tensor]):
         return self.rows(name, slice(None))
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Reads only these rows (of dimension 0)."""
         file = self._stored[name].file
         with safe_open(file, framework="pt") as opened:
             tensor: Tensor = opened.get_slice(name)[rows]
@@ -113,14 +108,12 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def stored_dtype(path: Path | str) -> torch.dtype:
-    """Returns the type that most numbers of a checkpoint are stored in."""
     stored = _stored_tensors(_weight_files(existing_directory(path))).values()
     sizes = {name: sum(t.shape.numel() for t in stored if t.dtype == name) for name in STORED_DTYPES}
     return STORED_DTYPES[max(sizes, key=sizes.__getitem__)]
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Returns whether all values are finite, as a bool tensor on the tensor's device."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     # NaN and infinity reach the smallest or largest value; isfinite().all() takes 20 times as long on a CPU
@@ -137,8 +130,7 @@ def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
 
 
 def read_safetensors(path: Path | str) -> dict[str, Tensor]:
-    """Returns all tensors of the safetensors in `path`, whole or in shards, as stored. Does not check names,
-    shapes or values."""
+    """Whole or in shards, as stored; names, shapes and values are not checked."""
     directory = existing_directory(path)
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
@@ -193,7 +185,7 @@ def _stored_tensors(files: list[Path]) -> dict[str, _Stored]:
                         )
                     header = opened.get_slice(name)
                     stored[name] = _Stored(file, torch.Size(header.get_shape()), header.get_dtype())
-        except (SafetensorError, OSError) as error:  # names no file by itself
+        except (SafetensorError, OSError) as error:  # the error names no file
             remedy = "download it again (or run git lfs pull)"
             raise UserError(f"{file}: is no readable safetensors file ({error}); {remedy}") from error
     return stored
@@ -239,16 +231,14 @@ def save_model(
     max_shard_bytes: int = 5_000_000_000,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint that `load_tensors` and transformers load.
+    """Writes a checkpoint for `load_tensors` and transformers, whole or not at all. One writer at a time.
 
-    tensors: whole tensors; a lazy mapping is read one shard at a time.
+    tensors: a lazy mapping is read one shard at a time.
     source: the original checkpoint, whose tokenizer, chat template and generation config are copied, and
-        whose config.json is kept but for what has changed. None: nothing is copied.
-    extra: adds keys to config.json, such as token ids.
+        whose config.json is kept but for what has changed; None: nothing is copied.
+    extra: adds keys to config.json.
 
-    An existing checkpoint is replaced when the new one is complete (see `replace_folder`). Raises UserError
-    for a folder that holds anything but a checkpoint, and for weights that are not finite. One writer at a
-    time.
+    UserError for a folder that holds anything but a checkpoint, and for weights that are not finite.
     """
     target = Path(path).resolve()
     origin = None if source is None else existing_directory(source)
@@ -262,8 +252,8 @@ def save_model(
 def _described(
     origin: Path | None, config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns config.json: the original's, with this number type, where it describes the same model; else one
-    of our own, with the original's token ids."""
+    """The original's, with this dtype, if it describes the same model; else our own, with the original's
+    token ids."""
     file = None if origin is None else origin / "config.json"
     known = read_json(file) if file is not None and file.exists() else {}
     try:
@@ -279,7 +269,7 @@ def _described(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file. Raises OSError where it cannot be written, not safetensors' error."""
+    """OSError if the file cannot be written, instead of safetensors' error."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(whole, path, metadata={"format": "pt"})  # transformers 4 refuses files without the format
@@ -289,7 +279,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Returns the names of each shard: consecutive tensors that fit together, or a single larger tensor."""
+    """Names of each shard: consecutive tensors that fit together, or a single larger tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -339,7 +329,7 @@ def _copy_companions(origin: Path, directory: Path) -> None:
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a SHA-256 (hex) over names, dtypes, shapes and bytes, in the order of the names."""
+    """SHA-256 (hex) over names, dtypes, shapes and bytes, in the order of the names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
