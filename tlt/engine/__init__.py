@@ -1,2 +1,2 @@
-"""Generates: backend.py is what any engine promises, own/ our engine, vllm/ vLLM as one; build/ makes one
-from a model, a drafter and settings."""
+"""Generates responses: backend.py is what any engine promises, own/ and vllm/ keep it, build/ makes
+engines."""

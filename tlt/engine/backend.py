@@ -36,48 +36,43 @@ from tlt.speculation.tuner.protocol import (
 
 
 class Unfinished(Protocol):
-    """An unfinished response: what can be handed over or journalled."""
-
     @property
     def request(self) -> Request: ...
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens so far, without the prompt."""
+        """Response tokens, without the prompt."""
         ...
 
     @property
     def num_cached(self) -> int:
-        """Number of tokens that another engine would have to prefill."""
+        """Tokens that another engine would have to prefill."""
         ...
 
     @property
     def num_left(self) -> int:
-        """Largest number of tokens that can still follow."""
+        """Most tokens that can still follow."""
         ...
 
     def to_request(self) -> Request:
-        """Returns the request with its tokens so far, from which another engine continues."""
+        """Includes the tokens so far, for another engine to continue."""
         ...
 
 
 class RolloutBackend(ABC):
     """Generates responses for requests.
 
-    max_batch_size: largest number of running sequences.
-    window: largest number of tokens of prompt and response together.
-    tuner: chooses the draft strategy of each step; None: no step drafts.
-    on_span: receives the spans that time was spent on.
-    decode: returns the text in which stop texts are sought; None: requests with stop texts are refused.
+    max_batch_size: most running sequences.
+    window: most tokens of prompt and response together.
+    tuner: chooses the strategy of each step; None: no step drafts.
+    decode: token ids → text, for stop texts; None: requests with stop texts are refused.
     """
 
     device: torch.device
     drafter: Drafting | None = None
-    """The drafter; None: this engine has none."""
     target: PackedTransformer | None = None
-    """The policy in our own layout, for training and measuring the drafter; None: no copy is kept."""
+    """The policy in our own layout, to train and measure the drafter; None: no copy is kept."""
     generates_aside = False
-    """Whether it has `aside`."""
 
     def __init__(
         self,
@@ -106,10 +101,10 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Loads a policy part by part: a sharded policy is never whole on one rank.
+        """Loads a sharded policy, which is never whole on one rank.
 
-        parts: each has the tensors of whole layers. All ranks gather a part together when it is requested,
-        so an engine iterates to the end, and drops each part before the next.
+        parts: tensors of whole layers. All ranks gather each part together, so an engine iterates to the end
+            and drops a part before the next.
         """
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,11 +112,11 @@ class RolloutBackend(ABC):
     @property
     @abstractmethod
     def running(self) -> Sequence[Unfinished]:
-        """The unfinished responses, by slot; `withdraw` takes the slots."""
+        """The unfinished responses, by slot."""
 
     @property
     def room(self) -> int:
-        """Number of further requests that could start now."""
+        """Further requests that could start now."""
         return max(self.max_batch_size - len(self.running) - len(self.waiting), 0)
 
     @property
@@ -133,8 +128,8 @@ class RolloutBackend(ABC):
         return not self.running and not self.waiting
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests, new ones or those withdrawn from another engine with the same policy. Raises
-        UserError for a request that cannot be answered."""
+        """Queues requests, new or withdrawn from an engine with the same policy. Raises UserError like
+        `check`."""
         requests = list(requests)
         for request in requests:
             self.check(request)
@@ -145,34 +140,34 @@ class RolloutBackend(ABC):
         check_request(request, self.window, self.decode is not None)
 
     def withdraw(self, slots: Iterable[int]) -> list[Request]:
-        """Removes running responses between two steps; any engine with the same policy can continue them."""
+        """Removes responses between two steps; any engine with the same policy can continue them."""
         slots = sorted(slots, reverse=True)
         requests = [self.running[slot].to_request() for slot in slots]
         self._drop(slots)
         return requests
 
     def withdraw_waiting(self, num: int) -> list[Request]:
-        """Removes the last `num` requests of the queue."""
+        """Takes from the end of the queue."""
         return [self.waiting.take_last() for _ in range(num)]
 
     def abort(self) -> None:
-        """Drops everything that runs or waits. By the law, the same requests give the same tokens later."""
+        """By the law, the same requests give the same tokens later."""
         self.waiting.clear()
         self._drop([*reversed(range(len(self.running)))])
 
     @abstractmethod
     def _drop(self, slots: Sequence[int]) -> None:
-        """Drops the running responses in these slots, the highest first."""
+        """Drops running responses. Slots come in falling order."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
-        """Yields each response as it finishes, in no particular order."""
+        """Yields each response as it finishes."""
         self.add(requests)
         while not self.is_idle:
             yield from (finished.rollout for finished in self.step())
 
     def aside(self, drafts: bool) -> AbstractContextManager[EngineStats]:
-        """Lets responses be generated in the context that leave no trace: statistics, which are yielded, are
-        of these alone; tuner, drafter and expected lengths learn nothing, and no spans are reported.
+        """Generates without side effects: tuner, drafter and expected lengths learn nothing, no span is
+        reported, and the yielded statistics are of this context alone.
 
         drafts: False: as with speculation off.
         """
@@ -182,15 +177,13 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def step(self, captures: bool = False) -> list[Finished]:
-        """Admits what fits, and advances every prefilled response by at least one token. Returns the
-        finished ones.
+        """Admits what fits, and advances every prefilled response by at least one token.
 
-        captures: whether finished responses carry what was captured of the target, for drafter training.
+        captures: finished responses carry the captured target features, for drafter training.
         """
 
     def _left(self, running: Iterable[tuple[Hashable, Running]]) -> tuple[tuple[RunningSequence, ...], float]:
-        """Returns the running sequences for the tuner, and the tokens that are expected per sequence, those
-        of waiting requests included. running: by name."""
+        """Returns also the expected tokens left per sequence, waiting requests' included."""
         sequences = tuple(RunningSequence(name, self.lengths.left(one)) for name, one in running)
         num_left = sum(one.num_left for one in sequences) + self.lengths.waiting(self.waiting.num_by_limit)
         return sequences, num_left / len(sequences)
@@ -203,7 +196,6 @@ class RolloutBackend(ABC):
         start: float,
         expected: ExpectedSpeeds,
     ) -> None:
-        """Records a step in the statistics and reports its span. expected: by the tuner, of this batch."""
         name, end = str(strategy), start + outcome.seconds
         self.stats.record_step(name, outcome, batch.num_running, expected)
         is_steady = outcome.num_tokens > 0 and not batch.num_admitted
@@ -220,4 +212,4 @@ class RolloutBackend(ABC):
         """Frees the caches where the engine can. The engine must be idle."""
 
     def close(self) -> None:  # noqa: B027  # not every engine has processes
-        """Ends the engine's own processes, if any; the engine cannot be used afterwards."""
+        """Ends processes of the engine, which cannot be used afterwards."""

@@ -1,5 +1,4 @@
-"""The memory of an engine's caches: how much they may take, and what fits. The engine preempts and admits
-by it.
+"""The memory of an engine's caches, by which it preempts and admits.
 
 cache_bytes() ─▶ budget = max_bytes over [ keys and values │ the drafter's caches ] of every running sequence
                     ├─ has_room:     can the running sequences grow to this length?        no: preempt
@@ -21,16 +20,16 @@ from tlt.models.kv_budget import BLOCK, Budget
 from tlt.models.kv_cache import Cache
 
 GPU_SHARE = 0.8
-"""Share of a GPU's free memory; the rest is for activations, logits, noise and the drafter's training."""
+"""Of a GPU's free memory; the rest is for activations, logits, noise and drafter training."""
 
 CPU_SHARE = 0.5
-"""Share of a machine's memory for the caches of all its ranks together."""
+"""Of a machine's memory, for the caches of all its ranks."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def machine_bytes() -> int:
-    """Returns the memory of this machine, or the limit of this process's container."""
+    """Returns the machine's memory, or the container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP_LIMITS:
         if path.is_file() and (text := path.read_text().strip()).isdigit():
@@ -39,9 +38,7 @@ def machine_bytes() -> int:
 
 
 def automatic_bytes(device: torch.device, num_ranks: int) -> int:
-    """Returns the bytes that the caches of an engine may take now. On a GPU: four fifths of what is free,
-    including what PyTorch has reserved and does not use. On a CPU: half of the machine's memory, divided by
-    its ranks."""
+    """GPU_SHARE of what is free, PyTorch's unused reservation included, or a rank's part of CPU_SHARE."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
@@ -51,9 +48,7 @@ def automatic_bytes(device: torch.device, num_ranks: int) -> int:
 class CacheMemory:
     """The caches of an engine and its drafter, within one budget.
 
-    cache_bytes: returns the bytes that all caches may take, None: unbounded; called whenever they start
-        empty.
-    window: positions of the model.
+    cache_bytes: bytes of all caches, None: unbounded; called whenever they start empty.
     """
 
     def __init__(self, cache: Cache, window: int, cache_bytes: Callable[[], int | None]) -> None:
@@ -69,34 +64,31 @@ class CacheMemory:
         return self._budget
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes of a sequence with room for `length` tokens, in all caches."""
+        """Of a sequence with room for `length` tokens, in all caches."""
         return self.cache.slot_bytes(length) + self.drafter.slot_bytes(length)
 
     def has_room(self, num_slots: int, length: int) -> bool:
-        """Returns whether `num_slots` sequences have, or can get, room for `length` tokens each."""
+        """Whether each of `num_slots` sequences can have `length` tokens."""
         return self.cache.holds(num_slots, length) or self.budget.fits(num_slots, length)
 
     def fits_longer(self, num_slots: int, length: int) -> bool:
-        """Returns whether `num_slots` sequences, the longest of `length` tokens, fit with room to grow.
-        Without that room, a new sequence would soon be preempted."""
+        """With room to grow, without which a new sequence would soon be preempted."""
         return self.budget.fits(num_slots, self._longer(length))
 
     def max_slots(self, length: int) -> int:
-        """Returns how many sequences fit with room to grow, the longest of `length` tokens."""
         return self.budget.max_slots(self._longer(length))
 
     def _longer(self, length: int) -> int:
-        """Returns the length plus an eighth, at least a block, within the window."""
         return min(length + max(length // 8, BLOCK), self.window)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Makes room in the cache, and lets the drafter's caches grow as far."""
+        """The drafter's caches may grow as far."""
         if not self.cache.holds(num_slots, length):
             self.cache.reserve(num_slots, length, self.budget)
             self.drafter.reserve(self.cache.num_slots, self.cache.capacity)
 
     def release(self) -> None:
-        """Frees all caches. Nothing may be running."""
+        """Nothing may be running."""
         self.cache.release()
         self.drafter.release()
         self._budget = None

@@ -1,5 +1,4 @@
-"""One unfinished response: a request, its committed tokens, and when it ends. The end depends on the tokens
-alone, not on drafts or on the engine that continues it."""
+"""An unfinished response, and when it ends: by its tokens alone, not by drafts or engines."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import torch
 from tlt.base.types import DraftOutcome, Drafts, FinishReason, Request, Rollout, UserError, Verdict
 
 Decode = Callable[[list[int]], str]
-"""Returns the text of a response's tokens. Further tokens only add to it, except that _NO_CHARACTER stands at
-its end while bytes of a character are missing."""
+"""Token ids → text. Further tokens only append, except that _NO_CHARACTER ends the text while bytes of a
+character are missing."""
 
 _NO_CHARACTER = "\ufffd"
 
@@ -21,8 +20,7 @@ _SPARE_TOKENS = 8
 
 @dataclass
 class Sequence:
-    """A running response. `tokens` holds prompt and response; the target has not read the last of them, the
-    root. drafts: as in `Request`."""
+    """`tokens` holds prompt and response; the target has not read the last one, the root."""
 
     request: Request
     max_tokens: int
@@ -33,8 +31,8 @@ class Sequence:
 
     @staticmethod
     def start(request: Request, window: int, decode: Decode | None = None) -> Sequence:
-        """Starts from the prompt, or continues another engine's response. A response that contains its end
-        is finished there, without later tokens. `window`: positions of the model."""
+        """Starts from the prompt, or continues another engine's response, cut at its end if it contains
+        one."""
         max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
         drafts = None if request.drafts is None else [*request.drafts]
         sequence = Sequence(request, max_tokens, [*request.prompt_ids], drafts=drafts)
@@ -54,21 +52,19 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Number of response tokens so far."""
         return len(self.logprobs)
 
     @property
     def num_left(self) -> int:
-        """Largest number of tokens that can still follow."""
         return self.max_tokens - len(self.logprobs)
 
     @property
     def num_cached(self) -> int:
-        """Number of tokens whose keys and values are cached: all but the root."""
+        """All but the root."""
         return len(self.tokens) - 1
 
     def commit(self, verdict: Verdict, decode: Decode | None = None, drafter: str = "") -> int:
-        """Appends the verdict's tokens; returns how many were kept. drafter: who drafted them."""
+        """Returns how many tokens were kept."""
         if verdict.num_drafted and self.drafts is not None:
             counts = verdict.num_drafted, verdict.num_accepted
             self.drafts.append(DraftOutcome(self.num_tokens, drafter, *counts, verdict.rejected))
@@ -77,7 +73,7 @@ class Sequence:
     def extend(
         self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], decode: Decode | None = None
     ) -> int:
-        """Appends tokens up to a stop token, a stop text or the limit; returns how many were kept."""
+        """Appends up to a stop token, a stop text or the limit; returns how many tokens were kept."""
         before, params = len(self.logprobs), self.request.params
         for token, logprob in zip(token_ids, logprobs, strict=True):
             self.tokens.append(token)
@@ -93,8 +89,8 @@ class Sequence:
         return len(self.logprobs) - before
 
     def _end_at_stop_text(self, decode: Decode, num: int) -> None:
-        """Ends the response at the first of its last `num` tokens that completes a stop text; drops those
-        behind it. One look at all of them tells nearly always that there is none."""
+        """Cuts behind the first of the last `num` tokens that completes a stop text. Nearly always, one look
+        at all of them excludes it."""
         end = len(self.tokens)
         can_vanish = any(_NO_CHARACTER in text for text in self.request.params.stop)
         if not can_vanish and not self._says_stop(decode, end, num):
@@ -106,11 +102,11 @@ class Sequence:
             self.finish_reason = "stop"
 
     def _says_stop(self, decode: Decode, end: int, num: int = 1) -> bool:
-        """Returns whether one of the `num` tokens before `end` completes a stop text.
+        """Whether one of the `num` tokens before `end` completes a stop text.
 
-        Few tokens before them suffice, so the cost does not grow with the response: a stop text of n bytes
-        lies within n tokens of at least a byte. More are read where tokens decode to nothing, as special
-        ones do, until n letters come before the new tokens'.
+        The cost does not grow with the response: a stop text of n bytes lies within n tokens of at least a
+        byte. Special tokens may decode to nothing, so the reach doubles until n letters precede the new
+        tokens'.
         """
         if not (stop := self.request.params.stop):
             return False
@@ -126,7 +122,6 @@ class Sequence:
             reach *= 2
 
     def to_request(self) -> Request:
-        """Returns the request with its tokens so far, from which another engine continues."""
         logprobs, drafts = tuple(self.logprobs), self.recorded_drafts
         return replace(self.request, token_ids=self.response_ids, logprobs=logprobs, drafts=drafts)
 
@@ -148,7 +143,6 @@ class Sequence:
 def check_request(request: Request, window: int, decodes: bool) -> None:
     """Raises UserError for a request that cannot be answered.
 
-    window: positions of the model.
     decodes: whether stop texts can be found.
     """
     prompt, length = f"prompt of problem {request.problem_id!r}", len(request.prompt_ids)
@@ -172,7 +166,6 @@ def check_request(request: Request, window: int, decodes: bool) -> None:
 
 
 def broken_policy(version: int, dtype: torch.dtype, sequence: Sequence) -> UserError:
-    """Returns the error for a policy whose logits are not finite."""
     # the noise is bounded and truncation keeps the largest logit, so only a logit can be at fault
     request, name = sequence.request, str(dtype).removeprefix("torch.")
     return UserError(

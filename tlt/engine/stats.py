@@ -14,11 +14,7 @@ from tlt.speculation.tuner.protocol import NO_EXPECTATION, ExpectedSpeeds, StepO
 
 @dataclass
 class StrategyStats:
-    """Tokens and seconds of one strategy.
-
-    predicted_seconds: seconds of the steps for which the tuner made a prediction.
-    predicted_tokens: tokens that it predicted for them.
-    """
+    """predicted_tokens, predicted_seconds: of the steps for which the tuner made a prediction."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -33,7 +29,6 @@ class StrategyStats:
 
     @property
     def predicted_speed(self) -> float | None:
-        """Predicted tokens per second; None where nothing was predicted."""
         return self.predicted_tokens / self.predicted_seconds if self.predicted_seconds else None
 
     def record(self, outcome: StepOutcome, predicted_speed: float | None) -> None:
@@ -51,18 +46,14 @@ class StrategyStats:
 
 @dataclass
 class EngineStats:
-    """Counts since this object was created.
-
-    num_drafts: verifications of at least one drafted token.
-    survivors_by_depth: drafts that were accepted to depth 1, 2, …, by depth.
-    num_preemptions: sequences that returned to the queue for lack of memory.
+    """num_drafts: verifications of at least one drafted token.
+    survivors_by_depth: drafts accepted to depth 1, 2, …
+    num_preemptions: sequences returned to the queue for lack of memory.
     num_reread_tokens: tokens prefilled again after preemptions.
-    followed_by_age: accepted tokens of references, by the number of updates between the reference's policy
-        and the current one.
-    won_seconds: seconds that references saved: the predicted time of the same tokens without references,
-        less the measured time.
+    followed_by_age: accepted tokens of references, by updates since the reference's policy.
+    won_seconds: saved by references: predicted seconds without them, less measured seconds.
     sequence_seconds: sum over engine steps of running sequences x seconds.
-    latest: the latest engine step; None where it admitted sequences.
+    latest: None where the latest engine step admitted sequences.
     """
 
     num_tokens: int = 0
@@ -82,14 +73,14 @@ class EngineStats:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens committed per verification, bonus token included; None without speculation."""
+        """Tokens per verification, bonus token included; None without speculation."""
         return self.num_verified_tokens / self.num_verifications if self.num_verifications else None
 
     # The others are vLLM's, by its definitions.
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted / drafted tokens, all candidates of a tree included; None when nothing was drafted."""
+        """Accepted / drafted tokens, all candidates of a tree included."""
         return self.survivors_by_depth.total() / self.num_drafted_tokens if self.num_drafted_tokens else None
 
     @property
@@ -99,13 +90,12 @@ class EngineStats:
 
     @property
     def draft_acceptance_rate_pos(self) -> list[float]:
-        """Share of all drafts, short ones included, whose token at position 1, 2, … was accepted."""
+        """Share of all drafts, short ones included, accepted to position 1, 2, …"""
         return [self.survivors_by_depth[d] / self.num_drafts for d in sorted(self.survivors_by_depth)]
 
     @property
     def draft_metrics(self) -> dict[str, float]:
-        """These by the names that trainers log (draft_acceptance_rate_pos_1, …); {} where nothing was
-        drafted."""
+        """By the names that trainers log."""
         rate, length = self.draft_acceptance_rate, self.draft_mean_acceptance_length
         if rate is None or length is None:
             return {}
@@ -116,11 +106,10 @@ class EngineStats:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all engine steps, without prefills."""
+        """Without prefills."""
         return sum(stats.seconds for stats in self.by_strategy.values())
 
     def add(self, other: EngineStats) -> None:
-        """Adds the counts of another engine or phase."""
         for f in fields(self):
             if f.type in ("int", "float"):
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
@@ -136,8 +125,6 @@ class EngineStats:
         num_running: int,
         expected: ExpectedSpeeds = NO_EXPECTATION,
     ) -> None:
-        """Counts an engine step. num_running: sequences in the batch. expected: by the tuner, of this
-        batch."""
         self.num_steps += 1
         self.num_tokens += outcome.num_tokens
         self.by_strategy[strategy].record(outcome, expected.chosen)
@@ -146,14 +133,12 @@ class EngineStats:
         self.sequence_seconds += num_running * outcome.seconds
 
     def record_reference(self, version: int, now: int, num_accepted: int) -> None:
-        """Counts accepted tokens of a reference. version: of its policy.  now: of the current policy."""
         self.followed_by_age[str(now - version)] += num_accepted
 
     def record_verifications(
         self, drafted: Sequence[int], accepted: Sequence[int], kept: Sequence[int], depth: int
     ) -> None:
-        """Counts the verifications of a step: drafted tokens, accepted ones among them, and tokens kept, by
-        sequence. depth: of the deepest drafted token."""
+        """By sequence. depth: of the deepest drafted token."""
         self.num_verifications += len(kept)
         self.num_verified_tokens += sum(kept)
         self.num_drafted_tokens += sum(drafted)

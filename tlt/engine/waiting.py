@@ -1,5 +1,4 @@
-"""The queue of requests that have not started, counted by their limits: an engine step must not cost more the
-longer the queue is."""
+"""The queue of requests, counted by limit: a step's cost must not grow with the queue."""
 
 from __future__ import annotations
 
@@ -10,10 +9,7 @@ from tlt.base.types import Request
 
 
 class Waiting:
-    """Requests in the order in which they will start.
-
-    num_by_limit: how many of them may have so many tokens.
-    """
+    """num_by_limit: requests by max_tokens."""
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()

@@ -1,8 +1,7 @@
 """Retrieval and the learned drafter as one drafter of three kinds.
 
-`ngram` and `learned` use one of the two alone. `hybrid` decides row by row: it takes the retrieved draft
-where that is expected to be accepted further than a learned one. If this holds for all rows, the learned
-drafter does not run.
+`ngram` and `learned` use one of the two. `hybrid` takes, row by row, the draft expected to be accepted
+further. If retrieval wins every row, the learned drafter does not run.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from tlt.speculation.law.tree import chain
 
 
 def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
-    """Returns the kinds of drafter that a strategy may name, the preferred one first."""
+    """The preferred kind comes first."""
     return HybridDrafter.kinds if has_learned else NgramDrafter.kinds
 
 
 def make_drafter(learned: LearnedDrafter | None, max_slots: int) -> Drafter[Any]:
-    """Returns an engine's drafter: retrieval, and the learned drafter if there is one."""
     ngram = NgramDrafter(max_slots)
     return ngram if learned is None else HybridDrafter(learned, ngram)
 
@@ -37,19 +35,17 @@ def make_drafter(learned: LearnedDrafter | None, max_slots: int) -> Drafter[Any]
 @dataclass(frozen=True)
 class HybridProposal(Proposal):
     is_retrieved: tuple[bool, ...]
-    """By row: whether the learned drafter did not draft it."""
+    """By row: not drafted by the learned drafter."""
     learned: LearnedProposal | None = None
-    """The learned drafter's proposal; None: it was not asked."""
+    """None: it was not asked."""
     retrieved: NgramProposal | None = None
-    """Retrieval's proposal; None: it was not asked."""
+    """None: it was not asked."""
 
     def drafter_of(self, row: int, strategy: Strategy) -> str:
         return "ngram" if self.is_retrieved[row] else "learned"
 
 
 class HybridDrafter(WrappingDrafter[HybridProposal]):
-    """Drafts by retrieval, with the learned drafter, or with both, as the strategy says."""
-
     kinds = ("learned", "ngram", "hybrid")
 
     def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
@@ -106,7 +102,7 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
 
 
 def choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:
-    """Returns tree a for the rows where `is_a`, else tree b, padded to the wider."""
+    """Returns tree a where `is_a`, else tree b, padded to the wider."""
     num_nodes = max(a.num_nodes, b.num_nodes)
     is_a_B = upload(is_a, a.tokens_BN.device)
     chosen = []

@@ -5,10 +5,9 @@
     tokens
                          └ draft t3 t4 t5 …     without a reference, another drafter drafts (`ahead+…`)
 
-The chance that a reference's next token is accepted is learned for three cases: the reference has agreed from
-the first token on; it has differed and is read at the response's own position, where the noise is the same;
-it has differed and is read at another position. Every new token of a response is compared with its
-reference's, whether drafted or not, so a case that is too unlikely to be drafted now can recover.
+Acceptance is learned for three cases: the reference has always agreed; it has differed and is read at the
+response's own position, where the noise is the same; or at another position. Every new token is compared,
+drafted or not, so an unlikely case can recover.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ from tlt.speculation.law.tree import chain
 from tlt.speculation.tuner.protocol import ReferenceDraft
 
 REFERENCE = "ahead"
-"""The kind that drafts from references alone; with `ahead+KIND`, KIND drafts where there is no reference."""
+"""Drafts from references alone; `ahead+KIND`: by KIND where there is no reference."""
 
 _LEAST_CHANCE = 0.4
-"""A draft ends where the chance that all of it is accepted falls below this."""
+"""A draft ends where its chance to be accepted whole falls below this."""
 _KEEP = 0.9995
 """Factor by which a case's counts fade per token."""
 _SUREST = 0.9995
-"""The highest acceptance rate that is assumed."""
+"""The highest rate assumed."""
 _UNBROKEN, _IN_PLACE, _OUT_OF_PLACE = range(3)
 _PRIORS = ([20.0, 20.5], [1.0, 2.0], [1.0, 2.0])
-"""By case: the counts of agreeing and of compared tokens to begin with."""
+"""By case: initial counts of agreeing and of compared tokens."""
 
 Cell = tuple[int, int]
 """A case, and the bucket of the number of tokens that agreed before."""
 
 
 def reference_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Returns these kinds of drafters and those that references add."""
+    """Adds the kinds of references."""
     return (*kinds, REFERENCE, *(f"{REFERENCE}+{kind}" for kind in kinds))
 
 
@@ -60,7 +59,7 @@ class ReferenceCursor:
     def __init__(self, reference: Reference, skip: int) -> None:
         self.reference, self.version, self.skip = reference.token_ids, reference.version, skip
         self.place = 0
-        """Index of the reference's token that is expected next."""
+        """Index in the reference of the token expected next."""
         self.num_read = 0
         self.num_agreed = 0
         """Tokens before `place` that agree with the response's last ones, up to MAX_MATCH."""
@@ -75,15 +74,13 @@ class ReferenceCursor:
 
     @property
     def num_left(self) -> int:
-        """Tokens of the reference from `place` on."""
         return len(self.reference) - self.place
 
     def read(
         self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None
     ) -> None:
-        """Reads the new tokens of the sequence, which is given with its prompt.
-
-        note: is called for each with its case and whether the reference agrees.
+        """tokens: of the whole sequence, prompt included.
+        note: called for each new token with its case and whether the reference agrees.
         """
         for token in tokens[self.skip + self.num_read :]:
             agrees = self.place < len(self.reference) and self.reference[self.place] == token
@@ -97,7 +94,6 @@ class ReferenceCursor:
             self._find_place(tokens)
 
     def next_tokens(self, num: int) -> Sequence[int]:
-        """Returns the reference's next tokens, `num` at most."""
         return self.reference[self.place : self.place + num]
 
     def _find_place(self, tokens: Sequence[int]) -> None:
@@ -112,7 +108,7 @@ class ReferenceCursor:
         self.num_agreed, self.place = best
 
     def _agreement(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the last tokens agree at the response's own position."""
+        """Counts the last tokens that agree at the response's own position."""
         num = min(self.num_read, MAX_MATCH)
         if self.num_read > len(self.reference):
             return 0
@@ -121,17 +117,16 @@ class ReferenceCursor:
 
 
 class ReferenceAcceptance:
-    """Counts how many tokens of references agreed in each case, and drafts as many as are likely accepted."""
+    """Counts agreement by case, and drafts as many tokens as are likely accepted."""
 
     def __init__(self) -> None:
         self.hits = [[[*prior] for _ in range(match_bucket(MAX_MATCH) + 1)] for prior in _PRIORS]
 
     def read(self, cursor: ReferenceCursor, tokens: Sequence[int]) -> None:
-        """Compares a reference with the tokens committed since the last time."""
         cursor.read(tokens, self._note)
 
     def possible(self, cursor: ReferenceCursor) -> ReferenceDraft:
-        """Returns the longest draft from a reference that is likely accepted whole."""
+        """Returns the longest draft likely accepted whole."""
         case, bucket = cursor.cell
         agreed, compared = self.hits[case][bucket]
         rate = min(agreed / compared, _SUREST)
@@ -141,8 +136,6 @@ class ReferenceAcceptance:
     def draft(
         self, cursor: ReferenceCursor | None, tokens: Sequence[int], request: Request, depth: int
     ) -> Sequence[int]:
-        """Returns the draft of one sequence, no longer than the response may grow and than is likely
-        accepted."""
         if cursor is None:
             return ()
         # the target adds a token of its own
@@ -150,7 +143,6 @@ class ReferenceAcceptance:
         return cursor.next_tokens(max(min(depth, self.possible(cursor).length, num_left), 0))
 
     def restore(self, hits: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Continues from the `hits` of an earlier attempt of the run."""
         self.hits = [[[*pair] for pair in case] for case in hits]
 
     def _note(self, cell: Cell, agrees: bool) -> None:
@@ -162,7 +154,7 @@ class ReferenceAcceptance:
 @dataclass(frozen=True)
 class ReferenceProposal(Proposal):
     inner: Any = None
-    """The other drafter's proposal; None: it was not asked."""
+    """None: the other drafter was not asked."""
 
     def drafter_of(self, row: int, strategy: Strategy) -> str:
         if self.inner is None or (self.references and self.references[row] is not None):
@@ -172,7 +164,7 @@ class ReferenceProposal(Proposal):
 
 
 class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
-    """Drafts from references, and with another drafter (`inner`) where there is none."""
+    """Drafts from references, and with `inner` where there is none."""
 
     def __init__(self, inner: Drafter[Any], references: References, max_slots: int) -> None:
         super().__init__(inner)
@@ -242,7 +234,6 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
         return ReferenceProposal(tree, inner, references=versions)
 
     def _read(self, texts: Sequence[Sequence[int]]) -> None:
-        """Compares all references of the batch with the tokens committed since the last time."""
         for cursor, tokens in zip(self.cursors, texts, strict=False):
             if cursor is not None:
                 self.acceptance.read(cursor, tokens)

@@ -12,10 +12,8 @@ from tlt.speculation.tuner.step_costs import CostPrior
 def cost_prior(
     target: ModelConfig, drafter: DrafterShape | None, vocabulary: DraftVocab = "full"
 ) -> CostPrior:
-    """Returns the cost prior for this target.
-
-    drafter: the shape of the learned drafter; None: there is none.
-    vocabulary: the draft vocabulary; of several sizes the largest serves first.
+    """drafter: None: there is no learned drafter.
+    vocabulary: of several sizes the largest serves first.
     """
     head = target.vocab_size * target.hidden_size
     weights = target.num_layers * layer_numbers(target) + head

@@ -22,7 +22,6 @@ from tlt.models.packed import PackedTransformer
 
 
 def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:
-    """Builds the copy of a drafter that is trained."""
     model = new_model(drafter.config).to(device)
     model.load_state_dict(drafter.tensors)
     return model
@@ -31,8 +30,7 @@ def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftMode
 def new_draft_model(
     shape: DrafterShape, target: PackedTransformer, rollouts: Sequence[Rollout], seed: int
 ) -> DraftModel:
-    """Returns a drafter of random weights, to be trained on these responses. A block's masks look like a
-    token that they do not use."""
+    """A block's masks look like a token that the rollouts do not use."""
     if isinstance(shape, BlockShape):
         said = (token for one in rollouts for token in (*one.prompt_ids, *one.token_ids))
         counts_V = count_tokens(said, target.config.vocab_size)
@@ -48,12 +46,7 @@ def build_spot_trainer(
     seed: int,
     on_span: Callable[[Span], None],
 ) -> SpotTrainer:
-    """Returns the trainer of the drafter in idle time.
-
-    model: the copy to train.
-    target: the engine's policy.
-    seed: of the windows it draws; every rank has another.
-    """
+    """seed: of the windows it draws; differs by rank."""
     preset = choose_preset(settings.preset, stored)
     return SpotTrainer(
         DrafterTrainer(model, target, preset, settings.learning_rate),

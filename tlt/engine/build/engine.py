@@ -1,4 +1,4 @@
-"""Builds an engine from a model, a drafter and settings, for commands, runs, benchmarks and the Python API.
+"""Builds an engine from a model, a drafter and settings.
 
 Model ────────────────────────────────┐
 drafter/ ── load_stored_drafter ──────┼── build_backend ──▶ our engine or vLLM, with policy, tuner, drafter
@@ -44,16 +44,11 @@ from tlt.speculation.tuner.tuner import make_tuner
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The settings of an engine.
-
-    speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
-    tuner: chooses the strategy of adaptive speculation: "cost-model" or "beg-mab".
-    drafting: how drafters rank, when they stop and what they remember.
-    borrows: the engine shares the policy's tensors where its layout allows, and copies the others.
-    kv_gib: GiB of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine's memory.
-    engine: "tlt" or "vllm".
-    vllm: vLLM's own settings.
-    window: positions of the longest sequence that will be generated; None: the model's.
+    """speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
+    tuner: of adaptive speculation, "cost-model" or "beg-mab".
+    borrows: share the policy's tensors where the layout allows.
+    kv_gib: of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine.
+    window: tokens of the longest sequence; None: the model's.
     """
 
     speculation: str = "off"
@@ -70,7 +65,6 @@ class EngineSettings:
     window: int | None = None
 
     def cache_bytes(self) -> int:
-        """Returns the bytes that the engine's caches may take."""
         device = torch.device(self.device)
         return automatic_bytes(device, self.num_ranks) if self.kv_gib is None else int(self.kv_gib * 2**30)
 
@@ -86,15 +80,14 @@ def build_engine(
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> RolloutEngine:
-    """Builds our engine with the policy and, unless speculation is off, drafting by retrieval and by the
-    learned `drafter`, if there is one. Raises UserError for a speculation that needs an absent drafter.
+    """Builds our engine, which drafts by retrieval and by `drafter` unless speculation is off. Raises
+    UserError where the needed drafter is absent.
 
-    policy: tensors by their Hugging Face names, or the packed copy in another engine with the same settings,
-        which both then share, and neither may load anew.
-    tuner: replaces the one that the settings name.
-    verify: an audit may pass a faulty one.
-    on_span: receives the engine's spans.
-    decode: token ids → text, in which stop texts are sought.
+    policy: tensors by Hugging Face names, or the packed copy of another engine with the same settings, which
+        neither may then load anew.
+    tuner: overrides the settings.
+    verify: an audit passes a faulty one.
+    decode: token ids → text, for stop texts.
     """
     tuner = tuner or _make_tuner(config, settings, drafter, drafter_kinds(drafter is not None))
     engine = RolloutEngine(
@@ -115,7 +108,6 @@ def build_engine(
 def _make_tuner(
     config: ModelConfig, settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
 ) -> StrategyTuner | None:
-    """Returns the tuner that the settings name, with a prior from the drafter's size."""
     prior = cost_prior(config, None if drafter is None else drafter.config, settings.drafting.vocabulary)
     return make_tuner(
         settings.speculation,
@@ -141,10 +133,9 @@ def build_backend(
     verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
-    """Builds the engine that the settings name, with the model as its policy. Raises UserError where that is
-    impossible.
+    """Raises UserError where the settings are impossible.
 
-    references: earlier responses to draft from, unless speculation is off; for engine tlt.
+    references: earlier responses to draft from, unless speculation is off; engine "tlt" only.
     """
     if settings.engine == "tlt":
         assert isinstance(model, Model), "load_model_for refuses others"
@@ -209,14 +200,13 @@ def load_engine(
     verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
-    """Builds an engine with the model, and with the drafter in the folder unless speculation is off."""
+    """Reads the drafter only if speculation is not off."""
     stored = load_stored_drafter(None if settings.speculation == "off" else drafter, model)
     return build_backend(model, settings, stored, verify=verify, references=references)
 
 
 def load_stored_drafter(drafter: Path | None, model: ModelFolder) -> StoredDrafter | None:
-    """Reads a drafter's folder; None: there is none. Raises UserError where it does not fit the model, or our
-    decoder does not compute the model."""
+    """Raises UserError if it does not fit the model, or our decoder does not compute the model."""
     if drafter is None:
         return None
     if not isinstance(model, Model):
@@ -234,7 +224,7 @@ def build_learned(
     settings: EngineSettings,
     on_verdicts: OnVerdicts | None = None,
 ) -> LearnedDrafter:
-    """Builds an engine's learned drafter. It keeps the target features of responses only if it is trained."""
+    """Target features of responses are kept only for training."""
     drafting = settings.drafting
     packed = pack_drafter(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
     check_wanted(drafting.vocabulary, drafter.config)

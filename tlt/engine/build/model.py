@@ -1,4 +1,4 @@
-"""Reads the model that the user names: a local folder, or one of the hub."""
+"""Reads the model that the user names: a local folder, or a model of the hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelFolder:
     """A checkpoint folder without its weights, for an engine that loads them itself.
 
     config: bounds of token ids and positions.
-    tokenizer: None: the folder has none, and prompts must be token ids.
+    tokenizer: None: prompts must be token ids.
     """
 
     path: Path
@@ -38,12 +38,11 @@ class ModelFolder:
 
     @property
     def decode(self) -> Decode | None:
-        """Converts a response's tokens to text; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode
 
     def with_ends(self, params: SamplingParams, place: str = "stop") -> SamplingParams:
-        """Returns the parameters with stop texts that are special tokens as their ids. Raises UserError,
-        which begins with `place`, for ends that no response can have."""
+        """Replaces stop texts that are special tokens by ids. Raises UserError, beginning with `place`, for
+        ends that no response can have."""
         if self.tokenizer is not None:
             return self.tokenizer.with_ends(params, place)
         check_stop_ids(params, self.config.vocab_size, place)
@@ -52,9 +51,9 @@ class ModelFolder:
 
 @dataclass(frozen=True)
 class Model(ModelFolder):
-    """A checkpoint of a family that our decoder computes, with its weights.
+    """A checkpoint of a family that our decoder computes, with weights.
 
-    adapter: an adapter that is trained further; None: there is none, or it is merged into the weights.
+    adapter: to train further; None: there is none, or it is merged into the weights.
     """
 
     config: ModelConfig
@@ -63,25 +62,19 @@ class Model(ModelFolder):
 
 
 def model_folder(config: Config) -> Path:
-    """Returns the local folder of a run's model, which may come from the hub."""
     return resolve_model(config.model.path, config.model.revision)
 
 
 def adapter_folder(config: Config) -> Path | None:
-    """Returns the local folder of the adapter that a run's policy starts from; None: there is none."""
     return None if config.model.adapter is None else resolve_model(config.model.adapter)
 
 
 def drafter_folder(config: Config) -> Path | None:
-    """Returns the local folder of a run's drafter, which may come from the hub; None: there is none."""
     return None if config.drafter.path is None else resolve_model(config.drafter.path)
 
 
 def load_model_for(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> ModelFolder:
-    """Reads the model that `engine` generates with. vLLM takes families that our decoder does not compute.
-
-    adapter: see `load_model`.
-    """
+    """vLLM takes families that our decoder does not compute."""
     if adapter is not None and engine == "vllm":
         raise UserError(
             f"adapter {adapter}: vLLM reads the model itself; merge the two with PEFT, or leave out engine "
@@ -96,17 +89,15 @@ def load_model_for(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | N
 
 
 def load_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
-    """Reads a checkpoint folder.
-
-    dtype: of the tensors; None: as stored.
-    adapter: a PEFT folder that is merged into them; UserError where it does not fit.
+    """dtype: of the tensors; None: as stored.
+    adapter: a PEFT folder to merge; UserError where it does not fit.
     """
     model = open_model(path, dtype, adapter)
     return replace(model, tensors=dict(model.tensors))
 
 
 def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
-    """Does the same lazily: each tensor is read, and its values checked, when it is looked up."""
+    """As `load_model`, lazily: each tensor is read and checked when looked up."""
     config = load_model_config(path)
     tokens = _tokens(path)
     if adapter is None:
@@ -116,8 +107,8 @@ def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | Non
 
 
 def open_start(config: Config, dtype: torch.dtype) -> Model:
-    """Opens the model that a run's policy starts from. Its adapter is trained further if the run trains
-    adapters, else merged into the weights. Raises UserError where `lora` describes another adapter."""
+    """Opens a run's initial policy; an adapter is trained further if the run trains adapters, else merged.
+    Raises UserError as `read_start` does."""
     folder, adapter = model_folder(config), adapter_folder(config)
     if adapter is None or not config.lora.rank:
         return open_model(folder, dtype, adapter)
@@ -126,8 +117,7 @@ def open_start(config: Config, dtype: torch.dtype) -> Model:
 
 
 def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
-    """Reads the adapter that a run's policy starts from; None: there is none. Raises UserError where the run
-    trains adapters and `lora` describes another."""
+    """Raises UserError where the run trains adapters and `lora` describes another adapter."""
     if (folder := adapter_folder(config)) is None:
         return None
     adapter = read_adapter(folder, shape)
@@ -152,14 +142,12 @@ def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
 
 
 def _tokens(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    """Returns a folder's tokenizer, None without one, and the ids that end a response."""
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     return tokenizer, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
 
 
 def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:
-    """Returns the device that a single engine computes on: for "auto" a GPU if there is one. Raises
-    UserError, which begins with `place`, for a device that is unknown or absent."""
+    """Resolves "auto" to a GPU if there is one. Raises UserError, beginning with `place`."""
     has_cuda = torch.cuda.is_available()
     device = None
     with suppress(RuntimeError, TypeError):

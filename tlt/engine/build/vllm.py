@@ -33,35 +33,29 @@ from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
 from tlt.speculation.tuner.tuner import Abilities, make_tuner
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-"""vLLM's n-gram proposer, which searches the sequence's own text."""
+"""vLLM's n-gram proposer."""
 
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """The engine to build, but for its weights."""
-
     settings: VllmSettings
-    """vLLM's settings, without a drafter."""
+    """Without a drafter."""
     speculation: str
     """As in EngineSettings."""
     tuner: str
-    """As in EngineSettings."""
     trains: bool = False
-    """Whether the drafter is trained or measured here, which needs a copy of the policy in our layout."""
+    """The drafter is trained or measured here, which needs a copy of the policy in our layout."""
     prior: CostPrior = UNKNOWN
-    """Sizes of the drafter relative to the target."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned drafter and the shape of its target."""
-
     stored: StoredDrafter
     target: ModelConfig
 
     @property
     def head(self) -> str:
-        """Name of the target's head, or of its embedding where the two are tied."""
+        """Name of the target's head, or of the tied embedding."""
         return EMBEDDING if self.target.tie_embeddings else HEAD
 
 
@@ -74,11 +68,9 @@ def build_vllm(
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> VllmEngine:
-    """Returns the engine with the policy in it. Raises UserError where vLLM cannot do what the plan asks, or
-    does not sample by the law.
+    """Raises UserError where vLLM cannot do what the plan asks, or does not sample by the law.
 
     policy: tensors by Hugging Face names; empty: vLLM keeps the folder's weights.
-    learned: None: there is no learned drafter.
     """
     kinds = vllm_kinds(plan.speculation, learned is not None)
     settings, dtype = plan.settings, plan.settings.dtype
@@ -126,11 +118,8 @@ def build_vllm(
 
 
 def for_server(model: Path, drafter: Path, out: Path) -> tuple[Mapping[str, Any], CostPrior]:
-    """Returns the drafter's part of vLLM's speculative_config, and its costs as the tuner assumes them
-    at first.
-    Writes it to `out` where vLLM reads another form than the folder's. Raises UserError where it does not fit
-    the model.
-    """
+    """Returns the drafter's part of vLLM's speculative_config, and its cost prior. Converts the drafter into
+    `out` if vLLM needs another form. Raises UserError where it does not fit the model."""
     target = open_model(model)
     stored = load_drafter(drafter, target.config, target.tensors)
     method = stored.config.method

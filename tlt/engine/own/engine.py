@@ -8,8 +8,7 @@
              ▼
     release  what ended
 
-A step without speculation is the same step with a tree that is only its root. Time is measured here and
-nowhere below.
+Without speculation the tree is only its root. Time is measured here and nowhere below.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ from tlt.speculation.tuner.protocol import (
 
 
 class RolloutEngine(RolloutBackend):
-    """Generates responses with PyTorch. All state lives in this object; nothing in it is random.
+    """Generates with PyTorch. All state lives in this object; nothing in it is random.
 
-    verify: an argument, so that an audit can pass a faulty one.
-    cache_bytes: returns the bytes that all caches may take; called whenever the caches start empty.
+    verify: an audit passes a faulty one.
+    cache_bytes: of all caches; called whenever they start empty.
     """
 
     drafter: Drafter[Any]
@@ -102,7 +101,7 @@ class RolloutEngine(RolloutBackend):
         self.model.load_parts(parts, version)
 
     def load_drafter(self, drafter: Drafter[Any]) -> None:
-        """Attaches a drafter. Raises UserError without a tuner, because no step would use it."""
+        """Raises UserError without a tuner: no step would use the drafter."""
         assert self.is_idle, "a drafter is attached between responses"
         if self.tuner is None:
             raise UserError(
@@ -172,8 +171,7 @@ class RolloutEngine(RolloutBackend):
         return ended + self._release_finished(captures)
 
     def _prefill(self, admissions: list[Admission]) -> PrefillTime | None:
-        """Prefills what was admitted, every distinct text once. Returns its time; None where nothing was
-        read, or the device runs asynchronously."""
+        """Returns None where nothing was read, or the device runs asynchronously."""
         start = time.perf_counter()
         for admission in admissions:
             for slot in admission.slots:
@@ -196,8 +194,8 @@ class RolloutEngine(RolloutBackend):
         self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
 
     def _preempt(self) -> None:
-        """Returns the sequences that are cheapest to prefill again to the queue, until the others have room
-        for another token. By the law, preemption changes no token."""
+        """Requeues the sequences that are cheapest to prefill again, until the others have room for a token.
+        By the law, preemption changes no token."""
         running = self.running
         while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
             (request,) = self.withdraw([self.scheduler.cheapest()])
@@ -253,8 +251,7 @@ class RolloutEngine(RolloutBackend):
         return proposal
 
     def _verify(self, tree: DraftTree) -> list[Verdict]:
-        """Runs the target over the trees and draws its tokens by the law. The cache and the drafter keep what
-        was computed at the visited nodes."""
+        """Cache and drafter keep what was computed at the visited nodes."""
         law, prefixes = self._batch_law(), [sequence.num_cached for sequence in self.running]
         nodes = layout(tree, prefixes, self.model.dtype)
         self.memory.reserve(len(prefixes), nodes.length)
@@ -271,9 +268,8 @@ class RolloutEngine(RolloutBackend):
     def _remember(
         self, tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
     ) -> None:
-        """Hands the drafter what was captured at the visited nodes, at the positions that their tokens now
-        have: the root stays at its prefix, the path follows it. Beyond the first piece of a chain, only the
-        kept nodes are handed over."""
+        """Hands features to the drafter, at the positions of committed tokens. Beyond a chain's first piece,
+        only those of kept nodes."""
         if not tree.is_chain:
             captured_BNF = along_paths(captured_BNF, verdicts)
         self.drafter.remember(range(len(verdicts)), prefixes, captured_BNF[:, :PIECE])
@@ -282,7 +278,6 @@ class RolloutEngine(RolloutBackend):
                 self.drafter.remember([slot], [prefixes[slot] + PIECE], captured_BNF[slot, PIECE:end][None])
 
     def _commit(self, strategy: Strategy, proposal: Proposal, verdicts: list[Verdict]) -> list[int]:
-        """Appends the verdicts' tokens to their sequences; returns how many each kept."""
         kept = []
         for slot, (sequence, verdict) in enumerate(zip(self.running, verdicts, strict=True)):
             drafter = "" if strategy.is_off else proposal.drafter_of(slot, strategy)
@@ -298,7 +293,6 @@ class RolloutEngine(RolloutBackend):
         verdicts: list[Verdict],
         kept: list[int],
     ) -> None:
-        """Counts the step that began at `start`. Drafter and tuner learn from it."""
         drafts = () if strategy.is_off else verdicts
         accepted = tuple(verdict.num_accepted for verdict in drafts)
         drafted = tuple(verdict.num_drafted for verdict in drafts)

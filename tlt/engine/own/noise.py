@@ -1,5 +1,4 @@
-"""The law's noise of the running batch, as keys and positions. Sampling and drafting compute the values
-that they read."""
+"""The law's noise of the running batch, as keys and positions: values are computed where they are read."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from tlt.speculation.law.verify import NoiseAt
 
 @dataclass(frozen=True)
 class BatchLaw:
-    """Sampling parameters and noise keys of the running sequences, by slot. Built anew when the batch
-    changes."""
+    """Built anew when the batch changes."""
 
     requests: tuple[Request, ...]
     params: BatchParams
@@ -36,8 +34,7 @@ class BatchLaw:
         return BatchLaw(tuple(requests), params, keys, keys_tensor(keys, device))
 
     def of_nodes(self, nodes: TreeLayout, rows: Sequence[int], first: int, end: int) -> NoiseAt:
-        """Returns the noise of the positions that follow the nodes in columns first .. end - 1 of these
-        rows."""
+        """The noise of the positions that follow the nodes in columns first .. end - 1 of these rows."""
         if len(rows) == len(self.keys):
             return NoiseAt(self.keys_B4, nodes.positions_BN[:, first:end] + 1)
         return NoiseAt(self.keys_B4[rows], nodes.positions_BN[rows, first:end] + 1)
@@ -45,7 +42,7 @@ class BatchLaw:
 
 @dataclass(frozen=True)
 class StepNoise:
-    """The noise that one step's drafts are ranked with (`DraftNoise`)."""
+    """The `DraftNoise` of a step."""
 
     law: BatchLaw
     starts: Sequence[int]

@@ -1,6 +1,6 @@
-"""Prefill: the target reads what a sequence starts from (its prompt, or prompt and response so far), all
-but the last token. Every distinct text is read once, in forwards of bounded size, and copied to the other
-slots that start from it. A common beginning, such as a chat template, is read once for several texts.
+"""Prefill: the target reads prompts, or prompts with unfinished responses, all but the last token. Every
+distinct text is read once and copied to other slots; a common beginning, such as a chat template, is read
+once.
 
     short texts   [ beginning rest rest rest ] [ text text ]      packed, up to PREFILL_TOKENS in a forward
     a long one    [ first part      ] [part] [part] …             each later part attends to the cache
@@ -23,14 +23,14 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask
 
 _PART_TOKENS = 512
-"""Tokens of a later part of a long text. The mask has a row per token and per query head that shares a
-key: 235 MiB in bf16 at 7B and 32k tokens."""
+"""Bounds the mask, with a row per token and per query head that shares a key: 235 MiB in bf16 at 7B and 32k
+tokens."""
 
 MIN_SHARED = 8
-"""Smallest number of common tokens for which texts are read as one family."""
+"""Common tokens from which on texts are read as one family."""
 
 OnRead = Callable[[tuple[int, ...], int, Tensor], None]
-"""Receives (slots, first position, captured_TF) of tokens that were read for these slots."""
+"""Receives (slots, first position, captured_TF)."""
 
 
 @torch.inference_mode()
@@ -41,8 +41,7 @@ def prefill(
     capture: tuple[int, ...],
     on_read: OnRead,
 ) -> tuple[int, int]:
-    """Reads the admitted texts into their slots, for which the cache has room. Returns (tokens read, number
-    of forwards).
+    """Reads admitted texts; the cache must have room. Returns (tokens read, forwards).
 
     capture: see `forward_capturing`.
     """
@@ -62,8 +61,8 @@ def prefill(
 def _read_first(
     model: PackedTransformer, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
 ) -> Iterator[tuple[Admission, Tensor, int]]:
-    """Reads up to PREFILL_TOKENS of each text, all in one forward. Yields each text, what was captured of
-    it, and how many of its tokens were not shared with an earlier one."""
+    """Reads up to PREFILL_TOKENS of each text in one forward. Yields each text, its features, and its tokens
+    not shared with an earlier text."""
     texts = [a.tokens[:-1][: kv_cache.PREFILL_TOKENS] for a in group]
     shared = shared_beginnings(texts)
     families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
@@ -86,9 +85,8 @@ def _read_first(
 
 
 def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
-    """Returns families of texts as (length of their common beginning, indices of the texts). Each text is
-    in one family; a text alone begins with itself. Dynamic programming over the sorted texts finds the
-    families of neighbours that save most tokens."""
+    """Returns families of texts as (length of the common beginning, indices); a text alone begins with
+    itself. Dynamic programming over the sorted texts saves most tokens."""
     order = sorted(range(len(texts)), key=texts.__getitem__)
     with_next = [_num_common(texts[i], texts[j]) for i, j in pairwise(order)]
     # by the number of texts in order: tokens saved, and (start, length) of the last family
@@ -114,7 +112,6 @@ def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[
 
 
 def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Returns the length of the common beginning."""
     pairs = zip(text, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
 
@@ -122,8 +119,7 @@ def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
 def _read_on(
     model: PackedTransformer, cache: Cache, admission: Admission, capture: tuple[int, ...]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Reads what `_read_first` has left of a text, part by part. Yields each part's position and what was
-    captured."""
+    """Yields position and features of each further part."""
     slot, num_read = admission.slots[0], len(admission.tokens) - 1
     layers = [layer[slot : slot + 1] for layer in cache.layers]
     for first in range(kv_cache.PREFILL_TOKENS, num_read, _PART_TOKENS):

@@ -3,8 +3,8 @@
     trees behind their sequences ─▶ forward ─┬▶ captured, for the drafter
                                              └▶ features ─▶ logits of a piece ─▶ verdicts ─▶ next piece, where
                                                                                              all was accepted
-With a vocabulary of 152k, logits and noise of 256 nodes take gigabytes for a few sequences. A draft that is
-rejected early needs only its first piece.
+
+With a vocabulary of 152k, logits and noise of 256 nodes take gigabytes for a few sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tlt.speculation.law.tree import TreeLayout, chain
 from tlt.speculation.law.verify import Noise, Verify
 
 PIECE = Strategy.MAX_DEPTH + 1
-"""Nodes of a chain that are verified at a time, the root included."""
+"""Nodes of a chain verified at a time, the root included."""
 
 NoiseOf = Callable[[Sequence[int], int, int], Noise]
 """Returns the noise of the positions that follow the nodes in columns first .. end - 1 of these rows."""
@@ -34,10 +34,8 @@ NoiseOf = Callable[[Sequence[int], int, int], Noise]
 
 @dataclass(frozen=True)
 class TreeForward:
-    """A forward of the target over a batch of trees, to be verified.
-
-    features_NE: the target's features at the real nodes, without padding.
-    real_N: indices of the real nodes among all; None: all are real.
+    """features_NE: at the real nodes, without padding.
+    real_N: their indices; None: all are real.
     """
 
     model: PackedTransformer
@@ -46,7 +44,6 @@ class TreeForward:
     real_N: Tensor | None
 
     def verdicts(self, verify: Verify, noise_of: NoiseOf, params: BatchParams) -> list[Verdict]:
-        """Returns the verdict of each tree."""
         B, N = self.tree.tokens_BN.shape
         rows = list(range(B))
         if N <= PIECE or not self.tree.is_chain:
@@ -74,12 +71,12 @@ class TreeForward:
         return [_join(pieces, tokens[row][: lengths[row]]) for row, pieces in enumerate(found)]
 
     def logits(self) -> Tensor:
-        """Returns the logits at all nodes, [B, N, V]; zeros at padding."""
+        """[B, N, V]; zeros at padding."""
         B, N = self.tree.tokens_BN.shape
         return pad(self.model.logits(self.features_NE), self.real_N, B * N).view(B, N, -1)
 
     def _logits_of_piece(self, features_bnE: Tensor, counts: Sequence[int]) -> Tensor:
-        """Returns [b, n, V]; zeros at padding."""
+        """[b, n, V]; zeros at padding."""
         b, n, _ = features_bnE.shape
         device = features_bnE.device
         is_real_bn = torch.arange(n, device=device) < upload(counts, device)[:, None]
@@ -90,8 +87,7 @@ class TreeForward:
 def forward_trees(
     model: PackedTransformer, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int]
 ) -> tuple[Tensor, TreeForward]:
-    """Runs the target over the trees, laid out as `nodes`. Returns what was captured, [B, N, F], and the
-    forward to verify."""
+    """Returns the captured features, [B, N, F], and the forward to verify."""
     B, N = tree.tokens_BN.shape
     if N > 1 and (unsound_V := model.unsound_V) is not None:  # any other draft token is as valid
         roots_B1 = tree.tokens_BN[:, :1]
@@ -111,7 +107,7 @@ def forward_trees(
 
 
 def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
-    """Returns what was captured along each verdict's path; a shorter path repeats its last node."""
+    """A path shorter than others repeats its last node."""
     longest = max(len(verdict.path) for verdict in verdicts)
     nodes = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
     rows_B1 = torch.arange(len(nodes), device=captured_BNF.device)[:, None]
@@ -119,7 +115,6 @@ def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
 
 
 def _join(pieces: Sequence[Verdict], chain_tokens: Sequence[int]) -> Verdict:
-    """Returns the verdict of one chain from those of its consecutive pieces."""
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
     num, num_nodes = len(tokens), len(chain_tokens)

@@ -6,14 +6,12 @@
                                   └─ above: its score, with the law's own noise
       Σ exp(logit - largest)  ─▶ the log-probability
 
-sampling.py defines the law. The bound: E = -log(1 - w) ≥ w, so the noise G = -log E is at most -log w, which
-is at most (number of leading zero bits + 1) ln 2. Two libraries may differ in the last bit of a float64
-logarithm. Where two tokens are so close that this could matter, sampling.py draws the row again, so the
-tokens are always the law's. Log-probabilities sum in another order; in float32 they differ by
-2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|) at most.
+sampling.py defines the law. The bound: E = -log(1 - w) ≥ w, so the noise -log E ≤ -log w ≤ (number of leading
+zero bits + 1) ln 2. Libraries differ in the last bit of a float64 logarithm, so sampling.py redraws rows
+whose best scores are that close: tokens are exact. Log-probabilities sum in another order; in float32 they
+differ by at most 2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|).
 
-Numba compiles the loops at their first use and keeps them on disk. Only tensors of at most 32 bits on a CPU
-come here.
+Numba compiles at first use. Inputs: CPU tensors of at most 32 bits.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ from tlt.base.types import SamplingParams
 from tlt.speculation.law.params import BatchParams, truncate
 
 CHUNK = 1024
-"""Values of a row that are processed together: their logits and words fit into the fastest cache."""
+"""Values processed together: their logits and words fit into the fastest cache."""
 
 VALUES_PER_THREAD = 1 << 16
-"""Values per thread: waking another one takes about 30 µs."""
+"""Waking another thread takes about 30 µs."""
 
 _F32, _I32, _U32, _U64 = np.float32, np.int32, np.uint32, np.uint64
 _MULTIPLIER_0, _MULTIPLIER_1 = _U64(0xD2511F53), _U64(0xCD9E8D57)
@@ -55,7 +53,7 @@ _UNCHECKED = REORDERED | {"nnan"}
 
 
 def load() -> None:
-    """Loads the loops, or compiles them: a second or two that would otherwise delay the first step."""
+    """Compiles ahead: a second or two that would delay the first step."""
     law = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     draw(torch.zeros(1, 4), *law, BatchParams([SamplingParams()]))
     noise_to_rank_with(*law, 4, None)
@@ -86,7 +84,6 @@ def draw(
 def noise_to_rank_with(
     keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None
 ) -> Tensor:
-    """Returns `rows.noise_to_rank_with`."""
     token_ids = np.arange(0) if token_ids_V is None else token_ids_V.numpy()
     noise_RV = np.empty((len(keys_R4), len(token_ids) or vocab_size), np.float32)
     _in_threads(
@@ -96,7 +93,6 @@ def noise_to_rank_with(
 
 
 def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:
-    """Returns `sampling.noise_of_tokens`."""
     noise_K = np.empty(len(tokens_K), np.float32)
     _noise_of_tokens(*_words_of_law(keys_K4, positions_K), tokens_K.numpy(), noise_K)
     return torch.from_numpy(noise_K)
@@ -107,12 +103,10 @@ def _words_of_law(keys_R4: Tensor, positions_R: Tensor) -> tuple[Any, Any]:
 
 
 def _column(values_R11: Tensor | None, num_rows: int) -> Any:
-    """Returns a parameter of every row as float32[R]; None: 1."""
     return np.ones(num_rows, np.float32) if values_R11 is None else values_R11.flatten().float().numpy()
 
 
 def _in_threads(rows_from_to: Any, num_values: int, num_rows: int, given: tuple[Any, ...]) -> None:
-    """Calls a loop over rows in parts, on as many of torch's threads as pay for their waking."""
     num_parts = min(torch.get_num_threads(), num_rows, 1 + num_values // VALUES_PER_THREAD)
     bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
     mine, *rest = pairwise(bounds)
@@ -132,10 +126,10 @@ def _threads() -> ThreadPoolExecutor:
 
 @njit(nogil=True, cache=True)
 def _draw_rows(first, end, rows, law, drawn):  # type: ignore
-    """Writes the draws of rows first .. end - 1.
+    """Draws rows first .. end - 1.
 
-    rows:  (logits, logits after truncation, the largest logit).
-    law:   (1 / temperature, scale of the noise, key, position), by row.
+    rows: (logits, logits after truncation, the largest logit).
+    law: (1 / temperature, scale of the noise, key, position), by row.
     drawn: (tokens, log-probabilities, whether sampling.py must draw), by row; written.
     """
     logits, kept, largest = rows
@@ -160,8 +154,7 @@ def _draw_rows(first, end, rows, law, drawn):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _draw_row(kept, largest, law, words):  # type: ignore
-    """Returns the token with the best score, the first of equal ones, and its margin over the second best.
-    A greedy row has no noise; its margin is infinite."""
+    """Returns the best token, the first of equals, and its lead over the second best; inf if greedy."""
     inverse, scale, key, position = law
     if scale == _F32(0):
         for token in range(kept.shape[0]):
@@ -190,7 +183,6 @@ def _draw_row(kept, largest, law, words):  # type: ignore
 
 @njit(nogil=True, cache=True, fastmath=_UNCHECKED)
 def _can_win(logits, inverse, words, needed):  # type: ignore
-    """Returns how many tokens may reach the score `needed`."""
     num = _I32(0)
     for i in range(logits.shape[0]):
         num += _I32(logits[i] * inverse + _most_noise(words[i]) >= needed)
@@ -199,7 +191,6 @@ def _can_win(logits, inverse, words, needed):  # type: ignore
 
 @njit(nogil=True, cache=True, fastmath=REORDERED)
 def _sum_of_exp(logits, inverse, largest):  # type: ignore
-    """Returns Σ exp(logit * inverse - largest)."""
     total = _F32(0)
     for i in range(logits.shape[0]):
         total += exp_of(logits[i] * inverse - largest)
@@ -208,7 +199,6 @@ def _sum_of_exp(logits, inverse, largest):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _noise_rows(first, end, keys, positions, token_ids, noise):  # type: ignore
-    """Writes the noise of these tokens into every row; without token ids, of the whole vocabulary."""
     words = np.empty(CHUNK, np.uint32)
     for row in range(first, end):
         for start in range(0, noise.shape[1], CHUNK):
@@ -221,7 +211,6 @@ def _noise_rows(first, end, keys, positions, token_ids, noise):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _words_of(token_ids, key, position, words):  # type: ignore
-    """Writes the words of these tokens."""
     k0, k1, k2, k3 = key
     for i in range(token_ids.shape[0]):
         token = _U32(token_ids[i])
@@ -241,7 +230,7 @@ def _noise_of_tokens(keys, positions, tokens, noise):  # type: ignore
 
 @njit(nogil=True, cache=True, fastmath=_UNCHECKED, error_model="numpy")
 def _near_noise(words, noise):  # type: ignore
-    """Writes the noise of these words, within 2⁻¹⁹."""
+    """Writes noise within 2⁻¹⁹."""
     for i in range(noise.shape[0]):
         w = (_F32(words[i]) + _F32(0.5)) * _TO_UNIT
         complement = (_F32(_U32(~words[i])) + _F32(0.5)) * _TO_UNIT
@@ -256,7 +245,6 @@ def _near_noise(words, noise):  # type: ignore
 
 @njit(inline="always")
 def _philox(x0, x1, x2, x3, a, b):  # type: ignore
-    """Returns the words of `sampling.philox`."""
     for _ in range(10):
         p0, p1 = _MULTIPLIER_0 * _U64(x0), _MULTIPLIER_1 * _U64(x2)
         x0, x1, x2, x3 = _U32(p1 >> _U64(32)) ^ x1 ^ a, _U32(p1), _U32(p0 >> _U64(32)) ^ x3 ^ b, _U32(p0)
@@ -266,7 +254,6 @@ def _philox(x0, x1, x2, x3, a, b):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _philox_words(first_block, key, position, words):  # type: ignore
-    """Writes the words of the tokens from 4 * first_block on."""
     k0, k1, k2, k3 = key
     for block in range(words.shape[0] // 4):
         r0, r1, r2, r3 = _philox(_U32(first_block + block), position, k2, k3, k0, k1)
@@ -275,21 +262,20 @@ def _philox_words(first_block, key, position, words):  # type: ignore
 
 @njit(inline="always")
 def _most_noise(word):  # type: ignore
-    """Returns an upper bound of this word's noise: (32 - exponent of word + ½) ln 2."""
+    """An upper bound of the noise: (32 - exponent of word + ½) ln 2."""
     exponent = _I32(_I32(_F32(_F32(word) + _F32(0.5)).view(np.int32)) >> _I32(23))
     return _F32(_I32(_I32(32 + 127) - exponent)) * _LN2
 
 
 @njit(inline="always")
 def _gumbel(word):  # type: ignore
-    """Returns the law's noise, as `sampling.gumbel_noise` computes it."""
     uniform = (np.float64(word) + 0.5) * 2.0**-32
     return _F32(-math.log(-math.log1p(-uniform)))
 
 
 @njit(inline="always")
 def _powers_of_two(x):  # type: ignore
-    """Returns k and f such that x = 2ᵏ (1 + f), of a positive number; √½ ≤ 1 + f < √2."""
+    """Returns k and f such that x = 2ᵏ (1 + f), √½ ≤ 1 + f < √2, for x > 0."""
     bits = np.float32(x).view(np.int32)
     power = _I32(_I32(bits - _SQRT_HALF_BITS) >> _I32(23))
     return power, _I32(bits - _I32(power << _I32(23))).view(np.float32) - _F32(1)
@@ -297,7 +283,7 @@ def _powers_of_two(x):  # type: ignore
 
 @njit(inline="always")
 def _log(power, f):  # type: ignore
-    """Returns log(2ᵏ (1 + f)) = k ln 2 + 2 artanh(s), s = f / (2 + f), by its series."""
+    """Returns log(2ᵏ (1 + f)) = k ln 2 + 2 artanh(s), s = f / (2 + f), as a series."""
     s = f / (_F32(2) + f)
     z = s * s
     series = _F32(1 / 9)

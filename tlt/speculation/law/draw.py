@@ -1,5 +1,4 @@
-"""Draws by the law, row by row: each row has its own logits, key and position. The noise need not lie in
-memory.
+"""Draws by the law, row by row, choosing the implementation by device.
 
 on a CPU    compiled loops (compiled.py); sampling.py for float64, and where Numba is missing
 on a GPU    the kernel (fused.py)
@@ -18,13 +17,12 @@ from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.sampling import VALUES_PER_PART, gumbel_noise, kernels, sample
 
 ROW_BYTES = 1 << 28
-"""Memory for the noise of the rows that `draw_by_definition` draws at a time; a value takes 28 bytes."""
+"""Most memory for noise in `draw_by_definition`, 28 bytes per value."""
 
 
 @cache
 def compiled_loops() -> ModuleType | None:
-    """Returns compiled.py, the law for CPUs. None where Numba, which compiles it, is missing: sampling.py
-    then draws, thirty times slower at large vocabularies."""
+    """Returns compiled.py; None without Numba: sampling.py is thirty times slower at large vocabularies."""
     try:
         from tlt.speculation.law import compiled
     except ModuleNotFoundError as error:
@@ -38,8 +36,8 @@ def compiled_loops() -> ModuleType | None:
 def draw(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, [R]) as `sample` draws them, row r with keys_R4[r] at
-    positions_R[r]. `params` has R rows."""
+    """Returns (tokens, int64[R]; log-probabilities, [R]) as `sample` does, row r with keys_R4[r] at
+    positions_R[r]."""
     loops = compiled_loops() if logits_RV.device.type == "cpu" and logits_RV.dtype != torch.float64 else None
     if loops is None:
         return _in_parts(logits_RV, keys_R4, positions_R, params)
@@ -54,9 +52,9 @@ def draw(
 def noise_to_rank_with(
     keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None = None
 ) -> Tensor:
-    """Returns noise within 2⁻¹⁹ of the law's at row r's position, float32[R, V], for ranking drafts.
+    """Returns noise within 2⁻¹⁹ of the law's, float32[R, V], for ranking drafts.
 
-    token_ids_V: the tokens whose noise is returned, in this order; None: the whole vocabulary.
+    token_ids_V: the tokens of the columns; None: the whole vocabulary.
     """
     if keys_R4.device.type == "cpu" and (loops := compiled_loops()) is not None:
         noise_RV: Tensor = loops.noise_to_rank_with(keys_R4, positions_R, vocab_size, token_ids_V)
@@ -66,7 +64,7 @@ def noise_to_rank_with(
 
 
 def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:
-    """Returns `sampling.noise_of_tokens` of tensors on a CPU."""
+    """For CPU tensors."""
     noise_K: Tensor = (compiled_loops() or sampling).noise_of_tokens(keys_K4, positions_K, tokens_K)
     return noise_K
 
@@ -74,7 +72,6 @@ def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> T
 def _in_parts(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
-    """Draws by the GPU's kernel or by `draw_by_definition`, as many rows at a time as memory allows."""
     num_rows, vocab_size = logits_RV.shape
     law, per_part = draw_by_definition, ROW_BYTES // (28 * vocab_size)
     if logits_RV.is_cuda:
@@ -89,7 +86,6 @@ def _in_parts(
 def draw_by_definition(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
-    """Draws as sampling.py defines it: the noise of whole rows, then the law."""
     noise_R1V = gumbel_noise(keys_R4, positions_R[:, None], logits_RV.shape[1])
     tokens_R1, logprobs_R1 = sample(logits_RV[:, None], noise_R1V, params)
     return tokens_R1[:, 0], logprobs_R1[:, 0]

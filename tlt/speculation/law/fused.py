@@ -5,17 +5,13 @@
                        logits / T ─▶ the largest, and Σ exp(logit - largest)          ─▶ 20 bytes a block
                   ─▶ the token of the row's best block; its log-probability
 
-sampling.py defines the law; tokens and noise are the same. 1 - w has 33 bits, so it is exact in float64, and
-the noise is -log(-log(1 - w)) without a log1p. Two libraries may differ in the last bit of a float64
-logarithm (CUDA promises one unit in the last place). It shows only where the noise lies that close to the
-border between two float32 numbers: in one word of some millions, by a unit of float32 or, near noise 0, by
-2⁻⁵¹ (counted in benchmarks/results/law-kernel.md). Products and sums are never contracted to an fma, which
-would round once where the law rounds twice.
+sampling.py defines the law. 1 - w has 33 bits, exact in float64, so -log(-log(1 - w)) needs no log1p. CUDA's
+float64 logarithm may differ in the last bit, which changes the float32 noise of one word in millions: by a
+unit or, near noise 0, by 2⁻⁵¹ (benchmarks/results/law-kernel.md). An fma is forbidden: it rounds once where
+the law rounds twice.
 
-Log-probabilities sum in another order than there; in float32 they differ by 2⁻¹⁷ + 2⁻²²
-(|scaled logit| + |logsumexp|) at most. Positions and the words of a key are below 2³².
-
-This file imports Triton; only tensors on a GPU come here.
+Log-probabilities sum in another order; in float32 they differ by at most 2⁻¹⁷ + 2⁻²² (|scaled logit| +
+|logsumexp|). Positions and key words are below 2³².
 """
 
 import torch
@@ -26,17 +22,16 @@ from torch import Tensor
 from tlt.speculation.law.params import BatchParams, truncate
 
 BLOCK = 2048
-"""Values of a program: eight per thread, which compiles without spilling registers."""
+"""Values of a program: eight per thread do not spill registers."""
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Compiler options. `enable_fp_fusion` would turn logits / T + noise into an fma."""
+"""`enable_fp_fusion` would turn logits / T + noise into an fma."""
 
 
 def draw(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, [R]), as `draw.draw` does. Truncation sorts and takes 60
-    bytes for each logit; without it a row takes 20 bytes for every BLOCK of its logits."""
+    """As `draw.draw`. Memory per row: 20 bytes per BLOCK of logits; with truncation, 60 bytes per logit."""
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
@@ -71,7 +66,6 @@ def draw(
 
 
 def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
-    """Returns `sampling.gumbel_noise`, float32[B, T, V], with no memory but the result's."""
     noise_BTV = torch.empty(*positions_BT.shape, vocab_size, dtype=torch.float32, device=keys_B4.device)
     num_keys, num_positions = positions_BT.shape
     grid = (num_keys * num_positions, triton.cdiv(vocab_size, BLOCK))
@@ -90,8 +84,8 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
 
 @triton.jit
 def law_kernel(logits_ptr, kept_ptr, law, token_ptr, part_ptr, stride, vocab_size, BLOCK: tl.constexpr):
-    """Writes the best token of a row's block, and (its score, the largest logit, Σ exp(logit - largest)).
-    A NaN is the best score, as for torch.argmax; the sum is then NaN, too."""
+    """Writes a block's best token and (its score, the largest logit, Σ exp(logit - largest)). As for
+    torch.argmax, a NaN wins."""
     key_ptr, position_ptr, inverse_ptr, scale_ptr = law
     dtype: tl.constexpr = part_ptr.dtype.element_ty
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
@@ -119,7 +113,6 @@ def law_kernel(logits_ptr, kept_ptr, law, token_ptr, part_ptr, stride, vocab_siz
 
 @triton.jit
 def noise_kernel(noise_ptr, key_ptr, position_ptr, num_positions, vocab_size, BLOCK: tl.constexpr):
-    """Writes the noise of a (key, position) at its block of the vocabulary."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     token = first + tl.arange(0, BLOCK)
     noise = _gumbel(key_ptr + 4 * (row // num_positions), tl.load(position_ptr + row), first, BLOCK)
@@ -128,7 +121,7 @@ def noise_kernel(noise_ptr, key_ptr, position_ptr, num_positions, vocab_size, BL
 
 @triton.jit
 def _gumbel(key_ptr, position, first, BLOCK: tl.constexpr):
-    """Returns the noise of the tokens first … first + BLOCK - 1; one Philox block serves four neighbours."""
+    """One Philox block serves four neighbouring tokens."""
     block = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros_like(block)
     k0, k1 = tl.load(key_ptr).to(tl.uint32), tl.load(key_ptr + 1).to(tl.uint32)

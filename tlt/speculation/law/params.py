@@ -11,15 +11,14 @@ from tlt.base.types import SamplingParams
 from tlt.base.uploads import upload
 
 MAX_INVERSE_TEMPERATURE = 1e30
-"""Bounds 1 / temperature, so that a scaled logit fits into float32. At this bound, logits that differ in any
-engine's dtype are farther apart than any noise."""
+"""Keeps scaled logits within float32; distinct logits stay farther apart than any noise."""
 
 
 class BatchParams:
-    """The sampling parameters of B sequences as tensors, made once per change of the batch.
+    """The sampling parameters of B sequences as tensors.
 
-    Temperature 0 is computed as temperature 1 without noise (`noise_scale_B11` is 0): the law is then an
-    argmax, and the log-probabilities are those of temperature 1.
+    Temperature 0 is temperature 1 without noise (`noise_scale_B11` is 0): an argmax, with the
+    log-probabilities of temperature 1.
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> None:
@@ -41,11 +40,9 @@ class BatchParams:
             self.min_p_B11 = column([float(p.min_p) for p in params])
 
     def rows(self, first: int, end: int) -> BatchParams:
-        """Returns the parameters of sequences first .. end - 1."""
         return self._part(slice(first, end))
 
     def take(self, sequences_R: Tensor) -> BatchParams:
-        """Returns the parameters of these sequences, in this order; one may occur several times."""
         return self._part(sequences_R)
 
     def _part(self, index: slice | Tensor) -> BatchParams:
@@ -55,7 +52,6 @@ class BatchParams:
         return part
 
     def scale(self, logits_BNV: Tensor) -> Tensor:
-        """Returns the logits divided by the temperature, in float32 at least."""
         logits_BNV = logits_BNV.float() if logits_BNV.dtype in (torch.bfloat16, torch.float16) else logits_BNV
         if self.inverse_temperature_B11 is None:
             return logits_BNV
@@ -63,11 +59,10 @@ class BatchParams:
 
 
 def truncate(scaled_BNV: Tensor, params: BatchParams) -> Tensor:
-    """Returns the logits with -inf where top-k, then top-p, then min-p remove a token.
+    """Sets logits to -inf where top-k, then top-p, then min-p remove a token.
 
-    Tokens are ranked by probability, equal ones by id. top-k keeps the first k. top-p keeps the shortest
-    prefix of these whose renormalized mass reaches p. min-p keeps tokens of at least min_p times the largest
-    probability. The first token always stays.
+    Ties rank by token id. top-p keeps the shortest prefix whose mass, renormalized after top-k, reaches p.
+    min-p is relative to the largest probability. The first token always stays.
     """
     sorted_logits, order = scaled_BNV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled_BNV.shape[-1], device=scaled_BNV.device)

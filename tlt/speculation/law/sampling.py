@@ -3,13 +3,11 @@
     y(n) = argmax_v [ log p_n(v) + Gumbel(key, n, v) ]
     p_n: logits → temperature → top-k → top-p → min-p → softmax
 
-Gumbel noise added to log-probabilities makes the argmax a sample of the distribution (the Gumbel-max trick):
-G = -log E with E exponential, so log p + G = -log(E / p), and E / p is when an exponential clock of rate p
-rings. The argmax is the clock that rings first, and a clock is first with a chance in proportion to its rate.
-The noise of a token depends on nothing but (key, absolute position n, token id v): no generator has a state.
-So any engine, batch, draft tree or restart draws the same token. Ties go to the lowest token id;
-temperature 0 is plain argmax. The coupling of drafter and target by this noise is that of Daliri, Musco and
-Suresh (arXiv 2408.07978).
+Why the argmax is a sample: G = -log E with E exponential, so log p + G = -log(E / p), and E / p is when an
+exponential clock of rate p rings. The argmax is the first clock to ring; its chance is proportional to its
+rate. Noise depends on (key, absolute position n, token id v) alone, so any engine, batch, draft tree or
+restart draws the same token. Ties go to the lowest token id; temperature 0 is plain argmax. Coupling of
+drafter and target: Daliri, Musco and Suresh (arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from tlt.base.uploads import upload
 from tlt.speculation.law.params import BatchParams, truncate
 
 VALUES_PER_PART = 1 << 24
-"""Logits that are sampled from at a time. Truncation sorts them and takes 60 bytes for each: 1 GiB."""
+"""Logits sampled at a time: truncation sorts 60 bytes each, 1 GiB."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -39,8 +37,8 @@ def philox(
     """Returns the random words of Philox4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as
     1, 2, 3").
 
-    Words are int64 tensors of values below 2³², broadcast against each other. A product of two words may
-    wrap int64; its low and high halves are right all the same, because the arithmetic shift is masked.
+    Words are int64 tensors of values below 2³², broadcast against each other. A product may wrap int64; its
+    halves are still right, because the arithmetic shift is masked.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -62,10 +60,9 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
 
     One Philox block yields the noise of four neighbouring tokens: counter (v // 4, n, key 2, key 3), key (key
     0, key 1). A 32-bit word r becomes w = (r + ½) / 2³², E = -log1p(-w), G = -log E, in float64 whatever the
-    model's dtype, and is rounded once. The largest value is 22.9; exceeding it has probability 2⁻³³.
+    model's dtype, rounded once. The largest value is 22.9; exceeding it has probability 2⁻³³.
 
-    A value takes 28 bytes of memory while it is computed; on a GPU a kernel (fused.py) takes only the 4 of
-    the result.
+    On a CPU a value takes 28 bytes while it is computed.
     """
     if keys_B4.is_cuda:
         noise_BTV: Tensor = kernels().gumbel_noise(keys_B4, positions_BT, vocab_size)
@@ -88,7 +85,7 @@ def _gumbel(words: Tensor) -> Tensor:
 
 
 def kernels() -> ModuleType:
-    """Returns fused.py, the law for GPUs. Raises UserError where Triton, which compiles it, is missing."""
+    """Returns fused.py. Raises UserError without Triton."""
     try:
         from tlt.speculation.law import fused
     except ImportError as error:
@@ -99,15 +96,13 @@ def kernels() -> ModuleType:
 
 
 def keys_tensor(keys: Sequence[tuple[int, int, int, int]], device: torch.device | str = "cpu") -> Tensor:
-    """Returns the keys as int64[B, 4] of 32-bit words."""
     return upload(keys, device, torch.int64).view(-1, 4)
 
 
 def sample(logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
-    """Draws a token at every node by the law: (tokens_BN int64, logprobs_BN).
+    """Returns (tokens_BN int64, logprobs_BN) by the law.
 
-    Log-probabilities are log-softmax(logits / temperature) of the drawn tokens, before truncation. Sequences
-    are independent, so many logits are sampled from in parts.
+    Log-probabilities are log-softmax(logits / temperature) of the drawn tokens, before truncation.
     """
     per_part = max(VALUES_PER_PART // logits_BNV[0].numel(), 1)  # sequences
     if len(logits_BNV) <= per_part:

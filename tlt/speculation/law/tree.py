@@ -20,7 +20,7 @@ from tlt.base.uploads import upload
 def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
     """Returns a tree of width 1: column i follows column i - 1.
 
-    lengths: nodes of each row, the root included; the rest is padding. None: all columns.
+    lengths: nodes of each row, the root included, before padding; None: all columns.
     """
     if lengths is not None:
         tokens_BN = tokens_BN[:, : max(lengths)]
@@ -37,7 +37,7 @@ def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
 def ancestors(parents_BN: Tensor) -> Tensor:
     """Returns bool[B, N, N]: whether node j is node i or an ancestor of it. Padding sees only itself.
 
-    Squares the relation "self or parent": after k squarings it holds up to 2ᵏ steps away.
+    Squares the relation "self or parent": after k squarings it reaches 2ᵏ steps.
     """
     num_nodes = parents_BN.shape[1]
     nodes_N = torch.arange(num_nodes, device=parents_BN.device)
@@ -48,8 +48,8 @@ def ancestors(parents_BN: Tensor) -> Tensor:
 
 
 def tree_mask(seen_BNC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Returns an additive mask [B, N, length]: a node sees the prefix of its sequence in the cache and, of
-    the C draft columns behind it, those marked in `seen_BNC` (its ancestors and itself)."""
+    """Returns an additive mask [B, N, length]: a node sees its sequence's prefix and, of the C draft columns
+    behind it, those marked in `seen_BNC`."""
     _, num_nodes, num_columns = seen_BNC.shape
     columns_L = torch.arange(length, device=prefix_B.device)
     offset_BL = columns_L - prefix_B[:, None]
@@ -62,7 +62,7 @@ def tree_mask(seen_BNC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtyp
 
 
 def chain_mask(columns_BN: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Returns `tree_mask` for chains stored at these columns: a node sees all columns up to its own."""
+    """As `tree_mask`, for chains at these columns: a node sees all columns up to its own."""
     hidden = torch.arange(length, device=columns_BN.device) > columns_BN[:, :, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=columns_BN.device).masked_fill_(
         hidden, float("-inf")
@@ -71,13 +71,13 @@ def chain_mask(columns_BN: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """The cache columns of the nodes of B trees, read behind their sequences, and what each node sees.
+    """The cache columns of the nodes of B trees, and what each node sees.
 
-    columns_BN: cache column of each node; row b's nodes follow its prefix of committed tokens.
-    depths_BN:  steps from the root, whose depth is 0; None for chains, where column i has depth i.
-    mask_BNL:   additive, over the first `length` columns; None where every node may see all of them.
-    lengths:    columns that a row's nodes may see, by row.
-    counts:     nodes by row, the rest is padding; None: no row's padding is known to the host.
+    columns_BN: behind the prefix of committed tokens.
+    depths_BN: 0 at the root; None for chains, where column i has depth i.
+    mask_BNL: additive, over the first `length` columns; None: every node sees all.
+    lengths: by row, columns that its nodes may see.
+    counts: by row, nodes without padding; None: unknown to the host.
     """
 
     columns_BN: Tensor
@@ -89,12 +89,11 @@ class TreeLayout:
 
     @property
     def positions_BN(self) -> Tensor:
-        """Returns the position of each node's token in its sequence."""
         return self.columns_BN if self.depths_BN is None else self.columns_BN[:, :1] + self.depths_BN
 
 
 def layout(tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype) -> TreeLayout:
-    """Returns the layout of trees behind sequences of `prefixes[b]` cached tokens, its mask in `dtype`."""
+    """Places trees behind sequences of `prefixes[b]` cached tokens."""
     num_nodes = tree.num_nodes
     length = max(prefixes) + num_nodes
     lengths = tuple(prefix + count for prefix, count in zip(prefixes, tree.row_lengths, strict=True))

@@ -3,8 +3,7 @@
     root ─┬─ a ─── c        the target draws a at the root, d at a: committed a d, accepted 1 (a)
           └─ b
 
-Only the proposed tokens come from the drafter. Each committed token is the target's own sample of the law
-(sampling.py), so speculation is lossless for any drafter and any tree.
+Every committed token is the target's own sample, so speculation is lossless for any drafter and any tree.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from tlt.speculation.law.sampling import sample
 
 @dataclass(frozen=True)
 class NoiseAt:
-    """Names noise without computing it: that of keys_B4[b] at positions_BN[b, n]. The engine gives this."""
+    """Noise not yet computed, of keys_B4[b] at positions_BN[b, n]."""
 
     keys_B4: Tensor
     positions_BN: Tensor
 
 
 Noise = Tensor | NoiseAt
-"""The noise of the position that follows each node: its name or, in tests, its values [B, N, V]."""
+"""The noise of the position that follows each node: not yet computed or, in tests, values [B, N, V]."""
 
 Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
-"""The type of `verify`; an audit replaces it by a faulty one."""
+"""An audit passes a faulty one."""
 
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
     """Returns one verdict per sequence.
 
-    logits_BNV: of the target, at every node.
     noise: of the position that *follows* each node.
 
     Synchronizes once: one transfer brings tokens, log-probabilities and the tree to the host.
@@ -60,13 +58,12 @@ def verify(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParam
 
 
 def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[int]]], list[list[float]]]:
-    """Returns tensors of one shape as lists, by one transfer: reals are sent as the bits of their float64."""
+    """Converts tensors of one shape to lists in one transfer: reals travel as the bits of their float64."""
     packed = torch.stack([*integers, reals.double().view(torch.int64)]).cpu()
     return packed[:-1].tolist(), packed[-1].view(torch.float64).tolist()
 
 
 def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tensor, Tensor]:
-    """Draws by the law at every node, with noise that never lies in memory."""
     B, N, _ = logits_BNV.shape
     if N == 1:
         tokens_B, logprobs_B = draw(logits_BNV[:, 0], noise.keys_B4, noise.positions_BN[:, 0], params)
@@ -79,7 +76,6 @@ def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tens
 
 
 def _walk_chain(tokens: list[int], length: int, chosen: list[int], logprobs: list[float]) -> Verdict:
-    """Returns the verdict on a chain of `length` nodes."""
     end = 1
     while end < length and tokens[end] == chosen[end - 1]:
         end += 1
@@ -91,7 +87,6 @@ def _walk_chain(tokens: list[int], length: int, chosen: list[int], logprobs: lis
 
 
 def _walk_tree(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:
-    """Returns the verdict on a tree."""
     node, path = 0, [0]
     depths = [0] * len(tokens)
     for child in range(1, len(tokens)):  # parents come before children, so one pass finds the whole path

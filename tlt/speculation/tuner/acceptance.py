@@ -1,8 +1,8 @@
 """Predicts tokens per verification from how many drafted tokens were accepted so far.
 
-At each depth, from 1 on, the target accepts a drafted token with some probability, given that it accepted
-all before it. (Entry `level` of a list by depth is depth level + 1.) The products of these rates are the
-survival curve. A verification is expected to commit the sum of the curve, and one more, the bonus token.
+The rate at depth d ≥ 1 is P(token accepted | all before it accepted), at index `level` = d - 1 of a list.
+Products of rates are the survival curve. A verification is expected to commit the sum of the curve plus one,
+the bonus token.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ _UNWATCHED = 4.0  #            factor by which retrieval's fades faster while hy
 
 
 class Curve(NamedTuple):
-    """Names the verifications that are counted in one survival curve. Chains of any depth share a curve."""
+    """Key of a survival curve. Chains of any depth share a curve."""
 
     drafter: str
     width: int
     budget: int | None
     """Of trees; None: chains."""
     octave: int | None
-    """log2 of the batch size, rounded; None: all batch sizes."""
+    """Of the batch size, log2 rounded; None: all batch sizes."""
     where_drafted: bool = False
-    """Whether depths that a chain did not draft, because retrieval found less, are left out. Otherwise such a
-    depth counts as not accepted."""
+    """True: leave out depths that retrieval could not fill; False: they count as rejected."""
 
     @staticmethod
     def of(strategy: Strategy, octave: int | None) -> Curve:
@@ -61,7 +60,7 @@ class Curve(NamedTuple):
 
 @dataclass
 class _Counts:
-    """By depth: verifications that reached it (`tried`), and those that accepted its token (`survived`)."""
+    """Verifications by depth: reached (`tried`), and accepted there (`survived`)."""
 
     tried: Array = field(default_factory=lambda: np.zeros(Strategy.MAX_DEPTH))
     survived: Array = field(default_factory=lambda: np.zeros(Strategy.MAX_DEPTH))
@@ -77,22 +76,21 @@ class _Counts:
 
 
 class AcceptanceModel:
-    """Estimates the acceptance rates of every strategy from its own verifications and those of similar ones.
+    """Estimates acceptance rates from a strategy's own verifications and those of similar strategies.
 
-    The texts left in the tail differ from those of the beginning. So each octave of batch sizes has its own
-    curve; evidence from all batch sizes counts there with a bounded weight. A depth that was seldom reached
-    takes its rate from the depth before it.
+    Texts in the tail differ, so each octave of batch sizes has its own curve, to which other sizes add
+    evidence of bounded weight. A seldom reached depth takes its rate from the depth before.
 
-    The first rates are constants. A drafter's folder records the acceptance of other texts at depth 1 alone:
-    assumed of all depths, it kept long chains from being tried (benchmarks/log.md, 2026-11-26).
+    The first rates are constants. A drafter's folder records acceptance at depth 1 alone: assumed of all
+    depths, it kept long chains from being tried (benchmarks/log.md, 2026-11-26).
     """
 
     def __init__(self) -> None:
         self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
         self.drafts: dict[str, _Counts] = defaultdict(_Counts)
-        """By drafter: chains that might have drafted a token at each depth, and chains that did."""
+        """By drafter and depth: chains that might have drafted a token (`tried`), and did (`survived`)."""
         self._drafted: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
-        """By drafter and batch size: expected nodes and levels of chains of depth 1, 2, …"""
+        """Expected nodes and levels of chains of depth 1, 2, …"""
         self._rates: dict[Curve, Rates] = {}
         self._tables: dict[Curve, ChainTable] = {}
 
@@ -105,10 +103,8 @@ class AcceptanceModel:
     ) -> None:
         """Counts one verification per sequence.
 
-        accepted: drafted tokens that the target accepted.
-        drafted: levels that were drafted, fewer than the strategy's depth where retrieval found less; ():
-            all.
-        batch_size: of the batch that these sequences are part of; None: they are the batch.
+        drafted: levels, fewer than the strategy's depth where retrieval found less; (): all.
+        batch_size: of the whole batch, if these sequences are only a part.
         """
         self._forget_estimates(strategy.drafter)
         depth = strategy.depth
@@ -136,27 +132,25 @@ class AcceptanceModel:
             self.drafts[strategy.drafter].add(num_drafts_D, was_drafted_BD.sum(0), here)
 
     def _forget_estimates(self, drafter: str | None = None) -> None:
-        """Forgets what was derived from the counts of a drafter; None: of all drafters."""
         self._drafted.clear()
         for known in (self._rates, self._tables):
             for curve in [c for c in known if drafter is None or c.drafter in (drafter, "hybrid")]:
                 del known[curve]
 
     def observe_without_reference(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        """Counts the sequences that did not draft from a reference; `ReferenceDraft` predicts the others."""
+        """Counts sequences without a reference; `ReferenceDraft` predicts the others."""
         rows = [row for row, uses_one in enumerate(outcome.from_reference) if not uses_one]
         if rows and not strategy.without_reference.is_off:
             accepted, drafted = ([nums[row] for row in rows] for nums in (outcome.accepted, outcome.drafted))
             self.observe(strategy.without_reference, accepted, drafted, len(outcome.from_reference))
 
     def observe_in_hindsight(self, chains: Sequence[Hindsight], batch_size: int) -> None:
-        """Counts chains that retrieval would have drafted."""
         if chains:
             accepted, drafted = [one.accepted for one in chains], [one.drafted for one in chains]
             self.observe(Hindsight.STRATEGY, accepted, drafted, batch_size)
 
     def age(self) -> None:
-        """Bounds the evidence of each curve: it is about an older policy or drafter."""
+        """Bounds the evidence, which is of an older policy or drafter."""
         self._forget_estimates()
         for counts in self.counts.values():
             counts.scale(_WORTH_OF_OLDER / max(counts.tried[0], _WORTH_OF_OLDER))
@@ -168,15 +162,14 @@ class AcceptanceModel:
         return rates
 
     def is_known(self, arm: Strategy) -> bool:
-        """Returns whether the acceptance of the arm's drafter was measured."""
         counts = self.counts.get(Curve(arm.drafter, 1, None, None))
         return counts is not None and bool(counts.tried[0] >= _ENOUGH)
 
     def drafted(
         self, arm: Strategy, batch_size: int, references: Sequence[ReferenceDraft] = ()
     ) -> tuple[float, float]:
-        """Returns (expected nodes per sequence, expected levels) of an arm's drafts. The longest chain of the
-        batch decides the levels. Retrieval may find less; the length of a reference draft is known."""
+        """Returns (expected nodes per sequence, expected levels). The longest chain decides the levels.
+        Retrieval may find less than the arm's depth; a reference draft's length is known."""
         if arm.uses_references:
             nodes, levels = self.drafted(arm.without_reference, batch_size)
             copied = sum(min(arm.depth, one.length) for one in references)
@@ -197,17 +190,14 @@ class AcceptanceModel:
         return float(self._table(Curve.of(arm, octave_of(batch_size))).tokens_D[arm.depth - 1])
 
     def survivals(self, arm: Strategy, batch_size: int) -> Array:
-        """Returns the chance that a draft of the arm, without references, survives depth 1, 2, …"""
+        """Returns survival by depth of an arm without references."""
         table = self._table(Curve.of(arm, octave_of(batch_size)))
         return np.append(table.survivals_D[1:], table.tokens_D[-1] - table.tokens_D[-2])
 
     def expected(
         self, arms: Sequence[Strategy], batch_size: int, references: Sequence[ReferenceDraft] = ()
     ) -> Expectation:
-        """Returns tokens per verification, the bonus token included, and their error.
-
-        references: one for each sequence that has one.
-        """
+        """Includes the bonus token. references: one for each sequence that has a reference."""
         octave = octave_of(batch_size)
         drafting = [arm.without_reference for arm in arms]
         curves = [Curve.of(arm, octave) for arm in drafting]
@@ -235,14 +225,12 @@ class AcceptanceModel:
         return table
 
     def counters(self) -> dict[str, list[Any]]:
-        """Returns (key, verifications tried, survived) of all that is counted, as JSON."""
         return {
             name: [[key, c.tried.tolist(), c.survived.tolist()] for key, c in known.items()]
             for name, known in self._kinds().items()
         }
 
     def restore(self, counters: Mapping[str, Sequence[Any]]) -> None:
-        """Continues from what `counters` returned."""
         self._forget_estimates()
         for name, known in self._kinds().items():
             known.clear()
@@ -253,13 +241,9 @@ class AcceptanceModel:
         return {"latest": self.counts, "drafts": self.drafts}
 
     def _prior(self, curve: Curve) -> Sequence[float]:
-        """Returns the rates that are assumed for a curve before it has evidence: those of a similar curve.
-        (): there is none.
-
-        Retrieval is like the hybrid, where that was tried. The hybrid is like retrieval, and like the learned
-        drafter where nothing is retrieved. A tree is like its drafter's chains at the depths that they
-        drafted.
-        """
+        """Returns the rates assumed without evidence, from a similar curve; (): none. Retrieval resembles the
+        hybrid, if that was tried; the hybrid, a mixture; a tree, its drafter's chains at the depths they
+        drafted."""
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(
@@ -274,7 +258,7 @@ class AcceptanceModel:
         return self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
 
     def _estimate(self, curve: Curve) -> Rates:
-        """Returns posterior means. Each depth's prior is updated at all batch sizes, then at the octave."""
+        """Posterior means: a prior by depth is updated at all batch sizes, then at the octave."""
         prior = self._prior(curve)
         here = self.counts.get(curve, _NOTHING)
         everywhere = self.counts.get(curve._replace(octave=None), _NOTHING)
@@ -317,9 +301,8 @@ _NOTHING = _Counts()
 def _mixture(
     learned: Sequence[float], retrieved: Sequence[float], where_retrieved: Sequence[float]
 ) -> Sequence[float]:
-    """Returns the rates of a drafter that retrieves where it finds something and drafts as the learned
-    drafter where it does not. At depths where the learned drafter alone survives more often, its rates.
-    """
+    """Rates of drafting by retrieval where it finds something, else with the learned drafter; at depths that
+    the latter survives more often, its own."""
     nothing = 1 - min(retrieved[0] / where_retrieved[0], 1.0)
     survivals = zip(accumulate(learned, operator.mul), accumulate(retrieved, operator.mul), strict=True)
     mixed = [max(alone, found + nothing * alone) for alone, found in survivals]

@@ -3,7 +3,7 @@
     batch size ─▶ bucket ─┬─ epsilon ───▶ a random arm of the bucket
                           └─ otherwise ─▶ the arm whose latest rewards have the highest median
 
-A bucket is a range of batch sizes with the arms for it: the larger the batch, the fewer tokens they verify.
+A bucket is a range of batch sizes; arms of larger batches verify fewer tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tlt.base.strategy import Strategy
 from tlt.speculation.tuner.protocol import BatchState, StepOutcome, StrategyTuner
 
 _BUCKETS = ((1, 9, 64), (2, 5, 16), (5, 3, 8), (21, 1, 4))
-"""By bucket: smallest batch size, as in the paper's code; fewest and most tokens that its arms verify."""
+"""Smallest batch size, as in the paper's code; fewest and most tokens verified."""
 
 
 class BegMab(StrategyTuner):
-    """Chooses by BEG-MAB. The reward is the paper's: (accepted per request + 1) x batch size / seconds.
+    """The reward is the paper's: (accepted per request + 1) x batch size / seconds.
 
     groups: (smallest batch size, arms) of each bucket, in rising order.
-    epsilon: share of engine steps that run a random arm of the bucket.
+    epsilon: share of engine steps that run a random arm.
     window: rewards remembered per arm.
 
-    An arm without a reward is tried first. Rewards of older policies or drafters leave by the window alone.
+    Arms without a reward are tried first. Rewards of older policies or drafters leave by the window alone.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BegMab(StrategyTuner):
         return max(i for i, (smallest, _) in enumerate(self.groups) if smallest <= batch.num_running)
 
     def decide(self, bucket: int, explore: float, pick: float) -> Strategy:
-        """Returns the arm to run. `explore` and `pick` are uniform on [0, 1)."""
+        """`explore` and `pick` are uniform on [0, 1)."""
         arms = self.groups[bucket][1]
         if explore < self.epsilon:
             return arms[int(pick * len(arms))]
@@ -69,7 +69,6 @@ class BegMab(StrategyTuner):
             rewards.append((mean_accepted + 1) * batch.num_running / outcome.seconds)
 
     def counters(self) -> dict[str, Any]:
-        """Returns the rewards and the state of the random numbers, as JSON."""
         version, state, gauss = self.rng.getstate()
         rewards = [[bucket, str(arm), list(seen)] for (bucket, arm), seen in self.rewards.items()]
         return {"rewards": rewards, "rng": [version, list(state), gauss]}
@@ -83,8 +82,7 @@ class BegMab(StrategyTuner):
 
 
 def groups_of(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
-    """Returns the buckets of these arms. Off is in the last two. Arms that use references are in none: a
-    bucket must serve batches without references."""
+    """Off is in the last two buckets. Buckets must serve batches without references, so no arm uses them."""
     drafting = [arm for arm in arms if not (arm.is_off or arm.uses_references)]
     drafting.sort(key=lambda arm: -arm.budget)
     groups = []

@@ -3,14 +3,10 @@
     speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, drafting)
                              └ acceptance.py               └ step_costs.py
 
-It chooses the arm that needs the least time for the tokens that are left, the extra seconds of its first step
-included. A batch takes as long as its slowest sequence: where the others end early, a smaller batch makes
-fewer tokens per second (frailty.py). A speculating arm is rated CAUTION standard deviations below its
-expected speed: speculation must never be slower than off. Another arm is tried while that pays (trial.py).
-
-Off is measured first. Retrieval is judged in hindsight, without drafting: tokens do not depend on the
-drafter. What a step taught is learned before the next decision; of small models' steps there are several in
-between, and those of one kind are learned as one (`learn`).
+It chooses the arm with the least time for the tokens left, first-step costs included. A batch takes as long
+as its slowest sequence (frailty.py). Speculation must never be slower than off, so it is rated CAUTION
+standard deviations below its expected speed. Other arms are tried while that pays (trial.py). Retrieval is
+judged in hindsight, without drafting: tokens do not depend on the drafter.
 """
 
 from __future__ import annotations
@@ -40,28 +36,25 @@ from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior, StepCosts, Step
 from tlt.speculation.tuner.trial import CAUTION, TRIALS, Prediction, find_trial
 
 MARGIN = 0.03
-"""The share by which speculation must be faster than off where the sequences are unknown: uneven progress
-leaves small batches behind."""
+"""Lead over off that speculation needs where sequences are unknown: uneven progress leaves small batches."""
 NUM_FIRST = 3
-"""Steps of off before anything else: the first, of a new shape, is not typical."""
+"""Steps of off before anything else; the first, of a new shape, is not typical."""
 MIN_RETRIEVED = 1.05
-"""Tokens per verification that retrieval must bring in hindsight before it drafts."""
+"""Tokens per verification in hindsight from which on retrieval drafts."""
 HORIZON_SECONDS = 300.0
-"""Seconds within which a trial must pay: later the batch and its texts are different."""
+"""A trial must pay within this time: later the batch is different."""
 DECIDE_EVERY, DECIDE_AFTER = 0.1, 0.2
-"""Seconds of engine time between two decisions for a batch of much the same size, unless an arm is on trial;
-at first this share of all seconds so far. Bounds what deciding costs: up to 2 ms, beside a forward that
-leaves nothing of it in the processor's caches."""
+"""Engine seconds between decisions for about the same batch, unless an arm is on trial; at first a share
+of all seconds so far. A decision costs up to 2 ms, as the forward evicts its data from the processor's
+caches."""
 MUCH_THE_SAME = 1 / 8
-"""The share by which a batch may grow or shrink before it is decided for anew."""
+"""Relative change of the batch size that needs a new decision."""
 
 
 class CostModel(StrategyTuner):
     """Chooses the arm with the best prediction, and tries others while that pays.
 
-    prior: the drafter's size relative to the target's.
-    has_hindsight: whether batches report what retrieval would have drafted; if not, retrieval is tried like
-        any other drafter.
+    has_hindsight: False: retrieval is tried like any drafter.
     """
 
     def __init__(
@@ -77,21 +70,19 @@ class CostModel(StrategyTuner):
         self.acceptance, self.costs = AcceptanceModel(), StepCosts(prior)
         self.frailties = Frailties()
         self._survivals: dict[Curve, Array] = {}
-        """By curve, without its octave: what survives each depth, as the last decision estimated it."""
+        """By depth, at the last decision; the curves have no octave."""
         self._choice = Strategy.OFF
         self._chosen_for: tuple[int, bool] | None = None
-        """The batch size of the last decision, and whether it had references; None: decide anew."""
+        """Batch size, and whether there were references; None: decide anew."""
         self._seconds_since = self._seconds = 0.0
         """Engine seconds since the last decision, and in all."""
         self._rest, self._is_trial = 0.0, False
-        """Engine seconds from the last decision to the next; whether it was for a trial."""
+        """Engine seconds until the next decision; whether an arm is on trial."""
         self._versions: tuple[int, int] | None = None
         self._unread = 0.0
-        """Tokens per sequence that the learned drafter has not read, on average."""
+        """Tokens per sequence not yet read by the learned drafter, on average."""
         self._narrowed: dict[tuple[bool, bool, bool], tuple[Strategy, ...]] = {}
-        """Cache of `_candidates`."""
         self._known: set[tuple[int, Strategy]] = set()
-        """Batch sizes and arms that ran."""
         self._steps: list[Step] = []
         """Since the last decision."""
         self._prefill_time: PrefillTime | None = None
@@ -120,13 +111,12 @@ class CostModel(StrategyTuner):
         return self._choice
 
     def _is_another(self, batch: BatchState) -> bool:
-        """Returns whether the batch is unlike that of the last decision."""
         size, had_references = self._chosen_for or (0, False)
         is_resized = abs(batch.num_running - size) > MUCH_THE_SAME * size
         return is_resized or bool(batch.reference_drafts) != had_references
 
     def decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
-        """Returns the predictions of all arms that may run, and that of the arm to run. Learns first."""
+        """Learns, then predicts all arms that may run. Returns also the prediction of the arm to run."""
         self.learn()
         arms, size = self._candidates(batch), batch.num_running
         self._look_at_sequences(arms, batch)
@@ -159,7 +149,6 @@ class CostModel(StrategyTuner):
         return predictions, choice
 
     def _look_at_sequences(self, arms: Sequence[Strategy], batch: BatchState) -> None:
-        """Estimates what drafts survive, where the sequences are known."""
         self._survivals.clear()
         if not batch.sequences or batch.reference_drafts:
             return
@@ -169,8 +158,7 @@ class CostModel(StrategyTuner):
                 self._survivals[curve] = self.acceptance.survivals(arm, batch.num_running)
 
     def _tokens_of_each(self, arms: Sequence[Strategy], batch: BatchState) -> Array:
-        """Returns draws of each sequence's tokens per verification, [A, M, B]; M = 0: nothing is known of
-        the sequences."""
+        """Draws of each sequence's tokens per verification, [A, M, B]; M = 0: sequences unknown."""
         if not self._survivals:
             return np.empty((len(arms), 0, 0))
         drawn_MB = self.frailties.draw([one.name for one in batch.sequences])
@@ -181,8 +169,8 @@ class CostModel(StrategyTuner):
         return tokens_AMB
 
     def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
-        """Returns the arms that may run: references where there are any, and retrieval where it pays.
-        Trees and the hybrid may run once the acceptance of learned chains is known, which theirs rests on."""
+        """References may run where there are any, retrieval where it pays, trees and the hybrid once learned
+        chains were measured, on which their rates rest."""
         retrieved = self.acceptance.tokens(Hindsight.STRATEGY, batch.num_running)
         is_retrieval_worth = not self.has_hindsight or retrieved > MIN_RETRIEVED
         is_learned_known = self.acceptance.is_known(Strategy("learned", 1, 1, 1))
@@ -213,7 +201,6 @@ class CostModel(StrategyTuner):
         self._steps.append(Step(strategy, batch, outcome))
 
     def learn(self) -> None:
-        """Learns from the steps since the last decision."""
         steps, self._steps = self._steps, []
         for _, group in groupby(steps, Step.kind):
             alike = list(group)
@@ -258,7 +245,6 @@ class CostModel(StrategyTuner):
             self.costs.observe(works, seconds, alike[0].is_typical)
 
     def counters(self) -> dict[str, Any]:
-        """Returns the statistics, as JSON, and the versions of policy and drafter that they describe."""
         self.learn()
         versions = None if self._versions is None else list(self._versions)
         known = {"acceptance": self.acceptance.counters(), "costs": self.costs.counters()}

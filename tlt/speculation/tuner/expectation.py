@@ -1,4 +1,4 @@
-"""The expected tokens per verification, from the acceptance rate of every depth, and the error of that."""
+"""Expected tokens per verification, from the acceptance rate at every depth, and their error."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rates:
-    """Acceptance rates by depth."""
-
     accepted: Sequence[float]
-    """For levels 0, 1, …: P(the target accepts the token of depth level + 1, given that it accepted all
-    before)."""
+    """P(accepted at depth level + 1 | all before accepted), by level."""
     counts: Sequence[float]
-    """The number of verifications behind each rate."""
+    """Verifications behind each."""
 
 
 class ChainTable(NamedTuple):
-    """Expectations for chains of one token, two, …"""
+    """Expected tokens per verification for chains of 1, 2, … tokens."""
 
     tokens_D: Array
-    """Tokens per verification."""
     spread_DD: Array
-    """Change of the logarithm of these tokens by one standard deviation of the rate at each depth."""
+    """Change of log(tokens_D) by one standard deviation of the rate at each depth."""
     counts_D: Array
-    """Verifications behind the rates."""
+    """Verifications behind each rate."""
     survivals_D: Array
     """Share of verifications that reaches each depth."""
 
@@ -48,20 +44,19 @@ class ChainTable(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """Expectations for A arms, which depend on R rates. Arms that share a rate err together."""
+    """Expected tokens per verification of A arms, which depend on R rates. Arms that share a rate err
+    together."""
 
     tokens_A: Array
-    """Tokens per verification."""
     spread_AR: Array
-    """Change of the logarithm of these tokens by one standard deviation of each rate."""
+    """Change of log(tokens_A) by one standard deviation of each rate."""
     counts_R: Array
-    """Verifications behind each rate."""
     survivals_R: Array
     """Share of verifications that reaches each rate's depth."""
 
     def variance_removed(self, best: int, num_verifications: float) -> Array:
-        """Returns, for each arm, the variance of log(its tokens / the best arm's) that this many
-        verifications of it are expected to remove."""
+        """By arm: the variance of log(its tokens / the best arm's) that this many verifications of it should
+        remove."""
         new_R = num_verifications * self.survivals_R
         seen_AR = (self.spread_AR != 0) * (new_R / (self.counts_R + new_R + 1e-9))
         result: Array = ((self.spread_AR - self.spread_AR[best]) ** 2 * seen_AR).sum(1)

@@ -1,14 +1,13 @@
-"""How unevenly the sequences of a batch accept drafts, and when a batch is therefore done.
+"""How unevenly the sequences of a batch accept drafts, and so when the batch ends.
 
     a sequence's verifications ─▶ its frailty θ ─▶ its tokens per verification ─▶ the steps that it has left
     the steps of all ─▶ a batch that shrinks ─▶ seconds until the slowest sequence ends
 
-Some texts are easy for a drafter and some are hard. What is easy ends early, and the rest goes on in a small
-batch. So long drafts for all can make more tokens per second now, and let the whole batch take longer.
+Texts easy for the drafter end early; hard texts go on in a small batch. So long drafts may raise tokens per
+second now and still prolong the batch.
 
-The chance that a draft survives depth d is exp(-θ H_d): all sequences have the drafter's cumulative hazard
-H_d, and each has its own factor θ (the frailty of Vaupel, Manton and Stallard, 1979). In advance θ follows
-the exponential distribution, of which NUM quantiles stand for the whole.
+A draft survives depth d with chance exp(-θ H_d): H_d is the drafter's cumulative hazard, θ the sequence's
+frailty (Vaupel, Manton and Stallard, 1979). The prior of θ is exponential, represented by NUM quantiles.
 """
 
 from __future__ import annotations
@@ -26,41 +25,38 @@ Ints = NDArray[np.int64]
 NUM = 8
 """Quantiles of the frailty."""
 _MEMORY = 0.9
-"""The share of a sequence's evidence that is left after its next verification: texts change as they go on.
-Lesser shares bring nothing (benchmarks/log.md, 2026-11-25)."""
+"""Share of a sequence's evidence left after a verification: texts change. Less brings nothing
+(benchmarks/log.md, 2026-11-25)."""
 _MOST_DRAWS = 128
-"""Sequences of all draws together, at least two draws and at most NUM: bounds what a decision costs."""
+"""Most draws x sequences, with 2 to NUM draws: bounds the cost of a decision."""
 
 _FRAILTIES_G: Array = -np.log1p(-(np.arange(NUM) + 0.5) / NUM)
 _HAZARDS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 400)])
 _SURVIVALS = np.exp(-np.outer(_HAZARDS, _FRAILTIES_G)).mean(1)
-"""The share of all sequences that survives each of _HAZARDS."""
+"""Mean survival over all sequences at each of _HAZARDS."""
 
 
 def hazards_of(survivals_D: Array) -> Array:
-    """Returns the cumulative hazards H_D at which the survival curve, on average over all sequences, is this
-    one."""
+    """Returns the cumulative hazards H_D at which the mean survival over all sequences is survivals_D."""
     result: Array = np.interp(-survivals_D, -_SURVIVALS, _HAZARDS)
     return result
 
 
 def tokens_of(survivals_D: Array) -> Array:
-    """Returns tokens per verification of chains of 0, 1, … tokens, the bonus token included, [G, D + 1], for
-    sequences of each frailty. survivals_D: on average over all sequences."""
+    """Returns tokens per verification, bonus included, [G, D + 1]: by frailty, for chains of 0, 1, … tokens.
+
+    survivals_D: mean over all sequences.
+    """
     survivals_GD = np.exp(-np.outer(_FRAILTIES_G, hazards_of(survivals_D)))
     return np.concatenate([np.ones((NUM, 1)), 1 + survivals_GD.cumsum(1)], axis=1)
 
 
 class Frailties:
-    """The evidence about the frailty of each running sequence."""
-
     def __init__(self) -> None:
         self._row_of: dict[Hashable, int] = {}
         self._log_likelihood_RG = np.zeros((0, NUM))
-        """Of each sequence's verifications, for each frailty."""
 
     def keep(self, names: Sequence[Hashable]) -> None:
-        """Makes these the known sequences; forgets all others."""
         if self._row_of.keys() != set(names):
             known, rows = self._log_likelihood_RG, [self._row_of.get(name) for name in names]
             self._row_of = {name: row for row, name in enumerate(names)}
@@ -69,12 +65,10 @@ class Frailties:
     def observe(
         self, names: Sequence[Hashable], survivals_D: Array, accepted: Sequence[int], depth: int
     ) -> None:
-        """Learns from verifications of these sequences, in the order in which each came. Sequences that are
-        not known are left out.
+        """Learns from verifications, in each sequence's order.
 
-        survivals_D: of such drafts, on average over all sequences.
-        accepted: drafted tokens that the target accepted. A draft that is shorter than `depth` was rejected
-            at its end.
+        survivals_D: of such drafts, mean over all sequences.
+        accepted: a draft shorter than `depth` counts as rejected at its end.
         """
         later: dict[int, int] = {}
         kept, rows, num_later = [], [], []
@@ -97,15 +91,15 @@ class Frailties:
         np.add.at(self._log_likelihood_RG, rows, found_VG * (_MEMORY ** np.array(num_later))[:, None])
 
     def _weights(self, names: Sequence[Hashable]) -> Array:
-        """Returns the distributions of these known sequences' frailties, [B, G]."""
+        """Posteriors, [B, G]."""
         known_BG = self._log_likelihood_RG[[self._row_of[name] for name in names]]
         weights_BG = np.exp(known_BG - known_BG.max(1, keepdims=True))
         result: Array = weights_BG / weights_BG.sum(1, keepdims=True)
         return result
 
     def draw(self, names: Sequence[Hashable]) -> Ints:
-        """Returns draws of these known sequences' frailties, as indices of quantiles, int64[M, B]: evenly
-        spread over each sequence's distribution, the same for the same evidence."""
+        """Returns frailties as indices of quantiles, int64[M, B]: evenly spread over each posterior,
+        deterministic."""
         below_BG = self._weights(names).cumsum(1)
         num = min(max(_MOST_DRAWS // len(names), 2), NUM)
         places_MB = np.outer((np.arange(num) + 0.5) / num, np.ones(len(names)))
@@ -115,15 +109,14 @@ class Frailties:
 
 
 _GOLDEN = (5**0.5 - 1) / 2
-"""The golden ratio's multiples, less their whole parts, lie evenly between 0 and 1."""
+"""The fractional parts of the golden ratio's multiples lie evenly in [0, 1)."""
 
 
 def seconds_to_finish(steps_AMB: Array, first_A: Array, last_A: Array) -> Array:
-    """Returns the seconds until all B sequences have ended, [A], on average over M draws.
+    """Returns the seconds until all B sequences have ended, [A], mean of M draws.
 
-    steps_AMB: the steps that each sequence still takes.
-    first_A: seconds of a step of all B sequences.
-    last_A: of one sequence alone; in between, a step takes as much longer for each sequence.
+    steps_AMB: steps left.
+    first_A, last_A: seconds of a step of all B sequences, and of the last alone; linear in between.
     """
     each_A = (first_A - last_A) / max(steps_AMB.shape[2] - 1, 1)
     most_A, sum_A = steps_AMB.max(2).mean(1), steps_AMB.sum(2).mean(1)
@@ -136,8 +129,8 @@ def speeds_to_finish(
 ) -> Array:
     """Returns tokens per second until all sequences have ended, [A].
 
-    tokens_AMB: M draws of each sequence's tokens per verification.
-    now_A: tokens per second while waiting requests replace those that have ended.
+    tokens_AMB: draws of tokens per verification.
+    now_A: tokens per second while waiting requests replace ended sequences.
     seconds_A, last_A: of a step of the whole batch, and of its last sequence alone.
     """
     assert batch.num_left is not None, "it is known how much is left"

@@ -1,4 +1,4 @@
-"""What a tuner of strategies promises, and the state that it chooses by. Imports no torch."""
+"""What a tuner promises, and the state that it chooses by. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from tlt.base.strategy import Strategy
 
 @dataclass(frozen=True)
 class ReferenceDraft:
-    """A draft from a reference: up to `length` tokens, each accepted with chance `rate` after the others."""
+    """Up to `length` tokens, each accepted with chance `rate` after the others."""
 
     rate: float
     length: int
 
     def expected(self, depth: int) -> float:
-        """Returns the expected number of accepted tokens of a draft of at most `depth`."""
         num = min(depth, self.length)
         return self.rate * (1 - self.rate**num) / (1 - self.rate)
 
@@ -26,8 +25,7 @@ class ReferenceDraft:
 class Hindsight:
     """The outcome of a chain that retrieval would have drafted by `STRATEGY`.
 
-    Tokens do not depend on the drafter. So the tokens committed since say how many of the chain a
-    verification would have accepted.
+    Tokens do not depend on the drafter, so later tokens show how many would have been accepted.
     """
 
     drafted: int
@@ -36,15 +34,13 @@ class Hindsight:
 
 
 class PrefillTime(NamedTuple):
-    """The prompt tokens that the target prefilled, and the seconds of all its forwards."""
-
     num_tokens: int
     num_forwards: int
     seconds: float
 
 
 class RunningSequence(NamedTuple):
-    """A sequence of the running batch. num_left: tokens expected until its end."""
+    """num_left: tokens expected until its end."""
 
     name: Hashable
     num_left: float
@@ -52,15 +48,15 @@ class RunningSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchState:
-    """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
+    """The running batch: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.
-    num_admitted: sequences that are new in this step; a drafter may have to read their prompts.
-    reference_drafts: one for each sequence that has a reference to draft from.
-    hindsight: chains of retrieval whose outcome became known since the last step.
-    num_left: tokens expected per running sequence, waiting ones' included; None: unknown.
-    prefill_time: of the prompts read before this step; None: none was timed.
-    sequences: one for each; (): unknown, and they are taken to progress alike.
+    num_admitted: sequences new in this step; a drafter may have to read their prompts.
+    reference_drafts: one for each sequence that has a reference.
+    hindsight: chains of retrieval judged since the last step.
+    num_left: tokens expected per running sequence, waiting requests' included; None: unknown.
+    prefill_time: of prompts read before this step; None: none was timed.
+    sequences: one for each; (): unknown, taken to progress alike.
     """
 
     num_running: int
@@ -77,16 +73,13 @@ class BatchState:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The tokens and the seconds of one engine step.
-
-    num_tokens: tokens committed by all sequences.
-    accepted: accepted drafted tokens by sequence; (): nothing was drafted.
-    drafted: drafted nodes by sequence, as many entries as `accepted`.
+    """num_tokens: committed by all sequences.
+    accepted: drafted tokens, by sequence; (): nothing was drafted.
+    drafted: nodes, one entry per entry of `accepted`.
     seconds: of the whole step, drafting included.
-    from_reference: whether a sequence drafted from a reference, by sequence; (): none did.
-    drafted_next: the strategy of the drafts that the step made for the next one; None: it made those that it
-        verified.
-    names: of the sequences of `accepted`, as in `RunningSequence`; (): unknown.
+    from_reference: by sequence; (): no draft came from a reference.
+    drafted_next: strategy of drafts made for the next step; None: the step verified its own drafts.
+    names: as in `RunningSequence`, one per entry of `accepted`; (): unknown.
     """
 
     num_tokens: int
@@ -99,19 +92,18 @@ class StepOutcome:
 
 
 class ExpectedSpeeds(NamedTuple):
-    """The speeds that a tuner expects of the running batch; None: it predicts nothing."""
+    """Expected tokens per second of the running batch; None: no prediction."""
 
     chosen: float | None = None
-    """Tokens per second of the strategy that it chose."""
     otherwise: float | None = None
-    """Tokens per second of the best choice without references; None also where the chosen one uses none."""
+    """The best without references; None also where the chosen strategy uses none."""
 
 
 NO_EXPECTATION = ExpectedSpeeds()
 
 
 class StrategyTuner:
-    """Chooses a strategy for every engine step and learns from its outcome. This base learns nothing."""
+    """Chooses a strategy for every engine step. This base learns nothing."""
 
     expected = NO_EXPECTATION
     """Of the latest choice's batch."""
@@ -127,4 +119,4 @@ class StrategyTuner:
         return {}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continues from what `counters` returned."""
+        """Continues from the result of `counters`."""

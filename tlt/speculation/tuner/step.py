@@ -9,30 +9,26 @@ from tlt.speculation.tuner.protocol import BatchState, StepOutcome
 
 
 class Step(NamedTuple):
-    """A step that ran: the strategy that it verified, its batch and its outcome."""
-
     strategy: Strategy
     batch: BatchState
     outcome: StepOutcome
 
     @property
     def drafted(self) -> Strategy:
-        """Returns the strategy of the drafts that it made."""
         return self.outcome.drafted_next or self.strategy
 
     @property
     def is_typical(self) -> bool:
-        """Returns whether its seconds hold no prefill of prompts."""
+        """Whether its seconds exclude prefill."""
         return not self.batch.num_admitted or self.batch.prefill_time is not None
 
     def kind(self) -> tuple[Any, ...]:
-        """Returns what steps that are learned as one have in common."""
+        """The key that groups similar steps."""
         return self.strategy, self.drafted, self.batch.num_running, self.is_typical
 
     @property
     def levels(self) -> float:
-        """Returns the levels that the learned drafter drafted: those of the longest chain that is from no
-        reference."""
+        """Drafted by the learned drafter: those of the longest chain not from a reference."""
         if self.drafted != self.strategy:
             return float(self.drafted.without_reference.depth)
         outcome = self.outcome

@@ -6,9 +6,8 @@
             + sequences x retrieved             retrieval, on the host
             + unread x read + first             once: tokens new to the drafter, the cost of a new shape
 
-Before anything is measured, the sizes follow from bytes and operations (`CostPrior`), up to the machine's
-speed. An extended Kalman filter on their logarithms then learns from every step: a step that took longer than
-expected makes each part longer, the more, the larger its share of the step and the less it is known.
+The prior follows from bytes and operations (`CostPrior`), up to the machine's speed. An extended Kalman
+filter on the logarithms learns from every step: surprise is divided by share of the step and uncertainty.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tlt.base.strategy import Strategy
 from tlt.speculation.tuner.expectation import Array
 
 KNOTS = 14
-"""The forward is estimated at 1, 2, 4, … rows and interpolated between in logarithms."""
+"""Forwards are estimated at 1, 2, 4, … rows, with interpolation in logarithms."""
 PARTS = {
     "cached": 1.0,  # per token in the caches
     "draft": 0.5,  # per draft of the learned drafter
@@ -36,72 +35,68 @@ PARTS = {
     "unread": 0.7,  # per token that the learned drafter reads late
     "first": 1.3,  # once per new shape
 }
-"""The parts of a step beside its forward, and the prior standard deviation of the logarithm of each."""
+"""Parts beside the forward, with the prior standard deviation of each logarithm."""
 _NUM = KNOTS + len(PARTS)
 _CACHED, _DRAFT, _LEVEL, _LEVEL_ROW, _HYBRID, _RETRIEVED, _UNREAD, _FIRST = range(KNOTS, _NUM)
 ONCE = slice(_UNREAD, _NUM)
 """The parts that a next step of the same kind does not have."""
 
 _NOISE, _NOISE_OF_PREFILL = 0.15, 0.3
-"""Standard deviations of the logarithm of a step's seconds, and of the seconds of a prefill."""
+"""Standard deviations of log(seconds) of a step, and of a prefill."""
 _MAX_SURPRISE = 2.5
-"""Standard deviations, per step, at which surprise is clipped: most likely the machine was busy."""
+"""Standard deviations per step at which surprise is clipped: probably the machine was busy."""
 _FORGET = 1 / 4000
-"""The share of the prior's uncertainty that returns with every step: costs drift."""
+"""Share of the prior's uncertainty that returns per step: costs drift."""
 _RETRIEVED_SECONDS = 30e-6
-"""Prior: a lookup for one sequence."""
+"""Prior of a lookup for one sequence."""
 _ROUGH = 0.06
-"""Prior standard deviation of the forward about a roofline, in logarithms."""
+"""Prior standard deviation of log(forward) about a roofline."""
 _DEVIATION_OF_DRAFTER = 0.4
-"""Prior standard deviation of a factor that all parts of the learned drafter share, in logarithms."""
+"""Prior standard deviation of log(a factor shared by the learned drafter's parts)."""
 
 
 @functools.cache
 def uses(strategy: Strategy) -> tuple[bool, bool]:
-    """Returns whether the learned drafter runs for a strategy, and whether retrieval does."""
+    """Whether the learned drafter runs, and whether retrieval does."""
     drafter = strategy.without_reference.drafter
     return drafter in ("learned", "hybrid"), drafter in ("ngram", "hybrid")
 
 
 @dataclass(frozen=True)
 class CostPrior:
-    """Sizes of a drafter relative to the target's weights, its head included."""
+    """Sizes relative to the target's weights, its head included."""
 
     level: float = 0.15
-    """Weights of the drafter that are read per drafted token, with its head."""
+    """Drafter weights read per drafted token, with the head."""
     read: float = 0.04
-    """Weights of the drafter without a head."""
+    """Drafter weights without a head."""
     head: float = 0.15
     """Weights of the target's head."""
     cached: float = 1e-5
-    """Keys and values of one token."""
+    """A token's keys and values."""
     draft: float | None = None
-    """Weights of the drafter that are read once per draft; None: a small part of a level."""
+    """Drafter weights read once per draft; None: a small part of a level."""
     level_row: float | None = None
-    """Weights of the drafter that each drafted token passes; None: those of a level."""
+    """Drafter weights per row; None: those of a level."""
 
 
 UNKNOWN = CostPrior()
-"""A drafter of common size."""
 
 
 class StepWork(NamedTuple):
-    """The work of an engine step."""
-
     strategy: Strategy
     batch_size: int
     mean_length: float
     rows: float
-    """Rows of the target's forward."""
+    """Of the target's forward."""
     levels: float
-    """Levels that the learned drafter drafts one after the other."""
+    """Of the learned drafter, in sequence."""
     unread: float = 0.0
-    """Tokens that this drafter has not read, and reads first."""
+    """Tokens that the learned drafter reads first."""
     is_first: bool = False
-    """Whether this batch size and strategy are new."""
 
     def amounts(self) -> list[float]:
-        """Returns the amount of each of PARTS."""
+        """In the order of PARTS."""
         is_learned, is_retrieved = uses(self.strategy)
         levels = self.levels if is_learned else 0.0
         rows = self.batch_size * (1 + (self.strategy.width - 1) / 2)
@@ -113,26 +108,21 @@ class StepWork(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """The expected seconds of A steps."""
-
     seconds_A: Array
-    """Without the parts that come once."""
+    """Without `once_A`."""
     once_A: Array
-    """The parts that come once."""
+    """The parts in ONCE."""
     shares_AP: Array
     """The gradient of log(seconds_A) in the logarithms of all parts."""
 
     def split(self, num: int) -> tuple[Forecast, Array]:
-        """Returns the forecast of the first `num` steps, and the seconds of the others."""
+        """The first `num` steps' forecast, and the seconds of the others."""
         first = Forecast(self.seconds_A[:num], self.once_A[:num], self.shares_AP[:num])
         return first, self.seconds_A[num:]
 
 
 class StepCosts:
-    """Predicts the seconds of engine steps.
-
-    mean_P, covariance_PP: of the logarithms of all parts; the forward's knots come first.
-    """
+    """mean_P, covariance_PP: of the logarithms of all parts; the forward's knots come first."""
 
     def __init__(self, prior: CostPrior = UNKNOWN) -> None:
         self.prior = prior
@@ -142,12 +132,11 @@ class StepCosts:
         self.covariance_PP = self._drift_PP + 16.0 * scale_PP  # the machine's speed is unknown
         self._drift_PP = _FORGET * (self._drift_PP + 0.1 * scale_PP)
         self.num_steps: dict[Strategy, int] = {}
-        """Engine steps observed, by arm."""
 
     def observe(self, works: Sequence[StepWork], seconds: Sequence[float], is_typical: bool = True) -> None:
-        """Learns from engine steps of one strategy, as from one: their mean, with less noise.
+        """Learns from steps of one strategy as from their mean, with less noise.
 
-        is_typical: whether their seconds hold no prefill of prompts.
+        is_typical: whether their seconds exclude prefill.
         """
         strategy, num = works[0].strategy, len(works)
         self.num_steps[strategy] = self.num_steps.get(strategy, 0) + num
@@ -158,12 +147,11 @@ class StepCosts:
         self._update(rows, amounts, took, noise, num)
 
     def observe_prefill(self, num_tokens: float, num_forwards: int, seconds: float) -> None:
-        """Learns from the prefill of prompts: a row per token, without the head."""
+        """A prefill is a forward of one row per token, without the head."""
         rows = max(num_tokens / num_forwards * (1 - self.prior.head), 1.0)
         self._update(rows, [0.0] * (len(PARTS) - 1) + [1.0], seconds / num_forwards, _NOISE_OF_PREFILL)
 
     def forecast(self, works: Sequence[StepWork]) -> Forecast:
-        """Returns the expected seconds of these steps."""
         knots_AK = _knots(np.array([work.rows for work in works]))
         forward_A = np.exp(knots_AK @ _rising(self.mean_P[:KNOTS], self.covariance_PP.diagonal()[:KNOTS]))
         parts_AJ = np.array([work.amounts() for work in works]) * np.exp(self.mean_P[KNOTS:])
@@ -174,14 +162,14 @@ class StepCosts:
         return Forecast(seconds_A, once_A, shares_AP / seconds_A[:, None])
 
     def variance(self, shares_AP: Array, other: int) -> Array:
-        """Returns, for each arm, the variance of log(its seconds / another arm's)."""
+        """By arm: the variance of log(its seconds / another arm's)."""
         differences_AP = shares_AP - shares_AP[other]
         result: Array = ((differences_AP @ self.covariance_PP) * differences_AP).sum(1)
         return result
 
     def variance_removed(self, shares_AP: Array, best: int, num_steps: float) -> Array:
-        """Returns, for each arm, the variance of log(its seconds / the best arm's) that this many steps of it
-        are expected to remove."""
+        """By arm: the variance of log(its seconds / the best arm's) that this many steps of it should
+        remove."""
         covariance_AA = shares_AP @ self.covariance_PP @ shares_AP.T
         own_A = covariance_AA.diagonal()
         result: Array = (own_A - covariance_AA[best]) ** 2 / (own_A + _NOISE**2 / num_steps)
@@ -205,19 +193,16 @@ class StepCosts:
         ) + num_steps * self._drift_PP
 
     def counters(self) -> dict[str, Any]:
-        """Returns what was learned, as JSON."""
         steps = {str(arm): num for arm, num in self.num_steps.items()}
         return {"mean": self.mean_P.tolist(), "covariance": self.covariance_PP.tolist(), "num_steps": steps}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continues from what `counters` returned."""
         self.mean_P, self.covariance_PP = np.array(counters["mean"]), np.array(counters["covariance"])
         self.num_steps = {Strategy.parse(arm): num for arm, num in counters["num_steps"].items()}
 
 
 def _knots(rows_A: Array) -> Array:
-    """Returns the interpolation weights of the knots for forwards of `rows_A` rows, [A, K]. Beyond the last
-    knot the last two are extrapolated."""
+    """Interpolation weights, [A, K]. The last two knots extrapolate."""
     place_A = np.log2(rows_A)
     below_A = np.minimum(place_A.astype(int), KNOTS - 2)
     weights_AK = np.zeros((len(rows_A), KNOTS))
@@ -228,7 +213,7 @@ def _knots(rows_A: Array) -> Array:
 
 
 def _rising(mean_K: Array, variance_K: Array) -> Array:
-    """Returns the nearest values that never fall (pool adjacent violators): more rows never take less."""
+    """The nearest non-decreasing values (pool adjacent violators): more rows never take less."""
     pools: list[tuple[float, float, int]] = []  # value, weight, knots
     for value, variance in zip(mean_K.tolist(), variance_K.tolist(), strict=True):
         weight, num = 1 / variance, 1
@@ -241,12 +226,10 @@ def _rising(mean_K: Array, variance_K: Array) -> Array:
 
 
 def _prior(prior: CostPrior) -> tuple[Array, Array]:
-    """Returns mean and covariance of the logarithms of all parts, in seconds of a machine whose forward of
-    one row takes 10 ms.
+    """Returns mean and covariance of the parts' logarithms for a machine whose one-row forward takes 10 ms.
 
-    A forward reads its weights and computes its rows. Both overlap (the roofline: the longer of the two) or
-    do not (their sum), and machines differ in how many rows take as long as the weights. So the prior is the
-    spread over many machines: from 4 rows to 512, from the maximum of the two to their sum.
+    A forward reads weights and computes rows; the two overlap (maximum, the roofline) or do not (sum). The
+    prior is the spread over machines: 4 to 512 rows take as long as the weights, from maximum to sum.
     """
     rows_K = 2.0 ** np.arange(KNOTS)
     machines = []

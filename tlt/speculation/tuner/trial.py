@@ -1,13 +1,13 @@
-"""Whether an arm is worth a trial, by what is expected of it and how sure that is.
+"""Whether an arm is worth a trial, by its expected speed and its uncertainty.
 
     loss(arm)   the seconds that TRIALS steps of it take more than the best arm takes for as many tokens, and
                 the extra seconds of its first step
-    gain(arm)   the seconds that the arm then saves of the time left, on average over what the trial may show;
-                none where it shows the arm to be slower, because the best arm then goes on
+    gain(arm)   the expected seconds that the arm then saves of the time left; outcomes where it is slower
+                count as 0, because the best arm then goes on
 
-Of the arms whose gain exceeds their loss, the one with the smallest loss is tried. An arm that is not
-expected to be clearly faster must not lose more than MOST_LOST of the time left. This is the knowledge
-gradient for correlated beliefs (Frazier, Powell and Dayanik, 2009).
+Of the arms with gain > loss, the smallest loss is tried. An arm not expected to be clearly faster must not
+lose more than MOST_LOST of the time left. This is the knowledge gradient for correlated beliefs (Frazier,
+Powell and Dayanik, 2009).
 """
 
 from __future__ import annotations
@@ -19,36 +19,32 @@ from dataclasses import dataclass
 from tlt.base.strategy import Strategy
 
 TRIALS = 2.0
-"""Steps that a trial is assumed to take, besides the extra seconds of the first."""
+"""Steps of a trial, besides the extra seconds of the first."""
 CAUTION = 0.7
 """Standard deviations by which speculation is rated below its expected speed."""
 CLEARLY, MOST_LOST = 1.1, 0.02
-"""A trial is for arms expected CLEARLY times as fast, or to lose less than this share of the time left."""
+"""An arm on trial is expected this many times as fast, or to lose less than this share of the time left."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expectations of an arm."""
-
     strategy: Strategy
     now: float
     """Tokens per second of the whole batch."""
     speed: float
-    """The same until all its sequences have ended."""
+    """Tokens per second until all sequences have ended."""
     low: float
     """`speed` less CAUTION standard deviations."""
     sd_vs_off: float
-    """Standard deviation of log(speed / off's speed): how uncertain the arm is."""
+    """Standard deviation of log(speed / off's speed)."""
     sd_learned_by_trial: float
-    """Standard deviation by which a trial moves the estimate of log(speed / the best arm's speed)."""
+    """Standard deviation of a trial's change of log(speed / the best arm's speed)."""
     seconds: float
-    """Seconds of an engine step."""
     once: float
     """Extra seconds of the next step."""
 
 
 def find_trial(predictions: Sequence[Prediction], best: Prediction, num_left: float) -> Prediction | None:
-    """Returns the arm that is worth a trial, the one with the smallest loss; None: none is."""
     seconds_left = num_left / best.low
     found, smallest = None, math.inf
     for one in predictions:
@@ -69,13 +65,13 @@ def find_trial(predictions: Sequence[Prediction], best: Prediction, num_left: fl
 
 
 def expected_saving(mean: float, deviation: float) -> float:
-    """Returns E[max(0, 1 - exp(-x))] of a normal x = log(an arm's speed / the best arm's): the share of the
-    time that the arm is expected to save, if it is used only where it turns out faster."""
+    """Returns E[max(0, 1 - exp(-x))] for normal x = log(an arm's speed / the best arm's): the share of time
+    saved if the arm is used only where it turns out faster."""
     place = mean / deviation
     below = -deviation + place
     return _normal(place) - math.exp(deviation**2 / 2 - mean) * _normal(below)
 
 
 def _normal(place: float) -> float:
-    """Returns the cumulative distribution function of the standard normal distribution."""
+    """The standard normal distribution function."""
     return 0.5 * math.erfc(-place / math.sqrt(2))

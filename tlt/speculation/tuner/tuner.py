@@ -21,8 +21,6 @@ from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
 
 
 class Fixed(StrategyTuner):
-    """Chooses the same strategy for every batch."""
-
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
@@ -43,8 +41,7 @@ def default_arms(
     trees: bool = True,
     learned_depth: int = Strategy.MAX_DEPTH,
 ) -> tuple[Strategy, ...]:
-    """Returns the strategies worth trying with drafters of these kinds: off, chains, long chains from
-    references, and trees of the learned drafter.
+    """Returns the strategies worth trying.
 
     max_depth: most drafting steps that the engine allows.
     trees: whether the engine verifies trees.
@@ -69,20 +66,16 @@ def default_arms(
 
 @dataclass(frozen=True)
 class Abilities:
-    """What an engine offers to its tuner."""
+    """What an engine can do: verify trees, and report retrieval's drafts in hindsight."""
 
     trees: bool = True
-    """Whether it verifies trees."""
     hindsight: bool = True
-    """Whether it reports what retrieval would have drafted."""
 
 
 OURS = Abilities()
-"""What our own engine offers."""
 
 
 def check_depth(strategy: Strategy, learned_depth: int) -> None:
-    """Raises UserError for a strategy that is deeper than the learned drafter's block."""
     if strategy.depth > learned_depth:
         raise UserError(
             f"speculation: {strategy} drafts {strategy.depth} tokens, and the drafter's block has "
@@ -99,16 +92,12 @@ def make_tuner(
     prior: CostPrior = UNKNOWN,
     learned_depth: int = Strategy.MAX_DEPTH,
 ) -> StrategyTuner | None:
-    """Returns the tuner that the user asked for; None for `off`.
+    """Returns None for `off`. Raises UserError for a strategy whose drafter does not exist.
 
     speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET.
-    kinds: the drafters that exist, the preferred one first.
-    name: the tuner behind `adaptive`, cost-model or beg-mab.
-    max_depth: see `default_arms`.
-    prior: the drafter's size relative to the target's.
-    learned_depth: see `default_arms`.
-
-    Raises UserError for a strategy whose drafter does not exist.
+    kinds: of the drafters that exist, the preferred first.
+    name: of the tuner behind `adaptive`, cost-model or beg-mab.
+    max_depth, learned_depth: see `default_arms`.
     """
     if speculation == "off":
         return None

@@ -1,11 +1,11 @@
 """A block drafter's cache: keys and values of the context, made once per committed token, and its levels.
 
     committed tokens   0 1 2 ... n-2 | n-1 (root, the anchor)
-    context            0 1 2 ... n-2   made of what the target captured there, and kept
+    context            0 1 2 ... n-2   made of the target's captured features, and kept
     block                              n-1, n, n+1, …   written behind the context, overwritten by the next
 
-A draft fills as many slots of the block as it has levels. One pass over them gives the logits of all. A level
-reads its slot, to which a Markov head adds a bias by the parent's token.
+A draft fills one slot of the block per level; one pass gives the logits of all. A Markov head adds a bias by
+the parent's token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask
 
 _ROWS_AT_ONCE = 64
-"""Most slots of a batch whose logits are made by one product: it reads the head once. Beyond that the head is
-read once per level, and the logits of one level exist at a time."""
+"""Most slots whose logits are one product, which reads the head once. Beyond, one level's logits exist at a
+time."""
 
 
 class BlockCache(DraftCache):
-    """Reads the context for a block drafter."""
-
     model: PackedBlock
 
     def __init__(
@@ -60,8 +58,7 @@ class BlockCache(DraftCache):
         return BlockLevels(self, hidden_BUE[:, shape.first_slot :], roots_B1)
 
     def _read_missing(self, context: DraftContext) -> None:
-        """Makes the keys and values of all committed tokens that are not in the cache, in one pass where they
-        are few; samples of one prompt share the work."""
+        """Takes one pass where few tokens are missing; samples of one prompt share the work."""
         _, copies = self.restart(context)
         sharing = {slot for _, slot in copies}
         wanted = [len(tokens) - 1 - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]
@@ -85,7 +82,7 @@ class BlockCache(DraftCache):
 
 
 class BlockLevels(Levels):
-    """The slots of one pass, one per level. hidden_BDE: of the slots that propose."""
+    """hidden_BDE: of the slots that propose, one per level."""
 
     def __init__(self, blocks: BlockCache, hidden_BDE: Tensor, roots_B1: Tensor) -> None:
         self.blocks, self.hidden_BDE, self.roots_B1 = blocks, hidden_BDE, roots_B1

@@ -14,7 +14,7 @@ from tlt.models.packed import PackedTransformer
 def make_cache(
     model: PackedDrafter, target: PackedTransformer, captured_size: int, window: int, max_slots: int
 ) -> DraftCache:
-    """Returns the cache of a drafter; `DraftCache` explains the arguments."""
+    """See `DraftCache` for the arguments."""
     if isinstance(model, PackedBlock):
         return BlockCache(model, target, captured_size, window, max_slots)
     assert isinstance(model, PackedEagle), model

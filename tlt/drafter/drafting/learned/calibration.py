@@ -18,19 +18,19 @@ from tlt.base.types import DraftTree, Verdict
 from tlt.base.uploads import upload
 
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
-"""Borders of the bins of a candidate's raw confidence, the log-softmax of its score among all candidates."""
+"""Bins of raw confidence, the log-softmax of a candidate's score."""
 
 _LEVEL_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3)
-"""Group of each level: levels 0, 1, 2-3, 4-7 and from 8 on count together."""
+"""Levels 0, 1, 2-3, 4-7 and from 8 on count together."""
 _NUM_LEVEL_GROUPS = 5
 _NUM_RANKS = 8
-"""Ranks among siblings that are told apart; later ones count as the last."""
+"""Among siblings; later ones count as the last."""
 _PRIOR_COUNT = 8.0
-"""Observations that the prior of a cell counts as."""
+"""Weight of a cell's prior in observations."""
 _REFRESH_EVERY = 256
-"""Counted candidates between two refreshes of the table on the device."""
+"""Counted candidates between refreshes of the table on the device."""
 _OBSERVED_ROWS = 8
-"""Most sequences of a batch whose verdicts are counted; bounds the work on the host."""
+"""Most sequences whose verdicts are counted; bounds the work on the host."""
 
 
 def _group_of(level: int) -> int:
@@ -38,18 +38,15 @@ def _group_of(level: int) -> int:
 
 
 def sent_to_host(values: Tensor) -> Tensor:
-    """Returns a copy on the host without waiting for it. It is complete once the host has waited for later
-    work of the same device, such as a verdict's. On a CPU it is the tensor itself."""
+    """Copies without waiting. The copy is complete once the host has waited for later work of the device."""
     return values.to("cpu", non_blocking=True)
 
 
 class Calibration:
-    """Estimates P(accepted | parent accepted) of a candidate by its level, rank among siblings and raw
-    confidence.
+    """Estimates P(accepted | parent accepted) by level, rank among siblings and raw confidence.
 
-    Each combination of the three is a cell with a Beta posterior, whose mean is the estimate; its prior says
-    that the raw confidence is right. A node counts only if its parent was accepted: for others the
-    target's token is unknown.
+    Each combination is a cell with a Beta posterior, whose prior trusts the raw confidence. A node counts
+    only if its parent was accepted: otherwise the target's token is unknown.
     """
 
     UNUSED = -1
@@ -68,8 +65,8 @@ class Calibration:
         self._refresh()
 
     def estimate(self, level: int, raw_confidence_BFW: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (cells, log P(accepted | parent accepted)) of the candidates, both [B, F, W]. B: sequences,
-        F: expanded nodes, W: candidates of each, best first."""
+        """Returns (cells, log P(accepted | parent accepted)), both [B, F, W]: F expanded nodes, W candidates
+        of each, best first."""
         num_bins, device = len(_EDGES) + 1, raw_confidence_BFW.device
         ranks_W = torch.arange(raw_confidence_BFW.shape[-1], device=device).clamp_max_(_NUM_RANKS - 1)
         cells_BFW = torch.bucketize(raw_confidence_BFW, self.edges)
@@ -77,16 +74,12 @@ class Calibration:
         return cells_BFW, self.table[cells_BFW]
 
     def note(self, tree: DraftTree, cells_BN: Tensor) -> Tensor:
-        """Returns what `observe` needs of a drafted tree, [3, rows, nodes], on its way to the host.
-
-        cells_BN: the cells of its nodes without the root.
-        """
+        """Sends the argument of `observe` to the host, [3, rows, nodes]. cells_BN: without the root."""
         rows = slice(0, _OBSERVED_ROWS)
         noted = [tree.tokens_BN[rows, 1:], tree.parents_BN[rows, 1:], cells_BN[rows]]
         return sent_to_host(torch.stack(noted))
 
     def observe(self, noted_3BN: Tensor, verdicts: Sequence[Verdict]) -> None:
-        """Counts which nodes of a drafted tree were accepted."""
         for tokens, parents, cells, verdict in zip(*noted_3BN.tolist(), verdicts, strict=False):
             path = [0]
             for node, (token, parent, cell) in enumerate(zip(tokens, parents, cells, strict=True), start=1):
@@ -105,18 +98,16 @@ class Calibration:
             self._refresh()
 
     def age(self, keep: float = 0.5) -> None:
-        """Scales the weight of all observations, because drafter or target changed."""
+        """Shrinks evidence about an older drafter or target."""
         for cell, prior in enumerate(self.prior):
             self.seen[cell] = _PRIOR_COUNT + keep * (self.seen[cell] - _PRIOR_COUNT)
             self.accepted[cell] = prior * _PRIOR_COUNT + keep * (self.accepted[cell] - prior * _PRIOR_COUNT)
         self._refresh()
 
     def counters(self) -> dict[str, Any]:
-        """Returns what was counted, as JSON."""
         return {"accepted": list(self.accepted), "seen": list(self.seen)}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continues from what `counters` returned."""
         self.accepted, self.seen = list(counters["accepted"]), list(counters["seen"])
         self._refresh()
 
@@ -127,13 +118,12 @@ class Calibration:
 
 
 class TauSearch:
-    """Finds the coupling temperature tau whose first candidate is most often the target's token.
+    """Finds the coupling temperature whose first candidate is most often the target's token.
 
-    The candidates of level 0 are ranked by logits / tau + noise, and the target's token there is always
-    known. So one verification judges every tau. tlt/speculation/__init__.py says why the best is often
-    below 1.
+    At level 0 the target's token is always known, so one verification judges every tau. Why tau < 1:
+    tlt/speculation/__init__.py.
 
-    tau: a fixed value; None: search.
+    tau: fixed; None: search.
     """
 
     CANDIDATES = (0.3, 0.45, 0.6, 0.7, 0.85, 1.0, 1.3)
@@ -141,7 +131,7 @@ class TauSearch:
     EVERY = 8
     """One in this many proposals is judged."""
     MEMORY = 2000.0
-    """Verdicts after which the weight of a hit has faded to 1 / e."""
+    """Verdicts after which a hit has faded to 1 / e."""
 
     def __init__(self, tau: float | None = None) -> None:
         self.is_fixed = tau is not None
@@ -151,8 +141,7 @@ class TauSearch:
         self._count = 0
 
     def guess(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> Tensor | None:
-        """Returns the token that each of the K taus ranks first, [K, B], on its way to the host; None but for
-        one in `EVERY` proposals.
+        """Sends the first token of each of K taus to the host, [K, B]; None but for one in `EVERY` proposals.
 
         token_ids_V: the target's ids of a reduced draft vocabulary.
         """
@@ -163,9 +152,11 @@ class TauSearch:
         return sent_to_host(first_KB if token_ids_V is None else token_ids_V[first_KB])
 
     def observe(self, guesses_KB: Tensor, tokens: Sequence[int]) -> None:
-        """Counts the guesses that are the target's token, `tokens[b]` at the root of row b. Another tau takes
-        over when its lead in hits exceeds a standard error of the difference: at most the square root of the
-        misses of both."""
+        """Counts hits. tokens: the target's, at the roots.
+
+        Another tau takes over when its lead exceeds a standard error of the difference: at most the square
+        root of the misses of both.
+        """
         guesses = guesses_KB.tolist()
         fade = math.exp(-len(tokens) / self.MEMORY)
         self.num_seen = self.num_seen * fade + len(tokens)
@@ -176,9 +167,7 @@ class TauSearch:
             self.tau = self.CANDIDATES[self.hits.index(best)]
 
     def counters(self) -> dict[str, Any]:
-        """Returns what was counted, as JSON."""
         return {"tau": self.tau, "hits": list(self.hits), "num_seen": self.num_seen}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continues from what `counters` returned."""
         self.tau, self.hits, self.num_seen = counters["tau"], list(counters["hits"]), counters["num_seen"]

@@ -1,12 +1,10 @@
-"""The base of a learned drafter's caches of the running sequences, each in the slot that the engine gave it.
-A cache gives the ranking the logits of one level after the other.
+"""The base of a learned drafter's caches, by the engine's slots. A cache gives the logits of each level.
 
     committed tokens ─▶ read what is new ─▶ Levels:  first() ─▶ next(tokens of level 1) ─▶ …
                         (cache, history)
 
-pair_cache.py reads EAGLE's pairs, block_cache.py the context of blocks. Every proposal first reads what was
-committed since the last one: a few tokens while speculating, up to the window of kept features when
-speculation is switched on late. The target never runs for this.
+pair_cache.py reads EAGLE's pairs, block_cache.py the context of blocks. A proposal first reads new committed
+tokens, up to the window when speculation is switched on late. The target never runs for this.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from tlt.models.packed import PackedTransformer
 
 
 class Levels(ABC):
-    """The logits of one proposal, over the draft vocabulary, level by level. F: nodes to be expanded."""
+    """The logits of one proposal, over the draft vocabulary. F: nodes to be expanded."""
 
     @abstractmethod
     def first(self) -> Tensor:
@@ -32,17 +30,15 @@ class Levels(ABC):
 
     @abstractmethod
     def next(self, tokens_BF: Tensor, parents_BF: Tensor | None) -> Tensor:
-        """Returns the logits [B, F, V] behind the nodes that are expanded next: `tokens_BF`, children of the
-        nodes `parents_BF` of those expanded last. None: a chain's only node."""
+        """Returns the logits [B, F, V] behind `tokens_BF`, children of the nodes `parents_BF` of those
+        expanded last; None: a chain's only node."""
 
 
 class DraftCache(ABC):
-    """Reads the running sequences for the drafter.
-
-    captured_size: width of the features at a position, those included that only training needs.
-    window: positions per sequence whose features are kept; nothing further back is ever read.
+    """captured_size: width of the features at a position, including those that only training needs.
+    window: positions per sequence whose features are kept.
     spare: columns behind a sequence's entries, for the drafts.
-    least: entries of a sequence from which on `restart` reads it.
+    least: entries from which on `restart` reads a sequence.
     """
 
     def __init__(
@@ -65,13 +61,13 @@ class DraftCache(ABC):
 
     @abstractmethod
     def begin(self, context: DraftContext, strategy: Strategy, roots_B1: Tensor) -> Levels:
-        """Reads what is new and begins a proposal. roots_B1: the last committed tokens."""
+        """roots_B1: the last committed tokens."""
 
     def admit(self, slot: int) -> None:
         self.firsts[slot] = self.counts[slot] = 0
 
     def forget(self) -> None:
-        """Drops the cache; it is computed again from the kept features."""
+        """The cache is computed again from the kept features."""
         self.counts = [0] * len(self.counts)
 
     def move(self, source: int, target: int) -> None:
@@ -84,7 +80,7 @@ class DraftCache(ABC):
         return self.cache.slot_bytes(length + self.spare) + self.history.slot_bytes(length)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Bounds the caches to `num_slots` sequences of `length` tokens. They grow when needed."""
+        """Bounds the caches, which grow when needed."""
         self.room = num_slots, length
         self.history.reserve(num_slots, length)
         slots = min(self.cache.num_slots, num_slots)
@@ -98,7 +94,6 @@ class DraftCache(ABC):
         self.history.release()
 
     def hold(self, num_slots: int, num_columns: int) -> None:
-        """Makes room in the cache."""
         if self.room is None:
             self.cache.reserve(num_slots, num_columns)
         elif not self.cache.holds(num_slots, num_columns):
@@ -106,8 +101,8 @@ class DraftCache(ABC):
             self.cache.resize(max(slots, num_slots), max(length + self.spare, num_columns))
 
     def restart(self, context: DraftContext) -> tuple[list[int], list[tuple[int, int]]]:
-        """Forgets sequences whose next entry has left the window. Returns the slots to read from their first
-        entry on, and pairs (leader, slot) of samples of one prompt, which share the leader's entries."""
+        """Forgets sequences whose next entry has left the window. Returns the slots to read anew, and
+        (leader, slot) of samples of one prompt, which share entries."""
         entering: list[int] = []
         copies: list[tuple[int, int]] = []
         leader_of: dict[tuple[int, ...], int] = {}
@@ -125,12 +120,11 @@ class DraftCache(ABC):
         return entering, copies
 
     def share(self, copies: list[tuple[int, int]]) -> None:
-        """Copies the entries of each leader to its slot."""
         for leader, slot in copies:
             self.cache.move(leader, slot, self.counts[leader])
             self.firsts[slot], self.counts[slot] = self.firsts[leader], self.counts[leader]
 
     def positions(self, columns_BT: Tensor, offsets_B1: Tensor | None) -> Tensor:
-        """Returns the rotary positions of columns, flat; beyond the window, those of its end."""
+        """Returns rotary positions, flat, clamped to max_positions."""
         positions_BT = columns_BT if offsets_B1 is None else columns_BT + offsets_B1
         return positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)

@@ -1,12 +1,12 @@
-"""The learned drafter: ranks candidates for the next tokens and makes chains and trees of them (EAGLE, arXiv
-2401.15077; EAGLE-2, arXiv 2406.16858).
+"""The learned drafter: ranks candidates and makes chains and trees of them (EAGLE, arXiv 2401.15077; EAGLE-2,
+arXiv 2406.16858).
 
     committed tokens, read ─▶ logits of a level ─▶ scores of the candidates ─▶ the best
     (draft_cache.py)              ▲                                              │
                                   └──────────── drafted tokens ◀─────────────────┘
 
-The logits of the next level come from a pass over the drafted tokens (EAGLE: pair_cache.py) or from the next
-slot of a block that one pass has drafted (block_cache.py). What is made of them is the same.
+The next level's logits come from a pass over the drafted tokens (EAGLE: pair_cache.py) or from the next slot
+of a block (block_cache.py).
 """
 
 from __future__ import annotations
@@ -35,46 +35,41 @@ from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.tree import chain
 
 _MAX_LOG_CHANCE = -1e-4
-"""Upper bound of a candidate's log P(accepted | parent accepted): a child never outranks its parent."""
+"""Bounds log P(accepted | parent accepted): a child never outranks its parent."""
 
 
 @dataclass(frozen=True)
 class LearnedSettings:
-    """Settings of the learned drafter: how it ranks and what it remembers."""
-
     ranking: Literal["coupled", "top-k"] = "coupled"
-    """Scores candidates by log q / tau + the target's noise (coupled: tlt/speculation/__init__.py) or by log
-    q alone (top-k; EAGLE-2, arXiv 2406.16858). q: the draft distribution at the sequence's temperature."""
+    """Ranks by log q / tau + the target's noise (coupled: tlt/speculation/__init__.py) or by log q alone
+    (top-k: EAGLE-2). q: the draft distribution at the sequence's temperature."""
     tau: float | None = None
-    """The coupling temperature; None: tuned while running."""
+    """Coupling temperature; None: tuned while running."""
     window: int = 4096
-    """Positions per sequence whose features are kept. The drafter does not see what lies further back."""
+    """Positions per sequence that the drafter sees."""
     calibrate: bool = True
-    """Whether the confidences that rank a tree's nodes are corrected by the acceptance so far."""
+    """Correct a tree's confidences by the acceptance so far."""
     keep_targets: bool = False
-    """Whether the features that training needs are kept, too (`training_capture` in shape.py)."""
+    """Also keep features for training (`training_capture` in shape.py)."""
 
 
 @dataclass(frozen=True)
 class LearnedProposal(Proposal):
-    """A learned draft, and what its verdicts are compared with."""
-
     guesses_KB: Tensor | None = None
-    """See `TauSearch.guess`; None: not this time."""
+    """See `TauSearch.guess`."""
     noted_3BN: Tensor | None = None
-    """See `Calibration.note`; None: nothing counts."""
+    """See `Calibration.note`."""
     logprobs_BD: Tensor | None = None
-    """The drafter's log-probabilities of a chain's tokens at the sequences' temperatures; None: unwatched."""
+    """The drafter's log-probabilities of a chain's tokens, at the sequences' temperatures; None:
+    unwatched."""
 
 
 OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
-"""Receives every proposal with its verdicts; for measuring."""
+"""For measuring."""
 
 
 @dataclass(frozen=True)
 class _Front:
-    """The arguments of one proposal, and where the logits of its levels come from."""
-
     params: BatchParams
     strategy: Strategy
     noise: DraftNoise
@@ -85,9 +80,8 @@ class _Front:
 
 
 class LearnedDrafter(Drafter[LearnedProposal]):
-    """Drafts with a small model that shares the target's embedding and head.
+    """Shares the target's embedding and head.
 
-    on_verdicts: watches it; None: not watched.
     vocabulary: the tokens to propose; None: all, or those that the drafter's folder fixes.
     """
 
@@ -127,8 +121,8 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replaces the weights, for running sequences, too: the cache is computed again from the remembered
-        features. What was learned about the old weights' confidence counts for less."""
+        """Also under running sequences: the cache is computed again from the kept features. Evidence about
+        the old weights counts for less."""
         self.model.load(tensors, version)
         self.memory.forget()
         if self.calibration is not None:
@@ -194,17 +188,14 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _depth(self, strategy: Strategy) -> int:
-        """Returns the levels to draft. The hybrid's strategies may be deeper than the drafter's block."""
+        """The hybrid's strategies may be deeper than the drafter's block."""
         return min(strategy.depth, self.model.config.max_depth)
 
     def _rank(self, front: _Front, logits_BTV: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ranks the candidates of one level by their logits, over the draft vocabulary.
+        """Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise if
+        coupled, else log q, up to a constant per node), and at level 0 `TauSearch.guess`.
 
-        Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise, or log q
-        if ranking is not coupled, up to a constant per node), and at level 0 `TauSearch.guess`.
-
-        The log-softmax of the scores is a candidate's raw confidence. Where the scores contain the noise it
-        is no log-probability: `Calibration.estimate` makes log P(accepted) of it.
+        With noise, the log-softmax of the scores is no log-probability; `Calibration.estimate` corrects it.
         """
         scaled_BTV = front.params.scale(logits_BTV)
         if not self.is_coupled:
@@ -216,7 +207,6 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return scaled_BTV, torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau), guesses_KB
 
     def _note(self, tree: DraftTree, cells_BN: Tensor | None, unwanted: Sequence[int]) -> Tensor | None:
-        """Returns `Calibration.note` of a tree with these cells; unwanted rows do not count."""
         if self.calibration is None or cells_BN is None:
             return None
         if unwanted:
@@ -224,11 +214,10 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return self.calibration.note(tree, cells_BN)
 
     def _token_ids(self, drafted: Tensor) -> Tensor:
-        """Returns the target's ids of tokens of the draft vocabulary."""
+        """Draft vocabulary → target vocabulary."""
         return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
 
     def _chain(self, front: _Front) -> LearnedProposal:
-        """Drafts the best candidate level by level."""
         tokens, logprobs = [front.roots_B1], list[Tensor]()
         guesses_KB: Tensor | None = None
         for level in range(self._depth(front.strategy)):
@@ -243,9 +232,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return LearnedProposal(chain(torch.cat(tokens, dim=1)), guesses_KB, logprobs_BD=logprobs_BD)
 
     def _branch(self, front: _Front) -> LearnedProposal:
-        """Drafts a tree (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are expanded
-        by `width` candidates each, and the `budget` most confident nodes of all become the tree. A node's
-        confidence is the product of the chances, from the root on, that each candidate is accepted."""
+        """Drafts a tree (EAGLE-2): a level's `width` most confident nodes are expanded by `width` candidates
+        each; the `budget` most confident of all nodes stay. Confidence is the product of acceptance chances
+        from the root on."""
         strategy, device, B = front.strategy, self.model.device, len(front.roots_B1)
         width, depth = min(strategy.width, self.model.num_proposed), self._depth(strategy)
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)

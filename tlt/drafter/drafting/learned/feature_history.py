@@ -1,11 +1,10 @@
-"""The target's features (hidden states) at the latest positions of every running sequence. The learned
-drafter reads them when speculation is switched on in the middle of a response.
+"""The target's features at the latest positions of every running sequence, for speculation switched on in the
+middle of a response.
 
     a decoding step ── write ─▶ queue ── flush ─▶ ring, one per slot ── read ─▶ the drafter
 
-Without speculation the features are not read and must cost nothing: `write` only queues the engine's tensor,
-and many steps are copied at once. F: size of a feature, S: slots (places in the engine's batch), C: columns
-of the ring.
+Without speculation features must cost nothing, so `write` queues tensors and many steps are copied at once.
+F: size of a feature, S: slots, C: columns of the ring.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from tlt.base.uploads import upload
 from tlt.models.kv_budget import BLOCK, whole_blocks
 
 _MAX_QUEUED = 64
-"""Most decoding steps in the queue; bounds its memory."""
+"""Decoding steps in the queue; bounds its memory."""
 
 
 class FeatureHistory:
-    """The features of each slot's latest `window` positions in a ring: position p lies in column p mod C.
+    """Holds each slot's latest `window` positions in a ring: position p lies in column p mod C.
 
-    A verification also writes the positions of drafts that are then rejected. They are written again before
-    they are read. The ring is wider than the window by the longest draft, so they never overwrite a position
-    of the window.
+    Positions of rejected drafts are written again before they are read. The ring is wider than the window by
+    the longest draft, so they overwrite no position of the window.
     """
 
     def __init__(
@@ -47,20 +45,20 @@ class FeatureHistory:
         return self.ring_SCF.nbytes
 
     def slot_bytes(self, length: int) -> int:
-        """Returns the bytes of a sequence of `length` tokens in ring and queue."""
+        """Counts ring and queue."""
         num_columns = min(whole_blocks(length), self.num_columns) + _MAX_QUEUED
         return num_columns * self.ring_SCF.shape[2] * self.ring_SCF.element_size()
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Bounds the ring to `num_slots` sequences of `length` tokens. It grows when written."""
+        """Bounds the ring, which grows when written."""
         self._room = num_slots, min(length, self.num_columns)
         if len(self.ring_SCF) > num_slots or self.ring_SCF.shape[1] > self._room[1]:
             self.flush()
             self.ring_SCF = self.ring_SCF[:num_slots, : self._room[1]].clone()
 
     def write(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Keeps the features of the T positions from starts[b] on of the sequence in slots[b]. The next
-        position of the same sequences is queued; anything else is copied at once."""
+        """Keeps T positions from starts[b] on. The next position of the same sequences is queued; anything
+        else is copied at once."""
         slots = tuple(slots)
         follows = slots == self._slots and all(
             start == first + len(self._queue) for start, first in zip(starts, self._starts, strict=True)
@@ -75,36 +73,32 @@ class FeatureHistory:
             self._store(slots, starts, features_BTF)
 
     def flush(self) -> None:
-        """Copies the queue into the ring."""
         if self._queue:
             queue, self._queue = self._queue, []
             self._store(self._slots, self._starts, queue[0] if len(queue) == 1 else torch.cat(queue, dim=1))
         self._slots = ()
 
     def read(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
-        """Returns the features of num_positions positions from starts[b] on, [B, num_positions, F]. Positions
-        without a committed token hold arbitrary values."""
+        """Returns [B, num_positions, F] from starts[b] on. Positions without a committed token are
+        arbitrary."""
         self.flush()
         self._reserve(max(slots) + 1, max(starts) + num_positions)
         return self.ring_SCF[self._index(slots, starts, num_positions)]
 
     def gather(self, slots_N: Tensor, positions_N: Tensor) -> Tensor:
-        """Returns the features [N, F] of single positions that were written."""
+        """Returns [N, F]."""
         self.flush()
         return self.ring_SCF[slots_N, positions_N % self.num_columns]
 
     def first_known(self, num_known: int) -> int:
-        """Returns the earliest position still held after the first `num_known` positions were written."""
         return max(num_known - self.window, 0)
 
     def move(self, source: int, target: int) -> None:
-        """Moves a sequence's features to another slot."""
         self.flush()
         self._reserve(max(source, target) + 1, 0)
         self.ring_SCF[target] = self.ring_SCF[source]
 
     def release(self) -> None:
-        """Forgets everything and gives the memory back."""
         self._queue, self._slots, self._room = [], (), None
         self.ring_SCF = self.ring_SCF[:0, : min(BLOCK, self.num_columns)].clone()
 

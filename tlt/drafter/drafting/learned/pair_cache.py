@@ -1,7 +1,7 @@
 """EAGLE's cache: keys and values of the pairs that it has read, and its levels.
 
     feature t   the target's last hidden state at position t, of which lm_head makes the logits of token t+1;
-                eagle3 has in its place fc(residual sums of three of the target's layers at t)
+                eagle3: fc(residual sums of three of the target's layers at t)
     pair t      (token t+1, feature t): the drafter's input. Feature t leaves open which token was drawn.
     output t    imitates feature t+1. So lm_head of it proposes token t+2 (eagle3: of it behind its own norm).
 
@@ -9,9 +9,8 @@
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
                        └ caught up ┘
 
-Feature t+1 exists once the target has read token t+1, and drafted tokens it has not read. So while drafting,
-the drafter's output t stands in for feature t+1. (eagle3's loss asks for good proposals alone: its outputs
-need not resemble features, because training already reads them in this way.)
+The target has not read drafted tokens, so while drafting, output t stands in for feature t+1. (eagle3's
+outputs need not resemble features: training already reads them this way.)
 
     last output ─▶ logits, ranked (learned.py) ─▶ the drafted token
         ▲                                             │
@@ -37,29 +36,27 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask, tree_mask
 
 _CATCH_UP_TOKENS = 256
-"""Most pairs per sequence in one forward. All sequences together have at most PREFILL_TOKENS."""
+"""Most pairs per sequence in one forward; PREFILL_TOKENS bounds the sum."""
 
 SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
-"""Columns behind a sequence's pairs: for a catch-up's padding, and for the drafts."""
+"""Columns behind a sequence's pairs, for a catch-up's padding and for drafts."""
 
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """The cache of the running sequences when drafting starts."""
+    """The cache once all committed pairs are read."""
 
     num_pairs: list[int]
-    """Pairs of each row, in columns 0 … of the cache."""
+    """By row, in columns 0 … of the cache."""
     ends_B: Tensor
     """num_pairs, on the device."""
     offsets_B1: Tensor | None
     """Rotary position of each row's first pair; None: 0 in every row."""
     hidden_BE: Tensor
-    """The drafter's output at each row's last pair."""
+    """The output at each row's last pair."""
 
 
 class PairCache(DraftCache):
-    """Reads pairs for a drafter of EAGLE's family."""
-
     model: PackedEagle
 
     def __init__(
@@ -72,7 +69,7 @@ class PairCache(DraftCache):
         return PairLevels(self, self.catch_up(context, room))
 
     def catch_up(self, context: DraftContext, room: int) -> CaughtUp:
-        """Reads all committed pairs. room: columns that drafting needs behind them."""
+        """room: columns that drafting needs behind the pairs."""
         num_rows = len(context.tokens)
         starts, firsts = self._enter(context), self.firsts[:num_rows]
         num_pairs = [len(t) - TOKEN_AHEAD - first for t, first in zip(context.tokens, firsts, strict=True)]
@@ -83,9 +80,8 @@ class PairCache(DraftCache):
         return CaughtUp(num_pairs, ends_B, offsets_B1, hidden_BE)
 
     def _enter(self, context: DraftContext) -> list[int]:
-        """Reads all pairs but the last of sequences that are not in the cache, or whose next pair has left
-        the window, by packed forwards; samples of one prompt share the work. Returns the pairs in the cache
-        by row."""
+        """Reads all pairs but the last of sequences not cached, or whose next pair has left the window.
+        Returns cached pairs by row."""
         entering, copies = self.restart(context)
         for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
             self._prefill(context, group)
@@ -111,9 +107,8 @@ class PairCache(DraftCache):
     def _read_missing(
         self, context: DraftContext, starts: list[int], num_pairs: list[int], offsets_B1: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Reads every pair that is not in the cache; returns the output of each sequence's last one, and
-        num_pairs on the device. Rows with fewer missing pairs write garbage behind their end, in columns that
-        drafting overwrites."""
+        """Returns the output of each last pair, and num_pairs on the device. Rows with fewer missing pairs
+        write garbage behind their end, in columns that drafting overwrites."""
         device = self.model.device
         missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
         slots, firsts = range(len(missing)), self.firsts[: len(missing)]
@@ -158,9 +153,9 @@ class PairCache(DraftCache):
         length: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """Runs the drafter over T pairs of each row behind what is cached; returns [B, T, E].
+        """Returns [B, T, E].
 
-        `pairs_BT` counts pairs from the first in the cache; with the offset it is the rotary position.
+        pairs_BT: counted from the first in the cache; plus the offset, the rotary position.
         """
         attend = cached(self.model.config.layer, self.cache.layers, columns_BT, length, mask)
         embeddings = self.target.embed(tokens_BT.flatten())
@@ -170,7 +165,7 @@ class PairCache(DraftCache):
 
 
 class PairLevels(Levels):
-    """A pass per level: each drafted token is read with the output that proposed it."""
+    """Each drafted token is read with the output that proposed it."""
 
     def __init__(self, pairs: PairCache, read: CaughtUp) -> None:
         self.pairs, self.read = pairs, read

@@ -9,16 +9,15 @@ from tlt.base.types import DraftTree
 
 
 def best_nodes(confidence_BC: Tensor, budget: int) -> Tensor:
-    """Returns the indices in the pool of the root (0) and of the `budget` most confident candidates, in the
-    pool's order. A child is never more confident than its parent and stands behind it, so parents of chosen
-    nodes are chosen, too."""
+    """Returns the pool indices of the root (0) and the `budget` most confident candidates, in pool order.
+    A child is never more confident than its parent and stands behind it, so a chosen node's parent is
+    chosen."""
     best_BN = confidence_BC.topk(min(budget, confidence_BC.shape[1]), dim=-1).indices
     chosen_BN = best_BN.sort(dim=-1).values + 1
     return torch.cat([torch.zeros_like(chosen_BN[:, :1]), chosen_BN], dim=1)
 
 
 def select(tokens_BP: Tensor, parents_BP: Tensor, chosen_BN: Tensor) -> DraftTree:
-    """Returns the chosen nodes of the pool as a tree."""
     new_index_BP = torch.full_like(tokens_BP, -1)
     columns_N = torch.arange(chosen_BN.shape[1], device=tokens_BP.device)
     new_index_BP.scatter_(1, chosen_BN, columns_N.expand_as(chosen_BN))

@@ -16,12 +16,10 @@ from tlt.drafter.protocol import DraftContext
 from tlt.drafter.vocabulary import KEEP, DraftVocabulary
 
 SECOND_LOOK, GROWTH = 128, 1.5
-"""Response tokens before the second look, and the factor between two later ones."""
+"""Response tokens before the second look; growth between later looks."""
 
 
 class VocabularyChoice:
-    """Keeps the model's draft vocabulary up to date."""
-
     def __init__(self, model: PackedDrafter, vocabulary: DraftVocabulary) -> None:
         self.model, self.vocabulary = model, vocabulary
         self.is_led = False
@@ -38,18 +36,15 @@ class VocabularyChoice:
         return not self.is_led and bool(self.vocabulary.sizes)
 
     def admit(self) -> None:
-        """Counts a new sequence."""
         self._num_new += 1
 
     def finish(self, rollout: Rollout) -> None:
-        """Counts the tokens of a response that has ended."""
         if self._looks:
             self._finished_V += self.vocabulary.count(rollout.token_ids)
             self._num_finished += len(rollout.token_ids)
 
     def look(self, context: DraftContext) -> None:
-        """Chooses again if, since the last look, half of the sequences are new or the number of sampled
-        tokens grew by half."""
+        """Chooses again if half of the sequences are new or sampled tokens grew by half."""
         if not self._looks:
             return
         rows = list(zip(context.tokens, context.requests, strict=True))
@@ -68,7 +63,7 @@ class VocabularyChoice:
     # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Chooses for the prompts of the next step."""
+        """Chooses for the next step's prompts."""
         self.is_led = True
         self.vocabulary.foresee(prompts)
         self._renew()
@@ -79,7 +74,6 @@ class VocabularyChoice:
         self.vocabulary.observe(self.vocabulary.count_responses(rollouts), KEEP)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continues from what the vocabulary's `counters` returned."""
         self.vocabulary.restore(counters)
         self.model.choose(self.vocabulary.token_ids)
 

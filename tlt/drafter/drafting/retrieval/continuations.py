@@ -14,12 +14,12 @@ from tlt.base.strategy import Strategy
 from tlt.drafter.drafting.retrieval.suffix_index import ANCHORS
 
 _TAU = 0.7
-"""The coupling temperature of retrieved candidates, see `LearnedSettings.tau`."""
+"""As `LearnedSettings.tau`, for retrieved candidates."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """An edge of the trie of continuations: tokens without a choice between them, and the branches behind."""
+    """An edge of the trie: tokens without a choice, and the branches behind."""
 
     tokens: tuple[int, ...]
     start: int
@@ -36,12 +36,12 @@ class Branch:
 
     @property
     def depth(self) -> int:
-        """Steps from the root of the draft to the first token."""
+        """Depth of the first token in the draft."""
         return self.start + 1
 
 
 def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: int = 0) -> Branch:
-    """Returns the trie of continuations (tokens, weight) that agree before `start`. Its root may be empty."""
+    """Makes a trie of continuations (tokens, weight) that agree before `start`. Its root may be empty."""
     if not continuations:
         return Branch((), start, 0.0, [])
     texts = [tokens for tokens, _ in continuations]
@@ -59,10 +59,8 @@ def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: in
 
 @dataclass(frozen=True)
 class Retrieved:
-    """A retrieved draft tree."""
-
     bucket: int
-    """Of the length of the match, see `match_bucket`."""
+    """See `match_bucket`."""
     nodes: list[tuple[int, int]]
     """(token, parent column) from column 1 on; column 0 is the root."""
 
@@ -75,8 +73,8 @@ class Retrieved:
 
 
 def walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, bool]:
-    """Returns how far `tokens` lead down a tree of (token, parent column), and whether another token in the
-    tree, not its end, stopped them."""
+    """Returns how far `tokens` lead down a tree, and whether a different token, not the tree's end, stopped
+    them."""
     children: dict[int, dict[int, int]] = {}
     for column, (token, parent) in enumerate(nodes, start=1):
         children.setdefault(parent, {})[token] = column
@@ -91,7 +89,7 @@ def walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, 
 
 
 def match_bucket(length: int) -> int:
-    """Returns the bucket of a match: 0-3, 4-5, 6-7, 8-11, 12-15, 16-23, … tokens: two per doubling."""
+    """Buckets lengths 0-3, 4-5, 6-7, 8-11, 12-15, 16-23, …: two per doubling."""
     if length < ANCHORS[-1]:
         return 0
     octave = length.bit_length() - 1
@@ -99,15 +97,13 @@ def match_bucket(length: int) -> int:
 
 
 def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
-    """Returns (token, parent column) of the `budget` most confident candidates, parents first; column 0 is
-    the root. A node's confidence is the product of the shares on its path from the root.
-    """
+    """Returns (token, parent column) of the `budget` most confident candidates, parents first. Confidence is
+    the product of the shares from the root on."""
     nodes: list[tuple[int, int]] = []
     heap: list[tuple[float, int, int, Branch, int]] = []  # the last: place of the candidate in its branch
     order = 0
 
     def offer(branch: Branch, place: int, column: int, confidence: float) -> None:
-        """Adds the candidates that follow a place of a branch."""
         nonlocal order
         if branch.start + place + 1 >= strategy.depth:
             return
@@ -129,7 +125,7 @@ def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
 
 
 def _shares(branches: Sequence[Branch]) -> list[tuple[float, Branch]]:
-    """Returns (logarithm of its share, branch) of these siblings, the largest first."""
+    """Returns (log share, branch), the largest share first."""
     if len(branches) < 2:
         return [(0.0, branch) for branch in branches]
     scores = [math.log(branch.weight) / _TAU + branch.noise for branch in branches]

@@ -31,13 +31,13 @@ from tlt.speculation.law.tree import chain
 from tlt.speculation.tuner.protocol import Hindsight
 
 _KEEP = 0.99
-"""Factor by which the counts of acceptance fade per draft."""
+"""Factor by which counts of acceptance fade per draft."""
 
 _MAX_LOOKS = 8
-"""Most chains that are judged in hindsight at a time; a step's tokens beyond them are left out."""
+"""Most chains judged in hindsight per step."""
 
 DEFAULT_MAX_TOKENS = 200_000
-"""Most indexed tokens over all problems, about 60 bytes each; the least recently used leave first."""
+"""Bounds the tokens of all indexes, about 60 bytes each; the least recently used problems leave first."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,20 @@ class _Watched:
     """A chain that retrieval would draft, judged once its sequence has grown."""
 
     start: int
-    """Length of the sequence when the chain was found."""
+    """Length of the sequence then."""
     retrieved: Retrieved
 
 
 @dataclass(frozen=True)
 class NgramProposal(Proposal):
     retrieved: tuple[Retrieved, ...]
-    """The candidates by row, of which acceptance is learned whether or not they were verified."""
+    """By row; acceptance is learned whether verified or not."""
 
 
 class NgramDrafter(Drafter[NgramProposal]):
     """Drafts by retrieval over a problem's own responses; needs no training.
 
-    Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter
-    (continuations.py). Acceptance is learned by the length of the match (`survival`).
-
-    max_tokens: most indexed tokens.
+    Ranking: log(weight share) / tau + the law's noise. Acceptance is learned by the length of the match.
     """
 
     kinds = ("ngram",)
@@ -82,8 +79,8 @@ class NgramDrafter(Drafter[NgramProposal]):
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Judges the sequence in the first slot, while neither retrieval nor the hybrid drafts. Candidates
-        are ranked without the law's noise, which makes retrieval look a little worse than it is."""
+        """Judges the sequence in the first slot while retrieval does not draft. Ranking without the law's
+        noise makes retrieval look a little worse."""
         if self._is_asked:  # its verdicts are observed
             self._is_asked, self.watched = False, None
             return ()
@@ -104,7 +101,6 @@ class NgramDrafter(Drafter[NgramProposal]):
         return tuple(found)
 
     def _watch(self, text: Sequence[int]) -> _Watched:
-        """Returns the chain that would be drafted after this text of the first slot."""
         trie, length = self._continuations(0, text, Hindsight.STRATEGY)
         return _Watched(len(text), Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY)))
 
@@ -117,7 +113,6 @@ class NgramDrafter(Drafter[NgramProposal]):
         self.slots[target], self.slots[source] = self.slots[source], None
 
     def _text(self, slot: int) -> tuple[SuffixIndex, int]:
-        """Returns the index of the slot's problem, and the slot's text in it."""
         place = self.slots[slot]
         assert place is not None, f"slot {slot} was never admitted"
         return place
@@ -137,14 +132,13 @@ class NgramDrafter(Drafter[NgramProposal]):
                 total -= self.problems.pop(problem_id).num_tokens
 
     def withdraw(self, slot: int) -> None:
-        """Gives up the slot; its text stays for other samples of the prompt."""
+        """The text stays for other samples of the prompt."""
         index, text = self._text(slot)
         index.close(text)
         self.slots[slot] = None
         self.watched = self.watched if slot else None
 
     def observe(self, proposal: NgramProposal, verdicts: Sequence[Verdict]) -> None:
-        """Learns from the target's tokens, whether or not the retrieved candidates were verified."""
         for row, verdict in zip(proposal.retrieved, verdicts, strict=True):
             self._count(row, *walk(row.nodes, verdict.tokens))
 
@@ -175,7 +169,7 @@ class NgramDrafter(Drafter[NgramProposal]):
     # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def survival(self, retrieved: Retrieved, depth: int) -> list[float]:
-        """Returns the chance that this row's draft is accepted to depth 1, 2, … `depth`."""
+        """Chance of acceptance to depth 1, 2, … `depth`."""
         accepted, tried = self.hits[retrieved.bucket]
         num_found = min(retrieved.depth, depth)
         return [(accepted / tried) ** d for d in range(1, num_found + 1)] + [0.0] * (depth - num_found)
@@ -205,7 +199,7 @@ class NgramDrafter(Drafter[NgramProposal]):
         return NgramProposal(DraftTree(nodes_BN, upload(parents_BN, device), lengths=lengths), retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Branch, int]:
-        """Returns the trie of what followed the longest matches, and the length of the longest."""
+        """Returns the trie of what followed, and the longest match."""
         index, text = self._text(slot)
         index.extend(text, tokens)
         weights: dict[tuple[int, ...], float] = {}
@@ -217,7 +211,7 @@ class NgramDrafter(Drafter[NgramProposal]):
         return branch_out([*weights.items()]), longest
 
     def _fetch_noise(self, tries: Sequence[Branch], noise: DraftNoise) -> None:
-        """Sets the law's noise of every candidate that has a sibling."""
+        """Only candidates with a sibling need noise."""
         contested: list[tuple[int, Branch]] = []
         for row, root in enumerate(tries):
             stack = [root]

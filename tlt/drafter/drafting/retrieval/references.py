@@ -2,9 +2,8 @@
 
     key of the noise ─▶ tokens
 
-The reference may come from the last evaluation, from the policy of one update ago (generated ahead), or from
-a file (`tlt generate --references`). With the same noise hardly a token differs. A reference is only a draft:
-a wrong one costs time and changes no token.
+They come from the last evaluation, the policy of one update ago, or a file (`tlt generate --references`).
+With the same noise hardly a token differs.
 """
 
 from __future__ import annotations
@@ -18,20 +17,18 @@ from dataclasses import dataclass
 from tlt.base.types import NoiseKey
 
 DEFAULT_MIB = 64.0
-"""Default size of the store in MiB; a token takes four bytes."""
+"""Four bytes per token."""
 
 _TYPE = "i"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A response drawn before."""
-
     token_ids: Sequence[int]
     version: int = 0
     """Of the policy that drew it."""
     is_whole: bool = False
-    """Whether the response was drawn to its end."""
+    """Drawn to its end."""
 
 
 class References:
@@ -46,7 +43,7 @@ class References:
         return len(self._kept)
 
     def keep(self, key: NoiseKey, token_ids: Sequence[int], version: int = 0, is_whole: bool = False) -> None:
-        """Keeps a response; it replaces what was kept under its key."""
+        """Replaces the key's earlier reference."""
         self.drop(key)
         self._kept[key] = Reference(array(_TYPE, token_ids), version, is_whole)
         self.num_tokens += len(token_ids)
@@ -54,10 +51,8 @@ class References:
             self.drop(next(iter(self._kept)))
 
     def drop(self, key: NoiseKey) -> None:
-        """Forgets what is kept under a key, if anything."""
         if (dropped := self._kept.pop(key, None)) is not None:
             self.num_tokens -= len(dropped.token_ids)
 
     def get(self, key: NoiseKey) -> Reference | None:
-        """Returns the reference of a key; None: there is none."""
         return self._kept.get(key)

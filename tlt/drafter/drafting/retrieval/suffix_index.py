@@ -13,26 +13,25 @@ from zlib import crc32
 from tlt.base.types import Rollout
 
 ANCHORS = (10, 4)
-"""Lengths of the anchors, the tokens by which an occurrence is found; the longer one is looked up first."""
+"""Lengths of the tokens by which an occurrence is found; the longer is looked up first."""
 
 MAX_MATCH = 48
-"""Longest match that is told apart."""
+"""Longest match told apart."""
 _MAX_SOURCES = 8
 """Most occurrences per lookup, the latest first."""
 _MAX_LOOKS = 32
-"""Most places compared per lookup; some belong to other anchors with the same hash."""
+"""Most places compared per lookup; hashes collide."""
 _TOKEN, _TOKEN_BITS = "i", 32
-"""Type code and bits of a token in an array."""
+"""Type code and bits."""
 _MAX_TEXTS = 64
-"""Most texts per problem; the oldest complete ones leave first."""
+"""Most texts per problem; the oldest complete texts leave first."""
 
 
 class AnchorTable:
-    """The latest place of every anchor of one length, by the anchor's hash.
+    """The latest place of every anchor of one length, by hash.
 
-    The index keeps the place before each place, so places form chains from the latest to the first (as in
-    LZ77 compressors). Anchors whose hashes share a row share a chain, so each place is compared token by
-    token.
+    Each place links to the one before, a chain from the latest to the first (as in LZ77). Anchors with one
+    row share a chain, so each place is compared token by token.
     """
 
     def __init__(self, length: int) -> None:
@@ -40,12 +39,11 @@ class AnchorTable:
         self.table = array("q", [-1]) * 256
 
     def latest(self, key: int) -> int:
-        """Returns the latest place of anchors with this hash; -1: none."""
+        """Returns -1 where there is none."""
         return self.table[key & (len(self.table) - 1)]
 
     def read(self, text: int, stored: array[int], ends: range, earlier: array[int]) -> None:
-        """Adds these places of a text; the token at a place follows the anchor. Writes to `earlier` the place
-        that was the latest before each."""
+        """The token at a place follows the anchor. Writes to `earlier` the latest place before each."""
         table, mask, length = self.table, len(self.table) - 1, self.length
         for end in ends:
             row = crc32(stored[end - length : end]) & mask
@@ -53,15 +51,13 @@ class AnchorTable:
             table[row] = text << 32 | end
 
     def hold(self, num_places: int) -> None:
-        """Doubles the table until places take at most half of its rows. A row's chain then starts in two
-        rows, told apart by one more bit of the hash."""
+        """Doubles the table until at most half of its rows are used. A row's chain then starts in two rows,
+        told apart by one more bit of the hash."""
         while 2 * num_places > len(self.table):
             self.table *= 2
 
 
 class SuffixIndex:
-    """The texts of one problem and the places of their anchors."""
-
     def __init__(self) -> None:
         self.texts: dict[int, array[int]] = {}
         self.num_tokens = 0
@@ -71,11 +67,11 @@ class SuffixIndex:
         self._skips: dict[int, int] = {}
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._indexed: dict[tuple[int, ...], int] = {}
-        """By prompt: the text in which it is indexed."""
+        """By prompt: the text that indexes it."""
         self._open: set[int] = set()
 
     def open_sample(self, prompt: tuple[int, ...]) -> int:
-        """Returns a new text that begins with a prompt. Of all texts with this prompt, one indexes it."""
+        """Of all texts with this prompt, one indexes it."""
         text = self.open(len(prompt) if prompt in self._indexed else 0)
         self._indexed.setdefault(prompt, text)
         self._prompts[text] = prompt
@@ -83,7 +79,7 @@ class SuffixIndex:
         return text
 
     def open(self, skip: int = 0) -> int:
-        """Returns a new text. Anchors in its first `skip` tokens are not indexed."""
+        """Anchors in the first `skip` tokens are not indexed."""
         text = self._next_id
         self._next_id += 1
         self.texts[text] = array(_TOKEN)
@@ -93,7 +89,7 @@ class SuffixIndex:
         return text
 
     def extend(self, text: int, tokens: Sequence[int]) -> None:
-        """Indexes what is new in a text, which is given as a whole."""
+        """tokens: the whole text, of which the new part is indexed."""
         stored = self.texts[text]
         new = len(tokens) - len(stored)
         if new <= 0:
@@ -107,8 +103,7 @@ class SuffixIndex:
             table.read(text, stored, range(first, len(stored)), earlier)
 
     def close(self, text: int) -> None:
-        """Marks a text as complete. Beyond `_MAX_TEXTS` the oldest complete ones are forgotten; growing texts
-        always stay."""
+        """Marks a text as complete. Beyond `_MAX_TEXTS` the oldest complete texts are forgotten."""
         self._open.remove(text)
         num_surplus = max(len(self.texts) - _MAX_TEXTS, 0)
         for oldest in [text for text in self.texts if text not in self._open][:num_surplus]:
@@ -119,7 +114,7 @@ class SuffixIndex:
                 self._index_elsewhere(prompt)
 
     def _index_elsewhere(self, prompt: tuple[int, ...]) -> None:
-        """Indexes a prompt in the latest text that begins with it; in none if they are all forgotten."""
+        """Indexes the prompt in the latest text that begins with it, if any."""
         heir = next((text for text, own in reversed(self._prompts.items()) if own == prompt), None)
         if heir is None:
             del self._indexed[prompt]
@@ -129,8 +124,7 @@ class SuffixIndex:
             table.read(heir, self.texts[heir], range(table.length, len(prompt)), earlier)
 
     def ended_texts(self) -> list[tuple[int, list[int]]]:
-        """Returns (tokens of the prompt, tokens) of every complete text, the oldest first, for `open_sample`
-        and `extend`."""
+        """Returns (tokens of the prompt, tokens), the oldest first."""
         ended = [(text, stored) for text, stored in self.texts.items() if text not in self._open]
         return [(len(self._prompts.get(text, ())), stored.tolist()) for text, stored in ended]
 
@@ -158,19 +152,18 @@ class SuffixIndex:
 
 
 def _match_length(stored: array[int], end: int, digits: int, num: int) -> int:
-    """Returns how many tokens before `end` agree with the last `num` tokens of a text, which are given as the
-    digits of a number, the last token the highest: the highest digit that differs ends the match."""
+    """Counts matching tokens before `end`. The other text's last `num` tokens are the digits of a number, the
+    last token the highest: the highest differing digit ends the match."""
     limit = min(end, num)
     theirs = int.from_bytes(stored[end - limit : end], "little") << (num - limit) * _TOKEN_BITS
     return min(num - -(-(theirs ^ digits).bit_length() // _TOKEN_BITS), limit)
 
 
 def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
-    """Counts the tokens that retrieval alone would have drafted right, among the first `counts[i]` of each
-    response to a prompt.
+    """Counts tokens that retrieval alone would have drafted right, among the first `counts[i]` of each
+    response.
 
-    The responses grow side by side, as they do while generating. At each token retrieval proposes what
-    followed the occurrences with the largest weight.
+    Responses grow side by side, as while generating; the follower with the largest weight is proposed.
     """
     index = SuffixIndex()
     texts = [[*rollout.prompt_ids, *rollout.token_ids] for rollout in group]
