@@ -1,2 +1,2 @@
-"""The doors to the street: the commands (cli/), the Python API (api.py), what starts and serves runs
-(run/), the plan of memory, the page of a run, audits, integrations."""
+"""The doors to the street: commands (cli/), Python API (api.py), and what they use: pages, plans, audits,
+runs."""

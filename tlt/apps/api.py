@@ -3,8 +3,8 @@
     Engine.from_pretrained(folder) ── generate(prompts) ──▶ [Response]
     load_config(file, overrides) ──── train(config, task) ──▶ TrainingResult
 
-Both give the tokens of `tlt generate` and `tlt train`. A mistake of the caller is a UserError, which is a
-ValueError. The number of threads is torch's setting for the process: torch.set_num_threads.
+Both give the tokens of `tlt generate` and `tlt train`. A caller's mistake is a UserError, a ValueError.
+The number of threads is torch.set_num_threads.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from tlt.training.saved.run_folder import can_go_on, forget_journal, refuse_begu
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids (also as an array of NumPy or torch), chat messages, or a record as in a prompts file:
-{"prompt": …, "problem_id": …}."""
+"""Text, token ids (also a NumPy or torch array), chat messages, or a record of a prompts file: {"prompt": …,
+"problem_id": …}."""
 
 
 class Sampling(TypedDict, total=False):
@@ -73,10 +73,10 @@ class Sampling(TypedDict, total=False):
 
 class Engine:
     """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling alone, not
-    on how it drafts or what it generated before."""
+    on drafting or earlier calls."""
 
     def __init__(self, model: ModelFolder, rollout_engine: RolloutBackend) -> None:
-        """Wraps an engine; use `from_pretrained` to load one."""
+        """Use `from_pretrained`."""
         self._model = model
         self.config, self.tokenizer, self.stop_ids = model.config, model.tokenizer, model.stop_ids
         self._engine, self._decode = rollout_engine, model.decode
@@ -99,17 +99,17 @@ class Engine:
         speculation is off.
 
         revision: branch, tag or commit of a model of the hub; None: main.
-        drafter: a drafter's folder or its name on the hub; None: drafts are retrieved from earlier responses
-            to the same problem.
-        speculation: "adaptive" (measured while running), "off", or a strategy such as "4x1x4": depth, width,
-            budget.
+        drafter: a drafter's folder or its name on the hub; None: drafts are retrieved from earlier
+            responses to the same problem.
+        speculation: "adaptive" (measured while running), "off", or a strategy such as "4x1x4": depth,
+            width, budget.
         dtype: of weights and activations: float32, float64, bfloat16, or "auto": bfloat16 on a GPU, else
             float32.
         device: "auto" is a GPU where there is one.
         max_batch_size: sequences decoded at a time.
         engine: TLT's own engine, or an installed vLLM with the same sampling law inside, which also takes
             models that TLT does not train (docs/vllm.md).
-        drafting: keys of a run's configuration section [drafter], such as vocabulary=4096, the number of
+        drafting: keys of the configuration section [drafter], such as vocabulary=4096, the number of
             tokens that the drafter may propose.
         """
         checked("max_batch_size", max_batch_size, BatchSize)
@@ -191,7 +191,6 @@ class Engine:
 
 
 def _to_record(number: int, prompt: Any) -> Record:
-    """Returns the prompt as a record of a prompts file."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Mapping):
@@ -226,9 +225,9 @@ def train(config: Config | str | Path | Mapping[str, Any], task: Task | None = N
     """Trains a policy, as `tlt train` does, and returns when the run has ended.
 
     config: a Config, a configuration file, the name of a recipe, or the sections as a dict.
-    task: replaces the task that config.task.name names. Ranks and reward workers are processes that import
-        the task by name, so it must be an attribute of a module (`from mytask import TASK`), unless the run
-        stays in this process: run.num_ranks = 1 and rewards.num_workers = 0.
+    task: replaces config.task.name. Ranks and reward workers are processes that import the task by name,
+        so it must be an attribute of a module (`from mytask import TASK`), unless the run stays in this
+        process: run.num_ranks = 1 and rewards.num_workers = 0.
 
     With several ranks a script must start under `if __name__ == "__main__":`, as multiprocessing requires.
     A process started by torchrun or srun is a rank of the run, and resumes it after a restart.
@@ -249,10 +248,7 @@ def train(config: Config | str | Path | Mapping[str, Any], task: Task | None = N
 
 
 def _begin(config: Config, goes_on: bool = False) -> Config:
-    """Refuses mistakes before a run begins, and returns its configuration with pinned names.
-
-    goes_on: whether a launcher has restarted these ranks: then the run in the folder is resumed.
-    """
+    """goes_on: a launcher has restarted these ranks, so the run in the folder is resumed."""
     folder = config.run.out_dir
     if not (goes_on and can_go_on(folder)):
         refuse_begun(folder)
@@ -263,7 +259,7 @@ def _begin(config: Config, goes_on: bool = False) -> Config:
 
 
 def _run_here(config: Config, began: Moment) -> bool:
-    """Runs the only rank in this process. Errors propagate, and torch's threads are restored."""
+    """Errors propagate; torch's threads are restored."""
     stop, threads = StopRequest(), torch.get_num_threads()
     hears_signals = threading.current_thread() is threading.main_thread()
     try:
@@ -275,7 +271,7 @@ def _run_here(config: Config, began: Moment) -> bool:
 
 
 def _is_finished(code: int, folder: Path) -> bool:
-    """Returns whether ranks with this exit code have finished the run; raises if they failed."""
+    """Raises if ranks with this exit code failed."""
     if code == EXIT_USER_ERROR:
         raise UserError(f"{folder}: a rank has stopped; the line on stderr says what to correct")
     if 0 < code < 128:
@@ -285,7 +281,7 @@ def _is_finished(code: int, folder: Path) -> bool:
 
 @contextmanager
 def _named(task: Task, config: Config) -> Iterator[str]:
-    """Yields a name under which `get_task` finds the object: its own, or a temporary one in this process."""
+    """Yields a name by which `get_task` finds the object, if need be a temporary one in this process."""
     if isinstance(task, type) or not isinstance(task, Task):
         remedy = (
             "give an object with problems() and score(), or a task's name as the configuration's task.name"
@@ -310,7 +306,6 @@ def _named(task: Task, config: Config) -> Iterator[str]:
 
 
 def _importable_name(task: Task) -> str | None:
-    """Returns "module:object" if the object is an attribute of its class's module; None otherwise."""
     name = type(task).__module__
     attributes = vars(sys.modules[name]) if name != "__main__" and name in sys.modules else {}
     return next((f"{name}:{attribute}" for attribute, value in attributes.items() if value is task), None)

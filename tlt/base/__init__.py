@@ -1,2 +1,1 @@
-"""What the package stands on: values that cross a boundary, the strategy of speculation, configuration
-(config/), the user's files and processes (io/)."""
+"""What all else stands on: shared types, configuration (config/), files and processes (io/)."""

@@ -1,4 +1,4 @@
-"""A moment that other processes can count seconds from, by the monotonic clock."""
+"""A moment on the monotonic clock that other processes can count seconds from."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _BOOT_ID, _TIME_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self
 
 @dataclass(frozen=True)
 class Moment:
-    """The moment when something began. Setting the time of day does not change the seconds since.
+    """When something began; setting the time of day does not change the seconds since.
 
-    machine: whose clock was read (`machine_name`).
-    reading: of the monotonic clock, which all processes of a machine share.
-    told_after: seconds that had passed when the moment was sent to others.
+    reading: monotonic clock, shared by all processes of `machine`.
+    told_after: seconds passed when the moment was sent to another process.
     """
 
     machine: str
@@ -30,21 +29,21 @@ class Moment:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds since, on the machine whose clock was read."""
+        """Valid on the same machine only (`here`)."""
         return time.monotonic() - self.reading
 
     def told(self) -> Moment:
-        """Returns the moment as it is sent to others now."""
+        """A copy to send, elapsed seconds filled in."""
         return replace(self, told_after=self.seconds)
 
     def here(self) -> Moment:
-        """Returns the moment on this machine's clock. From another machine it counts on from `told_after`;
-        the seconds on its way are lost."""
+        """The moment on this machine's clock. Another machine's moment counts on from `told_after`: the time
+        of transfer is lost."""
         return self if self.machine == _machine() else Moment(_machine(), time.monotonic() - self.told_after)
 
 
 def machine_name() -> str:
-    """Returns the name of the monotonic clock: a machine's boot and time namespace; empty: unknown."""
+    """Boot id and time namespace; empty: unknown."""
     if not _BOOT_ID.exists():
         return ""
     namespace = os.readlink(_TIME_NAMESPACE) if os.path.lexists(_TIME_NAMESPACE) else ""

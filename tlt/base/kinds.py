@@ -1,11 +1,11 @@
-"""Kinds of users' values, each declared once with its bounds. Configuration, commands and the Python API
-check by the same declaration and give the same error.
+"""Types of users' values, each declared once with its bounds, for configuration, commands and Python API
+alike.
 
     MaxTokens ─┬─ pydantic ──▶ [sampling] of a file: sampling.max_tokens is 2.5; it must be a valid integer
                ├─ pydantic ──▶ tlt generate:          --max-tokens: is 2.5; it must be a valid integer
                └─ convert ───▶ engine.generate:       max_tokens: is 2.5; it must be a valid integer
 
-Every number has an upper bound: above any sensible value, below those that break torch, the system or the
+Every number has an upper bound: above sensible values, below values that break torch, the system or the
 memory plan.
 """
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 LONGEST_SHOWN = 80
-"""Characters of a value that an error repeats."""
 
 # ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -37,7 +36,7 @@ ProperShare = Annotated[float, Ge(0), Lt(1)]
 
 Gib = Annotated[float, Gt(0), Le(2**20)]
 KeptGib = Annotated[float, Ge(0), Le(2**20)]
-"""Memory: up to a pebibyte, whose number of bytes is exact in a float."""
+"""Up to a pebibyte, whose number of bytes is exact in a float."""
 Tokens = Annotated[float, Ge(1), Le(1e9)]
 """A mean or quantile of token counts."""
 Mib = Annotated[int, Ge(1), Le(2**30)]
@@ -50,17 +49,17 @@ Threads = Annotated[int, Ge(1), Le(1024)]
 Port = Annotated[int, Ge(0), Le(65535)]
 BatchSize = Processes
 Rank = Annotated[int, Ge(0), Le(2**16)]
-"""The rank of a LoRA adapter."""
+"""A LoRA adapter's rank."""
 BlockLayers = Annotated[int, Ge(1), Le(16)]
 BlockLength = Annotated[int, Ge(1), Le(32)]
-"""The tokens of a drafted block: as many as any strategy drafts."""
+"""Tokens of a drafted block, at most Strategy.MAX_DEPTH."""
 LearningRate = Annotated[float, Gt(0), Le(1e3)]
 WeightDecay = Annotated[float, Ge(0), Le(1e3)]
 Epsilon = Annotated[float, Ge(1e-20), Le(1)]
 """Adam's epsilon. In float32, smaller values turn tiny gradients into infinite updates."""
 MOST_DRAFTED = 2**31 - 1
 DraftVocab = Literal["auto", "full"] | Annotated[int, Ge(2), Le(MOST_DRAFTED)]
-"""Size of a draft vocabulary: a number of tokens, all, or as many as pay (drafter/vocabulary.py)."""
+"""Size of a draft vocabulary; "auto": as many tokens as pay (drafter/vocabulary.py)."""
 
 # ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -79,8 +78,8 @@ StopIds = tuple[NonNegativeInt, ...]
 
 
 def convert(value: object, kind: Any) -> Any:
-    """Returns the value as one of this kind, made of Python's numbers, texts and tuples (`plain`). Raises
-    ValueError, "is VALUE; REMEDY", for other values: neither True nor "1" is a number."""
+    """Accepts NumPy's and torch's values (`plain`); True and "1" are not numbers. Raises ValueError, "is
+    VALUE; REMEDY"."""
     from pydantic_core import ValidationError  # here, so that reward workers start without it
 
     try:
@@ -93,7 +92,6 @@ def convert(value: object, kind: Any) -> Any:
 
 @cache
 def kinds_of(record: type) -> Mapping[str, Any]:
-    """Returns the kinds of a dataclass's fields."""
     return get_type_hints(record, include_extras=True)
 
 
@@ -105,8 +103,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns NumPy's and torch's numbers and arrays as Python's, and collections as tuples; anything else
-    unchanged."""
+    """NumPy's and torch's numbers and arrays as Python's; collections as tuples."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         return value
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -125,7 +122,6 @@ _REMEDIES = {
 
 
 def remedy(detail: ErrorDetails) -> str:
-    """Returns pydantic's demand as the end of our line."""
     message = detail["msg"]
     if detail["type"] == "mistake":
         return message
@@ -136,7 +132,6 @@ def remedy(detail: ErrorDetails) -> str:
 
 
 def shorten(value: Any, limit: int = LONGEST_SHOWN) -> str:
-    """Returns the value on one line of bounded length."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # integers of thousands of digits have no repr, and an object's own may raise anything

@@ -1,11 +1,10 @@
-"""Runs loops that Numba compiles, on PyTorch's own threads.
+"""Runs loops compiled by Numba on PyTorch's own threads.
 
-A second pool of threads would contend for the cores with PyTorch's, which spin for a while after every
-operation. So a loop runs in the OpenMP library that PyTorch has loaded (GCC's, on Linux). Where there is
-none, Python's threads run it.
+A second thread pool would contend for the cores with PyTorch's threads, which spin for a while after every
+operation. So a loop runs in the OpenMP library that PyTorch has loaded (GCC's, on Linux), else on Python
+threads.
 
-A loop is a C function of the address of a record. The record begins with `HEAD`: the next item, from which
-every thread takes items until none is left, and the number of items. This file imports Numba.
+A loop is a C function of a record's address. Every thread takes the record's next item until none is left.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is
 from numba.extending import intrinsic
 
 HEAD = [("next_item", "i8"), ("num_items", "i8")]
-"""The first fields of every loop's record, in numpy's notation."""
+"""Every loop's record begins with these fields."""
 
 
 class Loop:
-    """A loop with its record, which may change between runs.
+    """A compiled loop and its record, which may change between runs.
 
     address: of the compiled function.
-    record_1: an array of one record.
     max_threads: largest useful number of threads.
     """
 
@@ -41,7 +39,6 @@ class Loop:
         self.num_threads = min(torch.get_num_threads(), int(record_1["num_items"][0]), max_threads)
 
     def run(self) -> None:
-        """Runs the loop, and returns when no item is left."""
         self.record_1["next_item"] = 0
         if self.num_threads > 1 and (parallel := _gomp_parallel()) is not None:
             parallel(self.address, self.record_at, self.num_threads, 0)
@@ -60,8 +57,7 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """Returns GOMP_parallel (function, its argument, threads, flags) of the loaded library; None: none is
-    loaded."""
+    """(function, argument, threads, flags); None: no such library is loaded."""
     try:
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except (OSError, AttributeError):  # other systems have no such library, or no such flag
@@ -96,14 +92,14 @@ def _take(typing_context, record):  # type: ignore
 
 
 take: Any = intrinsic(_take)
-"""Takes the next item of the record at this address, and returns its index."""
+"""Atomically takes the next item of the record at an address."""
 
 _as_pointer: Any = intrinsic(_pointer)
 
 
 @njit(inline="always")
 def float32_at(address):  # type: ignore
-    """Returns the numbers from this address on, as an array without bounds checks."""
+    """No bounds checks."""
     return carray(_as_pointer(address), 1, np.float32)
 
 
@@ -118,15 +114,15 @@ def uint16_at(address):  # type: ignore
 
 
 REORDERED = {"nsz", "reassoc", "contract", "arcp"}
-"""Floating-point liberties that LLVM may take: enough to split sums among the lanes of a vector."""
+"""LLVM fast-math flags: enough to vectorize sums."""
 
 _LN2, _LOG2E = np.float32(math.log(2)), np.float32(1 / math.log(2))
 
 
 @njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def exp_of(x):  # type: ignore
-    """Returns exp(x) of a float32 x ≤ 0, within 2⁻²⁴, and at least 2⁻¹²⁶: a power of two times a Taylor
-    polynomial of degree seven."""
+    """exp(x) for float32 x ≤ 0, within 2⁻²⁴, at least 2⁻¹²⁶: a power of two times a Taylor polynomial of
+    degree seven."""
     power = x * _LOG2E
     power = np.float32(-126) if power < np.float32(-126) else power
     whole = np.int32(power - np.float32(0.5))

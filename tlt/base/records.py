@@ -1,6 +1,5 @@
 """Reports of ranks about engine steps and idle time, and the six records of a step, each written where it is
-measured: rollout and idle time by the phase (training/rollout/result.py), rewards, the update, the drafter,
-the pair of rollouts with and without speculation.
+measured: rollout and idle time (training/rollout/result.py), rewards, update, drafter, speedup.
 
 A quantity that does not exist, such as the accept length of a step without verification, is NaN.
 """
@@ -18,11 +17,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class TimedStep:
-    """An engine step without admissions, on the host's monotonic clock.
-
-    strategy: its name.
-    num_running: sequences in the batch.
-    """
+    """An engine step without admissions, on the host's monotonic clock."""
 
     strategy: str
     num_running: int
@@ -30,13 +25,10 @@ class TimedStep:
     end: float
 
     def shifted(self, seconds: float) -> TimedStep:
-        """Returns the same step on a clock that is `seconds` ahead."""
         return replace(self, start=self.start + seconds, end=self.end + seconds)
 
 
 class IdleUse(StrEnum):
-    """The uses of idle time: generate later steps' responses, train the drafter, rest."""
-
     AHEAD = "ahead"
     TRAIN = "train"
     REST = "rest"
@@ -44,7 +36,7 @@ class IdleUse(StrEnum):
 
 @dataclass(frozen=True)
 class IdleStretch:
-    """A stretch of idle time in one use, on the host's monotonic clock."""
+    """Idle time in one use, on the host's monotonic clock."""
 
     use: IdleUse
     start: float
@@ -53,15 +45,11 @@ class IdleStretch:
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """The report of drafter training in one micro-step, one session or several.
+    """Drafter training in one micro-step, one session or several.
 
-    num_tokens: tokens trained on.
-    loss: mean over these tokens.
-    max_micro_step_seconds: the longest micro-step, which bounds a preemption.
-    captured_tokens: tokens trained on whose features the engine had captured.
-    recomputed_tokens: tokens that went through the target again for their features.
-    preempted_at: time when the latest session was preempted (the host's monotonic clock); None: it was not.
-    is_limited: whether a session ended after MAX_PASSES over its data, with idle time left.
+    max_micro_step_seconds: bounds a preemption.
+    preempted_at: of the latest session, on the host's monotonic clock; None: it was not.
+    is_limited: whether a session reached MAX_PASSES over its data with idle time left.
     """
 
     num_micro_steps: int = 0
@@ -75,7 +63,6 @@ class DrafterReport:
     is_limited: bool = False
 
     def plus(self, later: DrafterReport) -> DrafterReport:
-        """Returns both reports as one."""
         trained = [report for report in (self, later) if report.num_tokens]
         num_tokens = self.num_tokens + later.num_tokens
         return DrafterReport(
@@ -93,14 +80,11 @@ class DrafterReport:
 
 @dataclass(frozen=True)
 class AheadReport:
-    """The report of generating ahead in one session or several."""
-
     num_steps: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
 
     def plus(self, later: AheadReport) -> AheadReport:
-        """Returns both reports as one."""
         steps, tokens = self.num_steps + later.num_steps, self.num_tokens + later.num_tokens
         return AheadReport(steps, tokens, self.seconds + later.seconds)
 
@@ -110,12 +94,12 @@ class AheadReport:
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Statistics of response lengths in tokens. Percentiles are interpolated linearly.
+    """Response lengths in tokens. Percentiles are interpolated linearly.
 
-    mean: the mean length.
-    p50: the median length.
-    p95: the length that 95 % of the responses do not exceed.
-    max: the longest response.
+    mean: mean length.
+    p50: median length.
+    p95: length that 95 % of the responses do not exceed.
+    max: longest response.
     """
 
     mean: float
@@ -133,7 +117,7 @@ class LengthStats:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the linearly interpolated percentile; NaN without values."""
+    """Linearly interpolated; NaN without values."""
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent)) if len(values) else NAN
 
 
@@ -144,26 +128,26 @@ class RolloutRecord:
     seconds: duration of the rollout phase.
     num_responses: responses of all ranks.
     num_tokens: response tokens of all ranks.
-    response_tokens: statistics of the responses' lengths.
+    response_tokens: lengths of the responses.
     truncated_share: share of responses that reached their token limit.
     tokens_per_second: response tokens per second; NaN: some were recalled, so there is no rate.
-    recalled_tokens: tokens that an earlier attempt had generated, found in the journal.
+    recalled_tokens: tokens of an earlier attempt, read from the journal.
     num_migrated: moves of a running response to an idle rank.
-    num_preemptions: sequences that had to wait again for want of memory (rollout.kv_gib).
+    num_preemptions: sequences put back to waiting for want of memory (rollout.kv_gib).
     num_reread_tokens: tokens of preempted sequences that were read again.
-    groups_sampled: problems of the step, each as often as it was sampled.
+    groups_sampled: sampled groups, replacements included.
     groups_discarded: sampled groups that are not in the update.
     resample_rounds: rounds of dynamic sampling after the first.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
-    draft_acceptance_rate: accepted drafted tokens over drafted tokens, as vLLM counts them.
+    draft_acceptance_rate: accepted / drafted tokens, as vLLM counts them.
     draft_mean_acceptance_length: accepted drafted tokens per verification that drafted, plus one, as vLLM
         counts them.
-    draft_acceptance_rate_pos: share of verifications that drafted in which the drafted token at position 1,
-        2, … was accepted, as vLLM counts them.
+    draft_acceptance_rate_pos: share of drafting verifications that accepted the token at position 1, 2, …,
+        as vLLM counts them.
     strategy_seconds: engine seconds under each strategy, "off" included.
-    strategy_speed: measured tokens per second of the engine steps under each strategy.
+    strategy_speed: measured tokens per second under each strategy.
     strategy_predicted: the tuner's prediction of strategy_speed.
-    followed_by_age: tokens drafted from references and kept, by the number of updates between the two
+    followed_by_age: accepted tokens drafted from references, by the number of updates between the two
         policies.
     """
 
@@ -193,13 +177,13 @@ class RolloutRecord:
 @dataclass(frozen=True)
 class SpeedupPair:
     """A few responses that the leader generated twice, with speculation and without
-    (training/rollout/speedup.py); the defaults stand for a step in which nothing was measured.
+    (training/rollout/speedup.py); defaults: nothing was measured in this step.
 
-    speedup: how many times as fast it was with speculation: the ratio of tokens per second, prefills aside.
-    num_responses: responses that ran at a time, at first: as many as in the step's rollout on average.
-    num_tokens: their tokens in each of the two rollouts.
-    num_different: responses whose tokens were not the same; by the law 0 but for roundings.
-    seconds: of the whole measurement, in which other ranks wait.
+    speedup: tokens per second with speculation / without, prefills excluded.
+    num_responses: initial batch size: the average of the step's rollout.
+    num_tokens: response tokens of each of the two rollouts.
+    num_different: responses whose tokens differ; 0 by the law, except for rounding.
+    seconds: duration of the measurement, in which other ranks wait.
     """
 
     speedup: float = NAN
@@ -216,12 +200,12 @@ class RewardSummary:
 
     mean: mean reward.
     std: standard deviation of the rewards.
-    solve_rate: share of the responses that solved their problem.
+    solve_rate: share of responses that solved their problem.
     num_errors: responses that could not be scored.
-    first_error: why the first of them could not; empty: all were scored.
-    parts: reward function → mean before its weight, over the responses to which it applied; empty without
+    first_error: the first failure to score; empty: none.
+    parts: reward function → mean before its weight, over the responses it applied to; empty without
         rewards.functions.
-    metrics: figure that a function logged → mean.
+    metrics: figure logged by a function → mean.
     reward_by_task: mean reward by the problems' column `task`, as a mixture gives it; empty without.
     solve_rate_by_task: solve rate by the same column; empty without.
     """
@@ -243,18 +227,18 @@ class UpdateMetrics:
 
     loss: the algorithm's loss, averaged over the optimizer steps, too; NaN without any.
     grad_norm: norm of the gradient before clipping, averaged over the optimizer steps; NaN without any.
-    entropy: entropy of the policy before the update, in nats per token. It and the gaps are estimated without
-        bias where more than `SAMPLED_TOKENS` (training/update/update.py) tokens have no advantage.
+    entropy: entropy of the policy before the update, in nats per token. It and the gaps are unbiased
+        estimates where more than `SAMPLED_TOKENS` (training/update/update.py) tokens have no advantage.
     clip_fraction: share of tokens with a clipped ratio, averaged over the optimizer steps; NaN without any.
-    kl: divergence from the reference policy, in nats per token; NaN without one (coefficient 0). Where it is
-        in the reward it is taken before the update, else averaged over the optimizer steps.
+    kl: divergence from the reference policy, in nats per token; NaN: coefficient 0. Taken before the
+        update if it is in the reward, else averaged over the optimizer steps.
     lr: learning rate of the step.
     zero_variance_groups: problems all of whose responses have advantage 0, or no score.
     engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|, before the update.
-    engine_trainer_logprob_gap_max: the largest computed gap.
+    engine_trainer_logprob_gap_max: largest computed gap.
     seconds: duration of the update.
     num_tokens: tokens of scored responses.
-    num_skipped: optimizer steps that were not taken, as no token was in their loss.
+    num_skipped: optimizer steps skipped: no token contributed to their loss.
     """
 
     loss: float
@@ -273,22 +257,23 @@ class UpdateMetrics:
 
 @dataclass(frozen=True)
 class DrafterCheck:
-    """The learned drafter at the end of a step, and its training; the defaults stand for a run without one.
+    """The learned drafter at the end of a step, and its training; defaults: a run without a learned drafter.
 
     version: number of its publications.
-    acceptance: mean over response tokens of sum_v min(p, q), the highest acceptance rate of a single draft;
-        NaN: not measured (drafter.check_every).
+    acceptance: mean over response tokens of sum_v min(p, q), the highest acceptance rate of a single
+        draft; NaN: not measured (drafter.check_every).
     retrieval: share of the same tokens that retrieval would have drafted.
     training: "trained", "trained; limit of passes reached" (idle time was left), "no idle time", "off", or
         "undone: …" with the reason.
     before: acceptance of the drafter in service before this step's training; NaN: not measured.
-    publish_seconds: seconds of averaging over the ranks, giving to the engines and checking; slowest rank's.
-    vocabulary: size of the draft vocabulary in the step; 0: there is no drafter, or it has a fixed head.
-    coverage: share of the step's tokens in the draft vocabulary; the others can be sampled, but not drafted.
+    publish_seconds: seconds of averaging over the ranks, loading into the engines and checking; slowest
+        rank's.
+    vocabulary: size of the draft vocabulary; 0: no drafter, or a fixed head.
+    coverage: share of the step's tokens in the draft vocabulary; the rest can be sampled, but not drafted.
     tokens: tokens trained on, by all ranks.
     loss: mean over these tokens.
     captured_tokens: tokens trained on whose features the engine had captured.
-    recomputed_tokens: tokens that went through the target again for their features.
+    recomputed_tokens: tokens whose features took another forward of the target.
     train_seconds: seconds of training within idle time, summed over ranks.
     """
 
@@ -316,14 +301,13 @@ class IdleRecord:
     """The idle time of a step; seconds are summed over ranks.
 
     seconds: idle time up to the last token of all.
-    harvested_share: share of it in which the drafter was trained.
-    preemption_seconds: from the last response's end to the trainer's return, for each rank that trained then.
+    harvested_share: share of it that trained the drafter.
+    preemption_seconds: from the last response's end to the trainer's return, for each rank that was training.
     seconds_by_use: idle time until the phase's end, by use: ahead, train, rest.
-    gain: by use, seconds by which a step becomes shorter for each second that a rank spends on it, as
-        measured so far (docs/ahead.md).
-    cost: by use, seconds by which a step becomes longer for each such second.
+    gain: by use, seconds saved of a step per second that a rank spends, as measured so far (docs/ahead.md).
+    cost: by use, seconds added to a step per such second.
     ahead_seconds: seconds of generating later steps' responses.
-    ahead_tokens: tokens generated then.
+    ahead_tokens: tokens generated for later steps.
     """
 
     seconds: float

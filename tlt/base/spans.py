@@ -1,4 +1,4 @@
-"""Spans: stretches of a rank's time, by what it was spent on."""
+"""Spans: stretches of a rank's time, by use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from enum import StrEnum
 
 
 class SpanName(StrEnum):
-    """The names of spans, in a table's order. Steps and evaluations contain other spans; `preempt` lies
-    within `train drafter`, and tells how late that ended."""
+    """Steps and evaluations contain other spans; `preempt` lies within `train drafter`, and tells how late
+    that ended."""
 
     STEP = "step"
     PREFILL = "prefill"
@@ -30,12 +30,8 @@ class SpanName(StrEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time on one rank; seconds on that process's monotonic clock. Engine steps also tell:
-
-    strategy: of their drafts, as text; empty: this is no engine step.
-    num_running: sequences in the batch.
-    num_tokens: tokens committed.
-    """
+    """A stretch of a rank's time, in seconds on its monotonic clock. strategy: as text; empty: no engine
+    step."""
 
     name: str
     start: float

@@ -14,9 +14,9 @@ class Strategy:
     """A way to speculate. `Strategy.OFF` decodes without drafts.
 
     drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference).
-    depth: drafting steps, one per level: the depth of the deepest node (`DraftTree` counts depths).
+    depth: drafting steps, one per level: the depth of the deepest node.
     width: candidates per node.
-    budget: most drafted nodes. The root, which is the last committed token, is not counted.
+    budget: most drafted nodes, the root (the last committed token) excluded.
     """
 
     drafter: str
@@ -28,9 +28,9 @@ class Strategy:
     MAX_DEPTH: ClassVar[int] = 32
     """Most drafting steps of a drafter."""
     MAX_REFERENCE: ClassVar[int] = 256
-    """Most tokens that are drafted from a reference in a step."""
+    """Most tokens drafted from a reference in a step."""
     WITHOUT_REFERENCE: ClassVar[int] = 8
-    """Most tokens that a sequence without a reference drafts in a step in which others use one."""
+    """Most tokens drafted for a sequence without a reference, in a step in which others have one."""
 
     def __post_init__(self) -> None:
         limit = self.MAX_REFERENCE if self.uses_references else self.MAX_DEPTH
@@ -56,7 +56,7 @@ class Strategy:
 
     @property
     def without_reference(self) -> Strategy:
-        """Returns the strategy of this step's sequences that have no reference."""
+        """The strategy for this step's sequences without a reference."""
         if not self.uses_references:
             return self
         kind, depth = self.drafter.partition("+")[2], min(self.depth, self.WITHOUT_REFERENCE)
@@ -67,7 +67,7 @@ class Strategy:
 
     @staticmethod
     def parse(text: str, drafter: str = "learned") -> Strategy:
-        """Reads `off`, `DEPTHxWIDTHxBUDGET` or `DRAFTER:DEPTHxWIDTHxBUDGET`; `drafter` is the default."""
+        """Parses `off`, `DEPTHxWIDTHxBUDGET` or `DRAFTER:DEPTHxWIDTHxBUDGET`; `drafter` is the default."""
         if text == "off":
             return Strategy.OFF
         name, _, shape = text.rpartition(":")

@@ -1,4 +1,4 @@
-"""Thoughts in the responses of reasoning models: `<think>…</think>` and the like are no answer.
+"""The thoughts of reasoning models, `<think>…</think>` and the like, which are no part of an answer.
 
 This file runs in reward workers: it imports nothing.
 """
@@ -6,11 +6,9 @@ This file runs in reward workers: it imports nothing.
 from __future__ import annotations
 
 CLOSING_TAGS = ("</think>", "</thinking>", "</thought>", "[/THINK]", "</seed:think>", "<|end_of_thought|>")
-"""The tags that end a thought in the responses of reasoning models."""
 
 
 def opening_tag(closing_tag: str) -> str:
-    """Returns the tag that begins what `closing_tag` ends."""
     return closing_tag.replace("end_of", "begin_of").replace("/", "", 1)
 
 
@@ -19,11 +17,11 @@ TAGS = frozenset(OPENING_TAGS + CLOSING_TAGS)
 
 
 def after_thinking(text: str, closing_tag: str | None = None, in_thought: bool = False) -> str:
-    """Returns what follows the last thought; the whole text where there is none. Returns "" where the text
-    ends within a thought.
+    """Returns the text after the last thought, the whole text without thoughts, "" if it ends within a
+    thought.
 
-    closing_tag: ends a thought, such as `</think>`; "": there are no thoughts; None: any of CLOSING_TAGS.
-    in_thought: whether the text begins within a thought, which the prompt has opened.
+    closing_tag: such as `</think>`; "": there are no thoughts; None: any of CLOSING_TAGS.
+    in_thought: whether the prompt has opened a thought.
     """
     if closing_tag == "":
         return text
@@ -36,5 +34,5 @@ def after_thinking(text: str, closing_tag: str | None = None, in_thought: bool =
 
 
 def ends_in_thought(text: str) -> bool:
-    """Whether a prompt ends within a thought, as the chat templates of reasoning models do."""
+    """Chat templates of reasoning models end a prompt so."""
     return any(text.rfind(opening_tag(tag)) > text.rfind(tag) for tag in CLOSING_TAGS)

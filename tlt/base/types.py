@@ -1,10 +1,11 @@
-"""The nouns that cross a boundary: frozen values, without behaviour beyond what follows from their fields.
+"""The types that cross a boundary: frozen values, whose methods only derive from their fields.
 
-torch appears as the type of a tensor alone; importing this file does not import it.
+torch appears only in annotations; importing this file does not import it.
 
 Axes used throughout the package:
-    N tokens of a flat batch · B sequences · T tokens per sequence (in rl/: response tokens) · V vocabulary
-    E hidden size · H query heads · K key/value heads · D head dimension · L cache length · S cache slots
+    N tokens of a flat batch · B sequences · T tokens per sequence (in training/update/: response tokens)
+    V vocabulary · E hidden size · H query heads · K key/value heads · D head dimension · L cache length
+    S cache slots
 """
 
 from __future__ import annotations
@@ -34,21 +35,19 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 Purpose = Literal["rollout", "evaluation", "generate"]
 ResponseId = tuple[str, int]
-"""Names a response within a step: (problem id, sample index)."""
+"""(problem id, sample index): unique within a step."""
 NoiseKey = tuple[int, int, int, int]
-"""Names a response's noise: four 32-bit words, see `Request.noise_key`."""
 
 LAW_VERSION = 1
 """Version of the sampling law. Bump it whenever the same key would give another token."""
 
 
 class UserError(ValueError):
-    """A mistake of the user's. Its message is one line that names the place, the value and the remedy
-    (exit code 2)."""
+    """A user's mistake, in one line: place, value and remedy (exit code 2)."""
 
 
 def checked(place: str, value: object, kind: Any) -> Any:
-    """Returns the value as one of a kind (kinds.py). Raises UserError, "PLACE: is VALUE; REMEDY"."""
+    """Raises UserError, "PLACE: is VALUE; REMEDY"."""
     try:
         return convert(value, kind)
     except ValueError as error:
@@ -61,7 +60,7 @@ class SamplingParams:
 
     top_k, top_p, min_p: 0, 1 and 0 switch the truncation off.
     max_tokens: fewer where the model's window ends.
-    stop: texts; a response ends at the first token after which it contains one of them.
+    stop: texts; a response ends at the first token that completes one of them.
     """
 
     temperature: Temperature = 1.0
@@ -84,19 +83,19 @@ class SamplingParams:
 
 
 class DraftOutcome(NamedTuple):
-    """The outcome of a verification for one response. Tokens that no outcome covers were not drafted: the
-    target drew them alone, the one that follows the accepted ones among them."""
+    """One verification of one response. Tokens without an outcome were drawn by the target alone: undrafted
+    tokens, and the bonus token after the accepted drafts."""
 
     place: int
-    """Tokens of the response before it."""
+    """Tokens of the response before the draft."""
     drafter: str
-    """Who drafted: learned, ngram (retrieval) or ahead (a reference)."""
+    """learned, ngram (retrieval) or ahead (a reference)."""
     num_drafted: int
-    """Drafted tokens, all candidates of a tree included."""
+    """All candidates of a tree included."""
     num_accepted: int
-    """Drafted tokens that the target drew, too; those after the response's end included."""
+    """Also those beyond the response's end."""
     rejected: int | None
-    """The drafted token in whose place the target drew another; None: it went beyond the draft."""
+    """The drafted token where the target drew another; None: the whole path was accepted."""
 
 
 Drafts = tuple[DraftOutcome, ...] | None
@@ -104,7 +103,6 @@ Drafts = tuple[DraftOutcome, ...] | None
 
 
 def read_drafts(values: Sequence[Sequence[Any]] | None) -> Drafts:
-    """Returns the drafts that JSON has brought back as lists."""
     return None if values is None else tuple(DraftOutcome(*value) for value in values)
 
 
@@ -112,8 +110,8 @@ def read_drafts(values: Sequence[Sequence[Any]] | None) -> Drafts:
 class Request:
     """A request for one response: sample `sample_index` of a problem, with everything its tokens depend on.
 
-    token_ids, logprobs, drafts: the response so far, where another engine with the same policy has begun it.
-        It goes on as it would have there, for its tokens depend on the other fields alone.
+    token_ids, logprobs, drafts: the response so far, if another engine with the same policy began it. It
+        goes on as it would have there: its tokens depend on the other fields alone.
     """
 
     problem_id: str
@@ -128,9 +126,9 @@ class Request:
 
     @property
     def noise_key(self) -> NoiseKey:
-        """128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem
-        id, sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. NumPy's
-        numbers and strings count as the Python ones that they equal."""
+        """128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem id, sample
+        index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. NumPy's numbers
+        and strings count as the equal Python values."""
         numbers = (int(self.params.seed), int(self.policy_step), int(self.sample_index))
         fields = (LAW_VERSION, numbers[0], str(self.purpose), numbers[1], str(self.problem_id), numbers[2])
         digest = hashlib.blake2b(repr(fields).encode(), digest_size=16).digest()
@@ -140,11 +138,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response.
-
-    logprobs: log-softmax(logits / temperature) before truncation, one per token; at temperature 0 those of
-        temperature 1.
-    """
+    """One finished response. logprobs: as in `Response`."""
 
     problem_id: str
     sample_index: int
@@ -166,8 +160,8 @@ class Response:
 
     problem_id: the record's own, else the prompt's position in the call, counted from 1.
     text: without special tokens; None for a model without a tokenizer.
-    logprobs: natural, one per token: log-softmax(logits / temperature) before truncation; at temperature 0
-        those of temperature 1.
+    logprobs: natural, one per token: log-softmax(logits / temperature) before truncation; temperature 0
+        counts as 1.
     finish_reason: "stop" (token_ids ends with a stop token or with the end of a stop text) or "length".
     """
 
@@ -197,8 +191,7 @@ class Response:
 class Finished:
     """A response that an engine step ended.
 
-    captured_TF: the captured features of the target at all tokens but the last; None: none were asked for, or
-        the engine no longer holds them.
+    captured_TF: the target's features at all tokens but the last; None: not asked for, or no longer held.
     """
 
     rollout: Rollout
@@ -209,16 +202,16 @@ class Finished:
 class DraftTree:
     """Drafted tokens of B sequences as trees of one common shape bound.
 
-    The root has depth 0, the d-th drafted token on a path has depth d. A drafter works level by level,
-    counted from 0: level l drafts the nodes of depth l + 1.
+    The root has depth 0, the d-th drafted token on a path has depth d. Drafting level l, counted from 0,
+    makes the nodes of depth l + 1.
 
     tokens_BN:  int64. Column 0 is the root: the last committed token, whose successor is sought.
-    parents_BN: int64. Column of each node's parent; always smaller than the node's own column. Column 0 holds
-        -1. A node that is padding (a sequence with fewer nodes than others) has parent -1 and is never
-        visited. Siblings carry distinct tokens.
+    parents_BN: int64. Column of each node's parent, smaller than the node's own; column 0 holds -1.
+        Padding (in a sequence with fewer nodes) has parent -1 and is never visited. Siblings carry
+        distinct tokens.
     is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
-    lengths: nodes of each row, the root included, where all padding stands behind them; None: rows are whole,
-        or their padding is known by its parents alone.
+    lengths: nodes of each row, the root included, if all padding follows them; None: padding is known by
+        its parents alone.
     """
 
     tokens_BN: Tensor
@@ -232,7 +225,7 @@ class DraftTree:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Columns of each row that the target reads: nodes, the root included, and padding between them."""
+        """Columns of each row that the target reads, padding between nodes included."""
         return self.lengths or (self.num_nodes,) * self.tokens_BN.shape[0]
 
 
@@ -241,11 +234,10 @@ class Verdict:
     """The result of verifying one sequence's draft.
 
     tokens: the committed tokens: the accepted drafts, then the target's own next token.
-    num_accepted: drafted tokens among them, len(tokens) - 1.
+    num_accepted: len(tokens) - 1.
     path: columns of the visited nodes, the root first; their cache entries are kept.
-    logprobs: one per committed token.
-    num_drafted: drafted tokens, without padding.
-    rejected: the draft's token, of several the first, where the target drew another; None: there is none.
+    num_drafted: without padding.
+    rejected: the first drafted candidate where the target drew another token; None: there is none.
     num_levels: depth of the deepest drafted token.
     """
 
@@ -260,10 +252,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt with the data that its scorer needs.
-
-    data: the task's own record, opaque to everything between.
-    """
+    """A prompt. data: its scorer's, opaque to everything between."""
 
     problem_id: str
     prompt_ids: tuple[int, ...]
@@ -274,9 +263,9 @@ class Problem:
 class Reward:
     """The score of one response.
 
-    error: why there is no score (time-out, exception); then `value` means nothing. Empty: there is one.
-    parts: the value of each reward function that applies, before its weight; empty: the task alone scores.
-    metrics: figures that reward functions logged.
+    error: why there is no score (time-out, exception), `value` being meaningless; empty: scored.
+    parts: reward function → value before its weight, for functions that apply; empty: the task alone scores.
+    metrics: figures logged by reward functions.
     task: the problem's column `task`, by which means are taken; empty: none.
     """
 
@@ -293,14 +282,13 @@ class Reward:
 
 
 def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
-    """Returns both in canonical order, by (problem id, sample index)."""
+    """Sorts both into canonical order, by (problem id, sample index)."""
     pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: id_of(pair[0]))
     return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
 
 
 def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
-    """Returns the torch type of that name. device: the kind that "auto" suits: bfloat16 for "cuda", else
-    float32."""
+    """ "auto" is bfloat16 for "cuda", else float32."""
     import torch  # here alone, so that the command line starts without it
 
     dtypes = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,5 +1,4 @@
-"""The bets: distributions q_t, functions of the prefix alone, on which a gambler stakes against the target's
-p_t.
+"""The bets: distributions q_t, functions of the prefix alone, staked against the target's p_t.
 
 Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
 """
@@ -21,9 +20,8 @@ EVENTS = ("stop", "argmax", "match")
 SHARES = (0.001, 0.01, 0.1)
 """q = (1 − ε) p + ε r: the share ε of the tokens comes from another source r."""
 SOURCES = ("flattened", "uniform", "n-gram model", "previous token", "match")
-"""r: p at twice its temperature; any token; a model learned online from the responses judged before; the
-token just said; the token that followed the last tokens when they last occurred in this context (n-gram
-drafting)."""
+"""r: p at twice its temperature; uniform; a model learned online from the responses judged before; the last
+token; the token that followed the last tokens at their latest occurrence in the context (n-gram drafting)."""
 
 BETS = (
     *(f"temperature {1 / tilt:.3g} times" for tilt in TILTS),
@@ -33,10 +31,8 @@ BETS = (
 
 
 class OnlineNgrams:
-    """A model of P(token | up to three tokens before it), learned from the tokens judged so far.
-
-    Each order is smoothed by the next lower one, the lowest by the uniform distribution.
-    """
+    """P(token | up to three tokens before it), learned from the tokens judged so far. Each order is smoothed
+    by the next lower order, the lowest by the uniform distribution."""
 
     ORDERS = 3
     STRENGTH = 2.0
@@ -70,8 +66,7 @@ class OnlineNgrams:
 
 
 def suffix_matches(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-    """Returns, for each response token, n-gram drafting's proposal: the token that followed when the last 4,
-    else 3, else 2 tokens last occurred in this context; -1 where they never did."""
+    """The token after the latest occurrence of the last 4, else 3, else 2 tokens in the context; -1: none."""
     tokens = [*prompt_ids, *token_ids]
     followers: dict[tuple[int, ...], int] = {}
     found = []
@@ -87,10 +82,9 @@ def suffix_matches(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[
 def growth(
     logp_TV: Tensor, tokens_ST: Tensor, sources_RST: Tensor, events_TV: Sequence[Tensor], tolerance: float
 ) -> Tensor:
-    """Returns log q(y) / p(y) of every bet, less the price of the tolerance, [K, S, T] in the order of BETS.
+    """log q(y) / p(y) of every bet, less the price of the tolerance, [K, S, T] in the order of BETS.
 
-    logp_TV: log p of the target.
-    tokens_ST: the tokens y. Where p(y) = 0 the growth is 0: such tokens are counted, not bet on.
+    tokens_ST: the tokens y. Growth is 0 where p(y) = 0: such tokens are counted, not bet on.
     sources_RST: r(y) of each of SOURCES.
     events_TV: the sets of EVENTS as masks.
     """

@@ -1,5 +1,4 @@
-"""Estimates with intervals, and the number of tokens that a verdict needs: pure functions of the
-observations."""
+"""Estimates with intervals, and the number of tokens for a verdict: pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _POWER_MAX_TOKENS = 5_000_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate with its interval, which holds the truth with probability 1 − alpha, the verdict's."""
+    """The interval holds the truth with probability 1 − alpha, the verdict's."""
 
     value: float
     low: float
@@ -27,7 +26,6 @@ class Estimate:
 
 
 def mean_with_interval(values_T: Tensor, alpha: float) -> Estimate:
-    """Returns the mean with its normal interval; all zeros where there are no values."""
     if not len(values_T):
         return Estimate(0.0, 0.0, 0.0)
     mean = float(values_T.mean())
@@ -36,12 +34,10 @@ def mean_with_interval(values_T: Tensor, alpha: float) -> Estimate:
 
 
 def most_likely_share(ratios_RT: Tensor, alpha: float) -> tuple[str, Estimate]:
-    """Returns the source and the share ε for which the mixture (1 − ε) p + ε r makes the tokens likeliest.
+    """The source and the share ε for which the mixture (1 − ε) p + ε r makes the tokens likeliest.
 
-    Where no source makes them likelier by more than chance, it is the source that could hide the largest
-    share. The interval is corrected for the choice among several sources (Bonferroni).
-
-    ratios_RT: r(y) / p(y) of every source and token.
+    If no source beats chance: the source that could hide the largest share. Intervals are
+    Bonferroni-corrected for the number of sources. ratios_RT: r(y) / p(y).
     """
     chance = NormalDist().inv_cdf(1 - alpha / len(ratios_RT) / 2) ** 2 / 2  # half of a chi-square's quantile
     found = [_share_of(ratios_T - 1, chance) for ratios_T in ratios_RT]
@@ -51,8 +47,7 @@ def most_likely_share(ratios_RT: Tensor, alpha: float) -> tuple[str, Estimate]:
 
 
 def _share_of(gains_T: Tensor, chance: float) -> tuple[float, Estimate]:
-    """Returns the log-likelihood gained by the best share, and that share with its likelihood-ratio
-    interval."""
+    """The best share's log-likelihood gain, and its likelihood-ratio interval."""
 
     def likelihood(share: float) -> float:
         return float(torch.log1p(share * gains_T).sum())
@@ -66,7 +61,6 @@ def _share_of(gains_T: Tensor, chance: float) -> tuple[float, Estimate]:
 
 
 def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float:
-    """Returns the point where `is_below` turns from true to false."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if is_below(middle) else (low, middle)
@@ -76,10 +70,8 @@ def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float
 def tokens_for_power(
     sums_RK: Tensor, lengths: Sequence[int], log_threshold: float, power: float = 0.95
 ) -> int | None:
-    """Returns the number of tokens after which the e-process has crossed the threshold in a share `power` of
-    bootstrap runs. None: it takes more than five million tokens, or no bet grows at all.
-
-    A run draws whole responses again, with replacement.
+    """Tokens after which the e-process has crossed the threshold in a share `power` of bootstrap runs, which
+    resample whole responses. None: over five million, or no bet grows.
 
     sums_RK: log-growth of every bet over each response.
     lengths: tokens of each response.

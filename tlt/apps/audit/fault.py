@@ -1,4 +1,4 @@
-"""A fault planted in an engine on purpose, for the audit to find."""
+"""A fault planted in an engine, for the audit to find."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from tlt.speculation.law.verify import Noise, verify
 
 
 class PlantedFault:
-    """A replacement of an engine's `verify` that accepts a rejected draft with `probability`.
-
-    The walk down the tree then goes on from that draft, as in an engine with this fault.
-    """
+    """Accepts a rejected draft with `probability`, and walks on from it."""
 
     def __init__(self, probability: float, seed: int = 0) -> None:
         self.probability, self.random = probability, random.Random(seed)

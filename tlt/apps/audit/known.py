@@ -1,7 +1,7 @@
 """Known faults of other engines, which a verdict names.
 
-A server tells its version (`/version`) and that it drafts (`/metrics`), but not its device: the text names
-that.
+A server tells its version (`/version`) and whether it drafts (`/metrics`), but not its device, so the text
+names the device.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ _TIMEOUT_SECONDS = 10
 
 @dataclass(frozen=True)
 class Server:
-    """A vLLM server, as it describes itself."""
-
     version: str
     drafts: bool
-    """Whether it has counters of speculative decoding."""
 
 
 def identify(url: str) -> Server | None:
-    """Asks a server for its version; None where it does not answer as vLLM does."""
+    """None: the server is no vLLM."""
     root = url.rstrip("/").removesuffix("/v1")
     try:
         found = parse_json(_get(f"{root}/version"))
@@ -38,7 +35,6 @@ def identify(url: str) -> Server | None:
 
 
 def known_fault(server: Server, temperature: float) -> str | None:
-    """Returns the known fault of a server that is not lossless; None: none is known."""
     if temperature == 0 or not server.drafts or not server.version.startswith("0.32."):
         return None
     return (

@@ -1,4 +1,4 @@
-"""The referee: the target's own probabilities, computed without any code of the engine.
+"""The referee: the target's own probabilities, without any code of the engine.
 
 transformers runs the model; temperature and truncation are written anew here.
 """
@@ -20,10 +20,8 @@ _CHUNK_LOGITS = 2**24
 
 
 class Referee:
-    """Runs the target with transformers: logits at every position of a response, by one plain causal forward.
-
-    Raises UserError where transformers cannot load the folder's model.
-    """
+    """Runs the target with transformers, by one plain causal forward. Raises UserError if it cannot load the
+    model."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,7 +56,7 @@ class Referee:
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """Yields the logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB."""
+        """The logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB."""
         ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]])
         first, cache = len(prompt_ids) - 1, None
         step = max(_CHUNK_LOGITS // self.vocab_size, 16)
@@ -75,15 +73,14 @@ class Referee:
 @dataclass(frozen=True)
 class Law:
     logp_TV: Tensor
-    """Log-probabilities in float64, -inf for tokens that truncation removes."""
+    """float64; -inf for truncated tokens."""
     border_TV: Tensor
     """Tokens removed so narrowly that an engine's rounding may keep them."""
 
 
 def law(logits_TV: Tensor, params: SamplingParams, tolerance: float = 0.0) -> Law:
-    """Returns the law of sampling: logits → temperature → top-k → top-p → min-p → softmax, in float64.
+    """logits → temperature → top-k → top-p → min-p → softmax, in float64.
 
-    params: the temperature must be above 0.
     tolerance: nats by which an engine's rounding may move a logit.
     """
     scaled_TV = logits_TV.double() / params.temperature

@@ -1,8 +1,8 @@
 """Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids.
 
-Prompts go out as token ids. Token ids come back in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2), or
-as tokens written "token_id:17" among the log-probabilities (`return_tokens_as_token_ids`, older vLLM). Text
-is never used: encoding it again need not give the sampled tokens.
+Token ids come back in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2), or as tokens written
+"token_id:17" among the log-probabilities (`return_tokens_as_token_ids`, older vLLM). Text is never used:
+encoding it again need not give the sampled tokens.
 
     answer        token ids of the model ─▶ a response     anything else ─▶ UserError
     busy or gone  asked again, after Retry-After or 1, 2, 4 … seconds; at last the answers that came are kept
@@ -35,9 +35,7 @@ _FORMS: tuple[dict[str, Any], ...] = (
 )
 _TIMEOUT_SECONDS = 600
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
-"""Statuses of a server that may answer later."""
 _WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before a request is sent again, where the server names none."""
 _LONGEST_WAIT = 120.0
 _SUCH_AS = "give an OpenAI-compatible server such as http://host:8000/v1"
 
@@ -46,28 +44,23 @@ _SUCH_AS = "give an OpenAI-compatible server such as http://host:8000/v1"
 class Endpoint:
     url: str
     model: str
-    """The name by which it serves the model."""
+    """The server's name for it."""
     vocab_size: int
     window: int
-    """The longest sequence of the model."""
     api_key: str | None = field(default=None, repr=False)
-    """None: it asks for none."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The responses that a server gave, in the order of the requests."""
+    """The responses, in the order of the requests."""
 
     rollouts: tuple[Rollout, ...]
     num_missing: int = 0
-    """Requests that it did not answer."""
     why: str = ""
-    """Why it did not answer them."""
 
 
 class Unavailable(UserError):
-    """The server gave no answer. is_busy: by its own word; seconds: for which it asks to wait; None: it does
-    not say."""
+    """is_busy: the server says so; seconds: its Retry-After."""
 
     def __init__(self, message: str, is_busy: bool = False, seconds: float | None = None) -> None:
         super().__init__(message)
@@ -75,7 +68,6 @@ class Unavailable(UserError):
 
 
 def read_api_key(variable: str) -> str:
-    """Returns the key in an environment variable. Raises UserError where there is none."""
     if not (key := os.environ.get(variable, "").strip()):
         raise UserError(
             f"--api-key-variable: {variable} is not set, or is empty; export the server's API key by that "
@@ -85,10 +77,7 @@ def read_api_key(variable: str) -> str:
 
 
 def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 32) -> Answers:
-    """Asks for one response per request; every request has a seed of its own.
-
-    Raises UserError for an answer that is no response, and for a server that answers no request.
-    """
+    """Raises UserError for an answer that is no response, and for a server that answers no request."""
     form = _find_form(server, requests[0])
     gives_up = threading.Event()
 
@@ -112,7 +101,7 @@ def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 
 
 
 def _find_form(server: Endpoint, request: Request) -> dict[str, Any]:
-    """Asks for one token to find the options by which this server returns token ids."""
+    """Tries with one token which option makes this server return token ids."""
     for form in _FORMS:
         if read_token_ids(_ask(server, request, form, 1, None), server.url) is not None:
             return form
@@ -153,8 +142,7 @@ def _complete_one(
 
 
 def read_token_ids(choice: dict[str, Any], url: str) -> list[int] | None:
-    """Returns the sampled ids of one choice, in either form; None where it has none. Raises UserError for
-    other values than whole numbers."""
+    """The sampled ids of a choice; None: there are none. Raises UserError for non-integers."""
     if (ids := choice.get("token_ids")) is not None:
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise UserError(f"--url: {url} answers token_ids {shorten(ids)}, no list of ids; {_SUCH_AS}")
@@ -197,9 +185,8 @@ def _ask(
 
 
 def _post_patiently(server: Endpoint, payload: dict[str, Any], gives_up: threading.Event | None) -> Any:
-    """Returns the answer, where need be at a later try. Raises Unavailable once another request has given the
-    server up, or after the last try. gives_up: None: the server has not answered yet, so that a fault of
-    the connection is one of the address."""
+    """Raises Unavailable after the last try, or once another request has given the server up. gives_up: None:
+    first contact, where a connection error means a wrong address."""
     pause = gives_up or threading.Event()
     last = Unavailable(f"--url: {server.url} was not asked")
     for wait in (*_WAITS, 0.0):
@@ -254,7 +241,6 @@ def _refusal(server: Endpoint, error: urllib.error.HTTPError) -> UserError:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Retry-After is a number or a date; None: neither."""
     if re.fullmatch("[0-9]{1,9}", text := (retry_after or "").strip()):
         return float(text)
     try:
@@ -264,7 +250,7 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 def _hidden(server: Endpoint, why: str) -> str:
-    """Leaves out the key, which a server may repeat."""
+    """Hides the API key, which a server may repeat."""
     return f"--url: {server.url} {why.replace(server.api_key, '***') if server.api_key else why}"
 
 

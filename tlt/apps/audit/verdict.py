@@ -4,17 +4,15 @@
 
 The test is a betting game (Shafer 2021; Ville 1939). Before each token y_t a gambler names K distributions
 q_t, functions of the prefix alone, and the wealth of each is multiplied by q_t(y_t) / p_t(y_t). If every
-token is drawn from p_t, no bet gains on average. The mean e_t of the K wealths starts at 1 and obeys, for all
-t at once,
+token is drawn from p_t, no bet gains on average. The mean e_t of the K wealths starts at 1 and obeys, for
+all t at once,
 
     P(sup_t e_t ≥ 1 / alpha) ≤ alpha .
 
-So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after any number of tokens. An engine in
-finite precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead. Its expected factor
-is at most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t); each factor is divided by that, so the bound covers such
+So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after any number of tokens. An engine
+in finite precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead. Its expected
+factor is at most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t). Dividing each factor by this bound covers such
 engines.
-
-The referee computes p_t without the engine's code (referee.py); the bets are in bets.py.
 
 Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
 """
@@ -36,13 +34,12 @@ from tlt.apps.audit.report import AuditReport, Offender
 from tlt.base.types import Rollout, SamplingParams, UserError
 
 IMPOSSIBLE = 1e-12
-"""The mass of a token and all less likely ones below which it convicts by itself; it adds 1e-12 per token to
-alpha."""
+"""If a token and all less likely tokens have less mass than this, the token alone convicts; adds 1e-12 per
+token to alpha."""
 
 REFERENCE_FAULT = 0.01
 REFERENCE_SOURCES = ("flattened", "uniform")
-"""The report states its power against these faults: a token is drawn from this source with probability
-0.01."""
+"""Reference faults for the stated power: a token comes from this source with probability 0.01."""
 
 _COPY_LOGPROB = -40.0
 """Chance does not repeat a response of a lower log-probability."""
@@ -50,17 +47,12 @@ _NUM_OFFENDERS = 10
 
 
 class Auditor:
-    """Judges responses one after another, and keeps the sums for the report.
+    """Judges responses one after another. Their order must not depend on their tokens: give all of them, in
+    the order of the requests.
 
-    The order of the responses must not depend on their tokens: give all of them, in the order of the
-    requests.
-
-    params: the sampling parameters that the engine was given.
-    window: the longest sequence of the model.
-    alpha: the false-positive rate.
     tolerance: nats by which an engine's rounding may move a log-probability.
-    limit: the most tokens of a response; None: those of the longest that did not stop.
-    seed: seeds the draws of the reference faults.
+    limit: token limit of a response; None: the length of the longest response that did not stop.
+    seed: of the reference faults' draws.
     """
 
     def __init__(
@@ -103,8 +95,8 @@ class Auditor:
         return float(self.wealth_K.logsumexp(0)) - math.log(len(BETS))
 
     def observe(self, response: Rollout, logits: Iterable[Tensor]) -> None:
-        """Judges one response by the referee's logits of its tokens, in pieces of [T, V]. A copy of an
-        earlier, unlikely response is counted, and is no new evidence."""
+        """logits: the referee's, in pieces of [T, V]. A copy of an earlier, unlikely response is no new
+        evidence."""
         assert response.token_ids, "a response has at least one token"
         key = (response.prompt_ids, response.token_ids)
         if self._logprobs.get(key, 0.0) < _COPY_LOGPROB:
@@ -155,8 +147,7 @@ class Auditor:
     def _observe_sampled(
         self, response: Rollout, begin: int, logits_TV: Tensor, tokens_T: Tensor, matches_T: Tensor
     ) -> tuple[Tensor, float]:
-        """Plays every bet on every token; returns each bet's log-growth, [S, K], and the tokens'
-        log-probability."""
+        """Returns each bet's log-growth, [S, K], and the tokens' log-probability."""
         judged = law(logits_TV, self.params, self.tolerance)
         logp_TV, p_TV = judged.logp_TV, judged.logp_TV.exp()
         logp_T, is_border_T = _of_tokens(logp_TV, tokens_T), _of_tokens(judged.border_TV, tokens_T)
@@ -198,7 +189,7 @@ class Auditor:
     def _sources(
         self, response: Rollout, begin: int, tokens_ST: Tensor, flat_TV: Tensor, matches_T: Tensor
     ) -> Tensor:
-        """Returns r(y), the probability of the tokens under each of SOURCES, [R, S, T]."""
+        """r(y) under each of SOURCES, [R, S, T]."""
         flat_ST = flat_TV.gather(-1, tokens_ST.T).T
         uniform_ST = torch.full_like(flat_ST, 1.0 / flat_TV.shape[-1])
         known = [*response.prompt_ids, *response.token_ids]
@@ -252,10 +243,7 @@ class Auditor:
                 heapq.heappop(self.offenders)
 
     def judge(self, mode: str, rollouts: Iterable[Rollout], referee: Referee) -> AuditReport:
-        """Judges all responses of one mode, in the order of the requests, and returns the report.
-
-        Raises UserError for a response whose finish_reason is stop but that does not end with a stop
-        token."""
+        """Raises UserError for a response with finish_reason stop that does not end with a stop token."""
         for rollout in rollouts:
             if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in self.params.stop_ids:
                 place = f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index}"
@@ -269,8 +257,7 @@ class Auditor:
     # ── the report ──────────────────────────────────────────────────────────────────────────────────────────
 
     def report(self, mode: str) -> AuditReport:
-        """Returns the findings on the responses observed so far. Raises UserError where copies are the only
-        fault."""
+        """Raises UserError where copies are the only fault."""
         assert self.lengths, "at least one response was judged"
         is_greedy = self.params.temperature == 0
         limit = self.limit if self.limit is not None else max(self.unstopped, default=0)
@@ -331,8 +318,6 @@ class Auditor:
         )
 
     def _tokens_for_power(self, is_convicted: bool) -> dict[str, int | None]:
-        """Returns the tokens needed against each reference fault; for an engine that is not lossless, against
-        its observed behaviour."""
         sums_SRK = torch.stack(self.responses_SK, dim=1)
         if not is_convicted:
             names = [f"{REFERENCE_FAULT:g} {source}" for source in REFERENCE_SOURCES]

@@ -3,8 +3,7 @@
     engine step   propose a chain ─▶ target's forward ─▶ verify ─▶ commit
                       └ confidence of each guess   └ entropy at its node, and whether it was accepted
 
-A guess counts if all guesses before it were accepted; for the others the target's token is unknown. Drafter
-and engine are those of a rollout.
+A guess counts if all guesses before it were accepted; otherwise the target's token is unknown.
 """
 
 from __future__ import annotations
@@ -33,59 +32,53 @@ from tlt.speculation.tuner.tuner import Fixed
 from tlt.training.report.ratio import Ratio, in_turns, seconds_of
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
-"""Bucket edges in nats. Most tokens of reasoning are nearly certain, so low entropies get narrow buckets."""
+"""In nats. Most tokens of reasoning are nearly certain, so low entropies get narrow buckets."""
 
 NUM_CONFIDENCE_BUCKETS = 10
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The guesses whose entropy or confidence lies in [low, high)."""
+    """Guesses whose entropy or confidence lies in [low, high)."""
 
     low: float
     high: float | None
-    """None: the last entropy bucket has no upper end."""
+    """None: unbounded."""
     num_guesses: int
     mean: float
-    """Mean entropy or confidence of the guesses."""
+    """Mean entropy or confidence."""
     accepted: float
-    """Share of the guesses that were accepted."""
 
 
 @dataclass(frozen=True)
 class ChainAcceptance:
-    """The acceptance of a drafter's guesses in chains of one length."""
-
     num_verifications: int
     accept_length: float
     """Tokens committed per verification, the target's own token included."""
     by_position: tuple[float, ...]
     """Share of verifications whose first 1, 2, ... guesses were all accepted (unconditional, as in vLLM)."""
     by_entropy: tuple[Bucket, ...]
-    """Buckets of the target's entropy in nats, at the sampling temperature (at 1 for greedy sampling)."""
+    """In nats, at the sampling temperature (1 for greedy sampling)."""
     by_confidence: tuple[Bucket, ...]
-    """Buckets of the probability that the drafter gave its guess."""
     calibration_error: float
-    """|confidence - accepted| of the buckets of `by_confidence`, averaged with their guesses as weights."""
+    """|confidence - accepted| averaged over `by_confidence`, weighted by guesses."""
     draft_vocab: int
-    """Tokens that could be guessed at the end."""
+    """Size of the draft vocabulary at the end."""
 
 
 @dataclass(frozen=True)
 class Chains:
-    """A model, and its drafter that proposes chains of `depth` guesses."""
+    """A model, and a drafter that proposes chains of `depth` guesses."""
 
     model: Model
     drafter: StoredDrafter
     depth: int
     max_batch_size: int
     draft_vocab: DraftVocab = "full"
-    """Tokens that may be guessed."""
 
     def engine(
         self, verify: Verify = verify, on_verdicts: OnVerdicts | None = None
     ) -> tuple[RolloutEngine, LearnedDrafter]:
-        """Returns an engine and its drafter."""
         drafting = DrafterSection(vocabulary=self.draft_vocab)
         settings = EngineSettings(max_batch_size=self.max_batch_size, drafting=drafting)
         tuner = Fixed(Strategy("learned", self.depth, 1, self.depth))
@@ -96,10 +89,7 @@ class Chains:
 
 
 def observe(chains: Chains, requests: Sequence[Request]) -> ChainAcceptance:
-    """Generates the responses and returns the acceptance of the guesses that count.
-
-    Raises UserError where prompts and responses are too short for any guess.
-    """
+    """Raises UserError where prompts and responses are too short for any guess."""
     confidence, entropy, accepted = list[float](), list[float](), list[bool]()
     entropy_BN: list[list[float]] = []  # the target's, at every node of the latest step
 
@@ -140,7 +130,6 @@ def observe(chains: Chains, requests: Sequence[Request]) -> ChainAcceptance:
 
 
 def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[float]) -> tuple[Bucket, ...]:
-    """Returns the buckets between the edges, without the empty ones."""
     buckets = []
     for low, high in pairwise(edges):
         inside = [
@@ -153,11 +142,8 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
 
 
 def speedup(chains: Chains, requests: Sequence[Request], num_rounds: int) -> tuple[Ratio, int]:
-    """Generates the same responses in turns without speculation and with the chains.
-
-    Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 near-ties
-    may differ).
-    """
+    """Generates the same responses in turns. Returns seconds without / with speculation, and how many
+    responses differed (near-ties, in float32)."""
     texts: list[dict[tuple[str, int], tuple[int, ...]]] = []
     model, settings = chains.model, EngineSettings(max_batch_size=chains.max_batch_size)
 

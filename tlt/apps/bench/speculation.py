@@ -3,8 +3,7 @@
     round      0 (not counted)       1                    2
                adaptive ▕ off        off ▕ adaptive       adaptive ▕ off        …
 
-Each round has prompts or sampling keys of its own; both engines answer the same requests. The engines live
-through all rounds, so the tuner of adaptive learns as it does in a run.
+Both engines live through all rounds, so the adaptive tuner learns as in a run.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ OFF, ADAPTIVE = "off", "adaptive"
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to measure, its drafter and what it answers.
-
-    prompts: (problem id, token ids).
-    samples: responses to every prompt.
-    """
+    """prompts: (problem id, token ids)."""
 
     model: ModelFolder
     drafter: StoredDrafter | None
@@ -41,8 +36,7 @@ class Subject:
     samples: int
 
     def engines(self) -> dict[str, RolloutBackend]:
-        """Returns an engine without speculation, and an adaptive one. Our own share the weights; each vLLM
-        gets a process of its own."""
+        """Our own engines share the weights; each vLLM gets a process of its own."""
         vllm = self.settings.vllm.model_copy(update={"own_process": True})
         drafting = self.settings.drafting.model_copy(update={"train": False})
         base = dataclasses.replace(self.settings, vllm=vllm, drafting=drafting)
@@ -61,7 +55,7 @@ class Subject:
         }
 
     def requests(self, index: int, num: int) -> list[Request]:
-        """Returns a round's requests. Their ids are its own, so nothing is drafted from earlier rounds."""
+        """Ids are unique to the round, so nothing is drafted from earlier rounds."""
         chosen = [self.prompts[(index * num + i) % len(self.prompts)] for i in range(num)]
         return [
             Request(f"{index}/{i}/{problem_id}", sample, prompt_ids, self.params, purpose="generate")
@@ -72,7 +66,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Turn:
-    """One engine's rollout: its seconds, and the responses' tokens in canonical order."""
+    """One engine's rollout, tokens in canonical order."""
 
     seconds: float
     token_ids: tuple[tuple[int, ...], ...]
@@ -84,21 +78,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rollouts off and adaptive, round by round, and the adaptive engine's counts."""
-
     turns: Mapping[str, Sequence[Turn]]
     stats: EngineStats
 
     @property
     def speedup(self) -> Ratio:
-        """Tokens per second of adaptive over those of off."""
         return Ratio.between(
             *([turn.num_tokens / turn.seconds for turn in self.turns[name]] for name in (ADAPTIVE, OFF))
         )
 
     @property
     def num_different(self) -> int:
-        """Responses whose tokens differ."""
         pairs = zip(self.turns[OFF], self.turns[ADAPTIVE], strict=True)
         return sum(
             a != b for off, other in pairs for a, b in zip(off.token_ids, other.token_ids, strict=True)
@@ -111,11 +101,7 @@ def measure(
     num_rounds: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> Measured:
-    """Runs one round that does not count, then `num_rounds`; `say` is told each in a line.
-
-    engines: OFF and ADAPTIVE.
-    requests: those of a round.
-    """
+    """engines: OFF and ADAPTIVE. say: takes a line for each round."""
     turns: dict[str, list[Turn]] = {OFF: [], ADAPTIVE: []}
     for index in range(num_rounds + 1):
         asked = requests(index)

@@ -1,4 +1,4 @@
-"""`tlt audit`: gets the responses to judge, and shows the verdict."""
+"""`tlt audit`: the responses to judge, and the verdict in print; apps/audit/ judges."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Audit(PromptOptions, SamplingOptions, EngineOptions):
 
 
 def run(options: Audit) -> Ended:
-    """Judges every mode, prints and writes the reports; returns the exit code of the worst verdict."""
+    """Returns the exit code of the worst verdict."""
     if options.out is not None:
         check_output_file(options.out, "--out")
     if options.api_key_variable is not None:
@@ -195,7 +195,7 @@ def run(options: Audit) -> Ended:
 def _modes(
     options: Audit, params: SamplingParams, referee: Referee, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[str, Answers]]:
-    """Yields each engine's name and responses, in the order of the requests."""
+    """Yields each engine's name and responses."""
     if options.responses is not None:
         yield options.responses.name, Answers(_read_responses(options.responses, referee))
         return
@@ -241,7 +241,7 @@ def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> 
 
 
 def _read_responses(path: Path, referee: Referee) -> tuple[Rollout, ...]:
-    """Reads responses of any engine; `finish_reason` and `logprobs` are optional."""
+    """Other engines' responses: `finish_reason` and `logprobs` are optional."""
     from tlt.training.saved.response_reader import response_ids
 
     rollouts = []
@@ -280,7 +280,6 @@ def _read_responses(path: Path, referee: Referee) -> tuple[Rollout, ...]:
 
 
 def _explained(report: AuditReport, options: Audit) -> AuditReport:
-    """Adds the known fault of a server that is not lossless to the reasons."""
     from tlt.apps.audit.known import identify, known_fault
 
     if not report.is_convicted or options.url is None or (server := identify(options.url)) is None:

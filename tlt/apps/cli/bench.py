@@ -1,4 +1,4 @@
-"""`tlt bench`: measures what speculation gains on a model or a run, off beside adaptive, in turns."""
+"""`tlt bench`; apps/bench/speculation.py measures."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def _say(line: str) -> None:
 
 
 def _of_model(options: Bench) -> Subject:
-    """Returns a model with the options' prompts, sampling and engine."""
     if options.prompts is None:
         raise UserError("--prompts: is missing; give the prompts to answer, or the folder of a run")
     import torch
@@ -116,7 +115,6 @@ def _of_model(options: Bench) -> Subject:
 
 
 def _of_run(options: Bench) -> Subject:
-    """Returns a run's newest policy with its drafter, problems, sampling and engine."""
     if theirs := sorted(options.model_fields_set - OF_A_RUN):
         has = f"{options.model} is a run, which is measured as its configuration says"
         raise UserError(f"--{with_dashes(theirs[0])}: {has}; leave it out, or give a model's folder")

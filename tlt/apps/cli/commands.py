@@ -1,4 +1,4 @@
-"""All commands by their names: their options and what runs them; and the overview that lists them."""
+"""All commands by name, and the overview that lists them."""
 
 from __future__ import annotations
 
@@ -35,15 +35,12 @@ from tlt.base.types import UserError
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `tlt`."""
-
     options: type[Options]
     run: Callable[[Any], int | Record | Ended]
-    """Takes the options; returns the exit code, or a record to print."""
+    """Options → exit code, or a record to print."""
     summarize: Summarize | None = None
-    """Returns the record for people; None: the command prints text alone, and has no record."""
+    """The record for people; None: the command prints text alone."""
     lists_keys: bool = False
-    """Whether its help explains every key of the configuration, too."""
 
     @property
     def purpose(self) -> str:
@@ -51,11 +48,10 @@ class Command:
 
     @property
     def has_record(self) -> bool:
-        """Whether it takes --json."""
         return self.summarize is not None
 
     def split_json(self, words: Sequence[str]) -> tuple[list[str], bool]:
-        """Returns a command's words without --json, and whether that was among them."""
+        """The words without --json, and whether it was among them."""
         others = [word for word in words if word != "--json" or not self.has_record]
         return others, len(others) < len(words)
 
@@ -94,8 +90,7 @@ FAMILIES = {
 
 
 def find_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command's name, of one word or two, and the arguments after it. Raises UserError for an
-    unknown one."""
+    """Names have one word or two. Raises UserError for an unknown command."""
     for num_words in (2, 1):
         name = " ".join(arguments[:num_words])
         if name in COMMANDS:
@@ -107,7 +102,7 @@ def find_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def overview(family: str = "") -> str:
-    """Returns the help of `tlt`, or of a family such as `tlt drafter`: a line for each command."""
+    """The help of `tlt`, or of a family such as `tlt drafter`."""
     prefix = f"{family} " if family else ""
     listed = {name: command.purpose for name, command in COMMANDS.items() if name.startswith(prefix)}
     width = max(map(len, listed))

@@ -1,5 +1,4 @@
-"""`tlt completion`: a shell's script that completes commands, options, their values, and keys of the
-configuration. It holds all words, so nothing runs while somebody types."""
+"""`tlt completion`: a shell script that holds all words, so TLT does not run while a user types."""
 
 from __future__ import annotations
 
@@ -34,9 +33,8 @@ class Completion(Options):
 class Words:
     """What may follow an option, or stand alone.
 
-    words: known ones; none: any text.
-    is_path: whether files may stand there, too.
-    has_value: False: nothing follows, the option is a switch.
+    words: empty: any text.
+    has_value: False: the option is a switch.
     """
 
     words: tuple[str, ...] = ()
@@ -46,8 +44,6 @@ class Words:
 
 @dataclass(frozen=True)
 class Typed:
-    """A command as it is typed: its options by name, and its words without one."""
-
     purpose: str
     options: Mapping[str, Words]
     alone: Words
@@ -55,7 +51,6 @@ class Typed:
 
 
 def typed(kind: type[Options], has_record: bool) -> Typed:
-    """Returns what may be typed after a command with these options."""
     found = options_of(kind)
     hints = {name: hint for name, field in found.items() if (hint := Written.of(field)) is not None}
     alone = {name: _words(found[name]) for name, hint in hints.items() if hint.is_alone}
@@ -203,7 +198,6 @@ def _offered(words: Words, adds: bool = False) -> str:
 
 
 def _tree(commands: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Maps the first word of each command to the second ones."""
     second: dict[str, list[str]] = {}
     for name in commands:
         first, _, rest = name.partition(" ")

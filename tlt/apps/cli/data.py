@@ -1,5 +1,4 @@
-"""Options that commands share which read prompts or problems: the rows of the data, and the form of
-prompts."""
+"""Shared options of commands that read prompts or problems."""
 
 from __future__ import annotations
 
@@ -55,7 +54,6 @@ class PromptOptions(DataOptions):
     def read_prompts(
         self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
     ) -> list[EncodedPrompt]:
-        """Reads --prompts as token ids."""
         from tlt.models.hf.prompts import ChatFormat, describe_prompts, describe_template, encode_prompts
 
         day = None if self.date is None else datetime.date.fromisoformat(self.date)

@@ -1,4 +1,4 @@
-"""`tlt doctor`: this machine, what is missing on it, and what every "auto" means here."""
+"""`tlt doctor`; base/io/machine.py judges."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def _look(config: Config) -> tuple[Facts, list[Finding]]:
 
 
 def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
-    """Returns the record and the exit code."""
     machine = {
         "python": facts.python,
         "cpu_cores": facts.cpu_cores,

@@ -1,4 +1,4 @@
-"""`tlt drafter train` and `export`: trains a drafter, and exports it to other engines.
+"""`tlt drafter train` and `export`.
 
 responses ──train──▶ drafter/ ──export──▶ a folder that vLLM or SGLang serves
                              └──eval (drafter_eval.py)
@@ -151,8 +151,6 @@ class DrafterExport(Options):
 
 
 def train(options: DrafterTrain) -> Record:
-    """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new
-    folder."""
     check_new_folder(options.out, "--out")
     folder, adapter = resolve_model(options.model), options.adapter and resolve_model(options.adapter)
     with show_busy():
@@ -238,8 +236,7 @@ def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
 
 
 def export(options: DrafterExport) -> Record:
-    """Writes the folder for another engine (drafter/formats/export.py), and warns of weights that do not
-    match."""
+    """Warns of weights that do not match (drafter/formats/export.py)."""
     check_new_folder(options.to, "--to")
     folder, drafter_folder = resolve_model(options.target), resolve_model(options.drafter)
     with show_busy():

@@ -1,4 +1,4 @@
-"""`tlt drafter eval`: measures how often a drafter's guesses are accepted, and the speed gained here."""
+"""`tlt drafter eval`; apps/bench/acceptance.py measures."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ class DrafterEval(AnswerOptions):
 
 
 def evaluate(options: DrafterEval) -> Record:
-    """Generates responses with chains of guesses, and reports how many of them are accepted
-    (apps/bench/acceptance.py)."""
     check_output_file(options.out, "--out")
     folder, drafter_folder = resolve_model(options.model), resolve_model(options.drafter)
     adapter = options.adapter and resolve_model(options.adapter)

@@ -81,7 +81,6 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
     @property
     def drafter_folder(self) -> Path | None:
-        """Downloads a drafter of the hub."""
         return None if self.drafter is None else resolve_model(self.drafter)
 
     def engine_settings(self, speculation: str, window: int | None = None) -> EngineSettings:
@@ -106,12 +105,10 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
 
 def longest(requests: Sequence[Request]) -> int:
-    """Returns the most tokens of a prompt with its response."""
     return max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
 
 
 def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> list[Rollout]:
-    """Returns the responses in the order of the requests, and shows its progress on stderr."""
     answered: dict[ResponseId, Rollout] = {}
     begin = time.monotonic()
 
@@ -133,13 +130,10 @@ def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> li
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of some work is done."""
-
     done: float
     total: float
     unit: str
     note: str
-    """A few words to show beside the numbers."""
 
     def __str__(self) -> str:
         return f"{self.done:.0f} / {self.total:.0f} {self.unit}, {self.note}"
@@ -147,7 +141,7 @@ class Progress:
 
 @contextlib.contextmanager
 def show_busy(what: str = "loading") -> Iterator[None]:
-    """Shows on a terminal what takes time, such as importing torch; elsewhere nothing."""
+    """Shows slow work, such as importing torch, on a terminal only."""
     if not sys.stderr.isatty():
         yield
         return
@@ -159,7 +153,7 @@ def show_busy(what: str = "loading") -> Iterator[None]:
 
 @contextlib.contextmanager
 def show_progress(read: Callable[[], Progress], seconds: float = 10.0) -> Iterator[None]:
-    """Shows on stderr what `read` returns: a bar on a terminal, elsewhere a line every `seconds` seconds."""
+    """A bar on a terminal, elsewhere a line every `seconds` seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.live import Live

@@ -1,4 +1,4 @@
-"""`tlt generate`: prompts in, responses out, one a line."""
+"""`tlt generate`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class Generate(PromptOptions, SamplingOptions, EngineOptions):
 
 
 def run(options: Generate) -> Record:
-    """Writes one line per response, in the order of prompts and samples; returns the summary."""
     start = time.perf_counter()
     check_output_file(options.out, "--out")
     if options.references is not None and options.engine == "vllm":
@@ -100,7 +99,7 @@ def run(options: Generate) -> Record:
 
 
 def _line(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
-    """`in_thought` stands where the prompt has opened a thought."""
+    """`in_thought`: the prompt has opened a thought."""
     if tokenizer is None:
         return vars(Response.of(rollout, None))
     in_thought = {"in_thought": True} if tokenizer.is_in_thought(rollout.prompt_ids) else {}
@@ -108,7 +107,6 @@ def _line(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
 
 
 def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
-    """accept_length is None where nothing was speculated."""
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     return {
         "responses": len(rollouts),

@@ -1,4 +1,4 @@
-"""The help of a command: its usage and purpose, then every option with its metavar, text and default."""
+"""The help of a command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ _METAVARS = {
 
 
 def explain(command: str, kind: type[Options], lists_keys: bool = False, has_record: bool = False) -> str:
-    """Wraps the help to the terminal's width."""
     width = shutil.get_terminal_size().columns
 
     def paragraph(text: str, indent: str = "") -> str:
@@ -57,8 +56,7 @@ def usage(command: str, kind: type[Options]) -> str:
 def option_groups(
     kind: type[Options], lists_keys: bool = False, has_record: bool = False
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each group's title and its options: how one is written, and its text and default. See
-    `explain`."""
+    """Yields each group's title and options, heading → text with default."""
     for title, fields in _groups(kind, lists_keys):
         entries = {_heading(name, field): _explained(field) for name, field in fields.items()}
         yield (
@@ -68,7 +66,6 @@ def option_groups(
 
 
 def _groups(kind: type[Options], lists_keys: bool) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
-    """Yields the command's own options, then those of each inherited class under its purpose; vLLM's last."""
     known = options_of(kind)
     empty = Options, WithOverrides, WithRest
     bases = [base for base in kind.__bases__ if issubclass(base, Options) and base not in empty]
@@ -99,7 +96,7 @@ def _heading(written: str, field: FieldInfo) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """Writes {a,b} for a choice, LIST for words with commas between."""
+    """{a,b} for a choice, LIST for comma-separated words."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _metavar(arguments[0])
@@ -113,8 +110,7 @@ def _metavar(kind: Any) -> str:
 
 
 def _explained(field: FieldInfo) -> str:
-    """`none`, as it is typed, stands for None. A switch shows no default, nor does a None that the text does
-    not explain."""
+    """None is written `none`, as a user types it. Switches show no default."""
     text = (field.description or "").replace("None:", "none:")
     if field.is_required():
         return f"{text} (required)"

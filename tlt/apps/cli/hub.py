@@ -1,4 +1,4 @@
-"""`tlt hub push`: uploads a run's policy and drafter to the Hugging Face hub, each with a model card."""
+"""`tlt hub push`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class HubPush(Options):
 
 
 def run(options: HubPush) -> Record:
-    """Uploads, and returns the addresses; or prints what would be uploaded, and returns the repositories."""
     from tlt.apps.run.model_card import FinishedRun
     from tlt.base.io.hub import Repository
     from tlt.base.io.hub_upload import licence_of, own_name, upload

@@ -1,4 +1,4 @@
-"""`tlt init`: copies a recipe into a folder, to be changed there."""
+"""`tlt init`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ class Init(Options):
 
 
 def run(options: Init) -> int:
-    """Copies the recipe, and prints the folder's contents and the next command. Without a recipe's name it
-    lists them."""
     from tlt.base.io.recipes import copy_recipe, find_recipe
 
     if options.recipe is None:
@@ -61,7 +59,6 @@ def print_folder(folder: Path, parts: Iterable[Path]) -> None:
 
 
 def _list_recipes() -> None:
-    """Prints each recipe with the first sentence of its configuration."""
     from tlt.base.io.recipes import find_recipe, list_configs
 
     print("usage: tlt init RECIPE DIR, or tlt init own DIR --model MODEL --data DATA\n")
@@ -96,7 +93,7 @@ def _copy_with_packaged_model(recipe: str, folder: Path) -> list[Path]:
 
 
 def _write_model(packaged: PackagedModel, model: Path, folder: Path) -> None:
-    """Writes model, licence and a README with its origin, which `tlt hub push` reads as a model card."""
+    """`tlt hub push` reads the README as a model card."""
     from tlt.models.hf.gguf import convert_gguf
 
     converted = convert_gguf(model, folder)

@@ -1,10 +1,8 @@
 """The command line: finds the command, runs it, and prints its summary (summary.py) or its error.
 
-Exit codes: 2 for a user's mistake, which is one line on stderr, `tlt: error: place: value; remedy`; 130 for
-Ctrl-C; 141 where the reader of stdout has gone. Any other error is our fault and shows its traceback, with
-exit code 1, or 70 where 1 is a verdict of the command.
-`main` imports everything, so that Ctrl-C during an import is handled, too; only the commands that need torch
-import it.
+Exit codes: 2 for a user's mistake, which is one line on stderr, `tlt: error: place: value; remedy`; 130
+for Ctrl-C; 141 where the reader of stdout has gone; 1, with a traceback, for our own faults, or 70 where 1
+is a verdict of the command. `main` imports everything, so that Ctrl-C during an import is handled, too.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from types import FrameType
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `tlt ARGUMENTS`, by default the arguments of this process; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     was_interrupted = False
 

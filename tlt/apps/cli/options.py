@@ -1,9 +1,9 @@
-"""The options of a command: a frozen class whose fields pydantic checks and the help explains.
+"""A command's options: a frozen class whose fields pydantic checks and the help explains.
 
     words ── read_words ──▶ texts by name ── pydantic ──▶ Options ──▶ run(options)
 
-Options and overrides of the configuration have one grammar (read_words), and their mistakes one form,
-`place: value; remedy`.
+Options and overrides of the configuration share a grammar (read_words) and the form of mistakes, `place:
+value; remedy`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from tlt.base.types import UserError
 
 @dataclass(frozen=True)
 class Written:
-    """The form of an option on the command line."""
-
     metavar: str
-    """The help's name of the value; empty: the option has no value, and means true."""
+    """The value's name in the help; empty: a switch."""
     is_alone: bool = False
     """Whether the value stands without the option's name."""
     is_many: bool = False
-    """Whether it takes all values that follow without a name."""
+    """Whether it takes all following values without a name."""
 
     @staticmethod
     def of(field: FieldInfo) -> Written | None:
@@ -46,7 +44,6 @@ class Written:
 Folder = Annotated[Path | None, Written("DIR")]
 DrafterName = Annotated[Path | None, Written("DRAFTER")]
 AdapterName = Annotated[Path | None, Written("DIR")]
-"""A LoRA adapter to merge into a command's model."""
 File = Annotated[Path | None, Written("FILE")]
 ModelName = Annotated[Path, Written("MODEL", is_alone=True)]
 ConfigFile = Annotated[Path, Written("CONFIG", is_alone=True)]
@@ -85,8 +82,7 @@ Names = Annotated[tuple[str, ...], *_LISTED, Written("NAME,...")]
 
 
 class Options(Explained):
-    """The base of all commands' options: unknown names are refused, values are frozen, and texts become
-    values of a field's type."""
+    """The base of all commands' options: frozen, unknown names refused, texts parsed by the field's type."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, allow_inf_nan=False, defer_build=True
@@ -94,13 +90,13 @@ class Options(Explained):
 
 
 class WithOverrides(Options):
-    """The options of a command that also takes `--section.key value` for every key of the configuration."""
+    """Also takes `--section.key value` for every key of the configuration."""
 
     overrides: tuple[str, ...] = ()
 
 
 class WithRest(Options):
-    """The options of a command that hands the words after `--` on to another program."""
+    """Hands the words after `--` on to another program."""
 
     rest: tuple[str, ...] = ()
 
@@ -113,7 +109,7 @@ def options_of(kind: type[Options]) -> dict[str, FieldInfo]:
 
 
 def split_rest(words: Sequence[str]) -> tuple[list[str], tuple[str, ...] | None]:
-    """Returns the words before `--` and those after it; None: it is not among them."""
+    """The words before `--`, and after it; None: there is no `--`."""
     at = list(words).index("--") if "--" in words else None
     return list(words[:at]), None if at is None else tuple(words[at + 1 :])
 
@@ -123,7 +119,7 @@ def with_dashes(name: str) -> str:
 
 
 def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> Given:
-    """Returns the options of `tlt COMMAND ARGUMENTS`. Raises UserError that names the first mistake."""
+    """Raises UserError that names the first mistake."""
     known = options_of(kind)
     written = {name: hint for name, field in known.items() if (hint := Written.of(field)) is not None}
     arguments, rest = split_rest(arguments)
@@ -198,6 +194,6 @@ def _describe(command: str, kind: type[Options], error: ValidationError) -> str:
 
 
 def label(name: str, field: FieldInfo) -> str:
-    """Returns how a user writes the option: `MODEL` or `--max-tokens`."""
+    """`MODEL` or `--max-tokens`, as a user writes it."""
     hint = Written.of(field)
     return hint.metavar if hint is not None and hint.is_alone else f"--{with_dashes(name)}"

@@ -1,4 +1,4 @@
-"""`tlt init own`: writes a configuration, a reward and its test for a model and data of the user's own."""
+"""`tlt init own`; apps/run/own.py chooses the keys."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(options: InitOwn) -> int:
 
 
 def find_function(text: str) -> tuple[Path, str]:
-    """Returns the file and the function in FILE.py:FUNCTION. Raises UserError where one does not exist."""
+    """Raises UserError if either does not exist."""
     name, _, function = text.rpartition(":")
     file = Path(name)
     if not function.isidentifier() or not file.stem.isidentifier() or file.suffix != ".py":
@@ -108,7 +108,7 @@ def print_choices(choices: Iterable[Choice]) -> None:
 
 
 def to_toml(own: OwnRun) -> str:
-    """Returns the configuration's text: a section for each, with the reason beside every key."""
+    """Writes the reason beside every key."""
     about = _BEGINNING | {choice.key: choice.why for choice in own.choices.chosen}
     given = {key: value for key, value in own.given.items() if key not in _BEGINNING}
     values = _beginning(own.config) | own.choices.values | given
@@ -139,7 +139,6 @@ _BEGINNING = {
     "rollout.samples_per_problem": "responses to each",
     "rollout.speculation": "changes the time alone",
 }
-"""Keys that every such configuration states, with what they are."""
 
 
 def _beginning(config: Config) -> dict[str, Any]:
@@ -157,7 +156,6 @@ def to_value(value: Any) -> str:
 
 
 def _bare(key: str) -> str:
-    """TOML needs no quotes around most keys."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 

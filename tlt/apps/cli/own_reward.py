@@ -1,4 +1,4 @@
-"""The files that `tlt init own` writes for a reward: the function, and the test of it on rows of the data."""
+"""The reward files of `tlt init own`: the function, and its test on rows of the data."""
 
 EXACT = '''"""The reward of a response: 1.0 where its final answer is right. Change it as you like.
 

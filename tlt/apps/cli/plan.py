@@ -1,4 +1,4 @@
-"""`tlt plan memory`: prints the memory of a run on each device, which tlt.apps.plan computes."""
+"""`tlt plan memory`; apps/plan/ computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tlt.apps.plan.sizes import PlannedRun
 
 WIDE = 140
-"""Columns of the table in a pipe or file, where it must not depend on a terminal."""
+"""Columns in a pipe or file, independent of any terminal."""
 
 
 class PlanMemory(WithOverrides):
@@ -65,7 +65,6 @@ def memory(options: PlanMemory) -> Record:
 
 
 def planned_run(options: PlanMemory) -> PlannedRun:
-    """Plans for the devices of the options, else for this machine's."""
     config = load_config(options.config, options.overrides)
     import torch
 

@@ -1,4 +1,4 @@
-"""`tlt report`: a run as one HTML page, or two side by side; written, or served while the run goes on."""
+"""`tlt report`; apps/page/ makes the page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Report(Options):
 
 
 def run(options: Report) -> Record | int:
-    """Writes the page and returns its path and size, or serves it and returns the exit code of Ctrl-C."""
+    """With --watch returns the exit code of Ctrl-C."""
     out = options.out or options.runs[0] / "report.html"
     if importlib.util.find_spec("bokeh") is None:
         raise UserError(

@@ -1,5 +1,4 @@
-"""`tlt serve`: from a run, or a model, to an endpoint: it becomes `vllm serve` with law, drafter, tuner and
-names set.
+"""`tlt serve`: becomes `vllm serve` with law, drafter, tuner and names set.
 
 RUN ─▶ policy, drafter, exported where need be ─┬▶ vLLM's words ─▶ printed, or this process becomes them
 MODEL, --drafter ───────────────────────────────┘
@@ -54,8 +53,6 @@ class Serve(WithRest):
 
 @dataclass(frozen=True)
 class Source:
-    """The policy, the drafter and the settings of what is served."""
-
     model: Path
     drafter: Path | None
     name: str
@@ -63,11 +60,10 @@ class Source:
     to: Path
     template_variables: dict[str, Any]
     told: str
-    """What it is, for people."""
 
 
 def run(options: Serve) -> int:
-    """Prints the command, or becomes it."""
+    """Prints the command, or becomes it (exec)."""
     from tlt.engine.vllm.server import (
         ELSEWHERE,
         command,

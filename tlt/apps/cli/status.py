@@ -1,4 +1,4 @@
-"""`tlt status`: where a run stands, while it goes on and afterwards."""
+"""`tlt status`."""
 
 from __future__ import annotations
 

@@ -26,8 +26,6 @@ NO_VALUE = "–"
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a command whose exit code says something, too."""
-
     record: Record
     exit_code: int
 
@@ -37,8 +35,7 @@ class Summary:
     """A record for people.
 
     headline: the one thing to know.
-    rows: values by their names, which say their units. A mapping is shown indented, a list of mappings as a
-        table.
+    rows: values by names that say their units. A mapping is indented, a list of mappings is a table.
     """
 
     headline: str
@@ -50,8 +47,7 @@ Summarize = Callable[[Record], Summary]
 
 @contextlib.contextmanager
 def json_alone(is_wanted: bool) -> Iterator[None]:
-    """Sends what is printed in the block to stderr, where JSON alone is wanted on stdout; also what processes
-    print that are started in it."""
+    """Sends the block's output, also of child processes, to stderr where stdout is for JSON alone."""
     if not is_wanted:
         yield
         return
@@ -67,7 +63,6 @@ def json_alone(is_wanted: bool) -> Iterator[None]:
 
 
 def show(record: Record, summarize: Summarize, as_json: bool) -> None:
-    """Prints the record: as a summary on a terminal, elsewhere and with `as_json` as JSON."""
     if as_json or not sys.stdout.isatty():
         print(visible_json(dumps(record)), flush=True)
         return
@@ -86,7 +81,6 @@ def show(record: Record, summarize: Summarize, as_json: bool) -> None:
 
 
 def to_grid(rows: Mapping[str, Any]) -> RenderableType:
-    """Returns rows of names and values, and below them the tables."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -120,7 +114,7 @@ def _to_table(items: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _lines(rows: Mapping[str, Any], unit: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
-    """Yields labels and values. unit: name of the mapping, which says the unit where a key says none."""
+    """unit: the enclosing mapping's name, for keys without a unit."""
     for name, value in rows.items():
         if isinstance(value, Mapping):
             yield f"{indent}{label_of(name)}", "" if value else "none"
@@ -132,7 +126,7 @@ def _lines(rows: Mapping[str, Any], unit: str = "", indent: str = "") -> Iterato
 
 
 def label_of(name: str) -> str:
-    """Writes a name for people: peak_gib → peak, num_ranks → ranks."""
+    """peak_gib → peak, num_ranks → ranks."""
     short = next((name.removesuffix(end) for end in _UNITS if name.endswith(end) and end[0] == "_"), name)
     return short.removeprefix("num_").replace("_", " ")
 
@@ -141,7 +135,7 @@ def label_of(name: str) -> str:
 
 
 def written(name: str, value: Any) -> str:
-    """Rounds to three significant digits, with the unit that the name says."""
+    """Three significant digits, with the unit that the name says."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return NO_VALUE
     if isinstance(value, bool):
@@ -155,7 +149,7 @@ def written(name: str, value: Any) -> str:
 
 
 def rounded(value: float) -> str:
-    """Keeps three significant digits: 1,234 · 12.3 · 0.0123"""
+    """1,234 · 12.3 · 0.0123"""
     if isinstance(value, int) or value == 0:
         return f"{value:,.0f}"
     if abs(value) < 1e-4:
@@ -192,7 +186,7 @@ _UNITS: Mapping[str, Callable[[float], str]] = {
     "_gib": lambda value: f"{rounded(value)} GiB",
     "_times": lambda value: f"{rounded(value)}×",
 }
-"""Formats by the end of a name. An end with an underscore is not shown again in the label."""
+"""Formats by the end of a name. Labels drop an end with an underscore."""
 
 
 def _unit_of(name: str) -> Callable[[float], str] | None:

@@ -1,4 +1,4 @@
-"""`tlt task` and `tlt score`: writes a task's problems, scores responses."""
+"""`tlt task` and `tlt score`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class WriteProblems(Options):
 
 
 def write_problems(options: WriteProblems) -> Record:
-    """Writes the problems; equal options give an equal file."""
+    """Equal options give an equal file."""
     from tlt.tasks.base import make_problems, prepare_records
 
     check_output_file(options.out, "--out")
@@ -158,8 +158,6 @@ def score(options: Score) -> Record:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A row of --responses."""
-
     place: str
     problem_id: str
     row: Record
@@ -167,7 +165,7 @@ class _Answer:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """The group among whose responses it is scored. Kept responses of a run may be of several steps."""
+        """Responses scored together. A run's kept responses may be of several steps."""
         return self.problem_id, str(self.row.get("purpose")), str(self.row.get("policy_version"))
 
 
@@ -187,7 +185,6 @@ def _answer(options: Score, problems: Mapping[str, Record], place: str, row: Rec
 
 
 def _score_groups(scorer: Scorer, answers: Sequence[_Answer]) -> list[Reward]:
-    """Returns a reward for each answer, scored with those of its group."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for number, answer in enumerate(answers):
         groups.setdefault(answer.group, []).append(number)

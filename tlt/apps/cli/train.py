@@ -1,4 +1,4 @@
-"""`tlt train`: finds the configuration of a new run or of a resumed one, and starts its ranks."""
+"""`tlt train`: finds a run's configuration, new or resumed; apps/run/start.py starts its ranks."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class Train(WithOverrides):
 
 
 def run(options: Train) -> int:
-    """Checks all that can be checked, starts the ranks, and returns the exit code of the run. Where a
-    launcher has started this process as a rank, rank 0 checks for all."""
+    """Where a launcher has started this process as a rank, rank 0 checks for all."""
     with forgiving_output():
         return _run(options, Moment.now())
 
@@ -96,8 +95,8 @@ def _refuse_unconfigured(overrides: Sequence[str]) -> None:
 
 
 def patience_of(options: Train, overrides: Sequence[str]) -> float:
-    """Returns the seconds for which a rank waits for the others at the start: run.timeout_seconds, or its
-    default where this machine has no configuration, for rank 0 alone needs one and tells its mistakes."""
+    """Seconds that a rank waits for the others at the start. Only rank 0 needs the configuration: on a
+    machine without it, run.timeout_seconds has its default."""
     resumed = options.resume.parents[1] if is_checkpoint(options.resume) else Path(options.resume or "")
     try:
         return load_config(options.config or resumed / "config.json", overrides).run.timeout_seconds
@@ -112,11 +111,11 @@ def resolve_config(
     place: Place | None = None,
     goes_on: bool = False,
 ) -> Config:
-    """Returns the configuration of a new run, or with `resume` that of the run in a folder. Raises UserError
-    for a new run in the folder of another.
+    """Returns the configuration of a new run, or with `resume` of the run in a folder. Raises UserError for a
+    new run in another run's folder.
 
-    place: this process's rank and the number of ranks, where a launcher has started them; None: no launcher.
-    goes_on: whether this command has begun the run, in an earlier attempt.
+    place: None: no launcher.
+    goes_on: whether this command began the run, in an earlier attempt.
     """
     if isinstance(resume, Path):
         folder = resume.parents[1] if is_checkpoint(resume) else resume
@@ -135,7 +134,6 @@ def _out_dir(overrides: Sequence[str]) -> Path:
 
 
 def _chosen_config(overrides: Sequence[str]) -> Config:
-    """Chooses by model and data, and prints the choices."""
     from tlt.apps.run.own import choose_own
 
     _refuse_unconfigured(overrides)
@@ -151,8 +149,7 @@ def is_checkpoint(resume: Path | str | None) -> TypeGuard[Path]:
 def continued_config(
     path: Path | None, overrides: Sequence[str], resume: Path, place: Place | None = None
 ) -> Config:
-    """Returns the configuration of the run in a folder with the overrides. Raises UserError for an
-    override of a key that must not change."""
+    """Raises UserError for an override of a key that must not change."""
     written = resume / "config.json"
     if not written.is_file():
         remedy = "give the folder that the run wrote"
@@ -168,7 +165,7 @@ def continued_config(
 
 
 def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Config:
-    """is_asked: whether the user has given a number, which must be the launcher's."""
+    """is_asked: the user has given a number, which must be the launcher's."""
     if place is None:
         return config
     if is_asked and config.run.num_ranks != "auto":
@@ -179,8 +176,7 @@ def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Conf
 
 
 def _keep_resolved(before: Config, now: Config) -> Config:
-    """Returns the configuration with what the run has recorded for a dtype of "auto", and for the
-    repositories of the hub, their commits, where it still names these."""
+    """Keeps the recorded dtype of "auto", and recorded commits of repositories that are still named."""
     values = now.model_dump()
     if now.run.dtype == "auto":
         values["run"]["dtype"] = before.run.dtype

@@ -4,8 +4,8 @@
         ▲                                                             │
         └── prompt_ids, completion_ids, logprobs, in their order ─────┘
 
-TRL's own model is the target. TRL calls rollout_func experimental, so its version is pinned, and tests check
-what is relied on.
+TRL's own model is the target. rollout_func is experimental, so TRL's version is pinned, and tests check
+the internals used here.
 """
 
 from __future__ import annotations
@@ -28,22 +28,19 @@ TRL_VERSION = "1.16"
 
 LAW = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SAMPLING = {**LAW, "max_new_tokens": 0, "do_sample": True}
-"""Settings of transformers' generation that TLT has, too, with the value that None stands for."""
+"""transformers' generation settings that TLT has, too → the meaning of None."""
 
 NEUTRAL = {"repetition_penalty": 1.0, "num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0}
-"""Settings that would change the law of sampling, with the value at which they do not."""
+"""Settings that would change the sampling law → their neutral value."""
 
 HARMLESS = ("use_cache", "cache_implementation", "disable_compile", "pad_token_id", "bos_token_id")
 
 DRAFTER_FOLDER = "drafter"
-"""Where a checkpoint of TRL's keeps the drafter."""
 
 log = logging.getLogger(__name__)
 
 
 class _Attached:
-    """The trainer of the latest call, and the engine beside it."""
-
     def __init__(self) -> None:
         self.trainer: Any = None
         self.rollouts: LiveRollouts | None = None
@@ -60,10 +57,10 @@ class _Attached:
 @dataclass(frozen=True)
 class TLTRollout(LiveSettings):
     """A rollout function for TRL's GRPOTrainer. Its settings are those of LiveSettings; temperature, lengths
-    and the like are the trainer's own (GRPOConfig).
+    and the like are the trainer's (GRPOConfig).
 
-    The key of a response is (args.seed, training or evaluation, global step, prompt, its earlier occurrences
-    in the step), so a resumed run draws the tokens of an uninterrupted one, with any drafter.
+    A response's key is (args.seed, training or evaluation, global step, prompt, its earlier occurrences in
+    the step). So a resumed run draws the tokens of an uninterrupted run, with any drafter.
     """
 
     _attached: _Attached = field(default_factory=_Attached, init=False, repr=False, compare=False)
@@ -73,7 +70,7 @@ class TLTRollout(LiveSettings):
         check_version()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Returns a completion of each of this process's prompts. TRL calls it on every process."""
+        """TRL calls it on every process, for a completion of each of the process's prompts."""
         rollouts = self._attached.rollouts_of(trainer, self)
         prompt_ids = encode(prompts, trainer)
         purpose: Purpose = "rollout" if trainer.model.training else "evaluation"
@@ -90,7 +87,6 @@ class TLTRollout(LiveSettings):
 
     @property
     def rollouts(self) -> LiveRollouts | None:
-        """The engine beside the trainer; None before its first call."""
         return self._attached.rollouts
 
 
@@ -113,7 +109,7 @@ def checkpoint_folder(args: Any, state: Any) -> Path:
 
 
 def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
-    """Returns the settings with the drafter of the checkpoint that the trainer resumes from, if any."""
+    """Takes the drafter of the checkpoint that the trainer resumes from, if any."""
     folder = checkpoint_folder(trainer.args, trainer.state) / DRAFTER_FOLDER
     if settings.drafter is None or trainer.state.global_step == 0 or not folder.is_dir():
         return settings
@@ -125,7 +121,6 @@ def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
 
 
 def check_version() -> None:
-    """Raises UserError where TRL is missing, or has another version than this file was written for."""
     try:
         found = version("trl")
     except PackageNotFoundError:
@@ -136,7 +131,6 @@ def check_version() -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises UserError for trainers that our rollout function does not support."""
     if trainer.use_vllm:
         raise UserError("use_vllm: is True, but completions come from TLT's engine; set it to False")
     if trainer.tools or trainer.environment_factories is not None:
@@ -149,8 +143,8 @@ def check_trainer(trainer: Any) -> None:
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
-    """Returns the sampling of the trainer's arguments, overridden by generation_kwargs, as in TRL. Raises
-    UserError for settings under which transformers would sample by another law."""
+    """Reads the trainer's arguments, overridden by generation_kwargs. Raises UserError for settings under
+    which transformers would sample by another law."""
     args = trainer.args
     given = {name: getattr(args, name) for name in (*LAW, "repetition_penalty")}
     given |= {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}
@@ -174,8 +168,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
 
 
 def encode(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Returns the prompts as the token ids of TRL's own generation: text as it is, messages by the chat
-    template."""
+    """As TRL does: text as it is, messages by the chat template."""
     from trl import is_conversational
 
     tokenizer, messages = trainer.processing_class, list(prompts)
@@ -198,11 +191,9 @@ def encode(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
 
 
 def metrics(rollouts: LiveRollouts) -> Mapping[str, float]:
-    """Returns figures of the latest rollout by the names under which they are logged, behind "tlt/".
-
-    draft_…: EngineStats.draft_metrics.
+    """draft_…: EngineStats.draft_metrics.
     rollout_seconds, tokens_per_second: of all processes together.
-    idle_seconds: idle time up to the last token of all, summed over processes.
+    idle_seconds: up to the last token of all, summed over processes.
     drafter_seconds: of training the drafter; TRL logs the mean over processes.
     drafter_acceptance: sum_v min(p, q) per token, after training.
     """

@@ -1,5 +1,5 @@
-"""Draws charts (shapes.py) with Bokeh, for screen and print. Colors are those of Okabe and Ito, which the
-color-blind tell apart, with dashes and hatches beside them."""
+"""Draws charts (shapes.py) with Bokeh, for screen and print, in the color-blind-safe colors of Okabe and
+Ito."""
 
 from __future__ import annotations
 
@@ -46,14 +46,12 @@ BY_NAME = {
     "ngram": ("#009E73", " "),
     "hybrid": ("#CC79A7", "/"),
 }
-"""Color and hatch of what has the same name in every chart."""
+"""Name → (color, hatch), in every chart."""
 EDGE = "#666666"
 HEIGHT = 250
 ROW_HEIGHT = 26
 MOST_BARS = 80
-"""Stacked areas of at most so many points are drawn as bars."""
 MOST_MARKED = 40
-"""Lines of at most so many points have markers."""
 _SMALLEST, _LARGEST = 1e-300, 1e300
 """Bounds of what is drawn."""
 _LINE_TOOLS = "pan,box_zoom,reset,save"
@@ -61,7 +59,7 @@ _LINE_TOOLS = "pan,box_zoom,reset,save"
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """A line of a chart's legend, which the page shows beside the chart. models: names of what it hides."""
+    """models: the glyphs it hides."""
 
     label: str
     models: list[str]
@@ -72,10 +70,9 @@ class LegendEntry:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart as Bokeh's JSON, which the page draws once the chart comes into view.
+    """A chart as Bokeh's JSON, which the page draws once it scrolls into view.
 
-    height: in pixels.
-    together: charts of the same name are moved and zoomed together; empty: the chart stands alone.
+    together: charts with the same name pan and zoom together; empty: alone.
     """
 
     item: Any
@@ -85,7 +82,7 @@ class Drawn:
 
 
 def draw(chart: Chart, key: str, steps: tuple[float, float]) -> Drawn:
-    """key: names the chart on the page. steps: the first and the last step of all runs."""
+    """steps: first and last step of all runs."""
     ranges: dict[str, Any] = {"y_range": _extent(chart)} if _lines(chart) else {}
     height, together = HEIGHT, ""
     for shape in chart.shapes:
@@ -122,7 +119,7 @@ def _lines(chart: Chart) -> list[Line]:
 
 
 def _extent(chart: Chart) -> Range1d:
-    """Bounds lines: never below 0 where no value is, and around a single value too."""
+    """The range of y: below 0 only if values are, and around a single value, too."""
     parts = [part for line in _lines(chart) for part in (line.y, line.low, line.high) if part is not None]
     values = np.concatenate([np.asarray(part, dtype=np.float64) for part in parts])
     values = np.clip(values[np.isfinite(values)], -_LARGEST, _LARGEST)
@@ -178,7 +175,7 @@ def _ranges(shape: object) -> dict[str, Any]:
 
 
 def tip(text: str) -> str:
-    """Returns a run's text as it may stand in a tooltip, which Bokeh reads as HTML with places for values."""
+    """Escapes a run's text for a tooltip, which Bokeh reads as HTML with placeholders."""
     return html.escape(text).replace("@", "&#64;").replace("$", "&#36;")
 
 

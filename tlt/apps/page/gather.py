@@ -1,4 +1,4 @@
-"""Reads what a run has recorded, as far as the page tells it: configuration, steps, evaluations, failures."""
+"""Reads a run's records for the page: configuration, steps, evaluations, failures."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from tlt.training.report.record import StepRecord, read_metrics
 Values = NDArray[np.float64]
 
 NO_VARIANCE_SHARE = "update/no_variance_share"
-"""Figure that is derived from two others: the share of an update's groups without variance."""
+"""Derived: the share of an update's groups without variance."""
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run.
+    """A run's records.
 
-    name: what the page calls it.
-    config: of config.json; {}: there is none.
+    config: {}: no config.json.
     failures: lines of failures.log, the latest last.
-    environments: of each attempt, versions, commit and machine; []: not written yet.
+    environments: versions, commit and machine of each attempt.
     """
 
     name: str
@@ -54,22 +53,21 @@ class RunRecords:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of all figures, as trackers call them."""
         return list(dict.fromkeys(name for figures in self._figures for name in figures))
 
     def values(self, name: str) -> Values:
-        """Returns a figure of every step, NaN where it does not exist."""
+        """A figure of every step; NaN: missing."""
         if name == NO_VARIANCE_SHARE:
             return np.array([_no_variance_share(record) for record in self.steps], dtype=np.float64)
         return np.array([figures.get(name, NAN) for figures in self._figures], dtype=np.float64)
 
     def group(self, prefix: str) -> dict[str, Values]:
-        """Returns the figures under a name, such as rollout/strategy_seconds, by the rest of their names."""
+        """Figures under a prefix, such as rollout/strategy_seconds."""
         names = [name for name in self.names if name.startswith(f"{prefix}/")]
         return {name.removeprefix(f"{prefix}/"): self.values(name) for name in names}
 
     def setting(self, place: str, default: object = None) -> object:
-        """Returns the value of `section.key` in the configuration."""
+        """place: `section.key`."""
         section, _, key = place.partition(".")
         found = self.config.get(section)
         return found.get(key, default) if isinstance(found, dict) else default
@@ -81,7 +79,7 @@ def _no_variance_share(record: StepRecord) -> float:
 
 
 def read_run(folder: Path, name: str) -> RunRecords:
-    """Reads a run's folder, also while the run writes to it."""
+    """The run may still be writing."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         raise UserError(
@@ -109,7 +107,6 @@ def read_run(folder: Path, name: str) -> RunRecords:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
-    """Reads runs and names them by their folders' names, or whole paths where names are equal."""
     short = [folder.resolve().name for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
@@ -132,5 +129,4 @@ def is_known(values: Values) -> bool:
 
 
 def mean_of(values: Values) -> float:
-    """Returns the mean of the values that exist; NaN: none does."""
     return float(np.nanmean(values)) if is_known(values) else math.nan

@@ -1,5 +1,4 @@
-"""Chooses which of a run's kept responses the page shows: some of each of a few steps and evaluations, spread
-over the run. Their number and their text are bounded, and what is left out is said."""
+"""Chooses a run's kept responses for the page: a bounded sample, spread over steps and evaluations."""
 
 from __future__ import annotations
 
@@ -20,20 +19,18 @@ from tlt.models.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from tlt.training.saved.responses import kept_by
 
 MAX_FILES = 8
-"""Steps, and evaluations, whose responses are shown."""
+"""Of steps, and of evaluations, each."""
 MAX_RESPONSES = 256
-"""Responses shown of all runs."""
+"""Of all runs together."""
 _MOST = 1 << 31
-"""Token ids and counts of a response are below."""
 
 
 def spread(items: Sequence[Path], count: int) -> list[Path]:
-    """Returns up to `count` items, evenly spread, the first and the last among them."""
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).astype(int))]
 
 
 def show_responses(runs: Sequence[RunRecords]) -> tuple[list[Record], list[str]]:
-    """Returns the responses to show, and one line on what is left out or missing of each run."""
+    """Returns the responses, and for each run a line on what is left out or missing."""
     shown, notes = list[Record](), list[str]()
     for run in runs:
         files = {purpose: kept_by(run.folder, purpose) for purpose in ("rollout", "evaluation")}
@@ -57,8 +54,7 @@ def show_responses(runs: Sequence[RunRecords]) -> tuple[list[Record], list[str]]
 
 
 def _evenly(lines: Sequence[bytes], count: int) -> Sequence[bytes]:
-    """Returns about `count` lines, evenly spread: whole groups, which are neighbours with the same problem.
-    The last may be cut."""
+    """Chooses whole groups, which are neighbouring lines; the last may be cut."""
     if len(lines) <= count:
         return lines
     groups = [[*group] for _, group in groupby(lines, lambda line: line.partition(b'"sample_index"')[0])]
@@ -73,7 +69,6 @@ class _Reader:
         self.tokenizer, self.no_tokenizer = _find_tokenizer(run)
 
     def read(self, line: bytes, path: Path, purpose: str) -> Record:
-        """Reads a response. Raises UserError for a line that is none."""
         try:
             kept = _checked(parse_json(line.decode()))
             prompt_ids, tokenizer = kept["prompt_ids"], self.tokenizer
@@ -99,7 +94,6 @@ class _Reader:
             raise UserError(f"{path}: holds a line that is no response ({reason}); remove the line") from None
 
     def missing(self) -> str:
-        """Says what the responses lack, and why; empty: nothing."""
         lacks = [f"; tokens of {num} are not coloured, for {why}" for why, num in self.uncoloured.items()]
         return self.no_tokenizer + "".join(lacks)
 
@@ -143,7 +137,6 @@ def _checked(kept: Any) -> Record:
 
 
 def _find_tokenizer(run: RunRecords) -> tuple[Tokenizer | None, str]:
-    """Returns the tokenizer, or None and what is missing without it."""
     named = run.setting("model.path")
     folders = [run.folder / "policy", run.folder / "best", *([Path(named)] if isinstance(named, str) else [])]
     lacks = "; prompts are not decoded and tokens not coloured"

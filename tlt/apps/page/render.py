@@ -1,6 +1,6 @@
 """Makes the page: the runs' records → charts and tables → one HTML file that loads nothing.
 
-Text of a run enters it escaped, by the template or as JSON; in the page a response is text, never markup.
+A run's text is escaped by the template or as JSON: a response is text, never markup.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCRIPTS = ("charts.js", "responses.js", "watch.js")
 
 @dataclass(frozen=True)
 class Placed:
-    """A chart on the page. run: whose it is; empty: of all runs."""
+    """run: empty: the chart is of all runs."""
 
     id: str
     chart: Chart
@@ -41,8 +41,6 @@ class Placed:
 
 @dataclass
 class Section:
-    """A section of charts, and tables with their captions below."""
-
     id: str
     title: str
     charts: list[Placed] = field(default_factory=list)
@@ -58,12 +56,7 @@ class Panel:
 
 @np.errstate(all="ignore")  # a run that diverged has figures whose squares overflow
 def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str | None = None) -> str:
-    """Returns the page of one run or several.
-
-    made: its date.
-    stamp: of a page that follows its run: it loads itself again where the server tells another; None: it is
-        a file.
-    """
+    """stamp: version of a served page, which reloads when the server has another; None: a file."""
     runs = read_runs(folders)
     times = [timing.read_times(run) for run in runs]
     sections = [section for section in _sections(runs, times) if section.charts]
@@ -102,7 +95,7 @@ def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str 
 
 
 def in_script(value: Any) -> Markup:
-    """Returns JSON that cannot end the <script> it stands in."""
+    """JSON that cannot close its <script>."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -183,7 +176,6 @@ def _panels(times: Sequence[RunTime], names_run: bool) -> list[Panel]:
 
 
 def _notes(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[str]:
-    """Says what is not known of these runs, and why."""
     notes = []
     if len(tasks := dict.fromkeys(map(summary.task_of, runs))) > 1:
         notes.append(

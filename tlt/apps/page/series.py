@@ -1,4 +1,4 @@
-"""The charts of figures over steps: a table of what each shows, and how several runs overlay.
+"""Charts of figures over steps: a table of charts, and how several runs overlay.
 
 Of one run, colors tell figures apart; of several, colors tell runs apart and dashes figures.
 """
@@ -20,9 +20,8 @@ NUM_SMOOTHED, NUM_CROWDED = 12, 150
 
 @dataclass(frozen=True)
 class SeriesSpec:
-    """A chart of figures over steps. figures: label → name in metrics.jsonl.  is_smoothed: whether the moving
-    average is the line also in a short run, and the steps' own values lie behind it.  is_count: whether the
-    figures count something."""
+    """figures: label → name in metrics.jsonl.  is_smoothed: even a short run shows the moving average, with
+    each step's value faint behind.  is_count: the figures are counts."""
 
     key: str
     title: str
@@ -200,7 +199,6 @@ HEALTH = (
 
 
 def series_chart(spec: SeriesSpec, runs: Sequence[RunRecords]) -> Chart | None:
-    """None: no run has any of the figures."""
     shapes = list[Shape]()
     for number, run in enumerate(runs):
         for place, (label, name) in enumerate(spec.figures.items()):
@@ -231,19 +229,18 @@ def label_of(run: RunRecords, label: str, runs: Sequence[RunRecords]) -> str:
 
 
 def width_of(number: int, runs: Sequence[RunRecords]) -> float:
-    """The first of several runs is drawn wide, so that equal lines are all seen."""
+    """The first of several runs is drawn wide, so that equal lines all show."""
     return 5.0 if number == 0 and len(runs) > 1 else 2.0
 
 
 def smoothed(line: Line, is_share: bool) -> Line:
-    """Returns the line's moving average with its band, in front of the line."""
     mean, low, high = moving_mean(line.y, max(5, len(line.y) // 12), is_share)
     behind = replace(line, label=f"{line.label}, each step")
     return replace(line, label=f"{line.label}, moving average", y=mean, low=low, high=high, behind=behind)
 
 
 def held_out_charts(runs: Sequence[RunRecords]) -> list[Chart]:
-    """Returns the held-out problems' solve rate, and their mean reward where it is another figure."""
+    """The mean reward is drawn only if it differs from the solve rate."""
     rewards_differ = any(
         e.reward_by_problem not in ({}, e.by_problem) for run in runs for e in run.evaluations
     )

@@ -1,5 +1,4 @@
-"""The tables of how runs were configured: keys in which they differ, keys that differ from TLT's defaults,
-the others, and versions, commit and machine."""
+"""Tables of the runs' configurations and machines."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ _ABSENT = object()
 _NOT_COMPARED = ("run.out_dir",)
 """Keys that differ between any two runs."""
 MAX_CHARACTERS = 500
-"""Characters shown of a value."""
 
 
 def differing_keys(runs: Sequence[RunRecords]) -> Table:
@@ -28,7 +26,7 @@ def differing_keys(runs: Sequence[RunRecords]) -> Table:
 
 
 def changed_keys(runs: Sequence[RunRecords]) -> Table:
-    """Returns the keys that differ from TLT's defaults in any run, with the defaults."""
+    """Keys that differ from TLT's defaults in any run."""
     rows = _rows(runs, [key for key in _keys(runs) if _is_changed(runs, key)])
     heads = [*(run.name for run in runs), "default"]
     return Table(heads, [(key, [*cells, Cell(_default_text(key))]) for key, cells in rows])
@@ -41,7 +39,6 @@ def default_keys(runs: Sequence[RunRecords]) -> Table:
 
 
 def machines(runs: Sequence[RunRecords]) -> Table | None:
-    """None: no run has recorded versions and machine."""
     names = list(
         dict.fromkeys(name for run in runs for one in run.environments for name in one if name != "began")
     )
@@ -88,7 +85,6 @@ def _text(value: Any) -> str:
 
 @cache
 def _defaults() -> Mapping[str, Any]:
-    """Writes values as config.json does."""
     sections = ((name, field.annotation) for name, field in Config.model_fields.items())
     return {
         f"{name}.{key}": value

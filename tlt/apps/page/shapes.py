@@ -1,6 +1,6 @@
-"""The content of charts as plain values: lines, bars, areas, rectangles. charts.py draws them.
+"""The content of charts as plain values: lines, bars, areas, rectangles; charts.py draws them.
 
-Each shape has a label, and a color and a dash by number: charts.py holds the palettes.
+Each shape has a label, and a color and a dash by number in the palettes of charts.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from tlt.apps.page.gather import Values
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points.
-
-    low, high: a band around it; None: none is known.
-    behind: a faint line that belongs to it, such as each step's own value behind a moving average.
+    """low, high: a band around it; None: unknown.
+    behind: a faint line, such as each step's value behind a moving average.
     """
 
     label: str
@@ -34,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Areas:
-    """Areas stacked upon each other; `layers` by label, from the bottom."""
+    """Stacked areas, `layers` from the bottom."""
 
     x: Values
     layers: dict[str, Values]
@@ -42,8 +40,6 @@ class Areas:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars over categories."""
-
     label: str
     names: list[str]
     heights: Values
@@ -52,7 +48,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Cells:
-    """A table of colored cells, each a share of its column. notes: a text by cell, shown on demand."""
+    """Cells colored by their share of the column. notes: a text by cell, shown on demand."""
 
     rows: list[str]
     columns: list[str]
@@ -62,14 +58,13 @@ class Cells:
 
 @dataclass(frozen=True)
 class Stretches:
-    """Rows of colored stretches of time. stretches: (row, label, start, end)."""
+    """Rows of (row, label, start, end)."""
 
     rows: list[str]
     stretches: list[tuple[str, str, float, float]]
 
 
 Z = 1.96
-"""The normal distribution's 97.5th percentile."""
 SHARES = ("share", "share kept", "solve rate", "share of groups")
 """Names of y axes from 0 to 1."""
 
@@ -78,13 +73,10 @@ Shape = Line | Areas | Bars | Cells | Stretches
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart.
-
-    key: names it on the page.
-    see: one sentence that says what to see in it.
-    is_by_step: whether x counts steps: all such charts move together.
-    x_end: x goes from 0 to here, and charts of the same end move together; None: as far as there are values.
-    is_count: whether y counts something, so that there are no ticks between whole numbers.
+    """see: one sentence that says what to see in it.
+    is_by_step: x counts steps: all such charts pan together.
+    x_end: x goes from 0 to here, and charts of the same end pan together; None: as far as there are values.
+    is_count: no ticks between whole numbers of y.
     """
 
     key: str
@@ -104,8 +96,8 @@ class Chart:
 
 
 def moving_mean(values: Values, width: int, is_share: bool = False) -> tuple[Values, Values, Values]:
-    """Returns (mean, low, high) over windows of `width` values around each: the band is the mean's 95 %
-    interval by the scatter within the window. Values that do not exist are left out."""
+    """(mean, low, high) over windows of `width` values, NaNs excluded; the band is the mean's 95 %
+    interval."""
     half = width // 2
     windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
     found = [mean_interval(window[np.isfinite(window)], is_share) for window in windows]
@@ -114,10 +106,9 @@ def moving_mean(values: Values, width: int, is_share: bool = False) -> tuple[Val
 
 
 def mean_interval(values: Values, is_share: bool) -> tuple[float, float, float]:
-    """Returns the mean of independent values and its 95 % interval; NaN where there is none.
+    """(mean, low, high): the 95 % interval of independent values.
 
-    is_share: the values lie between 0 and 1, and so does the interval: Wilson's (1927), for as many yes-or-no
-        answers as would scatter like the values.
+    is_share: Wilson's interval (1927), for as many yes-or-no answers as would scatter like the values.
     """
     count = len(values)
     if not count:

@@ -1,5 +1,5 @@
-"""The charts of speculation: acceptance by depth, by the drafter's age and by a reference's age, and which
-strategy ran at which batch size."""
+"""Charts of speculation: acceptance by depth, by the drafter's and the reference's age; strategies by batch
+size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from tlt.apps.page.shapes import Bars, Cells, Chart, Line, Shape, mean_interval
 from tlt.apps.page.time_use import StepTime
 
 MAX_STRATEGIES = 12
-"""Rows of the strategies' table; the others are one row."""
 FEWEST_STEPS = 4
-"""Steps from which on early and late ones are told apart."""
+"""Fewer steps are not split into early and late ones."""
 
 
 def depth_chart(runs: Sequence[RunRecords]) -> Chart | None:
-    """Compares the acceptance by depth early and late in each run."""
     shapes = list[Shape]()
     for number, run in enumerate(runs):
         names = [name for name in run.names if name.startswith("rollout/draft_acceptance_rate_pos_")]
@@ -48,8 +46,7 @@ def _mean_of_rows(values_DS: Values) -> Values:
 
 
 def drafter_ages(run: RunRecords) -> Values:
-    """Returns for each step how many updates ago the drafter in service was published; NaN: no drafter has
-    been published since the first recorded step."""
+    """Updates since the drafter in service was published; NaN: none since the first recorded step."""
     versions = [record.drafter.version for record in run.steps]
     ages, published = [], np.nan
     for place, record in enumerate(run.steps):
@@ -89,7 +86,6 @@ def reference_chart(run: RunRecords) -> Chart | None:
 
 
 def batch_chart(run: RunRecords, times: Sequence[StepTime]) -> Chart | None:
-    """Returns which strategy ran at which batch size, as shares of the engine's time at that size."""
     seconds = defaultdict[tuple[str, int], float](float)
     tokens = defaultdict[tuple[str, int], float](float)
     for span in (span for time in times for spans in time.engine.values() for span in spans):

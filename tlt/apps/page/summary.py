@@ -1,4 +1,4 @@
-"""The page's tables: what a run was and brought, what distinguishes two runs, and every figure's range."""
+"""The page's tables: a run's settings and results, the difference of two runs, every figure's range."""
 
 from __future__ import annotations
 
@@ -28,17 +28,14 @@ PRINCIPAL = {
     "update/entropy": "entropy",
     "update/grad_norm": "gradient norm",
 }
-"""Figures of the table by step and of the comparison."""
 MAX_ROWS = 200
-"""Rows of the table by step."""
 NOTHING = "–"
-"""Stands for a value that does not exist."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with its text. figure, at: the figure's name, and step or statistic, for programs that read the
-    page; value: NaN: it does not exist."""
+    """figure, at: the figure's name, and step or statistic, for programs that read the page; value: NaN:
+    missing."""
 
     text: str
     value: float = math.nan
@@ -48,15 +45,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. heads: of its columns; rows: their head and cells."""
-
     heads: list[str]
     rows: list[tuple[str, list[Cell]]]
     note: str = ""
 
 
 def number(value: float) -> str:
-    """Keeps four digits."""
     if not math.isfinite(value):
         return NOTHING
     if value and not 1e-3 <= abs(value) < 1e6:
@@ -99,13 +93,12 @@ def _facts(run: RunRecords) -> dict[str, str]:
 
 
 def task_of(run: RunRecords) -> str:
-    """Returns the run's task, with its data where these are a file."""
     data = run.setting("task.data")
     return without_folder(str(run.setting("task.name", NOTHING))) + (f" on {data}" if data else "")
 
 
 def _rate(run: RunRecords) -> float:
-    """Response tokens per second of the rollouts that recalled none; NaN: each did."""
+    """Tokens per second of rollouts without recalled tokens; NaN: none."""
     counts = [
         (one.rollout.num_tokens, one.rollout.seconds) for one in run.steps if not one.rollout.recalled_tokens
     ]
@@ -141,7 +134,6 @@ def _results(run: RunRecords) -> dict[str, str]:
 
 
 def _ends(values: Values, form: Callable[[float], str]) -> str:
-    """Returns the means of the first and the last tenth of the steps, at least five where there are ten."""
     few = max(len(values) // 10, min(len(values) // 2, 5))
     if not few:
         return f"{form(mean_of(values))}, one step"
@@ -150,7 +142,7 @@ def _ends(values: Values, form: Callable[[float], str]) -> str:
 
 
 def differences(first: RunRecords, second: RunRecords) -> Table | None:
-    """Returns the means of both runs over the steps that both have; None: they share none."""
+    """Means of both runs over their common steps."""
     common = np.intersect1d(first.x, second.x)
     if not len(common):
         return None
@@ -182,7 +174,7 @@ def figures(run: RunRecords) -> Table:
 
 
 def by_step(run: RunRecords) -> Table:
-    """Returns the principal figures of each step; of a long run, of steps spread over it."""
+    """A long run shows only steps spread over it."""
     names = {name: text for name, text in PRINCIPAL.items() if is_known(run.values(name))}
     columns = {name: run.values(name) for name in names}
     count = len(run.steps)

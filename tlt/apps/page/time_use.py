@@ -1,11 +1,11 @@
-"""How ranks spend a step. Each instant belongs to the innermost span, or to one that counts as a whole;
-without a span it is "other".
+"""How ranks spend a step. Each instant belongs to the innermost span, or to a span in WHOLE; without a span
+it is "other".
 
     spans of a rank   | prefill | decode | | drafts .... |         | update |
                                               | journal |
     pieces            | prefill | decode |o| d| journal |d| other  | update |   → columns of a picture
 
-The timeline's files are read in windows, found by bisection: a step costs the same in a run of any length.
+Timeline files are read in windows, found by bisection: a step costs the same in a run of any length.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from tlt.training.report.record import StepRecord
 from tlt.training.report.timeline import read_row, timeline_paths
 
 MAX_RANKS = 16
-"""Ranks that are drawn."""
 NUM_COLUMNS = 600
-"""Columns of a step's picture; a column has the color of what took most of its time."""
+"""Columns of a step's picture, each in the color of its longest use."""
 NUM_BINS = 200
-"""Points of the curves over a rollout."""
 USES = {
     SpanName.PREFILL: "prefill",
     SpanName.DECODE: "decode",
@@ -46,17 +44,14 @@ USES = {
     SpanName.PUBLISH: "publish",
 }
 WHOLE = (SpanName.AHEAD, SpanName.SPEEDUP)
-"""Spans that count as a whole, whatever the engine does in them."""
+"""Spans that hide the spans inside them."""
 OTHER = "other"
 USE_NAMES = (*dict.fromkeys(USES.values()), OTHER)
 _CLOSE = 4096
-"""Bytes at which bisection ends."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a rank's time in one use, in seconds since the step began."""
-
     use: str
     start: float
     end: float
@@ -64,11 +59,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How the ranks spent a step.
-
-    step: as metrics.jsonl counts.
-    pieces: by rank, in order of time, without gaps.
-    engine: spans of engine steps by rank, in seconds since the step began.
+    """pieces: by rank, in order of time, without gaps.
+    engine: engine steps by rank. Seconds count from the step's beginning.
     """
 
     step: int
@@ -77,7 +69,7 @@ class StepTime:
     engine: dict[int, list[Span]]
 
     def seconds_by_use(self) -> dict[str, float]:
-        """Returns each use's seconds, the mean over ranks."""
+        """Mean over ranks."""
         sums = dict.fromkeys(USE_NAMES, 0.0)
         for pieces in self.pieces.values():
             for piece in pieces:
@@ -85,7 +77,7 @@ class StepTime:
         return sums
 
     def columns(self, rank: int) -> list[Piece]:
-        """Rounds the rank's pieces to columns and joins neighbours of one use."""
+        """Equal neighbours are joined."""
         edges = np.linspace(0.0, self.seconds, NUM_COLUMNS + 1)
         names = list(dict.fromkeys(piece.use for piece in self.pieces[rank]))
         taken = [
@@ -97,7 +89,7 @@ class StepTime:
         return [Piece(names[most[first]], edges[first], edges[last]) for first, last in pairwise(cuts)]
 
     def curves(self) -> tuple[Values, Values, Values]:
-        """Returns (seconds, running responses, tokens per second) over the step, of all ranks together."""
+        """(seconds, running responses, tokens per second), of all ranks together."""
         edges = np.linspace(0.0, self.seconds, NUM_BINS + 1)
         width, running, tokens = edges[1] - edges[0], np.zeros(NUM_BINS), np.zeros(NUM_BINS)
         for spans in self.engine.values():
@@ -107,8 +99,7 @@ class StepTime:
 
 
 def per_bin(edges: Values, stretches: Sequence[tuple[float, float, float]]) -> Values:
-    """Returns the amount within each bin. stretches: (start, end, amount spread evenly over it), in order of
-    time, none overlapping another."""
+    """Amount in each bin. stretches: (start, end, amount spread evenly), sorted and disjoint."""
     if not stretches:
         return np.zeros(len(edges) - 1)
     times = np.array([(start, end) for start, end, _ in stretches]).ravel()
@@ -118,7 +109,6 @@ def per_bin(edges: Values, stretches: Sequence[tuple[float, float, float]]) -> V
 
 
 def read_step(run: RunRecords, record: StepRecord) -> StepTime | None:
-    """None: the timeline does not say."""
     start, end = record.finished_at - record.step_seconds, record.finished_at
     pieces, engine = dict[int, list[Piece]](), dict[int, list[Span]]()
     for rank, path in list(timeline_paths(run.folder).items())[:MAX_RANKS]:
@@ -135,7 +125,6 @@ def _since(start: float, span: Span) -> Span:
 
 
 def cut(spans: Iterable[Span], seconds: float) -> list[Piece]:
-    """Cuts [0, seconds] into pieces, each of the innermost span's use."""
     pieces, open_spans = list[Piece](), list[Span]()
 
     def go_to(time: float) -> None:
@@ -164,8 +153,7 @@ def cut(spans: Iterable[Span], seconds: float) -> list[Piece]:
 
 
 def spans_between(path: Path, start: float, end: float) -> Iterator[Span]:
-    """Yields the spans of a rank's file that touch [start, end], in Unix seconds. Its lines are in the order
-    of their ends; lines that are no spans are left out."""
+    """In Unix seconds. Lines are ordered by the spans' ends; malformed lines are skipped."""
     with path.open("rb") as file:
         low, high = 0, path.stat().st_size
         while high - low > _CLOSE:

@@ -1,4 +1,4 @@
-"""The charts of time: what a step's seconds went into, and chosen steps second by second."""
+"""Charts of time: uses of each step's seconds, and chosen steps second by second."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from tlt.apps.page.shapes import Areas, Chart, Line, Stretches
 from tlt.apps.page.time_use import USE_NAMES, StepTime, read_step
 
 MAX_READ = 60
-"""Steps whose timeline is read, spread evenly over the run."""
 
 
 @dataclass(frozen=True)
 class ChosenStep:
-    """A step that is shown second by second. why: the slowest, the median, …"""
+    """why: the slowest, the median, …"""
 
     run: RunRecords
     why: str
@@ -31,8 +30,6 @@ class ChosenStep:
 
 @dataclass(frozen=True)
 class RunTime:
-    """What the timeline says about a run: some of its steps, and those that are shown second by second."""
-
     run: RunRecords
     read: list[StepTime]
     chosen: list[ChosenStep]
@@ -44,7 +41,6 @@ class RunTime:
 
 
 def read_times(run: RunRecords) -> RunTime:
-    """Reads the timeline of steps spread over the run, and of those that are shown second by second."""
     records, count = run.steps, len(run.steps)
     if not records:
         return RunTime(run, [], [])
@@ -82,7 +78,6 @@ def use_chart(time: RunTime) -> Chart | None:
 
 
 def shares_of_time(time: RunTime) -> dict[str, float]:
-    """Returns the share of each use in the steps read."""
     sums = dict.fromkeys(USE_NAMES, 0.0)
     for step in time.read:
         for use, seconds in step.seconds_by_use().items():
@@ -111,7 +106,6 @@ def rank_chart(chosen: ChosenStep) -> Chart:
 
 
 def load_charts(chosen: ChosenStep) -> Sequence[Chart]:
-    """[]: no engine step is recorded."""
     if not any(chosen.time.engine.values()):
         return []
     x, running, tokens = chosen.time.curves()

@@ -1,5 +1,4 @@
-"""Finds what a response's view shows of its tokens: where they lie in the text, who drafted each, and where
-drafts were rejected."""
+"""A response's tokens for the page: place in the text, drafter, rejected drafts."""
 
 from __future__ import annotations
 
@@ -12,18 +11,17 @@ from typing import Any
 from tlt.base.types import DraftOutcome
 
 MAX_CHARACTERS = 2000
-"""Characters shown of a prompt or response, its begin and its end."""
+"""Of a prompt or response, at its beginning and its end."""
 MAX_SHOWN_TOKENS = 800
-"""Coloured tokens shown of a response: so many of 240 responses, each drafted, keep the page below 5 MB."""
+"""Coloured tokens of a response: 240 drafted responses of this size keep the page below 5 MB."""
 DRAFTERS = {"learned": "learned drafter", "ngram": "retrieval", "ahead": "reference"}
-"""Names of drafters on the page, by kind."""
 
 Stretch = tuple[int, list[int]]
-"""A stretch of tokens that is shown: its first token, and the characters of each."""
+"""(first token, characters of each token)."""
 
 
 def clip(pieces: Sequence[str], most: int = MAX_CHARACTERS) -> tuple[str, list[Stretch]]:
-    """Returns the text to show of a text in pieces, and the stretches of pieces in it, `most` in all."""
+    """The text to show, and the stretches of pieces in it."""
     lengths = [len(piece) for piece in pieces]
     starts = [0, *accumulate(lengths)]
     total, half = starts[-1], MAX_CHARACTERS // 2
@@ -39,8 +37,7 @@ def clip(pieces: Sequence[str], most: int = MAX_CHARACTERS) -> tuple[str, list[S
 def drafts_within(
     drafts: Sequence[DraftOutcome], stretches: Sequence[Stretch], text_of: Callable[[int], str]
 ) -> list[list[Any]]:
-    """Returns the drafts that touch these stretches, as the page reads them: the fields of `DraftOutcome`,
-    the rejected token as text."""
+    """Rows of `DraftOutcome`'s fields, the rejected token as text."""
     return [
         [*draft[:-1], None if draft.rejected is None else text_of(draft.rejected)]
         for draft in drafts
@@ -50,7 +47,6 @@ def drafts_within(
 
 
 def sum_up(drafts: Sequence[DraftOutcome], num_tokens: int) -> str:
-    """Returns one line on the drafts of a response of so many tokens."""
     if not drafts:
         return f"Drafted and accepted: none of {num_tokens} tokens."
     accepted: Counter[str] = Counter()

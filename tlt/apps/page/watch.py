@@ -1,8 +1,8 @@
-"""Serves the page of a run that goes on, on this machine alone: 127.0.0.1.
+"""Serves the page of a running run, on 127.0.0.1 alone.
 
-Two paths exist: / is the page, made again where a file of the runs has changed, and /stamp names its version.
-No file is served by its name. A request that names another host is refused, so that no page of the web reads
-a run through the user's browser.
+/ is the page, made again when a file of the runs has changed; /stamp is its version. No file is served by
+its name. A request that names another host is refused: no web page can read a run through the user's
+browser.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ WATCHED = ("metrics.jsonl", "evaluations.jsonl", "failures.log")
 
 
 def stamp_of(folders: Sequence[Path]) -> str:
-    """Changes whenever a run has written a step, an evaluation or a failure."""
     files = (folder / name for folder in folders for name in WATCHED)
     return "-".join(f"{file.stat().st_size}.{file.stat().st_mtime_ns}" for file in files if file.is_file())
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page; `make` returns it for a stamp. Port 0: any free one."""
+    """make: stamp → page."""
 
     daemon_threads = True
 
@@ -41,7 +40,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
     def page(self) -> str:
-        """Makes the page once for each version, whoever asks."""
+        """Made once per version."""
         with self._lock:
             if (stamp := stamp_of(self.folders)) != self._made[0] or not self._made[1]:
                 self._made = stamp, self._make(stamp)
@@ -51,7 +50,7 @@ class PageServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     timeout = 10
-    """Seconds that a connection may say nothing; then its thread ends."""
+    """Seconds of silence that end a connection."""
 
     def do_GET(self) -> None:
         hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}

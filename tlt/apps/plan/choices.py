@@ -5,9 +5,9 @@
     the machine: GPUs, cores, memory ────────┤
     the keys that the user gives, which win ─┘
 
-apps/run/own.py looks the facts up. Sources of the learning rates: 1e-6 for all weights is the default of
-TRL's GRPOConfig and of verl; ten times that for adapters is what "LoRA Without Regret" measured (Schulman et
-al., Thinking Machines, 2025), which also found small ranks to be enough for RL.
+apps/run/own.py looks the facts up. Learning rates: 1e-6 for all weights is the default of TRL's GRPOConfig
+and of verl; ten times that for adapters is measured in "LoRA Without Regret" (Schulman et al., Thinking
+Machines, 2025), which also found small ranks to be enough for RL.
 """
 
 from __future__ import annotations
@@ -32,32 +32,31 @@ from tlt.training.build.ranks import RankChoice, ranks_on_cpus, standing_bytes
 from tlt.training.ranks.sharding import choose_layout
 
 PROMPTS = ("prompt", "messages", "question", "problem", "query", "instruction", "input", "prompt_ids")
-"""Names of columns that hold a prompt, the likeliest first."""
+"""Column names of prompts, the likeliest first."""
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "gold", "target", "label")
-"""Names of columns that hold the answer, the likeliest first."""
+"""Column names of answers, the likeliest first."""
 
 SMALL_MODEL = 10**9
 RATES = {"all weights": (1e-5, 1e-6), "adapters": (1e-4, 1e-5)}
-"""Learning rates of a model with fewer parameters than SMALL_MODEL (recipes/smollm2 learns at these), and of
-others."""
+"""Learning rates below SMALL_MODEL parameters (recipes/smollm2 learns at these), and above."""
 LORA = {"lora.rank": 16, "lora.alpha": 32.0}
 MOST_TOKENS = {"cuda": 2048, "cpu": 512}
-"""Tokens of a response where the window leaves more: a step then takes minutes, not hours."""
+"""Response length where the window leaves more: a step then takes minutes, not hours."""
 SHORT_ANSWERS, TOKENS_PER_CHARACTER = 4, 4
 """A response that is compared with the answer word for word gets 1/4 of MOST_TOKENS, to think, and 4 tokens
 per character of the longest answer."""
 MOST_EPOCHS = 3
-"""Times that a run goes through the rows; TRL's default, too."""
+"""Passes over the rows; TRL's default, too."""
 MICRO_BATCH, MICRO_BATCHES = "algorithm.tokens_per_micro_batch", (8192, 4096, 2048)
 FILLED = 0.85
-"""Share of a device's memory that the plan may fill: it was up to a sixth below what was measured."""
+"""Share of a device's memory that the plan may fill: plans fell short of measurements by up to a sixth."""
 HELD_OUT = 64
-"""Rows that are held out where the data has no test split, at most an eighth of them."""
+"""Of data without a test split; at most an eighth of the rows."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model without its weights. stored_as: the dtype of its files."""
+    """stored_as: the dtype of its files."""
 
     shape: ModelConfig
     has_chat_template: bool
@@ -66,13 +65,10 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the data.
-
-    rows: some of the first, with the data's own names of columns.
-    test_split: its split to test on; None: it has none.
-    train_split: its split to train on, of which rows can be held out; None: it cannot be cut.
+    """rows: some of the first, with the data's own column names.
+    train_split: None: rows cannot be held out of it.
     can_verify: whether math-verify, which scores mathematics, is installed.
-    is_made: whether a task makes the rows, scores them, and makes others to test on.
+    is_made: whether a task makes the rows, scores them, and makes test rows.
     """
 
     rows: Sequence[Record]
@@ -85,7 +81,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """This machine. num_bytes: of a GPU, or of the machine where there is none."""
+    """num_bytes: memory of a GPU, or of a machine without GPUs."""
 
     num_gpus: int
     num_cores: int
@@ -98,10 +94,8 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts.
-
-    longest_prompt: in tokens, as `choose_data` has prompts read.
-    num_problems: to train on, as it has them read; None: unknown.
+    """longest_prompt: in tokens, read as `choose_data` says.
+    num_problems: None: unknown.
     """
 
     model: ModelFacts
@@ -113,8 +107,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """A key of the configuration, its value, and the reason in a few words."""
-
     key: str
     value: Any
     why: str
@@ -122,8 +114,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """All choices. reward: how responses are scored where the user has no function: "task", "exact" (a
-    function that compares with the answer), or "own" (nothing of the data says what is right)."""
+    """reward: how responses are scored where the user has no function: "task", "exact" (comparison with the
+    answer), or "own" (the data does not say what is right)."""
 
     chosen: tuple[Choice, ...]
     reward: str
@@ -134,10 +126,7 @@ class Choices:
 
 
 def choose(facts: Facts, given: Mapping[str, Any]) -> Choices:
-    """Returns the choices for a run, without the keys in `given`, which they take into account.
-
-    given: the user's values by key, such as {"lora.rank": 8}.
-    """
+    """Leaves out the keys in `given`, the user's values by key, such as {"lora.rank": 8}."""
     about_data = choose_data(facts.model, facts.data, given)
     found = [*about_data.chosen, *_choose_lengths(facts, about_data.reward, given)]
     for choose_more in (_choose_steps, _choose_weights, _choose_rates, _choose_ranks):
@@ -150,8 +139,7 @@ def choose(facts: Facts, given: Mapping[str, Any]) -> Choices:
 
 
 def choose_data(model: ModelFacts, data: DataFacts, given: Mapping[str, Any]) -> Choices:
-    """Returns the choices that say how rows are read and scored. Raises UserError for rows without a
-    prompt."""
+    """Raises UserError for rows without a prompt."""
     if data.is_made:
         chosen = _choose_chat(model, data, next(name for name in PROMPTS if name in data.rows[0]))
         return Choices(tuple(choice for choice in chosen if choice.key not in given), "task")
@@ -201,7 +189,7 @@ def _scoring(data: DataFacts, answer: str | None) -> str:
 
 
 def _answers(data: DataFacts, answer: str) -> list[str | None]:
-    """Returns the texts of a column of answers; None: it is no text or number."""
+    """None: a value is neither text nor number."""
     found = [row["reward_model"].get("ground_truth") if answer == _VERL else row[answer] for row in data.rows]
     return [str(value) if isinstance(value, bool) else gold_text(value) for value in found]
 
@@ -266,7 +254,7 @@ def _choose_lengths(facts: Facts, reward: str, given: Mapping[str, Any]) -> Iter
 
 
 def _choose_steps(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
-    """Yields fewer steps than the default where it would go through few rows again and again."""
+    """Caps the passes over few rows."""
     config, num = _config(values), facts.num_problems
     if num is None:
         return
@@ -277,7 +265,7 @@ def _choose_steps(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
 
 
 def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
-    """Takes the first way that fits with room to spare, else the first that fits."""
+    """The first way with room to spare, else the first that fits."""
     ways = list(_ways(facts, values))
     tries = [(keys, _plan(facts, dict(values) | keys)) for keys in ways]
     roomy = (keys for keys, run in tries if fits(replace(run, rank_bytes=_filled(run))))
@@ -309,7 +297,6 @@ _WHYS = {
 
 
 def _ways(facts: Facts, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields keys that take less and less memory, without the user's."""
     is_stored_in_half = facts.model.stored_as == "bfloat16" and facts.machine.num_gpus > 0
     half = {"lora.base_dtype": "bfloat16"} if is_stored_in_half else {}
     kinds: list[dict[str, Any]] = [{"lora.rank": 0}, LORA | half]
@@ -337,7 +324,6 @@ def _plan(facts: Facts, values: Mapping[str, Any]) -> PlannedRun:
 
 
 def _config(values: Mapping[str, Any]) -> Config:
-    """Takes the values that memory depends on."""
     sections: dict[str, dict[str, Any]] = {"model": {"path": Path()}, "task": {"name": "countdown"}}
     for key, value in values.items():
         section, name = key.split(".", 1)
@@ -351,7 +337,6 @@ _WEIGHING = {"run", "parallel", "lora", "rollout", "sampling", "algorithm"} | {
     "evaluation.samples_per_problem",
     "evaluation.temperature",
 }
-"""Sections and keys that a plan of memory depends on."""
 
 
 def _ranks(facts: Facts, config: Config) -> RankChoice:

@@ -1,4 +1,4 @@
-"""Judges whether a run fits its devices, and if not, searches for a change of the configuration that does.
+"""Judges whether a run fits its devices, and if not, searches for a configuration that does.
 
 plan ─ fits? ─ yes ─▶ verdict
                no ──▶ change one key, plan again … until it fits
@@ -25,27 +25,26 @@ from tlt.training.launch.place import find_place
 
 @dataclass(frozen=True)
 class FitVerdict:
-    """Whether a run fits; None: the device's memory is unknown. `line` is for people."""
+    """fits: None: the device's memory is unknown."""
 
     fits: bool | None
     line: str
 
 
 def fits(run: PlannedRun) -> bool:
-    """Returns whether the run fits, if need be with caches for a single response."""
+    """Whether a run fits, if need be with caches for a single response."""
     if lacks_room(run):
         return False
     return run.rank_bytes is None or plan_memory(run).needed <= run.rank_bytes
 
 
 def lacks_room(run: PlannedRun) -> bool:
-    """Returns whether rollout.kv_gib does not hold a single response."""
+    """Whether rollout.kv_gib cannot hold a single response."""
     given = run.config.rollout.kv_gib
     return given is not None and slot_bytes(run, run.longest) > given * GIB
 
 
 def judge(run: PlannedRun) -> FitVerdict:
-    """Returns whether the run fits, and the remedy if not."""
     if lacks_room(run):
         return FitVerdict(False, _describe_room(run))
     plan, available = plan_memory(run), run.rank_bytes
@@ -65,7 +64,6 @@ def judge(run: PlannedRun) -> FitVerdict:
 
 
 def refuse(run: PlannedRun) -> None:
-    """Raises UserError for a run that cannot fit."""
     if lacks_room(run):
         raise UserError(judge(run).line)
     if not fits(run):
@@ -83,8 +81,7 @@ def _describe_room(run: PlannedRun) -> str:
 
 
 def _remedy(run: PlannedRun) -> str:
-    """Returns keys and their values with which the run fits: one change if it suffices, else several
-    together, else more GPUs or machines; each was planned."""
+    """One change if it suffices, else several, else more GPUs or machines; each was planned."""
     changes, tokens = _changes(run), run.config.sampling.max_tokens
     shorter = [_shortened(run, tokens // n) for n in (2, 4, 8, 16) if tokens >= n]
     together = [functools.reduce(operator.or_, changes[: i + 1]) for i in range(len(changes))]
@@ -103,7 +100,6 @@ def _remedy(run: PlannedRun) -> str:
 
 
 def _is_remedy(run: PlannedRun, change: dict[str, Any]) -> bool:
-    """Returns whether the changed configuration is a valid one, and fits."""
     if not fits(changed := run.changed(change)):
         return False
     try:
@@ -114,14 +110,13 @@ def _is_remedy(run: PlannedRun, change: dict[str, Any]) -> bool:
 
 
 def _with_ranks(run: PlannedRun, change: dict[str, Any]) -> str:
-    """Returns the remedy of more ranks than the run has: of as many GPUs, or of more machines like this."""
     where = "as many GPUs" if run.is_gpu else f"{run.num_ranks // run.num_sharing} machines like this one"
     keys = f"set {_written(change)}, and take" if change else "take"
     return f"{keys} {run.num_ranks} ranks on {where} (tlt plan memory --ranks {run.num_ranks})"
 
 
 def _changes(run: PlannedRun) -> list[dict[str, Any]]:
-    """Returns changes that save memory, those first that change neither results nor responses."""
+    """Changes of neither results nor responses come first."""
     config, longest = run.config, run.longest
     parallel, lora = config.parallel, config.lora
     changes: list[dict[str, Any]] = []

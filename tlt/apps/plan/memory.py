@@ -44,19 +44,15 @@ ALWAYS: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
 CACHES, COPY = "caches", "copy of the policy"
 
 PROCESS_BYTES = {"cpu": CPU_PROCESS_BYTES, "cuda": 1200 * 2**20}
-"""A process with PyTorch and transformers; its context on a GPU, a rule of thumb."""
+"""PyTorch and transformers; "cuda": its context, a rule of thumb."""
 
 VLLM_PROCESS_BYTES = 600 * 2**20
-"""A started vLLM without weights and caches, estimated from one on a CPU."""
+"""vLLM without weights and caches, estimated from a CPU process."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """The tensors of one kind on a device.
-
-    phases: the phases in which they lie there.
-    how: the formula, in words.
-    """
+    """how: the formula, in words."""
 
     name: str
     phases: tuple[Phase, ...]
@@ -66,10 +62,7 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The terms of a rank's device.
-
-    least: bytes of the smallest caches: for one response of full length, or as rollout.kv_gib says.
-    """
+    """least: bytes of the smallest caches: for one response of full length, or rollout.kv_gib."""
 
     terms: tuple[Term, ...]
     least: int
@@ -79,20 +72,18 @@ class MemoryPlan:
 
     @property
     def peak(self) -> tuple[Phase, int]:
-        """The phase with the largest sum, and its bytes."""
         phase = max(ALWAYS, key=self.total)
         return phase, self.total(phase)
 
     @property
     def needed(self) -> int:
-        """The peak with the smallest caches: with less memory, the run cannot go on."""
+        """The peak with the smallest caches."""
         least = {CACHES: self.least}
         terms = (replace(t, num_bytes=min(t.num_bytes, least.get(t.name, t.num_bytes))) for t in self.terms)
         return replace(self, terms=tuple(terms)).peak[1]
 
 
 def plan_memory(run: PlannedRun) -> MemoryPlan:
-    """Returns the plan of one rank's device."""
     terms = [*_standing(run), *_rollout(run), *_idle(run), *_update(run)]
     caches, least = _caches(run, sum(term.num_bytes for term in terms if term.phases == ALWAYS))
     return MemoryPlan(tuple(term for term in (*terms, caches) if term.num_bytes), least)
@@ -134,7 +125,6 @@ def _standing(r: PlannedRun) -> Iterator[Term]:
 
 
 def _rollout(r: PlannedRun) -> Iterator[Term]:
-    """Yields the tensors of an engine step, in which tokens are read or sampled, or the caches grow."""
     c, size, sampling = r.model, r.engine_dtype.itemsize, r.config.sampling
     if (speculation := r.config.rollout.speculation) == "adaptive":
         budget = max(arm.budget for arm in default_arms(drafter_kinds(r.drafter is not None)))
@@ -152,7 +142,7 @@ def _rollout(r: PlannedRun) -> Iterator[Term]:
 
 
 def captured_size(r: PlannedRun) -> int:
-    """Returns the number of captured target features at a position."""
+    """Captured target features per position."""
     if r.drafter is None or not r.drafts_by_learned:
         return 0
     trains = r.config.drafter.train
@@ -161,7 +151,6 @@ def captured_size(r: PlannedRun) -> int:
 
 
 def slot_bytes(r: PlannedRun, length: int) -> int:
-    """Returns the bytes of a running sequence with room for `length` tokens, as in the engine."""
     num_bytes = Cache(r.model, r.model.num_layers, r.engine_dtype, META, r.num_slots).slot_bytes(length)
     if r.drafter is None or not r.drafts_by_learned or r.uses_vllm:
         return num_bytes
@@ -173,7 +162,7 @@ def slot_bytes(r: PlannedRun, length: int) -> int:
 
 
 def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
-    """Returns the caches and their smallest size. standing: bytes of all terms that are always there."""
+    """standing: bytes of all permanent terms."""
     least, rank_bytes, is_gpu = slot_bytes(r, r.longest), r.rank_bytes, r.is_gpu
     wanted, limit, why = r.num_slots * least, None, "as much as all sequences want"
     if (given := r.config.rollout.kv_gib) is not None:
@@ -194,7 +183,7 @@ def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
 
 
 def _idle(r: PlannedRun) -> Iterator[Term]:
-    """Yields the drafter's training, all of a batch in one backward pass. One rank is never idle."""
+    """A batch in one backward pass. A single rank is never idle."""
     settings = r.config.drafter
     if r.drafter is None or not settings.train or r.num_ranks == 1:
         return
@@ -212,8 +201,8 @@ def _idle(r: PlannedRun) -> Iterator[Term]:
 
 
 def activations_per_token(c: ModelConfig) -> int:
-    """Returns the number of values that autograd keeps of a layer at a token: inputs of norms and matrices,
-    queries, keys and values before and after the rotation, the attention's output, four of MLP width."""
+    """Values that autograd keeps per layer and token: inputs of norms and matrices, queries, keys and values
+    before and after RoPE, the attention's output, four of MLP width."""
     return 6 * c.hidden_size + (c.num_qkv + 2 * c.num_heads) * c.head_dim + 4 * c.intermediate_size
 
 

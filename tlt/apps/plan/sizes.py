@@ -1,4 +1,4 @@
-"""The sizes in a memory plan, from a configuration, a model's shape and the machine."""
+"""The sizes in a memory plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,9 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before anything is loaded.
-
-    drafter: the shape of the learned drafter; None: there is none.
-    rank_bytes: memory of a rank's GPU, or its share of a machine that computes on CPUs; None: unknown.
+    """rank_bytes: memory of a rank's GPU, or its share of a CPU machine; None: unknown.
     longest_prompt: in tokens.
-    num_sharing: ranks that share the memory of a machine with CPUs alone; on GPUs, 1.
+    num_sharing: ranks that share a CPU machine's memory; on GPUs, 1.
     """
 
     config: Config
@@ -42,8 +39,7 @@ class PlannedRun:
     num_sharing: int = 1
 
     def changed(self, changes: dict[str, Any]) -> PlannedRun:
-        """Returns the run with other values of these keys. Another run.num_ranks is one of a single machine,
-        whose ranks share its memory where they compute on CPUs."""
+        """A changed run.num_ranks means a single machine, whose memory ranks on CPUs share."""
         config, num = self.config, changes.get("run.num_ranks", self.num_ranks)
         is_one_machine = self.is_gpu or self.num_sharing == self.num_ranks
         if isinstance(num, int) and num != self.num_ranks and is_one_machine:
@@ -65,7 +61,7 @@ class PlannedRun:
 
     @property
     def num_slices(self) -> int:
-        """Ranks over which weights, gradients and moments are sharded."""
+        """Ranks that weights, gradients and moments are sharded over."""
         return self.num_ranks if self.is_sharded else 1
 
     @property
@@ -74,7 +70,6 @@ class PlannedRun:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of all trained parameters: the model's, or those of LoRA's adapters."""
         lora = self.config.lora
         num_trained = count_adapters(self.model, lora) if lora.rank else self.num_parameters
         return num_trained * master_dtype(self.config).itemsize
@@ -85,30 +80,28 @@ class PlannedRun:
 
     @property
     def frozen(self) -> int:
-        """Bytes of a weight beside LoRA's adapters."""
+        """Bytes per weight beside LoRA's adapters."""
         return base_dtype(self.config).itemsize
 
     @property
     def computed(self) -> int:
-        """Bytes of an activation of the update."""
+        """Bytes per activation of the update."""
         given = self.config.parallel.param_dtype
         return resolve_dtype(given).itemsize if given is not None and self.is_sharded else self.frozen
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest response with its prompt."""
         return min(self.longest_prompt + self.config.sampling.max_tokens, self.model.max_positions)
 
     @property
     def num_responses(self) -> int:
-        """Responses of a step, or of an evaluation where those are more."""
+        """Responses of a step, or of an evaluation if that has more."""
         rollout, evaluation = self.config.rollout, self.config.evaluation
         step = rollout.problems_per_step * rollout.samples_per_problem
         return max(step, evaluation.num_problems * evaluation.num_samples)
 
     @property
     def num_slots(self) -> int:
-        """Sequences that an engine runs at a time."""
         return min(self.config.rollout.max_batch_size, self.num_responses)
 
     @property
@@ -126,13 +119,12 @@ class PlannedRun:
 
 @lru_cache
 def count_drafter(drafter: DrafterShape) -> int:
-    """Returns the number of the drafter's trained parameters."""
     with META:
         return sum(p.numel() for p in new_model(drafter).parameters() if p.requires_grad)
 
 
 def short_count(number: int) -> str:
-    """Returns a count for people: 12 · 3.1 k · 1.6 M · 7.6 B."""
+    """12 · 3.1 k · 1.6 M · 7.6 B"""
     for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= limit:
             return f"{number / limit:.1f} {unit}"

@@ -1,5 +1,4 @@
-"""The model cards of a run's policy and drafter: what they are, from what they were trained, and how to use
-them. A card names no path of this machine."""
+"""Model cards of a run's policy and drafter. A card names no path of this machine."""
 
 from __future__ import annotations
 
@@ -30,21 +29,19 @@ _VLLM_FORMAT: Mapping[Method, str] = {
     "dflash": "vllm-dflash",
     "dspark": "deepspec-dspark",
 }
-"""The format that vLLM loads, by the drafter's form. Those of EAGLE and DFlash are ours."""
+"""Drafter's form → format that vLLM loads. EAGLE's and DFlash's are our own."""
 
 _TLT = "[TLT](https://arxiv.org/abs/2511.16665)"
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has written its policy."""
-
     folder: Path
     config: Config
 
     @staticmethod
     def read(folder: Path) -> FinishedRun:
-        """Reads a run's folder. Raises UserError if it holds no run, or one without a policy yet."""
+        """Raises UserError for a folder without a run, or a run without a policy yet."""
         file = folder / "config.json"
         if not file.is_file():
             raise UserError(f"{folder}: holds no run; give the folder of one (run.out_dir)")
@@ -60,7 +57,7 @@ class FinishedRun:
 
     @property
     def base(self) -> str | Path:
-        """The model it began with: OWNER/NAME on the hub, or a folder."""
+        """OWNER/NAME on the hub, or a folder."""
         path = self.config.model.path
         return str(path) if not path.exists() and Repository.parse(path) is not None else path
 
@@ -72,24 +69,19 @@ class FinishedRun:
 
     @property
     def num_steps(self) -> int:
-        """Updates done."""
         file = self.folder / "metrics.jsonl"
         records = read_metrics(file) if file.is_file() else []
         return records[-1].step if records else 0
 
     @property
     def about_drafter(self) -> dict[str, Any]:
-        """The drafter's config.json."""
         described: dict[str, Any] = json.loads((self.folder / "drafter" / "config.json").read_text())
         return described
 
 
 def policy_card(run: FinishedRun, name: str, drafter: str | None, licence: str | None) -> str:
-    """Returns the policy's card.
-
-    name: its repository, OWNER/NAME.
-    drafter: that of its drafter; None: it has none.
-    licence: the base model's, under which the policy is shared, too; None: unknown.
+    """name, drafter: repositories, OWNER/NAME.
+    licence: the base model's, which the policy keeps.
     """
     config = run.config
     data = _named(config.task.data)
@@ -120,7 +112,6 @@ def policy_card(run: FinishedRun, name: str, drafter: str | None, licence: str |
 
 
 def drafter_card(run: FinishedRun, name: str, drafter: str, licence: str | None) -> str:
-    """Returns the drafter's card. For the arguments see `policy_card`."""
     about = run.about_drafter
     family = "eagle" if "Eagle" in about["architectures"][0] else _method(about)
     head = _front_matter(base_model=name, license=licence, tags=["tlt", "speculative-decoding", family])
@@ -138,7 +129,6 @@ def drafter_card(run: FinishedRun, name: str, drafter: str, licence: str | None)
 
 
 def _how_to_draft(run: FinishedRun, name: str, drafter: str) -> str:
-    """Returns the commands that use the drafter in TLT and in vLLM."""
     options = f"--drafter {drafter} --speculation adaptive"
     here = f"tlt generate {name} --prompts prompts.jsonl --out responses.jsonl {options}"
     method = _method(run.about_drafter)
@@ -152,7 +142,6 @@ def _how_to_draft(run: FinishedRun, name: str, drafter: str) -> str:
 
 
 def _method(about: Mapping[str, Any]) -> Method:
-    """Returns the form of the drafter that a config.json describes."""
     (method,) = (one for one, name in ARCHITECTURE.items() if name == about["architectures"][0])
     return method
 
@@ -173,7 +162,6 @@ def _origin(run: FinishedRun, data: str | None) -> dict[str, str | None]:
 
 
 def _scores(run: FinishedRun) -> dict[str, str | None]:
-    """Returns the held-out figures before and after; the one that evaluations are judged by has the test."""
     gain = run.gain
     if gain is None:
         return {}
@@ -186,7 +174,7 @@ def _scores(run: FinishedRun) -> dict[str, str | None]:
 
 
 def _named_model(run: FinishedRun) -> str | None:
-    """Returns the base's name on the hub; None: it is a folder whose card names none."""
+    """None: a folder whose card names no model of the hub."""
     if isinstance(run.base, str):
         return run.base.partition("@")[0]
     card = run.base / CARD
@@ -197,7 +185,6 @@ def _named_model(run: FinishedRun) -> str | None:
 
 
 def _named(data: Path | None) -> str | None:
-    """Returns a dataset's name on the hub, or a file's name without its folder; None: there is none."""
     if data is None:
         return None
     return data.name if data.exists() or data.is_absolute() else str(data).partition("@")[0]

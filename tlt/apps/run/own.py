@@ -29,9 +29,8 @@ from tlt.training.build.ranks import num_cores
 from tlt.training.problems import load_problems
 
 REWARD = "reward:reward"
-"""The reward function that `tlt init own` writes."""
+"""Written by `tlt init own`."""
 _ROWS = 100
-"""Rows that are looked at."""
 _EXAMPLES = 5
 
 
@@ -39,9 +38,9 @@ _EXAMPLES = 5
 class OwnRun:
     """A run without a configuration file.
 
-    config: with the choices and what the user gives.
+    config: the choices and the user's values.
     given: the user's values by key.
-    rows: some rows of the data, with TLT's names of columns.
+    rows: some, with TLT's column names.
     """
 
     config: Config
@@ -51,7 +50,7 @@ class OwnRun:
 
 
 def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
-    """Chooses all keys but those that the user gives. Raises UserError where nothing scores the responses.
+    """Raises UserError where nothing scores the responses.
 
     overrides: words `--section.key value`, among them model.path, and task.data or task.name.
     writes_reward: whether the caller writes the function `REWARD` where nothing else scores.
@@ -78,7 +77,7 @@ def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
 
 
 def _source(given: Mapping[str, Any]) -> DataSource | None:
-    """Returns the data that the user gives; None: a task makes the problems."""
+    """None: a task makes the problems."""
     if given.get("task.data") is None:
         return None
     return DataSource(

@@ -1,4 +1,4 @@
-"""What of a run is served: its policy and its drafter, as folders.
+"""A run's policy and drafter as folders to serve.
 
 RUN/policy, RUN/drafter                            of a run that has ended
 RUN/checkpoints/step-N ─▶ RUN/served/step-N/…      of one that goes on or was stopped, or of another step
@@ -30,15 +30,14 @@ from tlt.training.saved.run_status import read_status
 from tlt.training.saved.shards import CODES, read_into
 
 FOLDER = "served"
-"""The folder in a run's for what is exported of it."""
 _ORIGIN = "tlt_checkpoint"
-"""The key of an exported policy's config.json with its checkpoint's digest."""
+"""Key of an exported policy's config.json: its checkpoint's digest."""
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)
 class ServedRun:
-    """A run's policy and drafter after `step` updates. drafter: None: the run has none."""
+    """Policy and drafter after `step` updates."""
 
     config: Config
     step: int
@@ -47,12 +46,8 @@ class ServedRun:
 
 
 def open_served(folder: Path, step: int | None, say: Callable[[str], None]) -> ServedRun:
-    """Returns what is served of the run in `folder`: the policy that it has ended with, else that of its
-    newest whole checkpoint; with `step` the policy of that many updates. Raises UserError where there is
-    none.
-
-    say: is told what is exported, and which checkpoints are damaged.
-    """
+    """The final policy, else the newest whole checkpoint's; with `step`, the policy after that many updates.
+    Raises UserError if there is none."""
     status, file = read_status(folder), folder / "config.json"
     config = Config.from_json(file.read_text(encoding="utf-8"), str(file))
     if status.state == "finished" and step in (None, status.step) and (folder / "policy").is_dir():
@@ -99,7 +94,7 @@ def _is_of(policy: Path, digest: str) -> bool:
 
 
 def _export_policy(path: Path, manifest: Manifest, config: Config, out: Path) -> None:
-    """Writes the policy as the run's end would: adapters are merged."""
+    """As at the run's end: adapters are merged."""
     dtype, saved = master_dtype(config), SavedTensors(path, manifest, "policy.")
     model = open_start(config, dtype)
     policy: Mapping[str, Tensor] = saved
@@ -113,7 +108,7 @@ def _export_policy(path: Path, manifest: Manifest, config: Config, out: Path) ->
 
 
 def _export_drafter(path: Path, manifest: Manifest, config: Config, out: Path) -> Path | None:
-    """Writes the trained drafter; returns its folder, or that of one that was not trained."""
+    """Returns the original's folder if the drafter was not trained."""
     saved, start = SavedTensors(path, manifest, "drafter."), drafter_folder(config)
     if start is None or not saved:
         return start
@@ -134,7 +129,7 @@ def _export_drafter(path: Path, manifest: Manifest, config: Config, out: Path) -
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors of one kind, without the kind in their names, each read on access."""
+    """A checkpoint's tensors of one kind, names without the kind, each read on access."""
 
     def __init__(self, path: Path, manifest: Manifest, kind: str) -> None:
         self._path, self._stored, self._kind = path, manifest.tensors, kind

@@ -1,4 +1,4 @@
-"""Starts a run from the user's process: refuses mistakes in one line, prints a header, starts the ranks."""
+"""Starts a run from the user's process: refuses mistakes, prints a header, starts the ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ from tlt.training.saved.run_folder import FolderLock, claim
 from tlt.training.saved.run_identity import Begun
 
 WAIT_SECONDS = 0.1
-"""Between two questions of a rank whether the leader has read the configuration."""
 SLOW_SAMPLING = (
     "by PyTorch, as attention is: Numba is not installed; "
     "with it (pip install numba) drawing takes a thirtieth"
@@ -68,12 +67,7 @@ SLOW_SAMPLING = (
 
 @dataclass(frozen=True)
 class Findings:
-    """The facts that `preflight` read, for the header.
-
-    num_adapted: parameters of LoRA's adapters; None: it is off.
-    notes: lines about what may not be meant: held-out problems that are trained on, texts for a chat model,
-        tensors of the drafter that are left out.
-    """
+    """Facts for the header. notes: warnings, such as held-out problems that are trained on."""
 
     model: ModelConfig
     num_problems: int
@@ -83,7 +77,7 @@ class Findings:
 
 
 def launch_ranks(config: Config, began: Moment) -> int:
-    """Trains on ranks in processes of their own. Returns the exit code. began: the user's command."""
+    """Returns the exit code. began: start of the user's command."""
     run, num_ranks, program = config.run, all_ranks(config), "tlt.training.loop:main"
     restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
     on_ray = run.launcher == "ray" and find_place() is None
@@ -101,18 +95,16 @@ def launch_ranks(config: Config, began: Moment) -> int:
 
 
 def describe_saved(folder: Path) -> str:
-    """Returns where the run in a folder would go on, in words."""
     latest = latest_checkpoint(folder / "checkpoints")
     journal = " and the journal" if any(folder.glob("journal/step-*/*")) else ""
     return ("from the beginning" if latest is None else f"from {near(latest)}") + journal
 
 
 def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Moment, patience: float) -> int:
-    """Runs a rank that torchrun, srun or Kubernetes has started, with the configuration that the leader reads
-    from its files. Returns the exit code.
+    """Runs a rank that torchrun, srun or Kubernetes has started. Returns the exit code.
 
-    resolve: checks and returns the configuration, given whether these ranks have been started before.
-    patience: seconds for which this rank waits for the others.
+    resolve: whether these ranks were started before → the checked configuration.
+    patience: seconds that this rank waits for the others.
     """
     met = meet_ranks(place, patience)
     try:
@@ -129,8 +121,8 @@ class LeaderRefused(Exception):
 
 
 def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
-    """Returns the leader's description of the run on every rank, however long the leader reads and downloads.
-    Raises LeaderRefused on the others if the leader finds a mistake."""
+    """Broadcasts the leader's description, however long the leader reads and downloads. A mistake of the
+    user's raises LeaderRefused on the other ranks."""
     if met.place.is_leader:
         try:
             description = describe()
@@ -149,15 +141,15 @@ def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
 
 
 def _wait_until_heard(met: Rendezvous) -> None:
-    """Keeps the leader, which may hold the store, until the other ranks know that they must end. The wait is
-    bounded, for a dead rank never answers."""
+    """Keeps the leader, which may host the store, until the other ranks know that they must end. Bounded: a
+    dead rank never answers."""
     deadline = time.monotonic() + 100 * WAIT_SECONDS
     while met.store.add("heard", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
         time.sleep(WAIT_SECONDS)
 
 
 def go_back(checkpoint: Path) -> None:
-    """Makes a run go on from this checkpoint, which is checked first. Newer ones are renamed, not removed."""
+    """Resumes a run from this checkpoint, once it is checked. Newer checkpoints are renamed, not removed."""
     lock = FolderLock(checkpoint.parents[1])
     try:
         aside = go_back_to(checkpoint)
@@ -169,7 +161,7 @@ def go_back(checkpoint: Path) -> None:
 
 
 def prepare(config: Config, begun: Begun | None = None, goes_on: bool = False) -> Config:
-    """Refuses mistakes, prints the header, and returns the configuration with its names pinned.
+    """Refuses mistakes, prints the header, pins the names.
 
     begun: the run that is resumed; None: a new run, or nothing is known of the old one.
     goes_on: whether the run in the folder goes on, known or not.
@@ -198,9 +190,8 @@ def prepare(config: Config, begun: Begun | None = None, goes_on: bool = False) -
 
 
 def pin(config: Config) -> Config:
-    """Returns the configuration with its number of ranks, its dtype, the date of its prompts and the commits
-    of its names on the hub filled in. Downloads what is not cached, so that ranks and a resumed run take the
-    same without a network."""
+    """Fills in number of ranks, dtype, prompts' date and hub commits. Downloads what they name, so that ranks
+    and a resumed run need no network."""
     values = config.model_dump()
     values["run"]["num_ranks"] = all_ranks(config)
     values["run"]["dtype"] = str(engine_dtype(config)).removeprefix("torch.")
@@ -223,8 +214,7 @@ def pin(config: Config) -> Config:
 def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -> Findings:
     """Raises UserError for every mistake that can be found before a process is started.
 
-    begun: see `prepare`.
-    trains: whether the policy is trained, which takes several times the memory of an engine.
+    trains: training takes several times an engine's memory.
     """
     layout = layout_of(config)
     if config.rollout.engine == "vllm":
@@ -272,7 +262,6 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
 def plan_run(
     config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int
 ) -> PlannedRun:
-    """Returns the run on this machine's devices, for a plan of its memory."""
     is_gpu = device_of(config).name == "cuda"
     device_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else machine_bytes()
     num, sharing = all_ranks(config), 1 if is_gpu else local_ranks(config)
@@ -280,7 +269,6 @@ def plan_run(
 
 
 def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[str, str]:
-    """Returns the header's lines, name → text."""
     model, device = findings.model, device_of(config)
     run, rollout, drafter = config.run, config.rollout, config.drafter
     num_parameters = count_parameters(model)
@@ -312,7 +300,6 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
 
 
 def describe_update(config: Config) -> str:
-    """Returns how the policy's training state lies on the ranks, and why."""
     layout, parallel = layout_of(config), config.parallel
     parts = [f"policy {'sharded (FSDP2)' if layout.is_sharded else 'replicated'} ({layout.reason})"]
     if layout.is_sharded and parallel.param_dtype is not None:
@@ -323,7 +310,6 @@ def describe_update(config: Config) -> str:
 
 
 def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) -> str:
-    """Returns the parameters that LoRA trains, after a comma; empty where it is off."""
     if num_adapted is None:
         return ""
     share = f"{short_count(num_adapted)} parameters beside {short_count(num_parameters)} frozen ones"
@@ -331,7 +317,6 @@ def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) 
 
 
 def describe_algorithm(config: Config) -> str:
-    """Returns the algorithm's name and its choices, from the preset and the configuration."""
     settings, chosen = config.algorithm, config.algorithm.resolve(config.sampling.max_tokens)
     clip = f"{chosen.loss} at [{1 - chosen.clip_low:g}, {1 + chosen.clip_high:g}]"
     parts = [f"advantage {chosen.advantage}", f"{chosen.ratio} ratio {clip}", f"{chosen.aggregation} mean"]
@@ -347,13 +332,12 @@ def describe_algorithm(config: Config) -> str:
 
 
 def _named(path: Path, revision: str | None = None) -> str:
-    """Returns a path relative to the working directory, or a repository with the start of its commit."""
     repository = None if path.exists() else Repository.parse(path, revision)
     return near(path) if repository is None else f"{repository.name}@{(repository.revision or 'main')[:8]}"
 
 
 def _weighted(config: Config) -> str:
-    """Returns the sum of reward functions: 1 × task + 0.2 × my_rewards:length_penalty."""
+    """1 × task + 0.2 × my_rewards:length_penalty"""
     functions, weights = config.rewards.functions, config.rewards.weights
     terms = zip(weights or (1,) * len(functions), functions, strict=True)
     return " + ".join(f"{weight:g} × {function}" for weight, function in terms)

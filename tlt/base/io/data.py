@@ -1,12 +1,11 @@
-"""Reads rows of the user's data as records: of a JSONL or Parquet file, a folder, or a dataset of the Hugging
-Face hub.
+"""Reads the user's rows as JSON records: from JSONL, Parquet, a folder, or a dataset of the Hugging Face hub.
 
     file.jsonl · folder of them ───────────────────────── read here ─┐
     file.parquet · folder · save_to_disk ── datasets ────────────────┼─▶ our names ─▶ (place, record)
     OWNER/NAME[@REVISION] ── datasets ──▶ JSONL in the hub's cache ──┘
 
-A dataset of the hub is written as JSONL once, by commit, subset and split: ranks and later runs read that
-file, without a network and without `datasets`. All values of records are JSON's.
+The JSONL of a hub dataset is cached by commit, subset and split: ranks and later runs read it without a
+network and without `datasets`.
 """
 
 from __future__ import annotations
@@ -31,33 +30,27 @@ from tlt.base.io.text import one_line
 from tlt.base.types import UserError
 
 PROMPTS = ("prompt", "prompt_ids", "messages")
-"""Columns of a record's prompt: text, token ids, or chat messages. As in TRL's and verl's data, `prompt` may
-be messages, too."""
+"""Columns of a prompt: text, token ids or chat messages. As in TRL and verl, `prompt` may be messages."""
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
-"""Words that name a split in the name of a JSONL file."""
 
 _SAVED = ("dataset_dict.json", "state.json")
-"""Files by which a folder of save_to_disk is known."""
+"""Mark a folder of save_to_disk."""
 _ROWS = re.compile(r"\[(-?\d*):(-?\d*)\]$")
 
 Records = list[tuple[str, Record]]
-"""Pairs of a record's place for errors, such as "file:line", and the record."""
+"""(place for errors, such as "file:line"; record)"""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """The rows that a user names."""
-
     name: Path
-    """A path, or a dataset of the hub."""
     option: str
-    """Where the user gave the name, for errors."""
+    """The option or key that named the data, for errors."""
     subset: str | None = None
-    """Of a dataset; None: its default."""
     split: str | None = None
     """None: the only split, or `usual_split` where there are several."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The data's names of columns, by ours."""
+    """Our column name → the data's."""
     usual_split: str = "train"
 
     def __str__(self) -> str:
@@ -66,8 +59,8 @@ class DataSource:
 
 
 def read_data(source: DataSource) -> Records:
-    """Returns the rows with our names of columns. A row without problem_id gets its line in a JSONL file,
-    else its number within the source, from 1. Raises UserError for data that cannot be read."""
+    """Returns rows with our column names. A row without problem_id gets its line in a JSONL file, else its
+    number in the source, from 1. Raises UserError for unreadable data."""
     return [(place, _rename(place, record, source.columns)) for place, record in _read(source)]
 
 
@@ -94,7 +87,7 @@ def _read(source: DataSource) -> Records:
 
 
 def _split_and_rows(source: DataSource) -> tuple[str | None, slice]:
-    """Rows are written as in `datasets`, train[:-64]."""
+    """Parses train[:-64], as `datasets` does."""
     name, bracket, _ = (source.split or "").partition("[")
     if not bracket:
         return source.split, slice(None)
@@ -105,13 +98,11 @@ def _split_and_rows(source: DataSource) -> tuple[str | None, slice]:
 
 
 def names_rows(source: DataSource) -> bool:
-    """Returns whether a split of the data may be written with its rows, train[:-64]: not after
-    save_to_disk."""
+    """Whether a split may be written with its rows, train[:-64]."""
     return not any((source.name / name).is_file() for name in _SAVED)
 
 
 def list_splits(source: DataSource) -> tuple[str, ...]:
-    """Returns ("train",) where the data has no splits."""
     path = source.name
     if path.is_file() or (path / "state.json").is_file():
         return ("train",)
@@ -137,7 +128,7 @@ def _number(records: Iterable[tuple[str, Record]]) -> Records:
 
 
 def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
-    """Where a renamed column is the prompt, other columns that could be it are left out."""
+    """A column renamed to a prompt column displaces the data's other prompt columns."""
     for theirs in columns.values():
         if theirs not in record:
             known = ", ".join(name for name in record if name != "problem_id")
@@ -149,8 +140,7 @@ def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
 
 
 def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
-    """Finds the split in names such as train.jsonl or gsm8k-train-2.jsonl. Where no file names any split, all
-    are training data."""
+    """By file names such as gsm8k-train-2.jsonl; if none names a split, all files are training data."""
     words = {file: {*re.split(r"\W|_", file.stem)} for file in files}
     split = source.split or source.usual_split
     chosen = [file for file in files if split in words[file]]
@@ -167,7 +157,6 @@ def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
 
 
 def _read_repository(source: DataSource, repository: Repository) -> Records:
-    """Reads the JSONL of an earlier call where there is one."""
     from huggingface_hub import cached_assets_path
 
     pinned = pin_dataset(source.name)
@@ -184,8 +173,7 @@ def _read_repository(source: DataSource, repository: Repository) -> Records:
 
 
 def _check_commit(rows: Any, pinned: Repository, source: DataSource) -> None:
-    """Where the hub does not answer, `datasets` takes the latest commit in its cache: another one is
-    refused."""
+    """Offline, `datasets` takes the latest cached commit: refuse it unless it is the pinned one."""
     parts = {part for file in rows.cache_files for part in Path(file["filename"]).parts}
     commits = {part for part in parts if re.fullmatch("[0-9a-f]{40}", part)}
     if commits and pinned.revision not in commits:
@@ -223,7 +211,6 @@ def _load(source: DataSource, *arguments: str, **options: Any) -> Any:
 
 
 def _choose_split(loaded: Mapping[str, Any], source: DataSource) -> Any:
-    """Without a name: the only split, else the usual one."""
     split = source.split or (next(iter(loaded)) if len(loaded) == 1 else source.usual_split)
     if split not in loaded:
         what = f"{source.name} has no split {split!r}; its splits are {', '.join(loaded)}"
@@ -243,7 +230,6 @@ def _import_datasets(source: DataSource) -> ModuleType:
 
 @contextlib.contextmanager
 def _bars_on_terminals(datasets: ModuleType) -> Iterator[None]:
-    """Keeps the progress bars of `datasets` out of logs."""
     hides = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
     if hides:
         datasets.disable_progress_bars()
@@ -274,8 +260,8 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tup
 
 
 def to_json(value: Any) -> Any:
-    """Returns JSON's form of a value: dates as ISO 8601, decimals as text, NaN as null. Raises TypeError,
-    with the type's name, for a value without one."""
+    """Dates become ISO 8601, decimals text, NaN null. Raises TypeError, with the type's name, for other
+    types."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

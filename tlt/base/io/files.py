@@ -3,7 +3,7 @@
     write_atomically   a text file    temporary neighbour → flushed → renamed to its place
     replace_folder     a folder       temporary neighbour → every file in it flushed → renamed to its place
 
-All of TLT writes through these two. A symlink is followed, and stays.
+All of TLT writes through these two, which follow symlinks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 def check_output_file(path: Path | None, option: str) -> None:
     """Raises UserError, before any work, for an output that could not be written at the end. Its folder need
-    not exist yet. None: nothing will be written."""
+    not exist."""
     if path is None:
         return
     if path.is_dir():
@@ -46,7 +46,6 @@ def check_output_file(path: Path | None, option: str) -> None:
 
 
 def with_folder(path: Path) -> Path:
-    """Makes the folder of an output where it does not exist, and returns the output's path."""
     try:
         path.resolve().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -55,7 +54,7 @@ def with_folder(path: Path) -> Path:
 
 
 def check_new_folder(path: Path, option: str) -> None:
-    """Raises UserError, before any work, for an output folder that exists or could not be made at the end."""
+    """Raises UserError, before any work, for an output folder that exists or cannot be made."""
     if path.exists() or path.is_symlink():
         raise UserError(f"{option}: {path} exists; give the name of a new folder")
     check_output_file(path, option)
@@ -63,8 +62,7 @@ def check_new_folder(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[TextIO]:
-    """Opens a text file that appears at `path` complete, or not at all. Raises UserError where it cannot be
-    written."""
+    """Raises UserError if the file cannot be written."""
     _refuse_no_file(path, str(path))
     target = path.resolve()
     partial: Path | None = None
@@ -85,7 +83,7 @@ def write_atomically(path: Path) -> Iterator[TextIO]:
 
 
 def set_usual_mode(path: Path) -> None:
-    """Gives a file that its maker has kept for the owner alone the permissions of any new file."""
+    """tempfile makes a file readable by its owner alone."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -93,12 +91,9 @@ def set_usual_mode(path: Path) -> None:
 
 @contextlib.contextmanager
 def replace_folder(path: Path, own: Sequence[str]) -> Iterator[Path]:
-    """Yields a new folder to fill, which appears at `path` complete, or not at all. An older folder there is
-    removed only then; a crash between the two renames leaves it at `.NAME.old`. Raises UserError where the
-    folder cannot be written, or an older one holds anything else than the writer's files.
-
-    own: patterns of the names of the writer's files.
-    """
+    """Yields a new folder to fill, which replaces `path` at the end. A crash between the two renames leaves
+    the older folder at `.NAME.old`. Raises UserError where the folder cannot be written, or the older
+    folder holds files that do not match `own`, the writer's name patterns."""
     path = path.resolve()
     for folder in (path, *_neighbours(path)):
         check_replaceable(folder, own)
@@ -126,8 +121,7 @@ def _neighbours(path: Path) -> tuple[Path, Path]:
 
 
 def check_replaceable(folder: Path, own: Sequence[str]) -> None:
-    """Raises UserError unless the folder is absent, or holds files with names of these patterns alone, so
-    that replacing it loses nothing else."""
+    """Raises UserError if the folder holds files that do not match `own`: replacing it would lose them."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -139,8 +133,7 @@ def check_replaceable(folder: Path, own: Sequence[str]) -> None:
 
 
 def remove_own(folder: Path, own: Sequence[str]) -> bool:
-    """Removes a folder's entries with names of these patterns, and the folder where nothing else is in it.
-    Returns whether the folder is gone."""
+    """Removes the entries that match `own`. Returns whether the folder is gone."""
     with contextlib.suppress(OSError):  # what cannot be removed stays
         for entry in folder.iterdir():
             if not matches(entry.name, own):
@@ -154,12 +147,11 @@ def remove_own(folder: Path, own: Sequence[str]) -> bool:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Returns whether the name is of one of these patterns, in which * and ? stand for letters."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def flush(path: Path) -> None:
-    """Flushes a file or folder to the disk, so that a rename never outlives the contents that it names."""
+    """Otherwise a rename may outlive the contents in a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -168,19 +160,17 @@ def flush(path: Path) -> None:
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes one line of strict JSON per record."""
     with write_atomically(path) as file:
         file.writelines(dumps(record) + "\n" for record in records)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes strict JSON, indented for people."""
     with write_atomically(path) as file:
         file.write(dumps(value, indent=1) + "\n")
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Returns strict JSON: NaN and infinities become null, NumPy's and torch's scalars plain numbers."""
+    """Strict JSON: NaN and infinities become null, NumPy and torch scalars plain numbers."""
     try:
         return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
     except (ValueError, TypeError):  # it holds such a value
@@ -200,8 +190,8 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_no_file(path: Path, place: str) -> None:
-    """A rename would replace a device or a pipe. /dev/stdout is one even where the shell has redirected it
-    into a file."""
+    """A rename would replace a device or pipe; /dev/stdout is refused even if the shell redirects it into a
+    file."""
     is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     if is_stream or (path.exists() and not path.is_file()):
         raise UserError(f"{place}: {path} is no regular file; give the name of a file")
@@ -213,7 +203,6 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def way_out(reason: str) -> str:
-    """Returns the remedy for something that cannot be written, by the system's words for the reason."""
     return next((remedy for code, remedy in _WAYS_OUT.items() if os.strerror(code) in reason), "make room")
 
 
@@ -229,8 +218,8 @@ _WAYS_OUT: Final = {
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError for other text, for values nested too deeply, and for lone surrogates, which UTF-8
-    cannot encode."""
+    """Raises ValueError for invalid JSON, too deep nesting, and lone surrogates, which UTF-8 cannot
+    encode."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -244,8 +233,7 @@ def parse_json(text: str) -> Any:
 
 
 def refuse_endless(value: Any) -> None:
-    """Raises ValueError for NaN, an infinity, or a whole number of more than 18 digits: no measurement has
-    them."""
+    """Raises ValueError for NaN, infinities and integers of more than 18 digits: no measurement has them."""
     items = [value]
     while items:
         item = items.pop()
@@ -260,8 +248,8 @@ def refuse_endless(value: Any) -> None:
 
 
 def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
-    """Returns every record with its place ("file:line"); blank lines are skipped. Raises UserError for a file
-    without records and for a line that is no object of JSON."""
+    """Returns (place "file:line", record) pairs, blank lines skipped. Raises UserError for an empty file and
+    for lines other than JSON objects."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # "-sig" skips some editors' byte-order mark
     except FileNotFoundError:
@@ -289,7 +277,7 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
 
 
 def check_is_file(path: Path) -> None:
-    """Raises OSError for something without an end, such as a device."""
+    """Raises OSError for endless files such as devices."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "is no file", str(path))
 
@@ -300,8 +288,8 @@ def read_file(path: Path) -> bytes:
 
 
 def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
-    """Returns the parsed lines of a file that a run appends to; none where there is no file. A last line that
-    was cut off by a kill is left out. Raises UserError for any other line that is no `kind`."""
+    """Parses the lines of a file that a run appends to. A last line cut off by a kill is left out. Raises
+    UserError where `parse` refuses any other line."""
     try:
         lines = read_file(path).decode().split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
@@ -317,7 +305,6 @@ def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
 
 
 def get_id(place: str, record: Record, default: str | None = None) -> str:
-    """Returns the record's problem_id, else `default`; whole numbers count as text."""
     value = record.get("problem_id", default)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -327,5 +314,5 @@ def get_id(place: str, record: Record, default: str | None = None) -> str:
 
 
 def line_number(place: str) -> str:
-    """Returns the line number in a place of `read_jsonl`, which names a problem without problem_id."""
+    """The id of a problem without problem_id."""
     return place.rpartition(":")[2]

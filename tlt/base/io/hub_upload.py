@@ -1,7 +1,4 @@
-"""Uploads folders to the Hugging Face hub as models, each with its card, in one commit each.
-
-The token is huggingface_hub's: HF_TOKEN, or what `hf auth login` has saved. Every refusal is one line.
-"""
+"""Uploads folders to the Hugging Face hub as models, each with its card, in one commit each."""
 
 from __future__ import annotations
 
@@ -21,24 +18,16 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Upload:
-    """A repository of the hub as it will be."""
-
     name: str
-    """OWNER/NAME."""
     files: Mapping[str, Path]
-    """The files by their paths in the repository."""
+    """Path in the repository → local path."""
     card: str
-    """The text of its README.md."""
     left_out: Sequence[str] = ()
-    """Names of what else lies in the folder."""
 
 
 def files_of(folder: Path, own: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """Returns the files that a run writes in a folder, by their relative paths, and the names of what else
-    lies there: other files, and links, which may lead anywhere. The card takes a README.md's place.
-
-    own: patterns of the names of the run's files.
-    """
+    """Returns the files that match `own` by relative path, and the names of all other entries: foreign files,
+    links (which may lead anywhere), README.md (the card replaces it)."""
     files: dict[str, Path] = {}
     others = []
     for path in sorted(folder.rglob("*")):
@@ -54,16 +43,13 @@ def files_of(folder: Path, own: Sequence[str]) -> tuple[dict[str, Path], list[st
 
 
 def own_name(name: str) -> str:
-    """Returns OWNER/NAME with the account of the token as the owner."""
+    """The owner is the token's account."""
     with _refusals(name):
         return f"{_api().whoami()['name']}/{name}"
 
 
 def upload(upload: Upload, private: bool) -> str:
-    """Makes the repository if there is none, and commits the files and the card. Returns its address.
-
-    private: of a new repository; one that exists stays as it is.
-    """
+    """Returns the repository's address. private: ignored for an existing repository."""
     from huggingface_hub import CommitOperationAdd
 
     operations = [CommitOperationAdd(name, str(path)) for name, path in upload.files.items()]
@@ -76,11 +62,7 @@ def upload(upload: Upload, private: bool) -> str:
 
 
 def licence_of(base: str | Path, asks_hub: bool) -> str | None:
-    """Returns the licence that a model's card names; None: it names none, or cannot be read.
-
-    base: a folder, or OWNER/NAME on the hub.
-    asks_hub: whether the hub may be asked.
-    """
+    """Reads the licence in a model's card. base: a folder, or OWNER/NAME on the hub."""
     card = Path(base) / CARD
     if card.is_file():
         return _licence(read_card(card))
@@ -97,7 +79,7 @@ def _licence(card: Any) -> str | None:
 
 
 def read_card(path: Path) -> Any:
-    """Returns the fields of a model card's head; empty: it has none."""
+    """The YAML head; empty: none."""
     from huggingface_hub import ModelCard
 
     return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data

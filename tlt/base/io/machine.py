@@ -1,4 +1,4 @@
-"""What this machine has of what TLT needs: read once as Facts, judged by a pure function.
+"""This machine's fitness for TLT: facts read once, judged by a pure function.
 
 read_facts ──▶ Facts ── diagnose ──▶ Findings: fine, slower or missing, broken; each with its remedy
 """
@@ -32,13 +32,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found on a machine.
-
-    torch_cuda: version of CUDA that PyTorch is built for; None: PyTorch is built for CPUs.
+    """torch_cuda: PyTorch's CUDA version; None: a build for CPUs.
     torch_error: why PyTorch cannot be imported; empty: it can.
-    has_driver: whether NVIDIA's driver is loaded.
-    compilers: paths by name, of those that are there.
-    packages: installed versions by name, of all that TLT or one of its extras needs; None: not installed.
+    compilers: name → path.
+    packages: of TLT and its extras, name → version; None: not installed.
     """
 
     python: str
@@ -54,8 +51,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. remedy: empty where nothing is to be done."""
-
     name: str
     state: State
     text: str
@@ -63,7 +58,7 @@ class Finding:
 
 
 def read_facts(cpu_cores: int, memory_bytes: int) -> Facts:
-    """Returns the facts of this machine, within the limits of its container."""
+    """cpu_cores, memory_bytes: the container's limits."""
     gpus: tuple[Gpu, ...] = ()
     cuda, fault = None, ""
     try:
@@ -100,12 +95,10 @@ def _installed(name: str) -> str | None:
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Judges what was found."""
     return [*_needed(facts), *_gpu(facts), *_compiler(facts), *_optional(facts)]
 
 
 def _needed(facts: Facts) -> Iterator[Finding]:
-    """Yields packages without which TLT does not run, or runs more slowly."""
     for requirement in needed_by(""):
         name, found = requirement.name, facts.packages.get(requirement.name)
         install = f"pip install '{requirement}'"

@@ -1,4 +1,4 @@
-"""Whether the servers that a run talks to answer: the Hugging Face hub, and those of its trackers."""
+"""Asks whether a run's servers answer: the Hugging Face hub and the trackers'."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _TRACKERS = {
     "trackio": ("TRACKIO_SERVER_URL", ""),
     "mlflow": ("MLFLOW_TRACKING_URI", ""),
 }
-"""Trackers with a server: the variable that names it, and the server without it; empty: this machine."""
+"""Tracker → (variable that names its server, default; empty: this machine)."""
 
 
 def ask_servers(trackers: Sequence[str], seconds: float = 10.0) -> Iterator[Finding]:
-    """Yields what the hub and the servers of trackers answer within `seconds`, asked as huggingface_hub asks:
-    by its HTTP client, with the environment's proxy and certificates."""
+    """Asks by huggingface_hub's HTTP client, with the environment's proxy and certificates."""
     from huggingface_hub import constants, get_token
 
     if constants.is_offline_mode():
@@ -51,7 +50,7 @@ def _ask(url: str, seconds: float, headers: Mapping[str, str]) -> int | str:
 
 
 def _judge(name: str, url: str, answer: int | str, variable: str, known: str = "") -> Finding:
-    """Any answer will do but a proxy's or a server's refusal: 403, 407 and 5xx."""
+    """Any answer is fine except refusals: 403, 407 and 5xx."""
     if isinstance(answer, int) and answer < 500 and answer not in (403, 407):
         return Finding(name, "ok", f"{url} answers{known}")
     what = f"answers {answer}" if isinstance(answer, int) else f"cannot be reached ({answer})"

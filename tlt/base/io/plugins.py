@@ -1,4 +1,4 @@
-"""Finds the user's own code by name: tasks, reward functions and trackers.
+"""Finds the user's tasks, reward functions and trackers by name.
 
     package.module:object    a module, found where Python finds it or in the working directory
     FOLDER/FILE.py:object    a file, wherever it lies; modules beside it can be imported
@@ -24,17 +24,15 @@ from tlt.base.io.text import one_line, visible
 from tlt.base.types import UserError
 
 MAX_MESSAGE = 300
-"""Characters of an exception's message that are kept."""
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages")
 _HERE = Path(__file__).parents[2]
 _CALLERS = (__file__, *(str(_HERE / part) for part in ("tasks/base.py", "rewards", "report")))
-"""The files that call a user's code: no mistake of the user's lies in them."""
+"""Files that call the user's code, skipped in a search for the user's mistake."""
 
 
 def get_object(place: str, spec: str) -> Any:
-    """Returns the object "package.module:object" or "FILE.py:object". Raises UserError that begins with
-    `place`."""
+    """Raises UserError that begins with `place`."""
     module_name, attribute = split_name(spec)
     if not (module_name and attribute):
         raise UserError(f"{place}: is no 'package.module:object' or 'FILE.py:object'; give one")
@@ -56,7 +54,7 @@ def get_object(place: str, spec: str) -> Any:
 
 
 def split_name(spec: str) -> tuple[str, str]:
-    """Returns (module or file, object); the first is empty where there is no colon."""
+    """(module or file, object); the first is empty without a colon."""
     module_name, _, attribute = spec.rpartition(":")
     return module_name, attribute
 
@@ -66,12 +64,12 @@ def is_file(spec: str) -> bool:
 
 
 def without_folder(spec: str) -> str:
-    """Returns the name as it is the same on every machine: "word_problems.py:TASK"."""
+    """A name that is the same on every machine: "word_problems.py:TASK"."""
     return spec.rpartition("/")[2] if is_file(spec) else spec
 
 
 def source_of(spec: str) -> Path | None:
-    """Returns the file of the user's code; None: a name of another form, or no file of the user's."""
+    """The user's file; None: the object lies in none."""
     module_name, _ = split_name(spec)
     if is_file(spec):
         return Path(module_name).absolute() if Path(module_name).is_file() else None
@@ -87,20 +85,19 @@ def source_of(spec: str) -> Path | None:
 
 
 def is_importable(spec: str) -> bool:
-    """Returns whether other processes can import the object, too: not if its module is this process's script
-    or was made in it."""
+    """Whether other processes can import the object: not from this process's script or a module made here."""
     module = sys.modules.get(split_name(spec)[0])
     return module is None or module.__spec__ is not None
 
 
 def see(folder: Path) -> None:
-    """Adds a folder to where Python finds modules; last, so that it hides no installed module."""
+    """Appends to sys.path, so that no installed module is hidden."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def _run_file(name: str) -> ModuleType:
-    """Returns the module in a file, which runs once. Raises FileNotFoundError."""
+    """A file runs once per process. Raises FileNotFoundError."""
     file = Path(name).resolve()
     digest = hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()
     known = f"{file.stem}_{digest}"  # no module's name: a file math.py hides no library
@@ -134,8 +131,7 @@ def _load(place: str, module_name: str, load: Callable[[str], ModuleType]) -> Mo
 
 
 def describe(error: BaseException) -> str:
-    """Returns one line of bounded length, without credentials: kind, message, and the last place in a file of
-    the user's."""
+    """Kind, message and the last line in a user's file, without credentials."""
     if isinstance(error, UserError):
         return hide(visible(str(error)))
     text = one_line(error, MAX_MESSAGE)

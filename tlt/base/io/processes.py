@@ -1,14 +1,12 @@
-"""A helper process and the pipe to it: started and ended by its parent, and kept by a process between them.
+"""A helper process with a pipe to its parent, and between them a keeper process that kills what is left over.
 
     parent    Helper(…) ─▶ keeper ─▶ helper: function(pipe, …) ─▶ processes that it starts, in any session
                   └───────────pipe──────┘
     keeper    waits for the end of helper or parent, or for `Helper.kill`; kills the rest; ends as the helper
 
-The parent starts the keeper, which forks the helper. On Linux a process below whose own parent has ended
-becomes the keeper's child, so the keeper finds all of them.
-
-Helpers import this module, so it imports nothing heavy such as torch. They are plain programs, for each
-child of multiprocessing would import the parent's main module again.
+On Linux the kernel hands orphaned descendants to the keeper (subreaper). Helpers import this module, so it
+imports nothing heavy. They are plain programs: a child of multiprocessing would import the parent's main
+module again.
 """
 
 from __future__ import annotations
@@ -32,20 +30,18 @@ from typing import IO, Any, NoReturn
 from tlt.base.io.streams import forgive_output
 
 MESSAGE_SECONDS = 10
-"""Time limit for the rest of a message that has begun; after it the other process has stopped, or it was no
-message."""
+"""Time limit for the rest of a begun message."""
 KEEPER_SECONDS = 10.0
-"""Time limit for a keeper to kill its processes; after it the keeper is killed, with its process group."""
+"""Time limit for a keeper to kill its processes; then its process group is killed."""
 
 
 def this_python() -> tuple[str, str]:
-    """Returns the command of this interpreter. Without -P it would import a json.py of the working directory
-    first."""
+    """Without -P it would import a json.py of the working directory first."""
     return sys.executable, "-P"
 
 
 class Helper:
-    """A process that runs a function, in a session of its own, which a terminal's Ctrl-C does not reach."""
+    """A process that runs a function in a session of its own, out of reach of a terminal's Ctrl-C."""
 
     def __init__(
         self,
@@ -54,11 +50,9 @@ class Helper:
         env: Mapping[str, str] | None = None,
         log: IO[bytes] | None = None,
     ) -> None:
-        """Starts the process.
-
-        function: "package.module:name"; takes the helper's end of the pipe, and the arguments.
+        """function: "package.module:name"; called with the helper's end of the pipe, and the arguments.
         env: changes to the environment.
-        log: takes what the helper prints; None: it is printed where the parent prints.
+        log: takes the helper's output; None: the parent's stdout and stderr.
         """
         self.pipe, theirs = Pipe()
         _bound(self.pipe)
@@ -76,15 +70,13 @@ class Helper:
         theirs.close()
 
     def end(self, seconds: float) -> int | None:
-        """Waits for its end for so many seconds, then kills it and all that it has started. Returns its exit
-        code; None: it was killed."""
+        """Waits `seconds`, then kills the helper. Returns its exit code; None: killed."""
         has_ended = self._ends_within(seconds)
         self.kill()
         return self._process.returncode if has_ended else None
 
     def kill(self) -> None:
-        """Kills it and all that it has started; a second call does nothing. A thread that waits on the
-        pipe sees the pipe's end."""
+        """Kills the helper and its descendants; repeatable. A thread reading the pipe sees its end."""
         with self._lock:
             if self._process.returncode is not None:
                 return
@@ -97,8 +89,7 @@ class Helper:
             self._process.wait()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Waits for its end for so many seconds, without reaping it: until then no other process can have its
-        number, which is its group's, too."""
+        """Waits without reaping: until then no other process can get its pid, which is also its group's."""
         deadline = time.monotonic() + seconds
         while not self._has_ended():
             if time.monotonic() > deadline:
@@ -116,14 +107,13 @@ class Helper:
 
 
 def _bound(pipe: Connection[Any, Any]) -> None:
-    """Limits how long reads and writes wait for the rest of a message: then they raise BlockingIOError."""
+    """Limits how long reads and writes wait for the rest of a message; then they raise BlockingIOError."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
 
 
 def how_it_ended(exit_code: int | None) -> str:
-    """Returns the exit code of a process in words. None: it is unknown."""
     if exit_code is None:
         return "exit code unknown"
     if exit_code >= 0:
@@ -136,8 +126,8 @@ def how_it_ended(exit_code: int | None) -> str:
 
 
 def begin() -> None:
-    """Runs in the process that `Helper` starts: forks the helper, which calls its function, and becomes its
-    keeper. It imports nothing before that: an import may hang, and the parent may be killed meanwhile."""
+    """Entry of the process that `Helper` starts: forks the helper and becomes its keeper. Nothing is imported
+    before the fork: an import may hang, and the parent may be killed meanwhile."""
     number, parent, function, *arguments = sys.argv[1:]
     _end_with(int(parent), signal.SIGTERM)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -162,7 +152,7 @@ def begin() -> None:
 
 
 def be_first_to_go() -> None:
-    """Makes the kernel kill this process before the run that started it where memory is out."""
+    """When memory is out, the kernel kills this process before the run that started it."""
     with contextlib.suppress(OSError):  # not on every system
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -171,8 +161,8 @@ def be_first_to_go() -> None:
 
 
 def _keep(helper: int) -> NoReturn:
-    """Waits for the helper's end, or for SIGTERM, which `Helper.kill` sends and the parent's end causes.
-    Kills the processes that are left, and ends as the helper did."""
+    """Waits for the helper's end, or for SIGTERM (from `Helper.kill`, or from the kernel at the parent's
+    end). Kills the remaining descendants, then ends as the helper did."""
     code = None
     while code is None:
         if signal.sigwait((signal.SIGTERM, signal.SIGCHLD)) == signal.SIGCHLD:
@@ -186,7 +176,6 @@ def _keep(helper: int) -> NoReturn:
 
 
 def _reap() -> dict[int, int]:
-    """Returns the children that have ended, with their exit codes."""
     ended = {}
     with contextlib.suppress(ChildProcessError):  # none is left
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -195,7 +184,7 @@ def _reap() -> dict[int, int]:
 
 
 def _kill_children() -> None:
-    """Kills all children, then theirs, which become its own, until there is none."""
+    """Killing a child hands its children to this process: repeats until none is left."""
     with contextlib.suppress(
         ChildProcessError, FileNotFoundError
     ):  # none is left; no such list on this system
@@ -208,7 +197,7 @@ def _kill_children() -> None:
 
 
 def _end_as(code: int) -> NoReturn:
-    """Ends this process with an exit code, or by a signal where it is negative."""
+    """A negative code ends this process by that signal."""
     if code < 0:
         _prctl(_PR_SET_DUMPABLE, 0)  # the helper has written its core already
         with contextlib.suppress(OSError):  # SIGKILL cannot be set
@@ -221,11 +210,11 @@ def _end_as(code: int) -> NoReturn:
 # ── the kernel's part ───────────────────────────────────────────────────────────────────────────────────────
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-"""Of linux/prctl.h."""
+"""From linux/prctl.h."""
 
 
 def _end_with(parent: int, number: signal.Signals) -> None:
-    """Makes the kernel signal this process when its parent dies; exits where the parent is dead already."""
+    """Makes the kernel signal this process when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""The recipes that come with TLT: found by name, and copied.
+"""The recipes that come with TLT.
 
 a wheel            tlt/_recipes/countdown/{quickstart.toml, headline.toml, base/, drafter/}
 the repository     recipes/countdown/…  and beside it the scripts that made model and drafter
@@ -16,23 +16,20 @@ from pathlib import Path
 from tlt.base.types import UserError
 
 CONFIG = "quickstart.toml"
-"""The configuration of a recipe's plain name."""
 
 MODEL = "base"
-"""The folder of a recipe's own model, in the recipe or in its copy."""
 
 _SHIPPED = Path(__file__).parents[2] / "_recipes"
 _REPOSITORY = Path(__file__).parents[3] / "recipes"
 _LEFT_OUT = shutil.ignore_patterns(
     "make_*.py", "train_*.py", "search.py", "warm_up.py", "__pycache__", "README.md", ".*"
 )
-"""The files by which a recipe was made; pyproject.toml leaves them out of the wheel, too. Other .py files are
-tasks that its configurations name."""
+"""Files that made a recipe; pyproject.toml leaves them out of the wheel, too. Other .py files are its
+tasks."""
 
 
 def list_configs() -> list[str]:
-    """Returns the names of all configurations that come along: a recipe's own for its quickstart.toml, such
-    as "countdown", and "countdown/headline"."""
+    """Names "countdown" (its quickstart.toml) and "countdown/headline"."""
     names = (path.parent.name if path.name == CONFIG else _name(path) for path in _home().glob("*/*.toml"))
     return sorted(names)
 
@@ -42,8 +39,7 @@ def _name(config: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """Returns the configuration that `name` stands for: "countdown" for its quickstart.toml,
-    "countdown/headline" for its headline.toml. Raises UserError for a name that no recipe has."""
+    """Takes the names of `list_configs`. Raises UserError for other names."""
     recipe, _, variant = name.partition("/")
     config = _folder(recipe) / (f"{variant}.toml" if variant else CONFIG)
     if not config.is_file():
@@ -53,9 +49,8 @@ def find_recipe(name: str) -> Path:
 
 
 def find_config(path: Path) -> Path:
-    """Returns the configuration file that `path` means: a file, else a recipe, whose name may have dots in
-    it. Raises UserError for neither of them. A missing .toml or .json is returned; `load_config` refuses
-    it."""
+    """A file, else a recipe. A missing .toml or .json is left to `load_config`; raises UserError for other
+    names."""
     if os.path.exists(path) or path.suffix in (".toml", ".json"):
         return path
     if path.parts[:1] and path.parts[0] in _folders():
@@ -64,13 +59,12 @@ def find_config(path: Path) -> Path:
 
 
 def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | None = None) -> list[Path]:
-    """Copies a recipe, its model and its drafter into `folder`, which must be new or empty. Returns the
-    copied files and folders, first the configuration of that name.
+    """Copies a recipe into a new or empty folder. Returns the copies, the configuration first.
 
-    bring_model: writes the recipe's model into the folder that it gets, and the copied configurations name
-        that folder instead of the model on the hub. None: they keep the recipe's model.
+    bring_model: writes a model into the given folder, which the copied configurations then name instead of
+        the hub's. None: they keep the recipe's model.
 
-    Raises UserError for an unknown name and for a folder that holds something or cannot be written.
+    Raises UserError for an unknown name and for a folder that is not empty or cannot be written.
     """
     config = find_recipe(name)
     check_free(folder)
@@ -88,13 +82,12 @@ def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | N
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError where something lies in the folder that a recipe is to be copied into."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; give a new one")
 
 
 def _with_own_model(text: str) -> str:
-    """Returns a recipe's configuration with its own model instead of the hub's. Its comments stay."""
+    """Replaces the hub's model by the recipe's own, comments kept."""
     named, own = (json.dumps(path) for path in (tomllib.loads(text)["model"]["path"], MODEL))
     assert text.count(named) == 1, f"{named} must stand in the configuration once, as model.path"
     return text.replace(named, own)

@@ -1,10 +1,9 @@
-"""Finds credentials in text, before it is written down, and hides them in what is printed.
+"""Finds credentials in text before it is stored, and hides them in output.
 
     https://me:pass@host · ?api_key=… · Bearer … · hf_… · sk-… · ghp_… · AKIA… · the value of HF_TOKEN
 
-Forms are those that their makers document, with lengths, so that names which begin alike do not match. The
-value of an environment variable is a credential if the variable's name says so: for a password or token
-always, for a …_KEY if the value looks random.
+Forms and lengths are as their makers document them: ordinary names may begin alike. A variable's value is
+a credential if its name says so: always for a password or token, for a …_KEY if the value looks random.
 """
 
 from __future__ import annotations
@@ -39,13 +38,11 @@ _IS_SECRET = re.compile(
 )
 _MAY_BE_SECRET = re.compile(r"(?:^|_)KEY$|(?:^|_)(?:SECRET|TOKEN|PASS|PASSWORD)_", re.ASCII | re.IGNORECASE)
 _SHORTEST = 8
-"""Fewest characters of a variable's value that is taken for a credential; a shorter one is a switch."""
+"""Shorter values are switches."""
 _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])\S{16,}", re.ASCII)
-"""A value that looks random: long, without spaces, of letters and digits."""
 
 
 def hide(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the text with *** in place of credentials."""
     text = _KNOWN.sub("***", text)
     for value in _values(environ):
         text = text.replace(value, "***")
@@ -53,12 +50,11 @@ def hide(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def holds_credential(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether `hide` would change the text."""
     return hide(text, environ) != text
 
 
 def _values(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yields the values of variables that are credentials. The path of a file with a credential is none."""
+    """The path of a credential file is no credential."""
     for name, value in environ.items():
         is_secret = _IS_SECRET.search(name) and len(value) >= _SHORTEST
         looks_secret = _MAY_BE_SECRET.search(name) and _RANDOM.fullmatch(value)

@@ -1,5 +1,5 @@
 """Standard output that cannot be written: its reader has gone (`| head`), its disk is full, or it was closed
-(`>&-`). A command that prints its result ends with one line; a run goes on without printing.
+(`>&-`). A command ends with one line; a run goes on without printing.
 
     reporting_stdout()    raises StdoutError        around a command
     forgiving_output()    raises nothing            around a run in it; forgive_output() in ranks and helpers
@@ -20,10 +20,8 @@ class StdoutError(OSError):
 
 
 class Guarded(io.TextIOBase):
-    """A stream that writes to another until that fails, and then nowhere. A character that the encoding lacks
-    is written as an escape.
+    """Writes to another stream until that fails, then nowhere. Escapes characters that the encoding lacks.
 
-    stream: None: the process has no such stream.
     lose: called once, with the error, when writing fails.
     """
 
@@ -60,13 +58,11 @@ class Guarded(io.TextIOBase):
         return "utf-8" if self._stream is None else self._stream.encoding
 
     def __getattr__(self, name: str) -> Any:
-        """Returns any other attribute, such as the buffer, of the stream itself."""
         return getattr(self.__dict__.get("_stream"), name)
 
 
 def _writable(text: str, encoding: str) -> str:
-    """Returns the text with an escape such as \\xd7 for each character that the encoding lacks, such as × in
-    ASCII, and for half a character."""
+    """Escapes (\\xd7) characters that the encoding lacks, and lone surrogates."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -76,7 +72,7 @@ def guard(stream: TextIO | None, lose: Callable[[OSError], None]) -> TextIO:
 
 @contextlib.contextmanager
 def reporting_stdout() -> Iterator[None]:
-    """Raises StdoutError where something cannot be printed, at the end of the block at the latest."""
+    """Raises StdoutError for failed output, at the end of the block at the latest."""
     open_standard_streams()
     stdout = sys.stdout
 
@@ -93,16 +89,13 @@ def reporting_stdout() -> Iterator[None]:
 
 
 def forgive(stream: TextIO | None, name: str = "stdout") -> TextIO:
-    """Returns a stream that raises nothing where this one cannot be written, which a line on stderr says."""
+    """A stream that raises nothing; stderr reports a failed write in one line."""
     return guard(stream, lambda error: _say_lost(error, name))
 
 
 def forgive_output(says_so: bool = True) -> None:
-    """Keeps this process from failing where it cannot print. Once stdout or stderr fails, its descriptor
-    leads to /dev/null, for processes that are started then, too.
-
-    says_so: a line on stderr says that stdout has failed.
-    """
+    """Keeps this process alive where it cannot print. A failed descriptor is led to /dev/null, for child
+    processes too. says_so: stderr reports a failed stdout."""
     stdout, stderr = sys.stdout, sys.stderr
 
     def lose(error: OSError) -> None:
@@ -115,7 +108,6 @@ def forgive_output(says_so: bool = True) -> None:
 
 @contextlib.contextmanager
 def forgiving_output() -> Iterator[None]:
-    """Forgives, as `forgive_output` does, within the block."""
     before = sys.stdout, sys.stderr
     forgive_output()
     try:
@@ -133,8 +125,7 @@ def _say_lost(error: OSError, name: str = "stdout") -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Leads a stream's descriptor to /dev/null: the buffered rest would fail again when the interpreter
-    ends."""
+    """Redirects a stream to /dev/null: flushing its buffer would fail again at the interpreter's end."""
     with contextlib.suppress(OSError):  # a stream without a descriptor has no rest
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -142,8 +133,8 @@ def discard(stream: TextIO) -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens /dev/null for standard streams that are closed. Otherwise the next file would get such a
-    number, and libraries and processes that are started would print into it."""
+    """Opens closed standard streams on /dev/null: the next opened file would get such a descriptor, and
+    libraries and child processes would print into it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -152,8 +143,7 @@ def open_standard_streams() -> None:
 
 
 def forget_odd_sizes() -> None:
-    """Removes a terminal's size from the environment where it is no number, such as ²: rich, which draws all
-    tables, would fail."""
+    """rich, which draws all tables, fails on a terminal size that is no number, such as ²."""
     for name in ("COLUMNS", "LINES"):
         if not os.environ.get(name, "0").isdecimal():
             del os.environ[name]

@@ -11,12 +11,11 @@ from unicodedata import category
 from tlt.base.io.secrets import hide
 
 _HIDDEN: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode's categories: control, format, half a character, separators of lines and of paragraphs."""
+"""Unicode categories: control, format, surrogate, line and paragraph separators."""
 
 
 def visible(text: str) -> str:
-    """Returns the text with an escape such as \\x1b for each character that controls a terminal or is
-    invisible. Tabs and line ends stay."""
+    """Escapes (\\x1b) characters that control a terminal or are invisible, except tabs and line ends."""
     if text.isprintable():
         return text
     return "".join(
@@ -25,25 +24,25 @@ def visible(text: str) -> str:
 
 
 def visible_json(text: str) -> str:
-    """Returns JSON on one line with JSON's own escape for each such character: it reads as the same value."""
+    """JSON on one line with the same characters escaped: the value does not change."""
     if text.isprintable():
         return text
     return "".join(json.dumps(c)[1:-1] if category(c) in _HIDDEN else c for c in text)
 
 
 def quoted(path: Path | str) -> str:
-    """Returns a path as a shell takes it, for a command that a message asks to type."""
+    """Quotes a path for a shell command in a message."""
     return shlex.quote(visible(str(path)))
 
 
 def one_line(error: BaseException, limit: int = 10_000) -> str:
-    """Returns kind and message of an exception on one line of bounded length, without credentials."""
+    """Kind and message, without credentials."""
     text = visible(" ".join(hide(f"{type(error).__name__}: {message_of(error)}").split()))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def message_of(error: BaseException) -> str:
-    """Returns an exception's message; empty where the __str__ of a user's exception fails."""
+    """Empty if a user's __str__ fails."""
     try:
         return str(error)
     except Exception:  # a user's __str__ may raise anything
