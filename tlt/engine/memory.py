@@ -64,15 +64,14 @@ class CacheMemory:
         return self._budget
 
     def slot_bytes(self, length: int) -> int:
-        """Of a sequence with room for `length` tokens, in all caches."""
+        """Counts all caches, with room for `length` tokens."""
         return self.cache.slot_bytes(length) + self.drafter.slot_bytes(length)
 
     def has_room(self, num_slots: int, length: int) -> bool:
-        """Whether each of `num_slots` sequences can have `length` tokens."""
         return self.cache.holds(num_slots, length) or self.budget.fits(num_slots, length)
 
     def fits_longer(self, num_slots: int, length: int) -> bool:
-        """With room to grow, without which a new sequence would soon be preempted."""
+        """Without room to grow, a new sequence would soon be preempted."""
         return self.budget.fits(num_slots, self._longer(length))
 
     def max_slots(self, length: int) -> int:

@@ -24,7 +24,6 @@ class StrategyStats:
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
         return self.num_tokens / self.seconds
 
     @property
@@ -95,7 +94,6 @@ class EngineStats:
 
     @property
     def draft_metrics(self) -> dict[str, float]:
-        """By the names that trainers log."""
         rate, length = self.draft_acceptance_rate, self.draft_mean_acceptance_length
         if rate is None or length is None:
             return {}

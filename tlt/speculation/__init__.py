@@ -1,11 +1,11 @@
 """Lossless speculative decoding: the sampling law, draft trees, verification, and the tuner.
 
-By the Gumbel-max trick, an argmax over log-probabilities with Gumbel noise G(v) is a sample:
+With Gumbel noise G(v), an argmax over log-probabilities is a sample (the Gumbel-max trick):
 
     y = argmax_v [ log p(v) + G(v) ]   has   P(y = v) = p(v)
 
-Here G is a hash of (key of the response, position, token id v). So a response is a function of the model and
-its key, on any engine and in any order. Speculation is then four steps:
+G is a hash of (key of the response, position, token id v), so a response is a function of the model and its
+key, on any engine and in any order. Speculation is then four steps:
 
     1. a drafter proposes the next tokens, a chain or a tree        law/tree.py
     2. the target computes the logits at every node in one forward  law/tree.py: positions and mask
@@ -13,13 +13,12 @@ its key, on any engine and in any order. Speculation is then four steps:
     4. the walk goes on while that token is a drafted child         law/verify.py
 
 Every committed token is the target's own, so a wrong draft costs time and changes no token. A drafter agrees
-more often if it ranks its candidates with the target's noise (Gumbel coupling), its own distribution q in
-place of p:
+more often if it uses the target's noise (Gumbel coupling), with its own distribution q in place of p:
 
     argmax_v [ log q(v) / tau + G(v) ]
 
-A drafter knows less than the target and averages over the unknown, so q is flatter than p. tau < 1 sharpens
-it. `TauSearch` (drafter/drafting/learned/calibration.py) finds the best tau.
+A drafter averages over what it does not know, so q is flatter than p. tau < 1 sharpens q. `TauSearch`
+(drafter/drafting/learned/calibration.py) finds the best tau.
 
 Read in law/: sampling.py, params.py, tree.py, verify.py; then tuner/protocol.py. compiled.py (CPU) and
 fused.py (GPU) compute the law of sampling.py faster; they may be skipped.

@@ -46,7 +46,6 @@ Cell = tuple[int, int]
 
 
 def reference_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Adds the kinds of references."""
     return (*kinds, REFERENCE, *(f"{REFERENCE}+{kind}" for kind in kinds))
 
 
@@ -117,8 +116,6 @@ class ReferenceCursor:
 
 
 class ReferenceAcceptance:
-    """Counts agreement by case, and drafts as many tokens as are likely accepted."""
-
     def __init__(self) -> None:
         self.hits = [[[*prior] for _ in range(match_bucket(MAX_MATCH) + 1)] for prior in _PRIORS]
 
@@ -164,8 +161,6 @@ class ReferenceProposal(Proposal):
 
 
 class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
-    """Drafts from references, and with `inner` where there is none."""
-
     def __init__(self, inner: Drafter[Any], references: References, max_slots: int) -> None:
         super().__init__(inner)
         self.inner, self.references = inner, references

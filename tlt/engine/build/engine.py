@@ -200,7 +200,6 @@ def load_engine(
     verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
-    """Reads the drafter only if speculation is not off."""
     stored = load_stored_drafter(None if settings.speculation == "off" else drafter, model)
     return build_backend(model, settings, stored, verify=verify, references=references)
 
@@ -224,7 +223,6 @@ def build_learned(
     settings: EngineSettings,
     on_verdicts: OnVerdicts | None = None,
 ) -> LearnedDrafter:
-    """Target features of responses are kept only for training."""
     drafting = settings.drafting
     packed = pack_drafter(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
     check_wanted(drafting.vocabulary, drafter.config)

@@ -107,8 +107,7 @@ def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | Non
 
 
 def open_start(config: Config, dtype: torch.dtype) -> Model:
-    """Opens a run's initial policy; an adapter is trained further if the run trains adapters, else merged.
-    Raises UserError as `read_start` does."""
+    """Opens a run's initial policy. An adapter is trained further if the run trains adapters, else merged."""
     folder, adapter = model_folder(config), adapter_folder(config)
     if adapter is None or not config.lora.rank:
         return open_model(folder, dtype, adapter)

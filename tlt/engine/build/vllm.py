@@ -33,7 +33,6 @@ from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
 from tlt.speculation.tuner.tuner import Abilities, make_tuner
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-"""vLLM's n-gram proposer."""
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,6 @@ class RolloutEngine(RolloutBackend):
         return proposal
 
     def _verify(self, tree: DraftTree) -> list[Verdict]:
-        """Cache and drafter keep what was computed at the visited nodes."""
         law, prefixes = self._batch_law(), [sequence.num_cached for sequence in self.running]
         nodes = layout(tree, prefixes, self.model.dtype)
         self.memory.reserve(len(prefixes), nodes.length)
@@ -326,7 +325,6 @@ class RolloutEngine(RolloutBackend):
         return finished
 
     def _vacate(self, slot: int) -> None:
-        """Frees a slot; the last sequence moves there."""
         moved_from = self.scheduler.remove(slot)
         self._law = None
         if moved_from is not None:

@@ -1,7 +1,7 @@
 """Continuous batching: which requests wait, which run, and in which slot.
 
-Samples of one prompt are neighbours in the queue and start together where there is room, so their prompt is
-prefilled once. Running sequences fill slots 0..B-1 without gaps.
+Samples of one prompt are neighbours in the queue, so they start together and share a prefill where there is
+room. Running sequences fill slots 0..B-1 without gaps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Scheduler:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest running sequence."""
         return max([len(sequence.tokens) for sequence in self.running], default=0)
 
     def admit(self, fits: Callable[[int, int], bool]) -> list[Admission]:

@@ -78,8 +78,8 @@ class _Counts:
 class AcceptanceModel:
     """Estimates acceptance rates from a strategy's own verifications and those of similar strategies.
 
-    Texts in the tail differ, so each octave of batch sizes has its own curve, to which other sizes add
-    evidence of bounded weight. A seldom reached depth takes its rate from the depth before.
+    Each octave of batch sizes has its own curve, because texts in the tail differ; other sizes add evidence
+    of bounded weight. A seldom reached depth takes its rate from the depth before.
 
     The first rates are constants. A drafter's folder records acceptance at depth 1 alone: assumed of all
     depths, it kept long chains from being tried (benchmarks/log.md, 2026-11-26).
@@ -241,9 +241,8 @@ class AcceptanceModel:
         return {"latest": self.counts, "drafts": self.drafts}
 
     def _prior(self, curve: Curve) -> Sequence[float]:
-        """Returns the rates assumed without evidence, from a similar curve; (): none. Retrieval resembles the
-        hybrid, if that was tried; the hybrid, a mixture; a tree, its drafter's chains at the depths they
-        drafted."""
+        """Returns a similar curve's rates, assumed without evidence; (): none is similar. Retrieval resembles
+        the hybrid, if that was tried; the hybrid, a mixture; a tree, its drafter's chains."""
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(
@@ -301,8 +300,8 @@ _NOTHING = _Counts()
 def _mixture(
     learned: Sequence[float], retrieved: Sequence[float], where_retrieved: Sequence[float]
 ) -> Sequence[float]:
-    """Rates of drafting by retrieval where it finds something, else with the learned drafter; at depths that
-    the latter survives more often, its own."""
+    """Retrieval where it finds something, else the learned drafter; at depths that the latter survives more
+    often, its own rates."""
     nothing = 1 - min(retrieved[0] / where_retrieved[0], 1.0)
     survivals = zip(accumulate(learned, operator.mul), accumulate(retrieved, operator.mul), strict=True)
     mixed = [max(alone, found + nothing * alone) for alone, found in survivals]

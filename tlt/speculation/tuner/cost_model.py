@@ -3,10 +3,10 @@
     speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, drafting)
                              └ acceptance.py               └ step_costs.py
 
-It chooses the arm with the least time for the tokens left, first-step costs included. A batch takes as long
-as its slowest sequence (frailty.py). Speculation must never be slower than off, so it is rated CAUTION
-standard deviations below its expected speed. Other arms are tried while that pays (trial.py). Retrieval is
-judged in hindsight, without drafting: tokens do not depend on the drafter.
+It chooses the arm with the least time for the tokens left. A batch takes as long as its slowest sequence
+(frailty.py). Speculation must never be slower than off, so it is rated CAUTION standard deviations below its
+expected speed. Other arms are tried while that pays (trial.py). Retrieval is judged in hindsight, without
+drafting: tokens do not depend on the drafter.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ MUCH_THE_SAME = 1 / 8
 
 
 class CostModel(StrategyTuner):
-    """Chooses the arm with the best prediction, and tries others while that pays.
-
-    has_hindsight: False: retrieval is tried like any drafter.
-    """
+    """has_hindsight: False: retrieval is tried like any drafter."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class CostModel(StrategyTuner):
         """Engine seconds until the next decision; whether an arm is on trial."""
         self._versions: tuple[int, int] | None = None
         self._unread = 0.0
-        """Tokens per sequence not yet read by the learned drafter, on average."""
+        """Tokens per sequence that the learned drafter has not read, on average."""
         self._narrowed: dict[tuple[bool, bool, bool], tuple[Strategy, ...]] = {}
         self._known: set[tuple[int, Strategy]] = set()
         self._steps: list[Step] = []
@@ -169,8 +166,8 @@ class CostModel(StrategyTuner):
         return tokens_AMB
 
     def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
-        """References may run where there are any, retrieval where it pays, trees and the hybrid once learned
-        chains were measured, on which their rates rest."""
+        """References need a reference to exist, and retrieval must pay. Rates of trees and the hybrid rest on
+        learned chains, which are measured first."""
         retrieved = self.acceptance.tokens(Hindsight.STRATEGY, batch.num_running)
         is_retrieval_worth = not self.has_hindsight or retrieved > MIN_RETRIEVED
         is_learned_known = self.acceptance.is_known(Strategy("learned", 1, 1, 1))

@@ -17,7 +17,7 @@ class Rates:
     accepted: Sequence[float]
     """P(accepted at depth level + 1 | all before accepted), by level."""
     counts: Sequence[float]
-    """Verifications behind each."""
+    """Verifications behind each rate."""
 
 
 class ChainTable(NamedTuple):
@@ -27,7 +27,6 @@ class ChainTable(NamedTuple):
     spread_DD: Array
     """Change of log(tokens_D) by one standard deviation of the rate at each depth."""
     counts_D: Array
-    """Verifications behind each rate."""
     survivals_D: Array
     """Share of verifications that reaches each depth."""
 

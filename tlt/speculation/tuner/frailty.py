@@ -33,7 +33,7 @@ _MOST_DRAWS = 128
 _FRAILTIES_G: Array = -np.log1p(-(np.arange(NUM) + 0.5) / NUM)
 _HAZARDS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 400)])
 _SURVIVALS = np.exp(-np.outer(_HAZARDS, _FRAILTIES_G)).mean(1)
-"""Mean survival over all sequences at each of _HAZARDS."""
+"""Mean over all sequences at each of _HAZARDS."""
 
 
 def hazards_of(survivals_D: Array) -> Array:
@@ -91,7 +91,6 @@ class Frailties:
         np.add.at(self._log_likelihood_RG, rows, found_VG * (_MEMORY ** np.array(num_later))[:, None])
 
     def _weights(self, names: Sequence[Hashable]) -> Array:
-        """Posteriors, [B, G]."""
         known_BG = self._log_likelihood_RG[[self._row_of[name] for name in names]]
         weights_BG = np.exp(known_BG - known_BG.max(1, keepdims=True))
         result: Array = weights_BG / weights_BG.sum(1, keepdims=True)

@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
     @property
     def levels(self) -> float:
-        """Drafted by the learned drafter: those of the longest chain not from a reference."""
+        """Levels of the learned drafter: its longest chain, references excluded."""
         if self.drafted != self.strategy:
             return float(self.drafted.without_reference.depth)
         outcome = self.outcome

@@ -24,7 +24,7 @@ from tlt.base.strategy import Strategy
 from tlt.speculation.tuner.expectation import Array
 
 KNOTS = 14
-"""Forwards are estimated at 1, 2, 4, … rows, with interpolation in logarithms."""
+"""Forwards are estimated at 1, 2, 4, … rows and interpolated in logarithms."""
 PARTS = {
     "cached": 1.0,  # per token in the caches
     "draft": 0.5,  # per draft of the learned drafter
@@ -88,9 +88,9 @@ class StepWork(NamedTuple):
     batch_size: int
     mean_length: float
     rows: float
-    """Of the target's forward."""
+    """Rows of the target's forward."""
     levels: float
-    """Of the learned drafter, in sequence."""
+    """Levels of the learned drafter, one after the other."""
     unread: float = 0.0
     """Tokens that the learned drafter reads first."""
     is_first: bool = False

@@ -58,7 +58,7 @@ class BlockCache(DraftCache):
         return BlockLevels(self, hidden_BUE[:, shape.first_slot :], roots_B1)
 
     def _read_missing(self, context: DraftContext) -> None:
-        """Takes one pass where few tokens are missing; samples of one prompt share the work."""
+        """Samples of one prompt share the work."""
         _, copies = self.restart(context)
         sharing = {slot for _, slot in copies}
         wanted = [len(tokens) - 1 - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]

@@ -58,7 +58,6 @@ class LearnedProposal(Proposal):
     guesses_KB: Tensor | None = None
     """See `TauSearch.guess`."""
     noted_3BN: Tensor | None = None
-    """See `Calibration.note`."""
     logprobs_BD: Tensor | None = None
     """The drafter's log-probabilities of a chain's tokens, at the sequences' temperatures; None:
     unwatched."""
@@ -214,7 +213,6 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return self.calibration.note(tree, cells_BN)
 
     def _token_ids(self, drafted: Tensor) -> Tensor:
-        """Draft vocabulary → target vocabulary."""
         return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
 
     def _chain(self, front: _Front) -> LearnedProposal:

@@ -9,8 +9,8 @@
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
                        └ caught up ┘
 
-The target has not read drafted tokens, so while drafting, output t stands in for feature t+1. (eagle3's
-outputs need not resemble features: training already reads them this way.)
+The target has not read drafted tokens, so output t stands in for feature t+1. (eagle3 is trained this way, so
+its outputs need not resemble features.)
 
     last output ─▶ logits, ranked (learned.py) ─▶ the drafted token
         ▲                                             │
@@ -80,8 +80,8 @@ class PairCache(DraftCache):
         return CaughtUp(num_pairs, ends_B, offsets_B1, hidden_BE)
 
     def _enter(self, context: DraftContext) -> list[int]:
-        """Reads all pairs but the last of sequences not cached, or whose next pair has left the window.
-        Returns cached pairs by row."""
+        """Reads all but the last pair of sequences that are not cached, or whose next pair has left the
+        window. Returns the number of cached pairs by row."""
         entering, copies = self.restart(context)
         for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
             self._prefill(context, group)
@@ -165,8 +165,6 @@ class PairCache(DraftCache):
 
 
 class PairLevels(Levels):
-    """Each drafted token is read with the output that proposed it."""
-
     def __init__(self, pairs: PairCache, read: CaughtUp) -> None:
         self.pairs, self.read = pairs, read
         device, num_rows = read.ends_B.device, len(read.num_pairs)

@@ -23,7 +23,7 @@ class VocabularyChoice:
     def __init__(self, model: PackedDrafter, vocabulary: DraftVocabulary) -> None:
         self.model, self.vocabulary = model, vocabulary
         self.is_led = False
-        """Whether a run calls `begin` and `end`; `look` then does nothing."""
+        """A run calls `begin` and `end`, so `look` does nothing."""
         self._num_finished, self._next_look, self._num_new = 0, 0.0, 0
         self._finished_V = vocabulary.count(())
         self._seen_V = vocabulary.count(())
@@ -63,13 +63,11 @@ class VocabularyChoice:
     # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Chooses for the next step's prompts."""
         self.is_led = True
         self.vocabulary.foresee(prompts)
         self._renew()
 
     def end(self, rollouts: Sequence[Rollout]) -> None:
-        """Counts a step's responses."""
         self.is_led = True
         self.vocabulary.observe(self.vocabulary.count_responses(rollouts), KEEP)
 

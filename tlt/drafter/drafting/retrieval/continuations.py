@@ -19,7 +19,7 @@ _TAU = 0.7
 
 @dataclass(slots=True)
 class Branch:
-    """An edge of the trie: tokens without a choice, and the branches behind."""
+    """An edge of the trie: tokens without a choice, then branches."""
 
     tokens: tuple[int, ...]
     start: int

@@ -28,7 +28,6 @@ class Reference:
     version: int = 0
     """Of the policy that drew it."""
     is_whole: bool = False
-    """Drawn to its end."""
 
 
 class References:

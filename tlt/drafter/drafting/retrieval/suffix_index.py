@@ -89,7 +89,7 @@ class SuffixIndex:
         return text
 
     def extend(self, text: int, tokens: Sequence[int]) -> None:
-        """tokens: the whole text, of which the new part is indexed."""
+        """tokens: the whole text; the new part is indexed."""
         stored = self.texts[text]
         new = len(tokens) - len(stored)
         if new <= 0:
@@ -163,7 +163,7 @@ def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
     """Counts tokens that retrieval alone would have drafted right, among the first `counts[i]` of each
     response.
 
-    Responses grow side by side, as while generating; the follower with the largest weight is proposed.
+    Responses grow side by side, as while generating.
     """
     index = SuffixIndex()
     texts = [[*rollout.prompt_ids, *rollout.token_ids] for rollout in group]
