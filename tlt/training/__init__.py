@@ -1,2 +1,1 @@
-"""Reinforcement learning. loop.py is a run on one page: rollout/, update/, saved/ on ranks/ that launch/
-starts; build/ makes the parts from a configuration, report/ tells them."""
+"""Reinforcement learning. loop.py is a run on one page; launch/ starts its ranks/, build/ makes its parts."""

@@ -1,4 +1,4 @@
-"""Evaluates the policy on held-out problems, with the same noise every time, so that evaluations are paired.
+"""Evaluates the policy on held-out problems, with the same noise every time: evaluations are paired.
 
 best/    the policy of the best evaluation, which its config.json names under tlt_evaluation
 """
@@ -28,15 +28,12 @@ MARK = "tlt_evaluation"
 
 
 def keep_best(run: Run, evaluation: Evaluation) -> None:
-    """Writes best/, with a mark that names its evaluation."""
     mark = {"step": evaluation.step, "solve_rate": evaluation.solve_rate, "reward": evaluation.reward}
     run.save_policy(run.out_dir / "best", {MARK: mark})
 
 
 def settle_best(run: Run) -> None:
-    """Makes best/ agree with the run's evaluations. A run that resumed from an older checkpoint may have lost
-    the evaluation of best/; then its best policy is written again, if it is the current one, or best/ is
-    removed."""
+    """Makes best/ agree with the run's evaluations: a resumed run may have lost the one behind best/."""
     folder, best = run.out_dir / "best", run.evaluations.best
     held = broadcast_json(run.world, read_mark(folder) if run.world.is_leader else None)
     if held is None or (best is not None and best.step == held):
@@ -55,7 +52,7 @@ def settle_best(run: Run) -> None:
 
 
 def read_mark(folder: Path) -> int | None:
-    """Returns the updates after which best/ was evaluated; None: there is no best/, or it has no mark."""
+    """The step at which best/ was evaluated; None: no best/, or no mark."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(read_file(folder / "config.json"))[MARK]["step"])
     return None
@@ -65,7 +62,6 @@ def read_mark(folder: Path) -> int | None:
 
 
 def evaluate(run: Run) -> None:
-    """Evaluates the policy, unless that has been done, and keeps it if it is the best."""
     settings = run.config.evaluation
     if not run.held_out or run.evaluations.is_done(run.step):
         return
@@ -86,7 +82,6 @@ def evaluate(run: Run) -> None:
 
 
 def report(run: Run, evaluation: Evaluation, rewards: RewardSummary) -> None:
-    """Writes and prints an evaluation, and keeps the policy if it is the best."""
     if rewards.num_errors:
         counts = f"evaluation {when(run.step)}: {rewards.num_errors} responses could not be scored"
         run.console.note(f"{counts}, so it is not compared with others; the first: {rewards.first_error}")

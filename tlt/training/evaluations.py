@@ -1,8 +1,7 @@
-"""A run's evaluations: lines of evaluations.jsonl, the best one, and the gain from the first to the last.
+"""A run's evaluations: evaluations.jsonl, the best evaluation, and the gain from the first to the last.
 
-An evaluation is judged by its score: the solve rate, or the mean reward where reward functions alone score.
-If a response has no score, the evaluation is incomplete: it is written but not judged, and a resumed run that
-begins there repeats it.
+An evaluation with an unscored response is incomplete: written, not judged, and repeated by a run that resumes
+there.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class Evaluation:
 
     @staticmethod
     def of(step: int, phase: PhaseResult) -> Evaluation:
-        """Returns the evaluation of a phase on the held-out problems."""
         scored: dict[str, list[Reward]] = {}
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
             if reward.is_scored:
@@ -70,7 +68,7 @@ class Evaluation:
         )
 
     def score(self, by_reward: bool) -> float | None:
-        """Returns the figure that it is judged by; None: it is incomplete."""
+        """None: the evaluation is incomplete."""
         return None if self.num_unscored else self.reward if by_reward else self.solve_rate
 
 
@@ -83,18 +81,16 @@ _EVALUATION = TypeAdapter(Evaluation)
 
 
 def is_judged_by_reward(functions: Sequence[str]) -> bool:
-    """Returns whether the mean reward is the score. Without the task's own score among the reward functions,
-    rewards.solved_at alone says what is solved, and no response may ever reach it."""
+    """Without the task's own score, rewards.solved_at alone defines "solved", and no response may ever reach
+    it."""
     return bool(functions) and OWN_SCORE not in functions
 
 
 class Evaluations:
-    """A run's evaluations so far, the same on every rank. The leader keeps them in a file.
+    """The same on every rank; the leader writes them to a file.
 
-    first_step: evaluations after this step are dropped: the run has resumed from before them.
-    writes: whether this rank is the leader.
-    tell: broadcasts the leader's value to all ranks; None: there is one rank.
-    by_reward: see `is_judged_by_reward`.
+    first_step: later evaluations are dropped, because the run has resumed from before them.
+    tell: broadcasts the leader's value to all ranks; None: one rank.
     """
 
     def __init__(
@@ -114,7 +110,7 @@ class Evaluations:
             self._rewrite()
 
     def add(self, evaluation: Evaluation) -> None:
-        """Appends it, or replaces the one of the same step."""
+        """Appends an evaluation, or replaces the one of the same step."""
         is_again = evaluation.step in (one.step for one in self.all)
         self.all = [*(one for one in self.all if one.step != evaluation.step), evaluation]
         if self.writes and is_again:
@@ -127,12 +123,10 @@ class Evaluations:
         write_jsonl(self.path, map(dataclasses.asdict, self.all))
 
     def score(self, evaluation: Evaluation) -> float | None:
-        """Returns the figure that the evaluation is judged by; None: it is incomplete."""
         return evaluation.score(self.by_reward)
 
     @property
     def complete(self) -> list[Evaluation]:
-        """Returns the evaluations that are judged."""
         return [evaluation for evaluation in self.all if self.score(evaluation) is not None]
 
     def is_done(self, step: int) -> bool:
@@ -140,22 +134,18 @@ class Evaluations:
 
     @property
     def best_score(self) -> float | None:
-        """Returns the highest score; None: there is none."""
         return max((score for one in self.all if (score := self.score(one)) is not None), default=None)
 
     @property
     def best(self) -> Evaluation | None:
-        """Returns the first evaluation with the highest score; None: there is none."""
         return next((one for one in self.complete if self.score(one) == self.best_score), None)
 
     @property
     def latest_seconds(self) -> float:
-        """Estimates the duration of the next one by the latest."""
         return self.all[-1].seconds if self.all else 0.0
 
     def progress(self) -> Gain | None:
-        """Returns the gain from the first to the last complete evaluation of the same problems; None: there
-        are no two."""
+        """From the first to the last complete evaluation of the same problems; None: fewer than two."""
         if not self.complete:
             return None
         last = self.complete[-1]
@@ -173,7 +163,6 @@ class Evaluations:
         )
 
     def left_out(self) -> list[str]:
-        """Returns why `progress` leaves the first or the last evaluation out, one line each."""
         ends = {one.step: one for one in (*self.all[:1], *self.all[-1:]) if self.score(one) is None}
         return [
             f"the evaluation {when(step)} is left out: {one.num_unscored} of its responses have no score"
@@ -182,18 +171,16 @@ class Evaluations:
 
 
 def _pair(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[list[float], list[float]]:
-    """Returns the figures of the same problems, in the same order."""
     problems = sorted(before)
     return [before[problem] for problem in problems], [after[problem] for problem in problems]
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Returns the file's complete lines; none where there is no file."""
     return read_appended(path, parse_evaluation, "evaluation")
 
 
 def parse_evaluation(line: str) -> Evaluation:
-    """Reads a line. Raises ValueError."""
+    """Raises ValueError."""
     values = parse_json(line)
     refuse_endless(values)
     found = _EVALUATION.validate_python(values)

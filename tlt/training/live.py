@@ -1,10 +1,9 @@
-"""Live rollouts: engine, drafter and work queue beside a training loop of the user's own (TRL's:
-apps/integrations/trl.py).
+"""Live rollouts: engine, drafter and work queue beside the user's own training loop.
 
-    the caller's module ── weights, at every call ──▶ engine ──▶ a response per prompt, on the prompt's rank
-          ▲                                           ▲    │
-          └──────── the caller's own update           │    └─▶ drafter, trained on idle ranks
-                                                      └── queue: all ranks share the work of all
+the caller's module ── weights, at every call ──▶ engine ──▶ a response per prompt, on the prompt's rank
+      ▲                                           ▲    │
+      └──────── the caller's own update           │    └─▶ drafter, trained on idle ranks
+                                                  └── queue: all ranks share the work of all
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from tlt.training.rollout.work_queue import connect_work_queue
 @dataclass(frozen=True)
 class LiveSettings:
     """The settings of TLT's own engine beside another trainer; vLLM is not available there. Raises UserError
-    for invalid ones.
+    for invalid values.
 
     drafter: a drafter's folder; None: drafts are retrieved from earlier responses to the same prompt.
     speculation: "adaptive" (chosen at every engine step by measured costs), "off", or a strategy such as
@@ -96,7 +95,6 @@ class LiveSettings:
         return validate(DrafterSection, {"train": self.drafter is not None, **self.drafting}, "drafting")
 
     def of_engine(self, policy: Tensor) -> EngineSettings:
-        """Returns the engine's settings. policy: one of the policy's tensors, for dtype and device."""
         return EngineSettings(
             self.speculation,
             dtype=resolve_dtype(self.dtype or str(policy.dtype).removeprefix("torch.")),
@@ -108,12 +106,11 @@ class LiveSettings:
 
 
 class LiveRollouts:
-    """Generates with the weights that a module has at the moment of the call.
+    """Generates with the weights that a module has at the moment of the call. In a default process group
+    every rank makes one of these and takes part in every call.
 
-    Where a default process group exists, every rank makes one of these and takes part in every call.
-
-    model: a Llama, Qwen2 or Qwen3 of transformers that the caller trains; not sharded, without adapters. The
-        engine shares the module's tensors where its own layout allows, and copies the others.
+    model: a Llama, Qwen2 or Qwen3 of transformers, not sharded, without adapters. The engine shares
+        its tensors where its own layout allows, and copies the others.
     latest: the latest call, with all ranks' responses and times.
     seconds: this rank's seconds in it, by span (spans.py).
     """
@@ -149,7 +146,7 @@ class LiveRollouts:
 
     @property
     def stats(self) -> EngineStats:
-        """The latest call's counts, over all ranks."""
+        """Counts of the latest call, over all ranks."""
         return EngineStats() if self.latest is None else self.latest.stats
 
     def generate(
@@ -160,11 +157,11 @@ class LiveRollouts:
         purpose: Purpose = "rollout",
     ) -> list[Rollout]:
         """Returns a response to each of this rank's prompts (token ids), in their order. Every rank calls it
-        with prompts of its own. All ranks share the work; idle ones train the drafter, not in an evaluation.
+        with its own prompts, and all ranks share the work.
 
         A repeated prompt gets a different response each time. The key of a response is (params.seed, purpose,
-        step, hash of the prompt, its earlier occurrences in this step and purpose on all ranks). So the same
-        calls with the same weights give the same tokens, in a resumed loop too.
+        step, prompt, its earlier occurrences in this step and purpose on all ranks): the same calls with the
+        same weights give the same tokens, in a resumed loop too.
 
         step: updates of the policy so far.
         Raises UserError, on all ranks, for a prompt that the model cannot read.
@@ -199,8 +196,8 @@ class LiveRollouts:
         return [rollouts[response_id] for response_id, _ in named[self.world.rank]]
 
     def restart(self, purpose: Purpose) -> None:
-        """Counts the prompts of this purpose from zero again: an evaluation that is repeated in the same step
-        is then the same one. Every rank calls it."""
+        """Resets the prompt counts of this purpose, so that a repeated evaluation draws the same noise. Every
+        rank calls it."""
         self._occurrences[purpose] = PromptCounts()
 
     def save_drafter(self, folder: str | Path) -> None:
@@ -216,7 +213,6 @@ class LiveRollouts:
     def _name(
         self, prompts: Sequence[Sequence[Any]], step: int, purpose: Purpose
     ) -> list[list[tuple[ResponseId, tuple[int, ...]]]]:
-        """Returns (response id, prompt) of every prompt of every rank."""
         counts = self._occurrences[purpose]
         read = [
             [self._read(prompt, f"prompt {n} of rank {rank}") for n, prompt in enumerate(given, start=1)]
@@ -231,14 +227,11 @@ class LiveRollouts:
 
 
 class PromptCounts:
-    """Counts the occurrences of each prompt within a step."""
-
     def __init__(self) -> None:
         self._step = -1
         self._seen: Counter[str] = Counter()
 
     def next(self, step: int, name: str) -> ResponseId:
-        """Returns the prompt's name and its earlier occurrences in this step, and counts this one."""
         if step != self._step:
             self._step = step
             self._seen.clear()
@@ -247,13 +240,13 @@ class PromptCounts:
 
 
 def prompt_name(prompt_ids: Sequence[int]) -> str:
-    """Returns a name of the prompt that is the same on all ranks and in all runs: 64 bits of its hash."""
+    """The same on all ranks and in all runs."""
     text = ",".join(map(str, prompt_ids))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class Unscored:
-    """A reward pool that scores nothing: rewards are the caller's."""
+    """Scores nothing: the caller computes the rewards."""
 
     by_group = False
 

@@ -1,10 +1,8 @@
-"""THE loop: the whole method, step by step. run.py builds the objects that it drives.
+"""THE loop: the whole method, step by step, on every rank.
 
-    for step in steps:   problems ─▶ sample: responses and rewards;  ─▶ update: the policy ─▶ publish ─┐
-                            ▲        idle ranks train the drafter                                      │
-                            └─────────────── the engines generate with the new policy ◀────────────────┘
-
-Every rank runs this program; rank 0 also writes files and prints.
+for step in steps:   problems ─▶ sample: responses and rewards;  ─▶ update: the policy ─▶ publish ─┐
+                        ▲        idle ranks train the drafter                                      │
+                        └─────────────── the engines generate with the new policy ◀────────────────┘
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> None:
-    """Trains from the last checkpoint to the last step, or to the user's stop."""
     config = run.config
     try:
         say_if_done(run)
@@ -73,7 +70,6 @@ def train(run: Run) -> None:
 
 
 def advance(run: Run) -> PhaseResult:
-    """Takes one step."""
     started, cpu_started = time.perf_counter(), time.process_time()
     phase = sample(run)
     speedup = measure_speedup(run, phase)
@@ -91,7 +87,6 @@ def advance(run: Run) -> PhaseResult:
 
 
 def sample(run: Run) -> PhaseResult:
-    """Generates and scores the step's responses. Dynamic sampling adds responses to further problems."""
     rollout, seed = run.config.rollout, run.config.run.seed
     num, num_samples = rollout.problems_per_step, rollout.samples_per_problem
     problems = problems_of_step(run.problems, run.step, num, seed)
@@ -112,10 +107,7 @@ def sample(run: Run) -> PhaseResult:
 
 
 def ahead_work(run: Run, generates: bool) -> Ahead:
-    """Returns the work of generating the next steps' responses in this step's idle time, as references.
-
-    generates: False: none are generated in this step; those of earlier steps are still accounted for.
-    """
+    """generates: False: nothing is generated, but this step's references still count."""
     rollout, last = run.config.rollout, run.config.run.num_steps - 1
     if not rollout.steps_ahead:
         return NO_AHEAD
@@ -139,19 +131,19 @@ def ahead_work(run: Run, generates: bool) -> Ahead:
 
 
 def is_due(run: Run, every: int) -> bool:
-    """Whether something done every `every` steps (0: never) is due. After the last step it is done anyway."""
+    """False after the last step: the run's end does it anyway. every: steps; 0: never."""
     return bool(every) and run.step % every == 0 and run.step < run.config.run.num_steps
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """Whether to evaluate now: before the first step, every `evaluation.every` steps, and where a resumed run
-    begins with an evaluation that is incomplete. `evaluate` leaves out one that is done."""
+    """Before the first step, every `evaluation.every` steps, and where a resumed run begins with an
+    incomplete evaluation."""
     was_begun = any(evaluation.step == run.step for evaluation in run.evaluations.all)
     return run.step == 0 or was_begun or is_due(run, run.config.evaluation.every)
 
 
 def is_out_of_time(run: Run) -> bool:
-    """Whether the run has no time for its last evaluation after another step, by the leader's clock."""
+    """By the leader's clock, with time left for the last evaluation."""
     limit = run.config.run.time_limit_minutes
     spent = run.seconds + run.evaluations.latest_seconds
     return limit is not None and bool(broadcast_json(run.world, spent > 60 * limit))
@@ -161,7 +153,6 @@ def is_out_of_time(run: Run) -> bool:
 
 
 def say_if_done(run: Run) -> None:
-    """Says that a resumed run has done its steps, and how there can be more of them."""
     num_steps, folder = run.config.run.num_steps, near(run.out_dir)
     if not run.first_step or run.step < num_steps:
         return
@@ -172,7 +163,6 @@ def say_if_done(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """Writes the run's products: the policy and the drafter, as others load them, and the timeline."""
     save_state(run)
     with run.console.status("writing the policy", is_noted=False):
         run.save_policy(run.out_dir / "policy")
@@ -182,14 +172,12 @@ def finish(run: Run) -> None:
 
 
 def finish_evaluation(run: Run) -> None:
-    """Ends a run of no steps, which has neither a policy nor a checkpoint to write."""
     run.timeline.flush()
     on_leader(run.world, f"{run.out_dir}: the evaluation", lambda: write_evaluation(run))
 
 
 def stop_early(run: Run, where: str) -> None:
-    """Ends the run where the user stopped it. Its finished steps are kept; the unfinished one will be
-    generated again, token for token."""
+    """The unfinished step will be generated again, token for token."""
     save_state(run)
     run.console.note(
         f"stopped {where}; {run.step} updates are kept. "
@@ -198,7 +186,6 @@ def stop_early(run: Run, where: str) -> None:
 
 
 def save_state(run: Run) -> None:
-    """Writes a checkpoint and the spans, and waits until all ranks have."""
     with run.console.status("writing a checkpoint", is_noted=False):
         run.checkpoint()
         run.checkpoints.wait()
@@ -210,12 +197,11 @@ def save_state(run: Run) -> None:
 
 
 def describe_run(config: Config, began: Moment) -> str:
-    """Returns what the ranks must be told, as `main` reads it. began: the user's command."""
     return json.dumps({"config": config.to_json(), "began": asdict(began.told())})
 
 
 def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> None:
-    """Runs on every rank; the launcher calls it. met: the ranks' rendezvous, if it has taken place."""
+    """The entry of every rank. met: their rendezvous, if it has taken place."""
     described = json.loads(description)
     config = Config.from_json(described["config"])
     world = join_ranks(config, met)

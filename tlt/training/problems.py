@@ -1,4 +1,4 @@
-"""A run's problems, made by its task or read from data, as tokens; and those that each step takes."""
+"""A run's problems, made by its task or read from data, and their order over the steps."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from tlt.training.saved.inputs import digest_of_problems
 
 @dataclass(frozen=True)
 class ReadProblems:
-    """The problems of a split, and lines about rows that are left out or may not be meant."""
+    """notes: for the user, about rows that are left out or look unintended."""
 
     problems: list[Problem]
     notes: tuple[str, ...]
 
 
 def load_problems(config: Config, split: str, folder: Path | None = None) -> list[Problem]:
-    """Returns the problems of a split as `read_problems` does."""
     return read_problems(config, split, folder).problems
 
 
 def read_problems(config: Config, split: str, folder: Path | None = None) -> ReadProblems:
-    """Returns the problems of a split, "train" or "test". Raises UserError for a prompt that the model cannot
-    read, and for fewer problems than a step takes.
+    """Raises UserError for a prompt that the model cannot read, and for fewer problems than a step takes.
 
-    folder: of the model's description and tokenizer; None: the model's own.
+    split: "train" or "test".
+    folder: the model's description and tokenizer; None: the configured model's.
     """
     folder = folder or model_folder(config)
     tokenizer, window = load_tokenizer(folder), load_model_config(folder).max_positions
@@ -62,22 +61,20 @@ def read_problems(config: Config, split: str, folder: Path | None = None) -> Rea
 
 
 def _data(prompt: EncodedPrompt, tokenizer: Tokenizer) -> Record:
-    """Returns what a response is scored by. in_thought: the prompt has opened a thought, so that a response
-    which does not close it gives no answer."""
+    """in_thought: the prompt has opened a thought; a response that does not close it gives no answer."""
     in_thought = {"in_thought": True} if tokenizer.is_in_thought(prompt.prompt_ids) else {}
     return {"problem_id": prompt.problem_id, **prompt.record, **in_thought}
 
 
 def chat_format(config: Config) -> ChatFormat:
-    """Returns how prompts are written."""
     task = config.task
     day = None if task.date is None else datetime.date.fromisoformat(task.date)
     return ChatFormat(task.chat, task.system_prompt, config.model.chat_template_kwargs, day)
 
 
 def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> str | None:
-    """Returns one line about held-out problems whose prompts are trained on, too; None: there are none. It is
-    no error, since large data sets repeat rows, but such problems measure no generalization."""
+    """One line about held-out problems that are trained on, too; None: no overlap. No error, since large data
+    sets repeat rows."""
     trained = {problem.prompt_ids: problem.problem_id for problem in train}
     shared = [problem for problem in held_out if problem.prompt_ids in trained]
     if not shared:
@@ -89,15 +86,13 @@ def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> s
 
 
 def check_same_problems(world: World, *splits: Sequence[Problem]) -> None:
-    """Raises UserError on all ranks if one has read other problems than the leader: machines may hold
-    different files under one name."""
+    """Raises UserError on all ranks if machines hold different files under one name."""
     digests = [digest_of_problems(problems) for problems in splits]
     mistake = "task.data: these are other problems than on rank 0; give all machines the same files"
     refuse_together(world, None if broadcast_json(world, digests) == digests else mistake)
 
 
 def data_source(config: Config, split: str) -> DataSource | None:
-    """Returns the data source of a split, "train" or "test"; None: the task makes the problems."""
     task, held_out = config.task, config.evaluation
     if split == "train":
         if task.data is None:
@@ -114,7 +109,6 @@ def data_source(config: Config, split: str) -> DataSource | None:
 
 
 def _records(config: Config, split: str) -> Records:
-    """Returns (place, record) pairs."""
     task, source = config.task, data_source(config, split)
     num = task.num_problems if split == "train" else config.evaluation.num_problems
     if source is not None:
@@ -125,8 +119,8 @@ def _records(config: Config, split: str) -> Records:
 
 
 def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
-    """Returns the `num` problems of a step, from an endless sequence of epochs, each shuffled by (seed,
-    epoch). Problems at an epoch's end that do not fill a step are skipped."""
+    """From endless epochs, each shuffled by (seed, epoch). An incomplete step at an epoch's end is
+    skipped."""
     steps_per_epoch = len(problems) // num
     epoch, position = divmod(step, steps_per_epoch)
     return [problems[i] for i in _order(len(problems), seed, epoch)[position * num : (position + 1) * num]]
@@ -134,15 +128,14 @@ def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int
 
 @functools.lru_cache(maxsize=2)
 def _order(num: int, seed: int, epoch: int) -> list[int]:
-    """Returns the shuffled numbers below `num`. The list is cached; callers must not change it."""
+    """Cached: callers must not change the list."""
     order = list(range(num))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
 def spare_problems(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
-    """Returns the problems that a step does not begin with, shuffled by (seed, step): replacements for
-    dynamic sampling."""
+    """Replacements for dynamic sampling, shuffled by (seed, step)."""
     taken = {problem.problem_id for problem in problems_of_step(problems, step, num, seed)}
     spare = [problem for problem in problems if problem.problem_id not in taken]
     random.Random(f"{seed}/spare/{step}").shuffle(spare)

@@ -1,5 +1,4 @@
-"""The end of a run: writes what others load beside the policy, and prints a summary with commands to try.
-Rank 0 calls it."""
+"""The end of a run, on rank 0: the drafter, the timeline, and a summary with commands to try."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from tlt.training.saved.run_folder import forget_journal
 
 
 def write_products(run: Run) -> None:
-    """Writes the drafter and timeline.json, and prints the summary of the run."""
     folder = run.out_dir
     forget_journal(folder)  # the last checkpoint has all of it
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
@@ -52,7 +50,6 @@ def write_products(run: Run) -> None:
 
 
 def write_evaluation(run: Run) -> None:
-    """Prints the result of a run of no steps: the evaluation of the model as it is."""
     forget_journal(run.out_dir)
     names = ["evaluations.jsonl", "config.json", *_texts(run)]
     products = {name: run.out_dir / name for name in names}
@@ -62,26 +59,22 @@ def write_evaluation(run: Run) -> None:
 
 
 def _texts(run: Run) -> list[str]:
-    """Returns the names of what a person reads: the responses, and the lines of the screen."""
     return [LOG] if run.responses is None else [RESPONSES, LOG]
 
 
 def drafted_from(run: Run, records: Sequence[StepRecord]) -> tuple[int, float] | None:
-    """Returns the size of the last step's draft vocabulary and the share of tokens that it covered; None:
-    nothing was drafted, or from the whole vocabulary."""
+    """(draft vocabulary's size, share of tokens that it covered); None: not limited."""
     size = records[-1].drafter.vocabulary if records else 0
     return (size, records[-1].drafter.coverage) if 0 < size < run.policy.config.vocab_size else None
 
 
 def recorded_seconds(run: Run) -> float:
-    """Returns the seconds of the run's steps and evaluations, over all attempts."""
     steps = (record.step_seconds for record in read_metrics(run.out_dir / "metrics.jsonl"))
     return sum(steps) + sum(evaluation.seconds for evaluation in run.evaluations.all)
 
 
 def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
-    """Returns two commands to try: one makes held-out problems, the other the policy's responses to them.
-    Empty for a task that lives in this process alone."""
+    """Empty for a task that lives in this process alone."""
     if not is_importable(config.task.name):
         return []
     source = data_source(config, "test")
@@ -112,7 +105,6 @@ def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
 
 
 def _options(given: Mapping[str, Any]) -> str:
-    """Returns options as they are typed, without those that have no value."""
     texts = {
         name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items() if value
     }

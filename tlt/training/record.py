@@ -25,11 +25,7 @@ def record(
     started: float,
     cpu_started: float,
 ) -> None:
-    """Writes and prints the step that has just ended.
-
-    started: its begin, by time.perf_counter.
-    cpu_started: the same, by time.process_time.
-    """
+    """started, cpu_started: the step's begin, by time.perf_counter and time.process_time."""
     ended = time.perf_counter()
     run.timeline.record(SpanName.STEP, started, ended)
     cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))

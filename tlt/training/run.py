@@ -1,4 +1,4 @@
-"""Builds the objects of a run on one rank, and keeps them in checkpoints and products. loop.py uses them."""
+"""Builds the objects of a run on one rank, and saves them."""
 
 from __future__ import annotations
 
@@ -68,15 +68,10 @@ class Run:
     """The objects of one run on one rank, as its last checkpoint left them.
 
     step: updates done, `first_step` of them by earlier attempts.
-    id: the run's name for trackers.
-    inputs: digests of model, problems and adapter, by which a resumed run knows them again.
-    drafter_training: trains and measures the learned drafter.
-    unmeasured_seconds: of this attempt's rollouts since the speedup was measured last.
-    speedups: measured in this attempt (training/speedup.py).
-    lengths: mean length of the latest responses, by problem.
-    metrics: None but on the leader.
+    unmeasured_seconds: of rollouts since the last measurement of the speedup.
+    lengths: mean length of each problem's latest responses, in tokens.
 
-    queue: the work queue, where several runs in one process group share it; None: the run has its own.
+    queue: a work queue shared by several runs in one process group; None: the run's own.
     prints: whether the leader prints the run and hands its figures to trackers.
     began: when the user's command began; None: now.
     """
@@ -110,7 +105,7 @@ class Run:
         try:
             with self.console.status("loading model and problems"):
                 self._load(queue, stop)
-            if world.is_leader:  # of a run that begins, not of one that is refused
+            if world.is_leader:  # not of a refused run
                 append_environment(self.out_dir, began_at, world.world_size)
         except BaseException:  # Ctrl-C while loading, too: give terminal and folder back
             self._leave()
@@ -127,13 +122,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the user's command began."""
         return self.began.seconds
 
     # ── building ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _load(self, queue: WorkQueue | None, stop: StopRequest) -> None:
-        """Builds everything else; worker processes last, so that an earlier error has none to end."""
+        """Worker processes come last, so that an earlier error has none to end."""
         config, world = self.config, self.world
         self.problems = load_problems(config, "train")
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
@@ -195,8 +189,7 @@ class Run:
         self.phase = RolloutPhase(world, self.engine, queue, receivers, timeline, stops, migrates, tell)
 
     def _resume(self) -> int:
-        """Restores the last checkpoint, if there is one. Returns the updates done."""
-        self._follows = ""  # digest of the checkpoint before the one that is restored
+        self._follows = ""  # digest of the restored checkpoint's predecessor
         found = find_checkpoint(self.checkpoints.folder, self.world)
         identify = partial(identify_run, self.out_dir, self.config, self.inputs, self.console.note)
         self.id = broadcast_json(
@@ -219,11 +212,9 @@ class Run:
         return manifest.step
 
     def _saved(self) -> Saved:
-        """Returns the latest complete checkpoint, or the run's beginning."""
         return self.checkpoints.saved or Saved()
 
     def _open_journal(self) -> FileJournal:
-        """Opens this replica's journal, and reads those of earlier attempts."""
         return FileJournal(
             self.out_dir / "journal",
             self.world,
@@ -236,11 +227,9 @@ class Run:
         )
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Returns this rank's part of all trained tensors, by name; checkpoints save and fill them."""
         return {**self.trainer.tensors(), **self.drafter_training.tensors()}
 
     def _track(self) -> Tracking:
-        """Starts the configured trackers."""
         settings, folder = self.config.tracking, self.out_dir
         if not settings.use:
             return NO_TRACKING
@@ -252,14 +241,12 @@ class Run:
     # ── what the loop asks for ──────────────────────────────────────────────────────────────────────────────
 
     def note_lengths(self, rollouts: Sequence[Rollout]) -> None:
-        """Records the mean response length of each problem."""
         by_problem: dict[str, list[int]] = {}
         for rollout in rollouts:
             by_problem.setdefault(rollout.problem_id, []).append(len(rollout.token_ids))
         self.lengths.update({problem: sum(lengths) / len(lengths) for problem, lengths in by_problem.items()})
 
     def keep_responses(self, purpose: Purpose, phase: PhaseResult) -> None:
-        """Writes the responses of this step or evaluation into the run's folder, if run.keep_responses."""
         if self.responses is not None and self.world.is_leader:
             if purpose == "rollout":
                 self.responses.write(purpose, self.step, self.step + 1, phase)
@@ -267,38 +254,38 @@ class Run:
                 self.responses.write(purpose, 0, self.step, phase)
 
     def publish(self, version: int) -> None:
-        """Gives the engine the policy, layer by layer. version: updates behind it."""
+        """version: updates behind the policy."""
         with self.timeline.span(SpanName.PUBLISH):
             tensors = FullTensors(self.policy, resolve_dtype(self.config.run.dtype, self.world.device.type))
             self.engine.load_policy_parts(layer_by_layer(tensors), version)
 
     def checkpoint(self) -> None:
-        """Saves all that the rest of the run depends on. Every rank calls it and writes its part."""
+        """Every rank calls it and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
             self.check_folder()
             self.checkpoints.wait()  # the new one names the one before
             counters = {
                 "policy": self.trainer.counters(),
-                "drafter": self.drafter_training.counters(),  # its training, what all ranks share
+                "drafter": self.drafter_training.counters(),  # training, shared by all ranks
                 "idle": self.idle_choice.counters(),
                 "follows": self._saved().digest,
             }
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
             tuner = {} if self.engine.tuner is None else self.engine.tuner.counters()
             own = {
-                "drafter": self.drafter_training.own_counters(),  # its training, this rank's part
+                "drafter": self.drafter_training.own_counters(),  # training, this rank's part
                 "tuner": tuner,
-                "drafting": drafting,  # the engine's drafter: what it has measured while drafting
+                "drafting": drafting,  # measured by the engine's drafter while drafting
             }
             self.checkpoints.save(Checkpoint(self.step, self.id, self._tensors(), counters, own, self.inputs))
 
     def check_folder(self) -> None:
-        """Raises UserError on the leader if the run's folder is gone: writing would make another."""
+        """Raises UserError if the run's folder is gone: writing would create it anew."""
         if self.lock is not None:
             self.lock.check()
 
     def save_policy(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Writes the policy as a checkpoint that transformers loads. Every rank calls it; rank 0 writes.
+        """In transformers' format. Every rank calls it; rank 0 writes.
 
         extra: further keys of its config.json.
         """
@@ -319,7 +306,7 @@ class Run:
         on_leader(self.world, f"{folder} after {self.step} updates", write)
 
     def save_adapter(self, folder: Path) -> None:
-        """Writes the LoRA adapters as a folder that PEFT loads. Every rank calls it; rank 0 writes."""
+        """In PEFT's format. Every rank calls it; rank 0 writes."""
         model, parameters = self.config.model, self.policy.named_parameters()
         tensors = {
             name: full_tensor(parameter).cpu() for name, parameter in parameters if parameter.requires_grad
@@ -328,7 +315,6 @@ class Run:
         on_leader(self.world, f"{folder} after {self.step} updates", write)
 
     def close(self) -> None:
-        """Ends worker processes, and gives files, terminal and folder back."""
         self.checkpoints.close()
         self.engine.close()
         if self.metrics is not None:
@@ -339,7 +325,7 @@ class Run:
         self._leave()
 
     def _leave(self) -> None:
-        """Gives terminal and folder back; a notebook may keep this object with an error's traceback."""
+        """A notebook may keep this object with an error's traceback."""
         self._stop.show(False)
         self.console.close()
         if self.lock is not None:

@@ -13,7 +13,7 @@ COLUMNS = ("step", "problem", "prompt", "response", "reward", "solved")
 
 
 def show_samples(run: Run, phase: PhaseResult) -> None:
-    """Shows run.show_samples responses of the step that has just ended, evenly spread over its problems."""
+    """Evenly spread over the step's problems."""
     num_all = len(phase.rollouts)
     num = min(run.config.run.show_samples, num_all)
     if not (num and run.world.is_leader):

@@ -1,4 +1,4 @@
-"""Measures the speedup of speculation within a run: every so many steps, on the leader, after the rollout."""
+"""Measures the speedup of speculation within a run: every few steps, on the leader, after the rollout."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ NOT_MEASURED = SpeedupPair()
 
 
 def is_pair_due(run: Run) -> bool:
-    """Whether to measure after the rollout that has just ended: every `rollout.measure_speedup_every` steps,
-    and in the last step of a run that is shorter."""
+    """Every `rollout.measure_speedup_every` steps, and in the last step of a shorter run."""
     step, num_steps = run.step + 1, run.config.run.num_steps
     every = run.config.rollout.measure_speedup_every
     if not every or run.engine.tuner is None or not run.engine.generates_aside:
@@ -28,7 +27,6 @@ def is_pair_due(run: Run) -> bool:
 
 
 def measure_speedup(run: Run, phase: PhaseResult) -> SpeedupPair:
-    """Returns what the leader has measured, if that is due; other ranks wait for it."""
     run.unmeasured_seconds += phase.seconds
     if not is_pair_due(run):
         return NOT_MEASURED
@@ -42,8 +40,7 @@ def measure_speedup(run: Run, phase: PhaseResult) -> SpeedupPair:
 
 
 def _measure(run: Run, phase: PhaseResult) -> SpeedupPair:
-    """Measures within the share of time that is allowed since it was measured last; NOT_MEASURED where that
-    is too little yet."""
+    """NOT_MEASURED if the allowed share of time is still too short."""
     stats = phase.replicas[run.world.rank].stats
     num_tokens = affordable_tokens(stats, run.unmeasured_seconds, run.speedups[-1] if run.speedups else NAN)
     if num_tokens < MIN_TOKENS:

@@ -23,20 +23,19 @@ EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 
 REPORTS = "TLT_REPORTS"
-"""Environment variable that names the folder for the launched ranks' failure reports."""
+"""Environment variable: the folder for the launched ranks' failure reports."""
 
 
-class RankAwaited(RuntimeError):
-    """Other ranks did not come, or showed no sign of life."""
+class RankAwaited(RuntimeError): ...
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank's own report of its failure. The earliest failure usually caused the others.
+    """The earliest failure usually caused the others.
 
     traceback: empty if the rank left because of another one.
     time: seconds of a monotonic clock.
-    is_awaiting: whether it failed only because another rank did not come.
+    is_awaiting: failed only because another rank did not come.
     """
 
     rank: int
@@ -62,15 +61,14 @@ class RankFailure:
         return RankFailure(**json.loads(path.read_text()))
 
     def write(self, folder: Path) -> None:
-        """Writes the report whole or not at all."""
+        """Whole or not at all: the rank may be killed meanwhile."""
         partial = folder / f".{self.rank}"
         partial.write_text(json.dumps(asdict(self)))
         partial.rename(folder / f"rank{self.rank}.json")
 
 
 def leave(message: str) -> NoReturn:
-    """Ends this process, from any thread, because of another rank. Reports why to the launcher, or on
-    stderr."""
+    """Ends this process, from any thread, because of another rank."""
     try:
         failure = RankFailure(int(os.environ["RANK"]), False, message, "", time.monotonic(), is_awaiting=True)
         failure.write(Path(os.environ[REPORTS]))
@@ -81,11 +79,8 @@ def leave(message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class AttemptFailure:
-    """Why an attempt ended.
-
-    causes: a line for each rank at fault.
-    traceback: empty if there is none.
-    is_awaiting: whether it ended because a rank was awaited in vain.
+    """causes: a line for each rank at fault.
+    is_awaiting: a rank was awaited in vain.
     """
 
     causes: tuple[str, ...]
@@ -95,7 +90,6 @@ class AttemptFailure:
 
     @property
     def place(self) -> str | None:
-        """The innermost line of code of the traceback; None: there is no traceback."""
         frames = re.findall(r'^ +File "(.+)", line (\d+), in (.+)$', self.traceback, re.MULTILINE)
         return ":".join(frames[-1]) if frames else None
 
@@ -103,10 +97,9 @@ class AttemptFailure:
 def find_cause(
     reports: Collection[RankFailure], first: Collection[int], how: Callable[[int], str]
 ) -> AttemptFailure:
-    """Returns why an attempt failed: a user's mistake if any rank reported one, otherwise what the ranks that
-    ended first reported. The others failed because of those. A killed rank has no report.
+    """A user's mistake if any rank reported one, else the report of the ranks that ended first. A killed rank
+    has no report.
 
-    first: the ranks that ended first.
     how: returns how a rank's process ended.
     """
     ordered = sorted(reports, key=lambda report: report.time)
@@ -120,10 +113,8 @@ def find_cause(
 
 
 class Restarts:
-    """Decides whether the ranks are started again, and prints the decision in one line.
-
-    There is no restart after a user's mistake, nor after an error at the line of code where the last attempt
-    failed, unless something was saved in between: both would come again.
+    """A failure that would come again is final: a user's mistake, or an error at the line of code where the
+    last attempt failed, unless something was saved in between.
 
     limit: most restarts.
     progress: returns where another attempt would resume.
@@ -141,7 +132,6 @@ class Restarts:
         self._last: tuple[str, str] | None = None  # (line of code that failed, progress then)
 
     def follows(self, failure: AttemptFailure) -> bool:
-        """Returns whether another attempt follows, and prints where it resumes, or why there is none."""
         if failure.is_user_error or self.limit == 0:
             return _give_up(failure)
         progress = self._progress()
@@ -158,7 +148,6 @@ class Restarts:
         return True
 
     def _write(self, failure: AttemptFailure) -> str:
-        """Appends the traceback to the log, or prints it; returns where it is."""
         if not failure.traceback:
             return ""
         if self._log is None or not self._log.parent.is_dir():

@@ -5,9 +5,7 @@
                               ▲                    └─ rank 1: entry(argument, stop)
                               └─ Supervisor (signals.py): hears SIGINT and SIGTERM, sets `stop` in every rank
 
-Every attempt has its own agent and store. The first signal, to the launcher or to any rank, only sets `stop`,
-which the entries poll; the agent waits. The second Ctrl-C, or the end of the grace period, kills the ranks at
-once. After a signal no attempt follows.
+Every attempt has its own agent and store. After a signal no attempt follows.
 """
 
 from __future__ import annotations
@@ -68,16 +66,14 @@ def launch(
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
 
     0: all ranks returned.
-    1: a rank failed; its traceback is on stderr, once, or one line that names the rank that was killed.
+    1: a rank failed; stderr has its traceback, or one line that names the killed rank.
     2: a rank raised UserError; its one line is on stderr.
     130, 143: SIGINT, SIGTERM has stopped the run.
 
-    argument: any text that `entry` understands, such as a configuration as JSON.
     entry: an importable function, or "package.module:function".
     grace_seconds: seconds for the ranks to finish after the first signal.
-    monitor_seconds: seconds between two looks of torch's agent at the ranks.
-    restarts: decides about restarts after a failure; None: there are none.
-    go_on: the command that goes on with what the entry has begun, for who ends it at once.
+    monitor_seconds: seconds between two polls of the ranks by torch's agent.
+    go_on: the command that continues the run, for the message after a second Ctrl-C.
     """
     if num_ranks < 1:
         raise UserError(f"ranks: {num_ranks} is too few; give 1 or more")
@@ -103,7 +99,7 @@ def launch(
 
 
 def is_rank(num_ranks: int) -> bool:
-    """Returns whether this process is a rank itself: the only one, or started by torchrun or Slurm."""
+    """Alone, or started by torchrun or Slurm."""
     return num_ranks == 1 or find_place() is not None
 
 
@@ -140,10 +136,7 @@ def _run_rank(
     launcher: int,
     meeting: socket.socket,
 ) -> None:
-    """Runs one launched rank. Reports a failure to the launcher; the exit code says the rest.
-
-    meeting: the open port of the ranks' store, which rank 0 serves.
-    """
+    """meeting: the open port of the ranks' store, which rank 0 serves."""
     if os.environ["RANK"] == "0":
         os.environ[LISTENING] = str(meeting.detach())
     meeting.close()
@@ -168,7 +161,6 @@ def _run_rank(
 def _attempt(
     argument: str, entry: Entry | str, supervisor: Supervisor, monitor_seconds: float
 ) -> int | AttemptFailure:
-    """Returns the exit code of the command, or why the ranks failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -213,8 +205,8 @@ def _attempt(
 
 
 def _open_meeting() -> socket.socket:
-    """Returns a port of the loopback for the ranks' store, open from now on, so that no other process takes
-    it. Raises UserError for a machine without a loopback, where ranks would look for each other in vain."""
+    """A port of the loopback, open from now on, so that no other process takes it. Raises UserError for a
+    machine without a loopback."""
     meeting = socket.socket()
     try:
         meeting.bind((_LOOPBACK, 0))
@@ -231,7 +223,6 @@ def _open_meeting() -> socket.socket:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Silences the agent's own messages about failures, which `Restarts` prints."""
     names = "torch.distributed.elastic", "torch.multiprocessing.spawn"
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -246,8 +237,8 @@ def _quiet_agent() -> Iterator[None]:
 
 @contextmanager
 def _environment(threads_per_rank: int) -> Iterator[None]:
-    """Ranks of one machine talk over its loopback, which other machines cannot reach. Other users of the
-    machine can, but ranks read nothing without the attempt's secret (docs/security.md)."""
+    """Other users of the machine can reach its loopback, but read nothing without the attempt's secret
+    (docs/security.md)."""
     added = {
         "OMP_NUM_THREADS": str(threads_per_rank),
         # gloo would read an earlier attempt's addresses from a shared store (torch issue 135712)

@@ -1,5 +1,5 @@
-"""The rendezvous of torch's elastic agent on one machine. It opens no port, where torch's own rendezvous
-opens one to all networks. The ranks meet in another store (training/ranks/store.py)."""
+"""The rendezvous of torch's elastic agent on one machine. It opens no port; torch's own opens one to all
+networks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ NAME = "tlt-one-machine"
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous of one agent, whose ranks meet at its endpoint."""
-
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id, self._endpoint = parameters.run_id, parameters.endpoint
 
@@ -44,6 +42,5 @@ class OneMachine(RendezvousHandler):
 
 
 def register_rendezvous() -> str:
-    """Registers the rendezvous with torch's launcher; returns its name."""
     rendezvous_handler_registry.register(NAME, OneMachine)
     return NAME

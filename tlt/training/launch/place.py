@@ -1,11 +1,8 @@
 """This process's place among the ranks, read from the launcher's environment variables.
 
-    torchrun, Kubernetes, Ray, tlt train   RANK · WORLD_SIZE · LOCAL_RANK · LOCAL_WORLD_SIZE · MASTER_ADDR ·
-    MASTER_PORT srun, where RANK is absent             SLURM_PROCID · SLURM_NTASKS · SLURM_LOCALID ·
-    SLURM_NODELIST …
-
-The launcher decides: WORLD_SIZE is the number of ranks. A contradiction between its variables, or with the
-user's configuration, is an error of one line.
+torchrun, Kubernetes, Ray, tlt train   RANK · WORLD_SIZE · LOCAL_RANK · LOCAL_WORLD_SIZE · MASTER_ADDR ·
+                                       MASTER_PORT
+srun, where RANK is absent             SLURM_PROCID · SLURM_NTASKS · SLURM_LOCALID · SLURM_NODELIST …
 """
 
 from __future__ import annotations
@@ -21,27 +18,24 @@ from tlt.base.types import UserError
 ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Variables in which launchers count restarts of the same ranks."""
 SECRET = "TLT_SECRET"
-"""Variable by which a launcher gives its ranks a secret."""
+"""The variable for `Place.secret`."""
 LISTENING = "TLT_LISTENING"
-"""Variable by which rank 0 is told the file descriptor of the port that the launcher has opened for it."""
+"""The variable for `Place.listening`."""
 MAX_HOSTS = 2**16
-"""Slurm's most nodes; a longer list is a mistake, and is not expanded in memory."""
+"""Slurm's most nodes; a longer list is not expanded in memory."""
 
 _RANGE = "[0-9]{1,18}(?:-[0-9]{1,18})?"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A process's place among the ranks.
-
-    local_rank: its number among the ranks of its machine.
-    local_world_size: number of ranks of its machine.
+    """local_rank, local_world_size: among the ranks of its machine.
     master_addr, master_port: where the ranks meet.
     is_server: whether this process serves that port; otherwise the launcher does.
     listening: file descriptor of that port where the launcher has opened it for this process.
     has_own_gpu: whether the launcher shows each rank its own GPU alone.
     is_restart: whether the launcher has started these ranks before.
-    secret: prefix of the ranks' part of the store, which other users do not know; empty: no prefix.
+    secret: prefix of the ranks' part of the store, unknown to other users; empty: no prefix.
     """
 
     rank: int
@@ -62,8 +56,8 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """Returns this process's place; None: no launcher has started it as a rank. A Slurm step with one task is
-    no rank, because `tlt train` starts all ranks there. Raises UserError for contradictions."""
+    """None: no launcher has started this process as a rank; `tlt train` starts all ranks in a Slurm step with
+    one task. Raises UserError for contradictions."""
     if "RANK" in environ:
         place = _torchrun_place(environ)
     elif "SLURM_PROCID" not in environ or _slurm_num_tasks(environ, default=1) <= 1:
@@ -88,7 +82,6 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def check_num_ranks(place: Place | None, num_ranks: int) -> None:
-    """Raises UserError if the user asks for another number of ranks than the launcher has started."""
     if place is not None and place.world_size != num_ranks:
         raise UserError(
             f"run.num_ranks: is {num_ranks}, but {place.world_size} ranks were started (WORLD_SIZE or "
@@ -104,7 +97,7 @@ def _source(environ: Mapping[str, str]) -> str:
 def read_number(
     environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is"
 ) -> int:
-    """Returns the number in a variable. because: why it must be set, if there is no default."""
+    """because: why the variable must be set, if there is no default."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -187,7 +180,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> int:
-    """Reads a list such as "4(x2),3": 4, 4 and 3 tasks on three machines."""
+    """Reads "4(x2),3" as 4, 4 and 3 tasks on three machines."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if text is None:
         return num_tasks if num_hosts == 1 else -(-num_tasks // num_hosts)
@@ -204,8 +197,8 @@ def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> i
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Returns the hosts of Slurm's compact list: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7 and login.
-    Raises UserError for a list that Slurm would not write."""
+    """Expands Slurm's "gpu[01-03,7],login" to gpu01, gpu02, gpu03, gpu7 and login. Raises UserError for a
+    list that Slurm would not write."""
     item = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"
     if not re.fullmatch(rf"(?:{item}(?:,{item})*)?", nodelist):
         raise UserError(f"SLURM_NODELIST: {nodelist!r} is no list of hosts; start the ranks with srun")
@@ -223,7 +216,7 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def _numbers(part: str) -> list[str]:
-    """Reads "01-03", with the first one's digits, or "7"; returns at most MAX_HOSTS + 1."""
+    """Expands "01-03", with the first one's digits, or "7"."""
     first, _, last = part.partition("-")
     numbers = range(int(first), int(last or first) + 1)
     return [str(number).zfill(len(first)) for number in numbers[: MAX_HOSTS + 1]]

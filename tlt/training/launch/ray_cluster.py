@@ -5,8 +5,7 @@
        │                       └─ actor on node b: rank 2
        └─ waits for the first that ends; one has died ─▶ ends the others ─▶ next attempt, in a new group
 
-Ray ends the actors with the driver. The ranks meet on rank 0's store (ranks/store.py). Ray Train is not used:
-it has its own checkpoints and restarts.
+Ray Train is not used: it has its own checkpoints and restarts.
 """
 
 from __future__ import annotations
@@ -39,15 +38,13 @@ from tlt.training.launch.signals import StopRequest, handling_stop_signals, say
 
 _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 3.0
-"""Seconds that the driver waits after the first failure for the death that may have caused it."""
+"""After the first failure the driver waits for the death that may have caused it."""
 
 _REACH_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """The resources of one rank."""
-
     num_threads: int
     num_gpus: int
 
@@ -58,8 +55,8 @@ class RankNeeds:
 
 
 def connect() -> Any:
-    """Returns the module `ray`, connected to the cluster of RAY_ADDRESS or of this machine. Raises UserError
-    if Ray is not installed, or there is no cluster."""
+    """Returns the module `ray`, connected to the cluster of RAY_ADDRESS or of this machine. Raises
+    UserError."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # print every line of the ranks
     try:
         import ray
@@ -101,11 +98,10 @@ def launch_on_ray(
     restarts: Restarts,
     grace_seconds: float = 120.0,
 ) -> int:
-    """Runs `entry(argument, stop)` on every rank and returns the exit code of the command, as `launch` does.
+    """As `local.launch`.
 
     describe: returns the argument for an attempt that begins now; machines of a cluster do not share a clock.
     patience: seconds to wait for room on the cluster, which may have to grow.
-    grace_seconds: seconds for the ranks to finish after the first signal.
     """
     ray = connect()
     stop = StopRequest()
@@ -124,7 +120,6 @@ def launch_on_ray(
 
 @contextmanager
 def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iterator[list[Any]]:
-    """Packs one actor per rank onto few nodes, and ends the actors."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -160,13 +155,13 @@ def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iter
 
 
 class RankActor:
-    """The actor of one rank. It has two threads, so that `stop` is heard while `run` runs."""
+    """It has two threads, so that `stop` is heard while `run` runs."""
 
     def __init__(self) -> None:
         self._stop = StopRequest()
 
     def place(self) -> tuple[str, str, str, int]:
-        """Returns (node, its address, its name, a port that is free there now)."""
+        """(node, its address, its name, a port that is free there now)."""
         import ray
 
         with socket.socket() as probe:
@@ -176,7 +171,6 @@ class RankActor:
         return node, address, socket.gethostname(), port
 
     def run(self, environ: Mapping[str, str], folder: str, entry: str, argument: str) -> RankFailure | None:
-        """Runs the entry in the driver's folder; returns its failure, if any."""
         os.environ.update(environ)
         try:
             if not Path(folder).is_dir():
@@ -197,12 +191,6 @@ class RankActor:
 
 
 class RayAttempt:
-    """One attempt of all ranks.
-
-    reports: the ranks' reports of their failures.
-    ended: ranks that have failed or died, and how.
-    """
-
     def __init__(self, ray: Any, actors: list[Any], has_own_gpu: bool) -> None:
         self._ray = ray
         self.reports: list[RankFailure] = []
@@ -220,8 +208,6 @@ class RayAttempt:
     def run(
         self, entry: str, argument: str, stop: StopRequest, grace_seconds: float
     ) -> AttemptFailure | None:
-        """Waits until all ranks have returned, one has failed, or the grace period after a signal is over.
-        Returns the failure, if any."""
         jobs = {
             actor.run.remote(environ, os.getcwd(), entry, argument): rank
             for rank, (actor, environ) in enumerate(zip(self.actors, self.environs, strict=True))
@@ -241,7 +227,6 @@ class RayAttempt:
         return None
 
     def _cause(self, jobs: dict[Any, int]) -> AttemptFailure:
-        """Waits for a death that may have caused the failure."""
         until = time.monotonic() + _SETTLE_SECONDS
         while jobs and len(self.reports) == len(self.ended) and time.monotonic() < until:
             self._collect(jobs, _POLL_SECONDS)
@@ -262,7 +247,6 @@ class RayAttempt:
 
 
 def _environs(places: list[tuple[str, str, str, int]], has_own_gpu: bool) -> list[dict[str, str]]:
-    """Sets what torchrun would set."""
     per_node = Counter(node for node, *_ in places)
     seen: Counter[str] = Counter()
     environs, secret = [], uuid.uuid4().hex

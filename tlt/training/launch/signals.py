@@ -5,8 +5,7 @@
     terminal, kill ──▶ a thread of every rank ───────────────▶ sets SharedStop, which every rank's entry polls
     torch's agent  ──▶ the same thread: another rank failed ──▶ the rank leaves at once
 
-Ctrl-C reaches the whole process group of a terminal. Without this module the agent would pass it on and
-kill after 30 s, and a rank would die of KeyboardInterrupt in the middle of a step.
+Without this module a rank would die of KeyboardInterrupt in the middle of a step.
 """
 
 from __future__ import annotations
@@ -35,17 +34,15 @@ from tlt.training.launch.place import find_place
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 120.0
-"""Seconds for ranks to finish after the first signal or their launcher's death, before they are killed or
-leave."""
+"""Seconds for ranks to finish after the first signal or their launcher's death."""
 STOPPING = "stopping after the work under way; Ctrl-C again ends at once"
 REPEAT_SECONDS = 1.0
-"""Two signals within this time count as one: torchrun repeats the SIGINT that the terminal has sent to its
-ranks."""
+"""Two signals within this time count as one: torchrun repeats the terminal's SIGINT."""
 
 
 class SharedStop:
-    """The first signal that a process of a launch has heard, in memory that they share. It has no lock, which
-    a killed process might keep. Raises UserError where the system gives none."""
+    """The first signal of a launch, in shared memory without a lock, which a killed process might keep.
+    Raises UserError where the system gives no memory."""
 
     def __init__(self) -> None:
         memory = multiprocessing.get_context("spawn")
@@ -59,16 +56,14 @@ class SharedStop:
 
     @property
     def heard(self) -> signal.Signals | None:
-        """None: no signal was heard."""
         return signal.Signals(self._number.value) if self._number.value else None
 
     def set(self, number: signal.Signals) -> None:
-        """Keeps the signal if it is the first."""
         self._number.value = self._number.value or number
 
     @property
     def is_shown(self) -> bool:
-        """Whether a rank's live lines show that the run stops: a line between them would be overwritten."""
+        """Whether a rank's live lines show the stop: a line between them would be overwritten."""
         return self._is_shown.value
 
     @is_shown.setter
@@ -77,8 +72,7 @@ class SharedStop:
 
 
 class StopRequest:
-    """A request to stop this process. The entry polls `is_set()` (about 1 µs), finishes its step and
-    returns."""
+    """The entry polls `is_set()` (about 1 µs), finishes its step and returns."""
 
     def __init__(self, shared: SharedStop | None = None) -> None:
         self.signal: signal.Signals | None = None
@@ -86,7 +80,7 @@ class StopRequest:
         self.is_shown = False
 
     def show(self, is_shown: bool) -> None:
-        """Notes whether this rank's live lines show the request. Nothing else says it meanwhile."""
+        """is_shown: whether this rank's live lines show the request; then nothing else prints it."""
         self.is_shown = is_shown
         if self._shared is not None:
             self._shared.is_shown = is_shown
@@ -95,21 +89,20 @@ class StopRequest:
         return self.signal is not None or (self._shared is not None and self._shared.heard is not None)
 
     def ask(self, number: signal.Signals) -> None:
-        """Asks this process and all others of its launch to stop."""
         self.signal = number
         if self._shared is not None:
             self._shared.set(number)
 
 
 def say(text: str) -> None:
-    """Prints a line to stderr. If stderr is closed (`2>&1 | head`), the line is lost without an error."""
+    """Prints to stderr. If it is closed (`2>&1 | head`), the line is lost without an error."""
     with contextlib.suppress(OSError):
         sys.stderr.write(hide(visible(f"tlt: {text}\n")))
         sys.stderr.flush()
 
 
 def restore_terminal() -> None:
-    """Removes the last one of the live lines of a process that is killed, and shows the cursor again."""
+    """After a kill: removes the last live line, and shows the cursor again."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):
@@ -127,8 +120,7 @@ def _ended_at_once(go_on: str) -> str:
 
 @contextmanager
 def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
-    """Sets `stop` at the first signal. A second Ctrl-C, more than a second later, ends the process at
-    once. go_on: the command that goes on with the run."""
+    """A second Ctrl-C, more than a second later, ends the process at once."""
     received_at = float("-inf")
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -157,14 +149,13 @@ def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
 
 
 def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
-    """Starts the threads by which a launched rank hears signals and notices the launcher's death. Returns the
-    event that the rank sets when its entry has returned. If the launcher is dead already, the rank leaves at
-    once.
+    """Hears signals and notices the launcher's death, in threads. Returns the event that the rank sets when
+    its entry has returned.
 
-    The rank inherits blocked signals (see `Supervisor`), and they stay blocked. So a thread hears them even
+    The rank inherits blocked signals (see `Supervisor`), and they stay blocked: a thread hears them even
     while the main thread waits in a collective.
 
-    launcher: id of the launcher's process, from the launcher itself; after its death the parent is another.
+    launcher: its process id, from the launcher itself; after its death the parent is another.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if os.getppid() != launcher:
@@ -187,8 +178,8 @@ def _hear_signals(launcher: int, stop: StopRequest) -> None:
 def _leave_when_orphaned(
     launcher: int, stop: StopRequest, is_finished: threading.Event, grace_seconds: float = GRACE_SECONDS
 ) -> None:
-    """Asks the rank to stop when the launcher has died, and ends the process after its entry or the grace
-    period. Otherwise torch's wrapper would wait forever for a launcher that reads its return value."""
+    """Ends the process after its entry or the grace period: torch's wrapper would wait forever for a launcher
+    that reads its return value."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     stop.signal = signal.SIGTERM
@@ -200,17 +191,14 @@ def _leave_when_orphaned(
 
 
 class Supervisor(threading.Thread):
-    """A thread that hears SIGINT and SIGTERM, and sees ranks end, while the main thread is in torch's agent.
+    """Hears SIGINT and SIGTERM, and sees ranks end, while the main thread is in torch's agent.
 
     The main thread blocks both signals, and the ranks inherit that, so a Ctrl-C waits until they have
-    imported and listen. This thread receives the signals instead: Python writes their number to a socket
-    (wakeup fd), even while the main thread is inside C++. A signal that one rank alone has heard stops the
-    run as well.
+    imported and listen. Python writes the signals' numbers to a socket (wakeup fd), which this thread reads
+    even while the main thread is inside C++.
 
-    grace_seconds: seconds for the ranks to finish after the first signal; then they are killed.
-    go_on: the command that goes on with the run, for who ends it at once.
-    deaths: groups of ranks that ended together, in the order of time. The first death wakes this thread,
-        before the agent ends the other ranks. So the first group holds the cause.
+    deaths: groups of ranks that ended together, in the order of time. The first death wakes this
+        thread before the agent ends the other ranks, so the first group holds the cause.
     """
 
     def __init__(self, num_ranks: int, grace_seconds: float, go_on: str = "") -> None:
@@ -268,8 +256,7 @@ class Supervisor(threading.Thread):
                 self._kill(f"{late}: the ranks were killed; the step under way is lost")
 
     def forget_ranks(self) -> None:
-        """Prepares for the next attempt. The main thread calls it when the last attempt's ranks have
-        ended."""
+        """Call it from the main thread when the last attempt's ranks have ended."""
         with self._lock:
             self._others = set(multiprocessing.active_children())
             self.processes, self.deaths, self._alive = [], [], {}
@@ -282,7 +269,7 @@ class Supervisor(threading.Thread):
                 self._wake()
 
     def _find_ranks(self) -> None:
-        """Finds the ranks, which the agent does not expose, by the numbers in their names."""
+        """The agent does not expose the ranks, but their processes' names end in their numbers."""
         with self._lock:
             children = set(multiprocessing.active_children()) - self._others
             if len(children) == self.num_ranks:

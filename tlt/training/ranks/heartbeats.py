@@ -16,14 +16,13 @@ from tlt.training.ranks.store import ABSENT, read_now
 _WATCH_SECONDS = 1.0
 
 
-class ReplicaTimeout(RankAwaited):
-    """An awaited replica showed no sign of life for longer than the time-out."""
+class ReplicaTimeout(RankAwaited): ...
 
 
 class Heartbeats:
-    """One replica's heartbeat, and its view of the others'. held: units that it holds unfinished.
+    """One replica's heartbeat, and its view of the others'. held: its unfinished units.
 
-    tells: returns what this replica tells the others with each heartbeat; nothing by default.
+    tells: the text that travels with each heartbeat.
     """
 
     def __init__(
@@ -44,13 +43,12 @@ class Heartbeats:
         self.store.set(f"beat/{self.replica}", f"{self._changes}:{held}:{self.tells()}")
 
     def beat_now_and_then(self, held: int) -> None:
-        """Writes a heartbeat, at most once a second."""
         if self._clock() - self._beaten_at >= _WATCH_SECONDS:
             self.beat(held)
 
     def watch(self, held: int, phase: str) -> None:
-        """Looks at some of the others, at most once a second. Raises ReplicaTimeout for one that was silent
-        too long."""
+        """Reads some of the others' heartbeats, at most once a second. Raises ReplicaTimeout for a silent
+        replica."""
         now = self._clock()
         if now - self._watched_at < _WATCH_SECONDS:
             return
@@ -72,14 +70,12 @@ class Heartbeats:
                 )
 
     def told(self) -> list[str]:
-        """Returns the latest message of each replica that sent one. Any thread may call it."""
         beats = (read_now(self.store, f"beat/{replica}") for replica in range(self.num_replicas))
         told = (beat.decode().split(":", 2)[2] for beat in beats if beat != ABSENT)
         return [text for text in told if text]
 
     def _next_to_watch(self) -> list[int]:
-        """Chooses so many that each has its turn ten times within the time-out: looking at all would swamp
-        the store."""
+        """Few enough not to swamp the store; each replica has its turn ten times within the time-out."""
         num = min(max(math.ceil(10 * self.num_replicas / self.timeout), 1), self.num_replicas)
         turn = [(self._next_watched + i) % self.num_replicas for i in range(num)]
         self._next_watched = (self._next_watched + num) % self.num_replicas

@@ -22,13 +22,11 @@ from tlt.models.lora import adapted, is_of_adapter
 from tlt.training.ranks.world import World
 
 Rows = Callable[[str, slice], Tensor]
-"""Maps (a tensor's name, rows) to these rows of it."""
+"""(tensor's name, rows) ─▶ these rows of it."""
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """How the policy lies on the ranks, "replicate" or "fsdp", with the reason for the user."""
-
     name: str
     reason: str
 
@@ -38,11 +36,7 @@ class LayoutChoice:
 
 
 def choose_layout(wanted: str, num_ranks: int, device: str) -> LayoutChoice:
-    """Decides what `parallel.policy` means.
-
-    wanted: "auto", "replicate" or "fsdp".
-    num_ranks: ranks of all machines.
-    """
+    """Resolves `parallel.policy`: "auto", "replicate" or "fsdp"."""
     if wanted != "auto":
         return LayoutChoice(wanted, f"parallel.policy is {wanted}")
     if num_ranks == 1:
@@ -58,10 +52,10 @@ def mesh_of(world: World) -> DeviceMesh:
 
 
 def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) -> None:
-    """Shards the model in place: layer by layer, then the rest. Gradients are sums over the ranks, not means.
+    """Layer by layer, in place, then the rest. Gradients are sums over the ranks, not means.
 
-    param_dtype: dtype in which layers are gathered and computed; None: that of the slices. Slices and sums of
-        gradients keep their dtype.
+    param_dtype: dtype in which layers are gathered and computed; None: the slices'. Slices and sums of
+    gradients keep their dtype.
     """
     trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=trained.dtype)
@@ -76,7 +70,6 @@ def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None 
 
 @torch.no_grad()
 def fill(model: Transformer, rows: Rows) -> None:
-    """Copies this rank's rows into every parameter."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         local = parameter.to_local()
@@ -84,7 +77,7 @@ def fill(model: Transformer, rows: Rows) -> None:
 
 
 def local_rows(tensor: DTensor) -> slice:
-    """Returns this rank's rows of a tensor that is sharded over a mesh of one dimension."""
+    """This rank's rows; the mesh has one dimension."""
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
     size = -(-num_rows // mesh.size())
     start = min(mesh.get_local_rank() * size, num_rows)
@@ -99,8 +92,8 @@ def local_rows(tensor: DTensor) -> slice:
 class FullTensors(Mapping[str, Tensor]):
     """The full tensors of a policy by name, gathered one at a time and cast to `dtype`; None: not cast.
 
-    Reading a sharded tensor is a collective: all ranks read the same ones in the same order. A tensor that is
-    not sharded is returned itself, in its own dtype. Adapters are merged into the matrices that they adapt.
+    Reading a sharded tensor is a collective: all ranks read in the same order. A tensor that is not sharded
+    is returned itself. Adapters are merged into their matrices.
     """
 
     def __init__(self, policy: Transformer, dtype: torch.dtype | None = None) -> None:
@@ -122,8 +115,7 @@ class FullTensors(Mapping[str, Tensor]):
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the full tensor of a sharded one, whose slices are cast before they travel. Returns any other
-    tensor itself."""
+    """Slices are cast before they travel. A tensor that is not sharded is returned itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     cast = tensor.detach().to(dtype or tensor.dtype)

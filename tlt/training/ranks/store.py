@@ -1,4 +1,4 @@
-"""The ranks' c10d Store: opening it, reading it without waiting, and the rendezvous of an attempt's ranks.
+"""The ranks' c10d Store, and the rendezvous of an attempt's ranks on it.
 
     rank r    hello/r = its token           ─▶ waits for a roster with its token ─▶ here/N/r ─▶ waits for go/N
     rank 0    gathers every rank's token ─▶ roster/N, latest = N ─▶ waits for here/N/… ─▶ go/N
@@ -8,8 +8,7 @@
     later     another hello means that a rank was started again: all others leave, and the attempt is over
 
 torchrun keeps one store through all restarts of a run, and its machines do not count restarts alike. So a
-process draws a token, which tells it from the one that died in its place. Everything else lies under the
-prefix of the attempt, so that no attempt reads what an earlier one has left.
+random token tells each process from its dead predecessor.
 """
 
 from __future__ import annotations
@@ -33,21 +32,19 @@ from tlt.training.launch.place import Place
 from tlt.training.launch.signals import StopRequest, say
 
 ABSENT = b"-"
-"""The value that `read_now` returns for an absent key."""
 _POLL_SECONDS = 0.02
 _WATCH_SECONDS = 1.0
 
 
 def read_now(store: Store, key: str) -> bytes:
-    """Does not wait for the key, as `get` would: returns ABSENT."""
+    """Returns ABSENT where `get` would wait."""
     value: bytes = store.compare_set(key, ABSENT.decode(), ABSENT.decode())
     return value
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
-    """Returns the ranks' part of the launcher's store, or of rank 0's, which rank 0 opens. Raises UserError
-    if nobody answers there, and OSError where another process has taken a port that Ray's driver found free:
-    that is no mistake of the user's, and the ranks are started again with another port."""
+    """Raises UserError if nobody answers, and OSError if the port that Ray's driver found free was taken
+    since: the restart takes another."""
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
         store = TCPStore(
@@ -70,9 +67,8 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
 
 
 def _listen(place: Place) -> int | None:
-    """Returns the store's open port: the launcher's, else one that is opened on the loopback, if the ranks
-    meet there. None: torch opens it to all networks; the user is told, because the store does not
-    authenticate."""
+    """The launcher's open port, else a new one on the loopback. None: torch opens one to all networks; the
+    user is told, because the store does not authenticate."""
     if place.listening is not None:
         return place.listening
     if place.master_addr != "localhost" and not place.master_addr.startswith("127."):
@@ -86,9 +82,7 @@ def _listen(place: Place) -> int | None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The attempt in which ranks have met.
-
-    number: 1 or more.
+    """number: from 1.
     num_hellos: hellos of all ranks by then.
     """
 
@@ -104,15 +98,14 @@ def meet(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Attempt:
-    """Waits for all ranks and returns their attempt. Raises UserError, which names the missing ranks, after
-    the time-out."""
+    """Raises UserError, which names the missing ranks."""
     token, deadline = uuid.uuid4().hex, clock() + timeout_seconds
     meeting = PrefixStore("meeting", store)
     meeting.add("hellos", 1)
     meeting.set(f"hello/{rank}", token)
     number, roster = 0, [""] * world_size
     while True:
-        num_hellos = meeting.add("hellos", 0)  # before the tokens are read: a later hello is one too many
+        num_hellos = meeting.add("hellos", 0)  # before the tokens: a hello in between ends the attempt
         if rank == 0:
             tokens = [read_now(meeting, f"hello/{other}").decode() for other in range(world_size)]
             if ABSENT.decode() not in tokens and tokens != roster:
@@ -142,9 +135,7 @@ def is_over(store: Store, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class Watch:
-    """Events of the threads that watch the store and may end this process.
-
-    has_left: set when the process ends by itself.
+    """has_left: set when the process ends by itself.
     has_answered: set whenever the store has answered.
     """
 
@@ -153,8 +144,7 @@ class Watch:
 
 
 def leave_when_over(store: Store, attempt: Attempt) -> Watch:
-    """Starts a thread that ends this process once another attempt begins. A launcher sees the death of its
-    own ranks alone, not of those on other machines."""
+    """Ends this process: its launcher does not see the death of ranks on other machines."""
     connection, watch = clone(store), Watch()
 
     def look() -> bool:
@@ -169,11 +159,8 @@ def leave_when_over(store: Store, attempt: Attempt) -> Watch:
 
 
 def share_stop(store: Store, stop: StopRequest, watch: Watch) -> None:
-    """Starts a thread that passes a signal which one rank has heard on to all ranks of the attempt. Otherwise
-    that rank alone would stop in the middle of a phase, and wait there for the others.
-
-    store: the attempt's.
-    """
+    """Passes one rank's signal on to all ranks. Otherwise this rank alone would stop within a phase, and wait
+    there for the others."""
     connection = clone(store)
 
     def look() -> bool:
@@ -189,12 +176,8 @@ def share_stop(store: Store, stop: StopRequest, watch: Watch) -> None:
 
 
 def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
-    """Starts a thread that ends this process if the store has not answered for `timeout_seconds`. Without a
-    network a question to the store would wait for the network's own time-out, a quarter of an hour. Rounds
-    are counted, not the clock, so that a process that was stopped for a while does not leave.
-
-    whose: the store's address, for the message.
-    """
+    """The network's own time-out is a quarter of an hour. The thread counts rounds, not the clock, so that a
+    suspended process does not leave."""
     silent = 0.0
 
     def look() -> bool:
@@ -209,8 +192,7 @@ def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
 
 
 def _start_looking(watch: Watch, name: str, look: Callable[[], bool]) -> None:
-    """Calls `look` every second until it returns False, the process leaves, or the store is gone, with which
-    others deal."""
+    """Calls `look` every second until it returns False, the process leaves, or the store is gone."""
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):

@@ -1,5 +1,5 @@
-"""Waiting for another rank through the Store, outside of any collective. A collective would end the run when
-one rank takes longer than its time-out, and writing a large model may."""
+"""Waiting for another rank through the Store. A collective would end the run at its time-out, and writing a
+large model may take longer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from tlt.training.ranks.world import World, gather_objects
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
-"""Seconds between two polls of the Store, doubled from the first to the longest."""
+"""Seconds between two polls, doubled from the first to the longest."""
 
 PATIENCE_SECONDS = 3600.0
-"""Seconds for which a rank waits while another works alone, for example writes a model."""
+"""Longest wait for a rank that works alone, for example writes a model."""
 
 
 class Waiting:
-    """Tells other ranks results through the store, and waits for theirs.
-
-    store: a connection of its own.
+    """store: a connection of its own.
     patience: seconds until a wait raises TimeoutError.
     """
 
@@ -39,11 +37,10 @@ class Waiting:
         """Set when this process ends: every wait ends at once."""
 
     def tell(self, key: str, value: Any) -> None:
-        """Publishes a value that JSON can hold under the key."""
         self._store.set(key, json.dumps(value))
 
     def hear(self, key: str, whom: str) -> Any:
-        """Waits for the key and returns its value. `whom`: who is awaited, for the error."""
+        """whom: the awaited rank, for the error."""
         deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
         while (value := read_now(self._store, key)) == ABSENT:
             if self.is_over.wait(pause):
@@ -59,11 +56,7 @@ def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting
 
 
 def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
-    """Does `work` on the leader while the other ranks wait for its end. Every rank calls it, and an exception
-    is raised on all.
-
-    name: a name that no other work of these ranks has.
-    """
+    """Every rank calls it, and an exception is raised on all. name: unique among these ranks' work."""
     if world.world_size == 1:
         work()
         return
@@ -84,14 +77,13 @@ def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
 
 
 ROLL_CALL_SECONDS = 5.0
-"""Seconds for which a rank that has waited in vain looks for others that have. Their time-outs end at nearly
-the same time."""
+"""A timed-out rank polls so long for other timed-out ranks; time-outs end at nearly the same time."""
 
 
 @contextmanager
 def naming_absent_ranks(world: World) -> Iterator[None]:
-    """Turns the time-out of a collective into RankAwaited, which names the absent ranks: those that did not
-    wait in vain themselves. The traceback stays the collective's."""
+    """Turns the time-out of a collective into RankAwaited, which names the ranks that did not time out
+    themselves."""
     try:
         yield
     except RuntimeError as error:
@@ -116,7 +108,7 @@ def _call_the_roll(world: World) -> list[int]:
 
 
 def on_all_ranks(world: World, work: Callable[[], T]) -> T:
-    """Does `work` on every rank. A UserError of one rank is raised on all of them, so none goes on alone."""
+    """A UserError of one rank is raised on all."""
     result, failure = None, ""
     try:
         result = work()

@@ -1,5 +1,4 @@
-"""The world of ranks: this process's rank and device, and the few collectives that the package needs. Every
-rank calls each collective."""
+"""This process's rank and device, and the package's collectives, which every rank calls."""
 
 from __future__ import annotations
 
@@ -31,19 +30,13 @@ from tlt.training.ranks.store import (
 )
 
 TIMEOUT_SECONDS = 600.0
-"""Default of run.timeout_seconds: how long ranks wait for each other."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks.
-
-    local_rank: its number on this machine.
-    device: where it computes.
-    store: this attempt's part of the c10d Store; a HashStore if this process is alone.
-    group: the process group; None: this process is alone, and no collective communicates.
-    timeout_seconds: how long a collective waits for the other ranks; infinite if this process is alone.
-    watch: of the threads that end this process if the attempt or its store is gone; None: there are none.
+    """store: this attempt's part of the c10d Store; a HashStore if this process is alone.
+    group: None: this process is alone, and no collective communicates.
+    watch: of the threads that end this process if the attempt or its store is gone; None: no threads.
     """
 
     rank: int
@@ -62,10 +55,7 @@ class World:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The device that ranks compute on, "cpu" or "cuda", with the reason for the user.
-
-    num_idle: GPUs that no rank uses.
-    """
+    """num_idle: GPUs that no rank uses."""
 
     name: str
     reason: str
@@ -73,12 +63,10 @@ class DeviceChoice:
 
 
 def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
-    """Decides what `run.device` means on a machine. Every rank has its own GPU, or all compute on the CPU.
-    Raises UserError if GPUs are wanted or present, but not one for every rank: nothing falls back in silence.
+    """Resolves `run.device`: "auto", "cpu" or "cuda". Raises UserError if GPUs are wanted or present, but not
+    one for every rank: nothing falls back in silence.
 
-    wanted: "auto", "cpu" or "cuda".
-    num_ranks: ranks of this machine.
-    num_gpus: GPUs of this machine.
+    num_ranks, num_gpus: of this machine.
     """
     if wanted == "cpu":
         return DeviceChoice("cpu", "run.device is cpu")
@@ -96,11 +84,10 @@ def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The ranks of an attempt that have met on a store, before they form a process group.
+    """The ranks of an attempt have met on a store, and have no process group yet.
 
-    number: the attempt's number, from 1.
-    store: the attempt's part of the store.
-    watch: of the thread that ends this process once another attempt begins.
+    number: the attempt's, from 1.
+    store: the attempt's part.
     """
 
     place: Place
@@ -114,7 +101,6 @@ class Rendezvous:
 
 
 def meet_ranks(place: Place, timeout_seconds: float) -> Rendezvous:
-    """Waits for all ranks. Raises UserError if some do not come in time."""
     if place.world_size == 1:
         return Rendezvous(place, 1, dist.HashStore(), Watch())
     store = open_store(place, timeout_seconds)
@@ -128,12 +114,10 @@ def init_process_group_from_env(
     met: Rendezvous | None = None,
     group_of_one: bool = False,
 ) -> World:
-    """Joins the ranks that the environment names (place.py). If it names none, this process is a world of one
-    without a process group. gloo serves tensors on the CPU, NCCL those on a GPU; with a GPU both are set up,
-    and objects travel over gloo.
+    """Joins the ranks that the environment names (place.py); without any, a world of one without a process
+    group. With a GPU both gloo and NCCL are set up, and objects travel over gloo.
 
-    met: the ranks, if they have met already.
-    group_of_one: whether a process that is alone gets a group, which FSDP needs.
+    group_of_one: gives a process that is alone a group, which FSDP needs.
     """
     place = (find_place() or Place(0, 1)) if met is None else met.place
     device = _device_of(place, torch.device(device))
@@ -159,7 +143,7 @@ def _backend(device: torch.device) -> str:
 
 
 def _device_of(place: Place, device: torch.device) -> torch.device:
-    """A GPU becomes the current one. Raises UserError if the machine has none for the rank."""
+    """Raises UserError if the machine has no GPU for the rank."""
     if device.type != "cuda":
         return device
     index, found = 0 if place.has_own_gpu else place.local_rank, torch.cuda.device_count()
@@ -173,9 +157,8 @@ def _device_of(place: Place, device: torch.device) -> torch.device:
 
 
 def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
-    """Returns the world of the default process group that somebody else has made, such as accelerate. It gets
-    its own group and its own part of the store. Without a process group this process is a world of one. A
-    collective."""
+    """The world of the caller's default process group (accelerate's, say), with a group and a part of the
+    store of its own. A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World(0, 1, 0, device, dist.HashStore(), None)
     group = dist.new_group(backend=_backend(device), timeout=timedelta(seconds=timeout_seconds))
@@ -188,9 +171,9 @@ def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SE
 
 
 def shutdown(world: World) -> None:
-    """Leaves the world, together with all other ranks. Drop models, optimizers and work queues first: objects
-    that refer to the group when the interpreter shuts down make gloo abort (in 30 % of runs without the
-    barrier and the collection)."""
+    """Call it on all ranks together. Drop models, optimizers and work queues first: objects that refer to the
+    group when the interpreter shuts down make gloo abort (in 30 % of runs without the barrier and the
+    collection)."""
     if world.group is None:
         return
     dist.barrier(world.group)
@@ -201,8 +184,7 @@ def shutdown(world: World) -> None:
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
-    """Returns every rank's value, in the order of ranks, on every rank. Values are pickled, so keep them
-    small."""
+    """Every rank's value, by rank. Values are pickled: keep them small."""
     if world.group is None:
         return [value]
     values: list[Any] = [None] * world.world_size
@@ -211,14 +193,12 @@ def gather_objects(world: World, value: Any) -> list[Any]:
 
 
 def any_rank(world: World, is_true: bool) -> bool:
-    """Returns on every rank whether it is true on any. Ranks see a signal at different times and must act on
-    it together."""
+    """Ranks see a signal at different times and must act on it together."""
     return any(gather_objects(world, is_true))
 
 
 def broadcast_json(world: World, value: Any) -> Any:
-    """Returns the leader's value on every rank; it travels as JSON. What follows from a file or a clock is
-    for one rank to decide."""
+    """The leader's value on every rank: for decisions by a file or a clock, which may differ by rank."""
     return value if world.group is None else json.loads(broadcast_bytes(world, json.dumps(value).encode()))
 
 
@@ -236,7 +216,6 @@ def broadcast_bytes(world: World, data: bytes) -> bytes:
 
 
 def refuse_together(world: World, mistake: str | None) -> None:
-    """Raises UserError on all ranks if any has found a mistake: the first one's, with its rank and host."""
     for rank, (message, host) in enumerate(gather_objects(world, (mistake, socket.gethostname()))):
         if message is not None:
             raise UserError(f"rank {rank} on {host}: {message}" if world.group is not None else message)
@@ -244,13 +223,12 @@ def refuse_together(world: World, mistake: str | None) -> None:
 
 def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> float:
     """Replaces each tensor by sum(weight × tensor) / sum(weight) over the ranks, in place. Returns the total
-    weight.
+    weight; at 0 nothing changes.
 
-    With a total of 0 nothing changes. A rank of weight 0 contributes nothing, not even its NaNs. A rank that
-    has all the weight passes its tensors on bit for bit, because weights are normalized first. The tensors
-    travel as one flat bucket on the first one's device, in float64 if any is float64 and in float32
-    otherwise. Shapes and order must agree over the ranks. Tensors may lie on several devices (AdamW counts
-    its steps on the CPU).
+    A rank of weight 0 contributes nothing, not even its NaNs. A rank that has all the weight passes its
+    tensors on bit for bit, because weights are normalized first. The tensors travel as one flat bucket, in
+    float64 if any is float64, else in float32. They may lie on several devices (AdamW counts its steps on the
+    CPU).
     """
     assert weight >= 0, f"weight {weight}"
     assert all(tensor.is_floating_point() for tensor in tensors), "not all tensors are floating-point"

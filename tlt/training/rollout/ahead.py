@@ -5,8 +5,7 @@ own noise.
                                                                                                │ to all ranks
     step s + 1: its policy draws each token, from drafts that are nearly always right ◀─ references ◀─┘
 
-Tomorrow's noise takes no part in today's update, so nothing is biased: a reference changes the speed
-alone.
+Tomorrow's noise takes no part in today's update, so nothing is biased: a reference changes the speed alone.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from tlt.training.rollout.protocol import Ahead, Found
 
 
 class AheadOfPolicy(Ahead):
-    """Generates responses of later steps. One per phase and rank.
+    """One per phase and rank.
 
-    requests: those of the next step first, then those of the steps after it.
     past: requests of the current step; their references are dropped at its end.
-    lengths: latest response length by problem, in tokens: the longest begin first.
+    lengths: by problem, in tokens: the longest begin first.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class AheadOfPolicy(Ahead):
         self.found: dict[NoiseKey, Found] = {}
         self._begun: set[int] = set()
         self._done: list[int] = []
-        self._own: deque[Request] = deque()  # begun here, and stopped
+        self._own: deque[Request] = deque()  # stopped, to be continued
         num_next = sum(request.policy_step == by_step[0].policy_step for request in requests)
         self._lot = -(-num_next // (2 * num_replicas))
         self._max_running = num_next  # a larger batch brings more tokens, but slows each long response
@@ -66,7 +64,7 @@ class AheadOfPolicy(Ahead):
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
         stats = self.engine.stats
-        self.engine.stats = EngineStats()  # the phase's statistics count its own work only
+        self.engine.stats = EngineStats()  # the phase counts its own work only
         try:
             while not should_stop():
                 if self.requests and (room := self._room()) > 0:
@@ -98,23 +96,19 @@ class AheadOfPolicy(Ahead):
             self.references.drop(key)
 
     def _is_known(self, request: Request) -> bool:
-        """Returns whether an earlier policy has finished the response: that reference is nearly as good as a
-        new one."""
+        """A finished reference by an earlier policy is nearly as good as a new one."""
         known = self.references.get(request.noise_key)
         return known is not None and known.is_whole
 
     def _room(self) -> int:
-        """Returns how many requests can be added now."""
         return min(self.engine.room, self._max_running - len(self.engine.running) - self.engine.num_waiting)
 
     def _expected(self, request: Request, lengths: Mapping[str, float]) -> float:
-        """Returns the expected length of a response in tokens, at least that of its reference."""
         known = self.references.get(request.noise_key)
         return max(lengths.get(request.problem_id, 0.0), 0.0 if known is None else len(known.token_ids))
 
     def _next(self, room: int) -> list[Request]:
-        """Returns up to `room` requests: first those that this replica has begun, then those that nobody has,
-        then those that others have begun and not finished."""
+        """This replica's stopped requests, then new ones, then unfinished ones of other replicas."""
         taken = [self._own.popleft() for _ in range(min(room, len(self._own)))]
         room -= len(taken)
         assert self._queue is not None, "begin comes first"
@@ -124,7 +118,7 @@ class AheadOfPolicy(Ahead):
             taken += self._begin(numbers)
         elif room and self.engine.is_idle and not taken and self._has_left:
             left = set(range(len(self.requests))) - self._begun - self._queue.done()
-            self._has_left = bool(left)  # there will be no more
+            self._has_left = bool(left)
             taken += self._begin(sorted(left)[: min(room, self._lot)])
         return taken
 
@@ -139,7 +133,6 @@ class AheadOfPolicy(Ahead):
         self._done.append(number)
 
     def _stop(self) -> None:
-        """Withdraws everything from the engine, and keeps unfinished responses as far as they have come."""
         unfinished = self.engine.withdraw(range(len(self.engine.running)))
         self._own.extend(unfinished)
         self._own.extend(self.engine.withdraw_waiting(self.engine.num_waiting))

@@ -17,8 +17,6 @@ from tlt.training.ranks.store import ABSENT, read_now
 
 
 class AheadQueue:
-    """One replica's view of the queue. store: the phase's store."""
-
     def __init__(self, store: Store) -> None:
         self.store = store
         self._done: set[int] = set()
@@ -26,20 +24,18 @@ class AheadQueue:
         self._num_read = 0
 
     def take(self, num: int) -> range:
-        """Returns the next `num` numbers, which no other replica gets."""
+        """The next `num` numbers, which no other replica gets."""
         end = self.store.add("ahead", num)
         return range(end - num, end)
 
     def note_done(self, numbers: Iterable[int]) -> None:
-        """Tells the other replicas what this one has done so far."""
         if new := set(numbers) - self._told:
             self._told |= new
             note = self.store.add("ahead/notes", 1) - 1
             self.store.set(f"ahead/note/{note}", ",".join(map(str, sorted(new))))
 
     def done(self) -> set[int]:
-        """Returns the requests that all replicas have done. A note that is still being written is read the
-        next time."""
+        """A note that is still being written is read the next time."""
         for index in range(self._num_read, self.store.add("ahead/notes", 0)):
             if (note := read_now(self.store, f"ahead/note/{index}")) == ABSENT:
                 break
@@ -48,6 +44,5 @@ class AheadQueue:
         return self._done
 
     def keys(self) -> list[str]:
-        """Returns all keys that may exist."""
         notes = range(self.store.add("ahead/notes", 0))
         return ["ahead", "ahead/notes", *(f"ahead/note/{note}" for note in notes)]

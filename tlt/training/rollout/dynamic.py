@@ -1,12 +1,9 @@
-"""Dynamic sampling: keeps groups whose rewards differ, and samples others in place of the rest (DAPO, arXiv
-2503.14476, section 3.2, equation 11). Pure functions.
+"""Dynamic sampling: replaces groups whose rewards are all equal (DAPO, arXiv 2503.14476, section 3.2,
+equation 11). Pure functions.
 
     round 0   the step's problems ──────▶ groups ─▶ enough with different rewards?  ─ yes ─▶ update
                                             ▲              │ no
     round r   other problems of the epoch ──┘◀─────────────┘       after the last round others fill up
-
-The draws depend on the seed, the step and the rewards so far. Each response of a step has its own key:
-another problem, or the next sample indices of a problem that is drawn again.
 """
 
 from __future__ import annotations
@@ -21,13 +18,12 @@ from tlt.base.types import Problem, Purpose, Request, Reward, Rollout, SamplingP
 
 @dataclass(frozen=True)
 class Draw:
-    """Asks for a group of responses to a problem, from sample index `first_sample` on."""
+    """Asks for a group of responses, from sample index `first_sample` on."""
 
     problem: Problem
     first_sample: int = 0
 
     def requests(self, num: int, params: SamplingParams, purpose: Purpose, step: int) -> list[Request]:
-        """Returns the group's requests."""
         problem_id, prompt_ids = self.problem.problem_id, self.problem.prompt_ids
         samples = range(self.first_sample, self.first_sample + num)
         return [Request(problem_id, sample, prompt_ids, params, purpose, step) for sample in samples]
@@ -47,12 +43,11 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards differ, so that the group has a gradient."""
+        """Whether the rewards differ: the group has a gradient."""
         return len({reward.value for reward in self.rewards if reward.is_scored}) > 1
 
 
 def flatten(groups: Sequence[Group]) -> tuple[list[Rollout], list[Reward]]:
-    """Returns the responses of all groups, and their rewards."""
     return [r for group in groups for r in group.rollouts], [r for group in groups for r in group.rewards]
 
 
@@ -61,9 +56,8 @@ class DynamicSampling:
     """The rule of one step.
 
     num_groups: groups in the update.
-    num_samples: responses in each.
     max_resamples: most rounds after the first.
-    spare: problems to draw from next, in this order.
+    spare: problems to draw next, in this order.
     """
 
     num_groups: int
@@ -72,9 +66,8 @@ class DynamicSampling:
     spare: Sequence[Problem]
 
     def next_draws(self, groups: Sequence[Group], num_rounds: int) -> list[Draw]:
-        """Returns the next round's draws, given all groups of `num_rounds` rounds: one for each missing
-        group, of a new problem, or of the least drawn ones when no new problem is left. Empty when the step
-        is complete."""
+        """For each missing group a new problem, else the least drawn problem without signal. Empty when the
+        step is complete."""
         num_missing = self.num_groups - sum(group.has_signal for group in groups)
         if num_rounds > self.max_resamples:
             return []
@@ -89,8 +82,7 @@ class DynamicSampling:
         return list(islice(chain(fresh, again), num_missing))
 
     def select(self, groups: Sequence[Group]) -> list[Group]:
-        """Returns `num_groups` groups for the update, one for each problem: those with a signal first, then
-        in the order drawn."""
+        """One group for each problem: groups with a signal first, then in the order drawn."""
         chosen: dict[str, Group] = {}
         for group in sorted(groups, key=lambda group: not group.has_signal):
             chosen.setdefault(group.problem_id, group)

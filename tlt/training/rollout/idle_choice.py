@@ -6,8 +6,7 @@ a rank spends on a use.
     worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained
                    - cost(train) - publication seconds / seconds trained
 
-slowdown.py estimates the costs. Everything is measured, phase by phase. A worthless use is still tried now
-and then, because its worth may change.
+A worthless use is still tried now and then, because its worth may change.
 """
 
 from __future__ import annotations
@@ -21,30 +20,26 @@ from tlt.base.records import IdleUse
 from tlt.training.rollout.slowdown import Slowdown, SlowdownSums
 
 REST_SECONDS = 0.2
-"""Length of a rest: some tens of engine steps of a small model, a few of a large one."""
+"""Some tens of engine steps of a small model, a few of a large one."""
 TRIAL_EVERY = 8
-"""Of this many phases the first is a trial: it does worthless uses too, and the most valuable use last."""
+"""The first of this many phases is a trial: worthless uses run too, and the most valuable use comes last."""
 TRAINING_HORIZON = 10
-"""Most steps for which a step's training of the drafter counts: the policy moves on, and an untrained
-drafter falls behind by about as much as a step's training makes up."""
+"""Most steps that profit from one step's training of the drafter, because the policy moves on."""
 
 _FADE = 0.8
-"""The weight of older phases, per phase."""
 _RESTS = ((0.05, 1 / 4), (0.025, 1 / 8), (0.0, 1 / 32))
-"""(standard deviation, share of idle time to rest): the first that the least known cost reaches counts."""
+"""(standard deviation, share of idle time to rest): the first row that the most uncertain cost reaches
+counts."""
 _PRIOR_WON, _PRIOR_TOKENS = 0.3, 500.0
-"""Prior for generating ahead: seconds won per second with one busy rank, and tokens that it counts for."""
+"""Prior for generating ahead: seconds won per second with one busy rank, and its weight in tokens."""
 _PRIOR_TRAINING, _PRIOR_CHECKS = 0.1, 2.0
-"""Prior for training the drafter: seconds won per second, and measurements that it counts for."""
+"""Prior for training the drafter: seconds won per second, and its weight in measurements."""
 
 
 @dataclass(frozen=True)
 class IdlePlan:
-    """What idle ranks do in a phase.
-
-    order: the uses, the first that has something to do goes first.
-    rest: share of idle time to rest, which measures the costs.
-    offset: where a phase begins in its first turn of work and rest, as a share of the turn.
+    """rest: share of idle time to rest, which measures the costs.
+    offset: the phase's begin within its first turn of work and rest, as a share of the turn.
     """
 
     order: tuple[IdleUse, ...] = (IdleUse.AHEAD, IdleUse.TRAIN)
@@ -52,7 +47,6 @@ class IdlePlan:
     offset: float = 0.0
 
     def rests(self, idle_seconds: float) -> bool:
-        """Returns whether a rank rests after `idle_seconds` of idle time in the phase."""
         if not self.rest:
             return False
         turn = REST_SECONDS / self.rest
@@ -61,18 +55,13 @@ class IdlePlan:
 
 @dataclass(frozen=True)
 class IdleFacts:
-    """A phase's idle time, and what earlier idle time brought, summed over ranks.
+    """Sums over ranks.
 
-    ahead_tokens: tokens generated ahead.
-    ahead_seconds: rank-seconds of generating ahead.
+    ahead_seconds, train_seconds: rank-seconds.
     offered_tokens: tokens that earlier phases generated ahead for this step.
     won_seconds: rank-seconds saved by references (EngineStats); None: no tuner predicts the alternative.
-    rollout_seconds: seconds of the phase.
     busy_ranks: rank-seconds at work / rollout_seconds.
-    train_seconds: rank-seconds of drafter training.
-    publish_seconds: seconds to publish the drafter.
     acceptance_before: the drafter's acceptance without this training; NaN: not measured.
-    acceptance: the same with it.
     steps_left: further policy steps of the run.
     """
 
@@ -90,8 +79,8 @@ class IdleFacts:
 
     @property
     def training_gain(self) -> float | None:
-        """A lower bound of the seconds won by a second of training; None: not measured. A verification of one
-        drafted token brings 1 + acceptance tokens; longer drafts gain more."""
+        """Seconds won by a second of training; None: not measured. A lower bound: a verification of one
+        drafted token brings 1 + acceptance tokens, and longer drafts gain more."""
         if not self.train_seconds or math.isnan(self.acceptance_before):
             return None
         change = (self.acceptance - self.acceptance_before) / (1 + self.acceptance)
@@ -105,7 +94,7 @@ class IdleFacts:
 
 @dataclass
 class _Sums:
-    """Sums over phases; older ones fade whenever a phase adds something."""
+    """Older phases fade whenever a value is added."""
 
     ahead_tokens: float = 0.0
     ahead_seconds: float = 0.0
@@ -125,10 +114,8 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Worth:
-    """The seconds by which a rank's second at a use makes a step shorter (gain) and longer (cost).
-
-    deviation: standard deviation of the cost.
-    """
+    """Seconds by which a step gets shorter (gain) and longer (cost) for each second that a rank spends on a
+    use."""
 
     gain: float
     cost: float
@@ -141,11 +128,9 @@ class Worth:
 
 
 class IdleChoice:
-    """The policy for idle ranks: decides how they spend their time.
-
-    uses: the available uses, in the order without comparison.
-    compares: whether the most valuable use comes first. If not, ranks generate ahead whatever it is worth.
-    has_neighbours: whether any machine has several ranks, so that one may slow another.
+    """uses: in the order without comparison.
+    compares: the most valuable use comes first. If not, ranks generate ahead whatever it is worth.
+    has_neighbours: any machine has several ranks, which may slow each other.
     """
 
     def __init__(self, uses: Sequence[IdleUse], compares: bool, has_neighbours: bool) -> None:
@@ -154,7 +139,6 @@ class IdleChoice:
         self._sums = _Sums()
 
     def observe(self, facts: IdleFacts, slowdown: SlowdownSums) -> None:
-        """Learns from a phase."""
         self.slowdown.observe(slowdown)
         s = self._sums
         s.add(
@@ -171,7 +155,6 @@ class IdleChoice:
             s.add(training_gain=gain, checks=1)
 
     def worth(self) -> dict[IdleUse, Worth]:
-        """Returns the worth of every use, as far as it is known."""
         costs, s = self.slowdown.costs(), self._sums
         publication = s.publish_seconds / s.train_seconds if s.train_seconds else 0.0
         training = (s.training_gain + _PRIOR_TRAINING * _PRIOR_CHECKS) / (s.checks + _PRIOR_CHECKS)
@@ -190,7 +173,6 @@ class IdleChoice:
         return won / busy_ranks
 
     def plan(self, step: int) -> IdlePlan:
-        """Returns the plan of a policy step."""
         worth, is_trial = self.worth(), step % TRIAL_EVERY == 0
         order = list(self.uses)
         if self.compares:
@@ -207,10 +189,8 @@ class IdleChoice:
         return IdlePlan(tuple(order), rest, (step * 0.618) % 1.0)
 
     def counters(self) -> dict[str, Any]:
-        """Returns the state, as JSON."""
         return {"sums": asdict(self._sums), "slowdown": self.slowdown.counters()}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Restores the state of `counters`."""
         self._sums = _Sums(**counters["sums"])
         self.slowdown.restore(counters["slowdown"])

@@ -1,8 +1,7 @@
-"""The idle time of a rank in a phase. It goes to the first use of the plan (idle_choice.py) that has
-something to do; rests in between measure how much that slows other ranks.
+"""The idle time of a rank in a phase, spent by the plan of idle_choice.py.
 
-    idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do     at any time: real work, or the end
-              └─── rest for a moment, now and then ───┘
+idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do     at any time: real work, or the end
+          └─── rest for a moment, now and then ───┘
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from tlt.training.rollout.protocol import NO_AHEAD, Ahead, DrafterTraining
 from tlt.training.rollout.result import PhaseResult
 
 _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
-"""The timeline's name for each use. The trainer records its own spans, one per micro-step."""
+"""The trainer records its own spans, one per micro-step."""
 
 
 @dataclass(frozen=True)
 class IdleWork:
-    """The work for a phase's idle time besides drafter training, and the order of both."""
-
     ahead: Ahead = NO_AHEAD
     plan: IdlePlan = field(default_factory=IdlePlan)
 
@@ -34,23 +31,15 @@ class IdleWork:
 def build_idle_choice(
     world: World, machine: str, ahead: bool, trains: bool, compares: bool = False
 ) -> IdleChoice:
-    """Builds the IdleChoice, the policy for idle ranks. A collective.
-
-    machine: this rank's machine.
-    ahead: whether responses are generated ahead.
-    trains: whether the drafter is trained.
-    compares: whether the one that is worth more comes first.
-    """
+    """A collective. machine: this rank's machine."""
     machines = gather_objects(world, machine)
     uses = [use for use, is_there in {IdleUse.AHEAD: ahead, IdleUse.TRAIN: trains}.items() if is_there]
     return IdleChoice(uses, compares, has_neighbours=len(set(machines)) < len(machines))
 
 
 class IdleTime:
-    """One rank's idle time in a phase.
-
-    has_better_to_do: returns whether to stop.
-    rest: waits for a moment between two such questions.
+    """has_better_to_do: polled during work.
+    rest: waits for a moment between two polls.
     """
 
     def __init__(
@@ -70,14 +59,13 @@ class IdleTime:
 
     @property
     def ahead_report(self) -> AheadReport:
-        """The account of generating ahead so far, its rests excluded."""
         return replace(
             self._ahead_report, seconds=sum(s.end - s.start for s in self.stretches if s.use is IdleUse.AHEAD)
         )
 
     def spend(self) -> None:
-        """Does the first work of the plan that has something to do, until there is better; rests if nothing
-        has. The rank counts as idle from the first call until `leave`."""
+        """Does the first use of the plan that has something to do, until there is real work; rests if none
+        has. Idle time lasts from the first call until `leave`."""
         self._turn_to(IdleUse.REST)
         if not (self._is_time_to_rest() or any(self._do(use) for use in self.plan.order)):
             self.rest()
@@ -85,7 +73,6 @@ class IdleTime:
             self._rest()
 
     def leave(self) -> None:
-        """Ends the idle time."""
         self._turn_to(None)
 
     def _do(self, use: IdleUse) -> bool:
@@ -138,8 +125,7 @@ class IdleTime:
 
 
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
-    """Returns a phase's idle time in numbers. num_offered: tokens that had been generated ahead for this
-    phase."""
+    """num_offered: tokens that were generated ahead for this phase."""
     stats, check, seconds = phase.stats, phase.check or DrafterCheck(), phase.seconds
     is_won_known = any(s.predicted_seconds for s in stats.by_strategy.values())
     return IdleFacts(

@@ -41,15 +41,14 @@ NO_WORK = IdleWork()
 
 
 class StopRequested(Exception):
-    """The user asked the run to stop. The journal keeps what was generated; without a journal the law redraws
-    the same tokens."""
+    """The journal keeps the tokens so far; without a journal the law redraws the same tokens."""
 
 
 class RolloutPhase:
-    """Generates and scores the responses to problems, together with the other ranks. One per run and rank.
+    """One per run and rank.
 
     migrates: whether an idle replica takes over running responses of a busy one.
-    tell: receives the progress of the phase; None on all ranks but the leader.
+    tell: None on all ranks but the leader.
     """
 
     def __init__(
@@ -78,13 +77,8 @@ class RolloutPhase:
         sampling: DynamicSampling | None = None,
         idle_work: IdleWork = NO_WORK,
     ) -> PhaseResult:
-        """Generates and scores `num_samples` responses to each problem. Every rank passes the same arguments
-        and gets the same result. Raises StopRequested on all ranks when one of them was asked to stop.
-
-        training: trains and measures the drafter during the phase; does nothing by default.
-        sampling: dynamic sampling, which may ask for further rounds; None: one round.
-        idle_work: further work for idle time.
-        """
+        """Every rank passes the same arguments and gets the same result. Raises StopRequested on all ranks
+        when one of them was asked to stop."""
         name = f"{purpose} {step}"
         self._begin(training)
         groups: list[Group] = []
@@ -109,11 +103,8 @@ class RolloutPhase:
         training: DrafterTraining = NO_TRAINING,
         idle_work: IdleWork = NO_WORK,
     ) -> PhaseResult:
-        """Generates and scores given requests in one round: for each problem at least one, with consecutive
-        sample indices.
-
-        name: a name that no other phase of the run has.
-        """
+        """One round of given requests: for each problem at least one, with consecutive sample indices. name:
+        unique among the run's phases."""
         self._begin(training)
         draws = [
             Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)
@@ -135,7 +126,6 @@ class RolloutPhase:
         training: DrafterTraining,
         sampling: DynamicSampling | None = None,
     ) -> PhaseResult:
-        """Ends the phase and returns its result."""
         self.engine.release()  # the policy update wants the memory
         rollouts, rewards = in_order(*flatten(groups))
         replicas = combine(rounds)
@@ -165,8 +155,8 @@ class RolloutPhase:
         training: DrafterTraining,
         idle_work: IdleWork,
     ) -> tuple[list[Group], list[ReplicaReport]]:
-        """Generates and scores one round: `requests[i]` answer `draws[i]`. Returns (a group for each draw, a
-        report for each replica), the same on all ranks."""
+        """`requests[i]` answer `draws[i]`. Returns (a group for each draw, a report for each replica), the
+        same on all ranks."""
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.queue.begin(name, len(recalled.requests))
@@ -194,7 +184,7 @@ class RolloutPhase:
                 divided = gather_objects(self.world, ended.divided)
             ended.settle(divided, self.world.rank)
         with self.timeline.span(SpanName.SCORE):
-            ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
+            ended.drain(0.9 * self.world.timeout_seconds)  # before the others time out
         replica = ReplicaReport(
             start,
             last_token,
@@ -225,8 +215,6 @@ class RolloutPhase:
         return groups, [*reports]
 
     def _measure_slowdown(self, steps: Sequence[TimedStep], replicas: Sequence[ReplicaReport]) -> None:
-        """Measures how much this replica's engine steps slow down while idle replicas of the same machine
-        work."""
         epoch, rank = self.timeline.epoch, self.world.rank
         if any(stretch.use is not IdleUse.REST for replica in replicas for stretch in replica.idle):
             beside = [
@@ -238,8 +226,7 @@ class RolloutPhase:
     def generate(
         self, work: ReplicaWork, ended: FinishedResponses, idle_time: IdleTime
     ) -> tuple[float, list[TimedStep]]:
-        """Runs this replica until the whole round is done, without a collective. Returns (time of the last
-        token, engine steps)."""
+        """Without a collective. Returns (time of the last token, engine steps)."""
         last_token = self.timeline.clock()
         steps: list[TimedStep] = []
         looks_for_units = True
@@ -263,8 +250,7 @@ class RolloutPhase:
                 self.receivers.journal.note_running(self.engine.running)
                 self.queue.heartbeat()
                 if self.migrates and (num_offers := self.queue.num_offers()):
-                    # Offers mean that the queue ran empty. Do not look there: `share` adds a unit, and that
-                    # one is the helper's.
+                    # Offers mean an empty queue. Do not look there: `share` adds a unit for the helper.
                     looks_for_units = False
                     work.share(self.engine, num_offers)
             elif self._has_better_to_do():
@@ -278,14 +264,12 @@ class RolloutPhase:
         return last_token, steps
 
     def build_idle_time(self, idle_work: IdleWork, training: DrafterTraining) -> IdleTime:
-        """Builds the IdleTime in which this replica works while it has no units."""
         return IdleTime(idle_work, training, self._has_better_to_do, self.queue.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
-        """Returns how many units could start now; at least one when nothing runs."""
+        """Units; at least one when nothing runs."""
         return max(self.engine.room // num_samples, int(self.engine.is_idle))
 
     def _has_better_to_do(self) -> bool:
-        """Returns whether an idle replica should return to the queue. Until then it offers its help to busy
-        ones."""
+        """Offers help to busy replicas until True."""
         return self.should_stop() or self.queue.has_news(offers_help=self.migrates)

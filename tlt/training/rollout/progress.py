@@ -1,4 +1,4 @@
-"""Watches a phase on the leader: reads once a second what the replicas tell with their heartbeats."""
+"""Watches a phase on the leader: reads the progress in the replicas' heartbeats once a second."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 
 WATCH_SECONDS = 1.0
 NUM_RECENT = 10
-"""Looks over which the speed is taken."""
+"""Readings over which the speed is taken."""
 _DOING = {IdleUse.AHEAD: Doing.AHEAD, IdleUse.TRAIN: Doing.TRAIN, IdleUse.REST: Doing.REST}
 
 Tell = Callable[[PhaseProgress | None], None]
-"""Receives the progress now and then, from another thread; None: the phase has ended."""
+"""Called from another thread; None: the phase has ended."""
 
 
 def progress_of(
     engine: RolloutBackend, stats: EngineStats, work: ReplicaWork, ended: FinishedResponses, idle: IdleTime
 ) -> ReplicaProgress:
-    """Returns this replica's progress. stats: the phase's own, which the engine lends to other work."""
+    """stats: the phase's own; the engine's may belong to generation ahead."""
     if idle.use is not None:
         doing, longest = _DOING[idle.use], 0
     else:
@@ -39,7 +39,7 @@ def progress_of(
 
 @contextmanager
 def watching(life: Heartbeats, num_responses: int, tell: Tell | None) -> Iterator[None]:
-    """Tells the progress of the phase while the body runs. tell: None on all ranks but the leader."""
+    """tell: None on all ranks but the leader."""
     if tell is None:
         yield
         return
@@ -58,7 +58,7 @@ def watching(life: Heartbeats, num_responses: int, tell: Tell | None) -> Iterato
 
 def _watch(life: Heartbeats, num_responses: int, tell: Tell, is_over: threading.Event) -> None:
     recent = deque[tuple[float, int]](maxlen=NUM_RECENT)
-    with suppress(RuntimeError):  # the store is gone: the phase's own next question deals with that
+    with suppress(RuntimeError):  # the store is gone: the phase itself reports it
         while not is_over.wait(WATCH_SECONDS):
             replicas = [ReplicaProgress.decode(text) for text in life.told()]
             recent.append((time.monotonic(), sum(replica.tokens for replica in replicas)))
@@ -67,6 +67,5 @@ def _watch(life: Heartbeats, num_responses: int, tell: Tell, is_over: threading.
 
 
 def _speed(recent: deque[tuple[float, int]]) -> float | None:
-    """Returns tokens per second from the first to the last look."""
     (begin, before), (end, now) = recent[0], recent[-1]
     return (now - before) / (end - begin) if end > begin else None

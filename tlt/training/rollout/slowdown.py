@@ -1,5 +1,4 @@
-"""How much slower ranks decode while idle ranks of the same machine do some work: a regression over engine
-steps.
+"""The slowdown of decoding ranks by idle ranks' work on the same machine: a regression over engine steps.
 
     log seconds(step) = level(strategy, batch size, idle ranks) + Σ_use cost(use) · ranks at this use then
 
@@ -25,20 +24,19 @@ USES = (IdleUse.AHEAD, IdleUse.TRAIN)
 _PRIOR = 0.2
 """Prior standard deviation of a cost: an idle neighbour hardly makes a step longer by more than half."""
 _NOISE, _NOISE_STEPS = 0.25, 20.0
-"""Prior standard deviation of a step's log seconds about its level, and steps that it counts for."""
+"""Prior standard deviation of a step's log seconds about its level, and its weight in steps."""
 _MEMORY = 4000.0
-"""Steps that an estimate remembers, because work and batches change."""
+"""Steps that an estimate remembers: work and batches change."""
 _LIMIT = 0.7
-"""Largest distance of a step's log seconds from its level; larger ones are clipped. Causes are allocations
-and other processes."""
+"""Clips a step's distance from its level, in log seconds: allocations and other processes cause larger
+ones."""
 _SLACK = 0.01
-"""A step counts if the number of idle neighbours was constant during it, except for this share of the
-step."""
+"""A step counts if the number of idle neighbours changed for at most this share of it."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated share by which a step takes longer, with its standard deviation."""
+    """The share by which a step takes longer, with its standard deviation."""
 
     mean: float = 0.0
     deviation: float = _PRIOR
@@ -49,21 +47,16 @@ class SlowdownSums:
     """The sums of one regression; x: shares of the uses, y: log seconds, both about their level's mean."""
 
     xx_UU: _Array
-    """Sums of products of x."""
     xy_U: _Array
-    """Sums of products of x and y."""
     yy: float
-    """Sum of squares of y."""
     num_steps: float
     """Engine steps, less one per level."""
 
     @classmethod
     def zero(cls) -> SlowdownSums:
-        """Returns the sums over no step."""
         return cls(np.zeros((len(USES), len(USES))), np.zeros(len(USES)), 0.0, 0.0)
 
     def plus(self, other: SlowdownSums, fade: float = 1.0) -> SlowdownSums:
-        """Returns both as one, this one weighted by `fade`."""
         return SlowdownSums(
             fade * self.xx_UU + other.xx_UU,
             fade * self.xy_U + other.xy_U,
@@ -73,17 +66,14 @@ class SlowdownSums:
 
 
 class Slowdown:
-    """Estimates how much each use of idle time slows busy ranks of the same machine."""
-
     def __init__(self) -> None:
         self.sums = SlowdownSums.zero()
 
     def observe(self, sums: SlowdownSums) -> None:
-        """Adds a phase's sums; older ones fade."""
         self.sums = self.sums.plus(sums, math.exp(-sums.num_steps / _MEMORY))
 
     def costs(self) -> dict[IdleUse, Cost]:
-        """Returns the posterior of a linear regression whose prior is a cost of 0."""
+        """Posterior of a linear regression whose prior is a cost of 0."""
         s = self.sums
         unexplained = max(s.yy - float(s.xy_U @ np.linalg.solve(s.xx_UU + np.eye(len(USES)), s.xy_U)), 0.0)
         variance = (unexplained + _NOISE_STEPS * _NOISE**2) / (s.num_steps + _NOISE_STEPS)
@@ -96,21 +86,17 @@ class Slowdown:
         }
 
     def counters(self) -> dict[str, Any]:
-        """Returns the sums, as JSON."""
         s = self.sums
         return {"xx": s.xx_UU.tolist(), "xy": s.xy_U.tolist(), "yy": s.yy, "num_steps": s.num_steps}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Restores the state of `counters`."""
         xx_UU, xy_U = np.array(counters["xx"]), np.array(counters["xy"])
         self.sums = SlowdownSums(xx_UU, xy_U, counters["yy"], counters["num_steps"])
 
 
 def sums_of(steps: Sequence[TimedStep], neighbours: Sequence[Sequence[IdleStretch]]) -> SlowdownSums:
-    """Returns the sums over one rank's engine steps of a phase.
-
-    neighbours: idle stretches, rests included, of each other rank of the same machine, on the same clock.
-    """
+    """neighbours: idle stretches, rests included, of each other rank of the same machine, on the same
+    clock."""
     if not steps or not neighbours:
         return SlowdownSums.zero()
     starts_S, ends_S = np.array([s.start for s in steps]), np.array([s.end for s in steps])
@@ -131,14 +117,12 @@ def sums_of(steps: Sequence[TimedStep], neighbours: Sequence[Sequence[IdleStretc
 
 
 def _sums_of_level(x_MU: _Array, y_M: _Array) -> SlowdownSums:
-    """Returns the sums over the steps of one level."""
     x_MU, y_M = x_MU - x_MU.mean(0), np.clip(y_M - np.median(y_M), -_LIMIT, _LIMIT)
     y_M = y_M - y_M.mean()
     return SlowdownSums(x_MU.T @ x_MU, x_MU.T @ y_M, float(y_M @ y_M), len(y_M) - 1.0)
 
 
 def add_up(sums: Iterable[SlowdownSums]) -> SlowdownSums:
-    """Returns the sums of all ranks as one."""
     total = SlowdownSums.zero()
     for one in sums:
         total = total.plus(one)

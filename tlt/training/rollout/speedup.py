@@ -1,11 +1,7 @@
 """Measures the speedup of speculation: the same responses, generated with and without drafts.
 
-    with      ▕██████▏                    the same requests, noise and tokens in both; the order alternates
-    without   ▕██████████████▏            speedup = their ratio of tokens per second, prefills aside
-
-The responses are further samples of the step's problems: nobody has seen their tokens, so nothing is drafted
-from a response to the same noise. They are cut off after a few tokens, and are kept nowhere. What is measured
-is therefore a small batch without references, at the beginning of responses.
+with      ▕██████▏                    the same requests, noise and tokens in both; the order alternates
+without   ▕██████████████▏            speedup = their ratio of tokens per second, prefills aside
 """
 
 from __future__ import annotations
@@ -22,15 +18,15 @@ from tlt.engine.stats import EngineStats
 MAX_SHARE = 0.01
 """Share of the rollouts' seconds that measuring may take, prefills aside."""
 MIN_TOKENS = 64
-"""Fewest tokens of a response. With fewer left the tuner drafts less than in a rollout, so the speedup of a
-pair is too low (benchmarks/log.md)."""
+"""Fewest tokens of a response: in shorter ones the tuner drafts less than in a rollout, and the speedup is
+too low (benchmarks/log.md)."""
 
 
 def affordable_tokens(stats: EngineStats, seconds: float, speedup: float) -> int:
-    """Returns how many tokens of each response can be generated twice in MAX_SHARE of `seconds`.
+    """Tokens of each response that can be generated twice in MAX_SHARE of `seconds`.
 
     stats: of an engine that has generated as many responses at a time.
-    speedup: of the pair before; NaN: there is none, and the accept length, which it cannot exceed, stands in.
+    speedup: of the previous pair; NaN: none, and its upper bound, the accept length, stands in.
     """
     if not stats.sequence_seconds:
         return 0
@@ -43,10 +39,7 @@ def affordable_tokens(stats: EngineStats, seconds: float, speedup: float) -> int
 def pair_requests(
     problems: Sequence[Problem], params: SamplingParams, step: int, num: int, num_tokens: int
 ) -> list[Request]:
-    """Returns `num` requests of at most `num_tokens`, with noise that no other response of a run has.
-
-    step: of the policy; other steps ask for other problems first.
-    """
+    """Requests with noise that no other response of a run has. step: each begins with other problems."""
     params = replace(params, max_tokens=min(num_tokens, params.max_tokens))
     asked = [(problems[(step * num + i) % len(problems)], i) for i in range(num)]
     return [Request(p.problem_id, i, p.prompt_ids, params, "generate", step) for p, i in asked]
@@ -55,7 +48,7 @@ def pair_requests(
 def measure_pair(
     engine: RolloutBackend, requests: Sequence[Request], drafts_first: bool, clock: Callable[[], float]
 ) -> SpeedupPair:
-    """Generates the responses with and without drafts. The engine is idle, and remembers nothing of it."""
+    """The engine must be idle; its state is unchanged afterwards."""
     start, speed, tokens = clock(), {}, {}
     for drafts in (drafts_first, not drafts_first):
         with engine.aside(drafts) as stats:

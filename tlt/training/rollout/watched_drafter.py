@@ -8,8 +8,7 @@
                                                              does? ── no ─▶ RuntimeError
                                                               └─▶ acceptance, every `check_every` steps
 
-All ranks decide alike, because they decide by numbers gathered from all. A drafter with low acceptance stays
-in service: the tuner drafts less with it.
+A drafter with low acceptance stays in service: the tuner drafts less with it.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ from tlt.training.rollout.protocol import DrafterTraining
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run. All of them make the same calls, in the same order.
-
-    rank: this one's number.
-    gather: returns every rank's value, on every rank.
+    """gather: returns every rank's value, on every rank.
     average: see `Publisher`.
     """
 
@@ -52,12 +48,10 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RankState:
-    """The state of one rank's drafter training at the end of a step.
+    """One rank's drafter training at the end of a step.
 
-    failure: why it failed; empty: it did not.
-    version: of the drafter in its engine.
+    failure: empty: none.
     is_limited: whether it stopped at MAX_PASSES with idle time left.
-    num_tokens: tokens trained on.
     """
 
     failure: str
@@ -67,13 +61,9 @@ class RankState:
 
 
 class WatchedDrafter(DrafterTraining):
-    """A learned drafter that is measured and, with `spot`, trained.
-
-    copies: the copy that is trained and the engine's copy.
-    served: the engine's drafter around `copies.packed`.
-    spot: trains `copies.model` in idle time; None: it is not trained.
+    """spot: trains `copies.model` in idle time; None: the drafter is only measured.
     check_every: steps between two measurements of acceptance; the first step measures.
-    share: share of a phase's seconds for which the drafter is also trained at the phase's end.
+    share: extra training at the phase's end, as a share of the phase's seconds.
     """
 
     def __init__(
@@ -93,10 +83,10 @@ class WatchedDrafter(DrafterTraining):
         if self.choice is not None:
             self.choice.is_led = True
             self._train_what_is_proposed()
-        self._failure = ""  # of this rank's training in this step
-        self._is_limited = False  # this rank's training in this step stopped at MAX_PASSES
+        self._failure = ""  # this rank, this step
+        self._is_limited = False  # stopped at MAX_PASSES
         self._num_checks = 0
-        self._acceptance: float | None = None  # as measured last
+        self._acceptance: float | None = None
 
     @property
     def version(self) -> int:
@@ -121,7 +111,7 @@ class WatchedDrafter(DrafterTraining):
             self.spot.add(finished.rollout, finished.captured_TF)
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Trains as the base says. A number that is not finite ends the training of this step."""
+        """A non-finite number ends the training of this step."""
         if self.spot is None or self._failure:
             return DrafterReport()
         try:
@@ -133,8 +123,7 @@ class WatchedDrafter(DrafterTraining):
         return report
 
     def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck:
-        """Publishes and measures as the base says. RuntimeError where the drafter did not arrive in an
-        engine, or not the same on all ranks."""
+        """Raises RuntimeError if an engine did not receive the drafter, or ranks differ."""
         if self.share:
             end = time.perf_counter() + self.share * (time.perf_counter() - self._begun)
             num_tokens += self.train(lambda: time.perf_counter() >= end).num_tokens
@@ -168,8 +157,7 @@ class WatchedDrafter(DrafterTraining):
     def _publish_and_measure(
         self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float
     ) -> DrafterCheck:
-        """Publishes or undoes the step's training, and measures the drafter. If no rank trained, the
-        drafter is the one measured before, and nothing is read unless acceptance is due."""
+        """If no rank trained, the drafter is unchanged, and nothing is read unless acceptance is due."""
         is_due = self._num_checks % self.check_every == 0
         rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")  # differs by rank and by step
         self._num_checks += 1
@@ -184,7 +172,7 @@ class WatchedDrafter(DrafterTraining):
         if self.publisher is not None:
             before = measurement.accepted()
         if is_due:
-            begun = time.perf_counter()  # without training, the target would have read the sample, too
+            begun = time.perf_counter()  # the target reads the sample in any case
         is_published, training = self._publish_or_undo(states, num_tokens)
         tally = measurement.tally()
         if is_published:
@@ -194,8 +182,8 @@ class WatchedDrafter(DrafterTraining):
         return to_check(tallies, self.version, training)
 
     def _publish_or_undo(self, states: Sequence[RankState], num_tokens: int) -> tuple[bool, str]:
-        """Publishes the step's training; a failure on any rank undoes the training of all. Returns whether a
-        version was published, and `DrafterCheck.training`."""
+        """Publishes the step's training; a failure on any rank undoes it on all. Returns (whether a version
+        was published, `DrafterCheck.training`)."""
         if self.publisher is None:
             return False, "off"
         version = max(state.version for state in states)

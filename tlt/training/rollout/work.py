@@ -1,5 +1,5 @@
-"""One replica's work in a phase: takes units from the shared queue, hands running responses over to idle
-replicas, and passes finished ones to scorers, drafter and journal."""
+"""One replica's work in a phase: takes units, hands running responses to idle replicas, and passes finished
+ones to scorers, drafter and journal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from tlt.training.rollout.work_queue import WorkQueue
 
 
 class ReplicaWork:
-    """A replica's units of a phase. A unit is a group of requests, or unfinished responses of another
-    replica.
-
-    num_received: responses that other replicas handed over.
+    """num_received: responses that other replicas handed over.
     unit_size: requests of the largest group.
-    gap_seconds: time without work before the last token.
-    gap_training: seconds of drafter training up to the end of the latest gap.
+    gap_seconds, gap_training: see ReplicaReport.
     """
 
     def __init__(self, queue: WorkQueue, requests: Sequence[Sequence[Request]]) -> None:
@@ -38,7 +34,6 @@ class ReplicaWork:
         return {id_of(request): request for group in self.requests for request in group}
 
     def take(self, room: int) -> list[Request]:
-        """Takes up to `room` units and returns their requests; none when the queue is empty."""
         taken: list[Request] = []
         for unit in self.queue.take(room):
             if unit < len(self.requests):
@@ -50,14 +45,14 @@ class ReplicaWork:
         return taken
 
     def finish(self, response_id: ResponseId) -> None:
-        """Notes that a response has left this replica, finished or handed over."""
+        """Call it for a response that is finished or handed over."""
         unit = self.unit_of.pop(response_id)
         self.num_open[unit] -= 1
         if self.num_open[unit] == 0:
             self.queue.finish(unit)
 
     def share(self, engine: RolloutBackend, num_offers: int) -> None:
-        """Hands a helper its share of the waiting or running responses, if that is worth it."""
+        """Hands a helper its share of the responses, if worth the prefill."""
         num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
         slots = worth_migrating(
             [(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers
@@ -76,8 +71,7 @@ class ReplicaWork:
         return requests
 
     def _pack(self, request: Request) -> bytes:
-        """Encodes what another replica does not know yet; all know the phase's requests. JSON keeps floats
-        exactly."""
+        """Every replica knows the phase's requests. JSON keeps floats exactly."""
         so_far = request.token_ids, request.logprobs, request.drafts
         return json.dumps([*id_of(request), *so_far]).encode()
 
@@ -89,14 +83,7 @@ class ReplicaWork:
 
 
 class FinishedResponses:
-    """The finished responses of this replica in a round, and their rewards.
-
-    Where scorers score by group, a group whose responses all finish here is scored at once, and one that is
-    divided among the ranks after the round, by `settle`.
-
-    requests: the round's groups.
-    divided: finished responses whose groups are not complete here.
-    """
+    """divided: responses that wait for the rest of their group, which may finish on other ranks."""
 
     def __init__(
         self,
@@ -114,14 +101,13 @@ class FinishedResponses:
         self._group_of = {response_id: group for group in self._groups for response_id in group}
 
     def add(self, finished: Finished) -> None:
-        """Takes a response that has just finished, or that has no reward yet."""
         self.rollouts.append(finished.rollout)
         self._submit(finished.rollout)
         self.training.observe(finished)
 
     def recall(self, recalled: Recalled, rank: int, num_ranks: int) -> None:
-        """Takes this rank's part of the responses that an earlier attempt finished: whole groups. Where
-        scorers score by group, the rewards of a group count if all of it was scored."""
+        """This rank takes whole groups. Where scorers score by group, a group's rewards count only if
+        complete."""
         rollout_of = {id_of(rollout): rollout for rollout in recalled.rollouts}
         begun = [group for group in self._groups if any(one in rollout_of for one in group)]
         for group in begun[rank::num_ranks]:
@@ -136,10 +122,7 @@ class FinishedResponses:
                     self.training.observe(Finished(rollout))
 
     def settle(self, divided: Sequence[Mapping[ResponseId, Rollout]], rank: int) -> None:
-        """Scores the groups that are divided among the ranks, each on the rank with most of its responses.
-
-        divided: by rank; every rank passes the same.
-        """
+        """Scores the divided groups, each on the rank with most of its responses. divided: by rank."""
         holder_of = {response_id: holder for holder, held in enumerate(divided) for response_id in held}
         for group in self._groups:
             holders = Counter(holder_of[one] for one in group if one in holder_of)
@@ -150,7 +133,6 @@ class FinishedResponses:
         self.divided.clear()
 
     def _submit(self, rollout: Rollout) -> None:
-        """Hands a response to the scorers, and its group if that is complete now."""
         self.journal.note_finished(rollout)
         response_id, text = id_of(rollout), self.decode(rollout.token_ids)
         data = self._data_of[rollout.problem_id]
@@ -164,11 +146,9 @@ class FinishedResponses:
                     del self.divided[one]
 
     def collect(self) -> None:
-        """Takes the rewards that have arrived."""
         self._keep(self.scorers.collect())
 
     def drain(self, patience: float) -> None:
-        """Waits for the missing rewards."""
         self._keep(self.scorers.drain(patience))
 
     def _keep(self, rewards: Mapping[ResponseId, Reward]) -> None:
@@ -177,9 +157,8 @@ class FinishedResponses:
 
 
 def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
-    """Returns the slots of the responses to hand to one of `num_offers` idle replicas: an equal share of long
-    and short ones. A response stays if the helper would have to prefill more tokens than can still be
-    generated.
+    """The slots to hand to one of `num_offers` idle replicas: an equal share of long and short responses. A
+    response stays if its prefill would be longer than its rest.
 
     responses: by slot, (tokens in the cache, tokens that can still be generated).
     """

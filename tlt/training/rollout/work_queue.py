@@ -4,7 +4,7 @@
     replica 1   take(12) → [4..6]   finish …     take → [7,8]   finish   take → []  ░ trains the drafter ░
                      └──────────── one linear order: the order of adds to `next` ────────────┘
 
-Every phase has its own prefix (its number) under the given store, so phases never mix. Its keys:
+The keys of a phase, under its number:
 
     next      the phase's own units that were asked for; changes by add alone, so first takes never race. A
               number beyond the last unit means: none left
@@ -15,10 +15,7 @@ Every phase has its own prefix (its number) under the given store, so phases nev
     ahead…    see ahead_queue.py
     beat/R    see heartbeats.py
 
-Outside of phases `at/R` holds the phase that replica R is in. A phase that all replicas have left is deleted.
-
-There is no server of ours, no collective, and no blocking call except for parts that are being written. A
-key that may be absent is read by a compare_set that cannot match.
+Outside of phases `at/R` holds the phase that replica R is in.
 """
 
 from __future__ import annotations
@@ -36,23 +33,21 @@ from tlt.training.rollout.ahead_queue import AheadQueue
 
 POLL_SECONDS = 0.002
 IDLE_SHARE, MAX_POLL_SECONDS = 0.01, 0.01
-"""A waiting replica polls at intervals of this share of the time since the last change, up to the maximum."""
+"""A waiting replica's poll interval, as a share of the time since the last change, and its maximum."""
 CROWD, CROWD_SECONDS = 16, 0.0002
-"""With more replicas than CROWD each waits at least CROWD_SECONDS times their number between polls, so that
-all together poll at most 5,000 times a second."""
+"""More than CROWD replicas together poll at most 1 / CROWD_SECONDS times a second."""
 RACE_SECONDS = 0.0001
-"""About a round trip. The loser of a race for an added unit waits at most this long times the number of
-replicas before its next try. Otherwise N replicas would need N²/2 tries to take one unit each."""
+"""About a round trip. The loser of a race for an added unit waits up to this long times the number of
+replicas; else N replicas need N²/2 tries to take one unit each."""
 HELP_SECONDS = 0.02
-"""A busy replica asks for offers of help at most once in this time, because that costs a round trip."""
+"""Least seconds between a busy replica's reads of the offers, each a round trip."""
 
 
 class WorkQueue:
-    """One replica's view of the queue. Not safe for threads.
+    """Not safe for threads.
 
     store: a client of its own (`store.clone()`) if other threads may block on theirs.
     timeout: seconds without a sign of life after which a wait raises `ReplicaTimeout`.
-    pause: seconds to wait between two polls.
     """
 
     def __init__(
@@ -75,7 +70,7 @@ class WorkQueue:
     # -- phases ----------------------------------------------------------------------------------------------
 
     def begin(self, phase_name: str, num_units: int) -> None:
-        """Enters the next phase, without waiting. All replicas pass the same arguments, in the same order."""
+        """Does not wait. All replicas pass the same arguments, in the same order."""
         assert not self._held, f"{self._label}: units {sorted(self._held)} were taken and not finished"
         self._index += 1
         self._name = phase_name
@@ -111,9 +106,8 @@ class WorkQueue:
     # -- the queue -------------------------------------------------------------------------------------------
 
     def take(self, room: int) -> list[int]:
-        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and
-        there is room: the phase's own first, then added ones. Returns none if nothing remains now (more may
-        come, see `has_work`) or there is no room."""
+        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one: the phase's own first,
+        then added ones. Empty if none remains now; more may come."""
         units = (self._take_own(room) or self._take_added(room)) if room > 0 else []
         if units:
             self._held.update(units)
@@ -145,8 +139,7 @@ class WorkQueue:
         return -(-num // (2 * self.num_replicas))
 
     def add_units(self, count: int) -> range:
-        """Appends units and returns their indices. A unit's follow-up work is added *before* the unit is
-        finished."""
+        """Add a unit's follow-up work *before* you finish the unit."""
         self.store.add("open", count)
         while True:
             first, total = self._position()
@@ -155,7 +148,6 @@ class WorkQueue:
             self._let_others_go_first()
 
     def finish(self, unit: int) -> None:
-        """Counts a unit that this replica took as finished."""
         assert unit in self._held, (
             f"{self._label}: replica {self.replica} finished unit {unit}, which it does not hold"
         )
@@ -164,12 +156,11 @@ class WorkQueue:
         self.store.add("open", -1)
 
     def abandon(self) -> None:
-        """Drops this replica's unfinished units, because the run stops. The phase is never done then, and the
-        next `begin` does not object."""
+        """Drops this replica's unfinished units. The phase is never done then, and the next `begin` does not
+        object."""
         self._held.clear()
 
     def has_work(self) -> bool:
-        """Returns whether a unit could be taken now."""
         if self._has_own():
             return True
         self._refresh()
@@ -177,9 +168,8 @@ class WorkQueue:
         return first < total
 
     def all_done(self) -> bool:
-        """Returns whether every unit is finished, added ones included; once true, it stays true. It costs one
-        round trip. At most once a second it also checks the others' heartbeats, and raises `ReplicaTimeout`
-        if one is silent."""
+        """Once true, it stays true. One round trip; once a second it also checks heartbeats. Raises
+        `ReplicaTimeout` for a silent replica."""
         self._open = self.store.add("open", 0)
         if self._num_units + self._open == 0:
             return True
@@ -189,12 +179,8 @@ class WorkQueue:
     # -- waiting for work ------------------------------------------------------------------------------------
 
     def has_news(self, offers_help: bool = False) -> bool:
-        """Returns whether an idle replica has something to do: a unit, or the end of the phase. Call it at
-        intervals of `pause` seconds, which grow. In a crowd it does not poll each time, and returns False
-        meanwhile.
-
-        offers_help: whether this replica offers its help if there is no news.
-        """
+        """Whether a unit is there, or the phase has ended. Call it every `pause` seconds, which grow. In a
+        crowd some calls return False without a poll."""
         now = self._clock()
         if now < self._asks_at:
             return False
@@ -212,22 +198,19 @@ class WorkQueue:
         return False
 
     def rest(self) -> None:
-        """Waits before the next poll."""
         self._sleep(self.pause)
 
     def _be_attentive(self) -> None:
-        """Polls at once the next time."""
         self._quiet_since = self._clock()
         self._asks_at = float("-inf")
 
     def _has_own(self) -> bool:
-        """Returns whether one of the phase's own units is left. Once none is, it asks the store no more."""
+        """Once none is left, the store is no longer asked."""
         if self._next < self._num_units:
             self._next = self.store.add("next", 0)
         return self._next < self._num_units
 
     def _position(self) -> tuple[int, int]:
-        """Returns (next added unit to hand out, number of units) as last seen."""
         if not self._queue:
             return self._num_units, self._num_units
         position, _, _ = self._queue.partition(b"#")
@@ -235,13 +218,13 @@ class WorkQueue:
         return int(first), int(total)
 
     def _move(self, first: int, total: int) -> bool:
-        """Moves the queue on from where it was last seen; returns whether no other replica was faster."""
+        """Returns False if another replica has moved the queue first."""
         self._queue, has_moved = self._compare_set("queue", self._queue, f"{first}/{total}")
         return has_moved
 
     def _compare_set(self, key: str, seen: bytes, value: str) -> tuple[bytes, bool]:
-        """Replaces the value that was last seen; returns (the value now, whether it is this replica's). The
-        value names its author, so that a loser does not take the winner's equal one for its own."""
+        """Returns (the value now, whether this replica wrote it). Values name their author: a loser may have
+        wanted an equal one."""
         self._serial += 1
         wanted = f"{value}#{self.replica}.{self._serial}"
         now = self.store.compare_set(key, seen.decode(), wanted)
@@ -251,7 +234,6 @@ class WorkQueue:
         self._sleep(self._random.random() * RACE_SECONDS * self.num_replicas)
 
     def _refresh(self) -> bool:
-        """Reads the queue's state; returns whether it has moved since this replica last saw it."""
         value = read_now(self.store, "queue")
         seen, self._queue = self._queue, b"" if value == ABSENT else value
         return self._queue != seen
@@ -259,35 +241,32 @@ class WorkQueue:
     # -- handing work over -----------------------------------------------------------------------------------
 
     def offer_help(self) -> None:
-        """Offers this idle replica's help, until it takes a unit. Call it again while waiting: another
-        replica may have taken what was handed over because of this offer."""
+        """Offers help until this replica takes a unit. Call it again while waiting: another replica may have
+        taken the unit that this offer brought."""
         self._offers_help = True
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
     def num_offers(self) -> int:
-        """Returns how many replicas offer help; 0 if it was asked less than `HELP_SECONDS` ago."""
+        """0 within `HELP_SECONDS` of the last call."""
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
         return len(_offers_in(read_now(self.store, "help")))
 
     def accept_help(self) -> int | None:
-        """Accepts one offer, and adds a unit for it, which any replica may take; `hand_over` must follow at
-        once. None: nobody offers help any more. Call it *before* you finish the unit that the new one is
-        taken from."""
+        """Adds a unit for one offer, which any replica may take; `hand_over` must follow at once. None:
+        nobody offers help any more. Call it *before* you finish the unit that the new one is taken from."""
         if not self._change_help(lambda offers: offers[1:]):
             return None
         (unit,) = self.add_units(1)
         return unit
 
     def hand_over(self, unit: int, parts: Sequence[bytes]) -> None:
-        """Writes the unit's parts, whose meaning the caller knows."""
         for index, part in enumerate(parts):
             self.store.set(f"load/{unit}/{index}", part)  # type: ignore[arg-type]  # the stubs know text only
         self.store.set(f"load/{unit}", str(len(parts)))
 
     def receive(self, unit: int) -> list[bytes]:
-        """Returns the parts of a handed-over unit, once they are written."""
         since = self._clock()
         while (num_parts := read_now(self.store, f"load/{unit}")) == ABSENT:
             if self._clock() - since > self.timeout:
@@ -307,7 +286,6 @@ class WorkQueue:
             self._change_help(lambda offers: [replica for replica in offers if replica != self.replica])
 
     def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
-        """Changes the list of offers; returns whether that made a difference."""
         seen = read_now(self.store, "help")
         while (changed := change(offers := _offers_in(seen))) != offers:
             names = ",".join(map(str, changed))
@@ -319,7 +297,7 @@ class WorkQueue:
     # -- signs of life ---------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Shows that this replica is at work. Call it every engine step; it writes once a second."""
+        """Call it every engine step; it writes once a second."""
         self.life.beat_now_and_then(len(self._held))
 
     def _beat(self) -> None:
@@ -331,12 +309,11 @@ class WorkQueue:
 
 
 def local_work_queue(timeout: float = float("inf")) -> WorkQueue:
-    """Builds the queue of a single replica; its counters live in this process."""
     return WorkQueue(HashStore(), replica=0, num_replicas=1, timeout=timeout)
 
 
 def connect_work_queue(store: Store, replica: int, num_replicas: int, timeout: float) -> WorkQueue:
-    """Makes a queue with its own key prefix and its own connection, which no other thread's wait blocks."""
+    """Opens a connection that no other thread's wait blocks."""
     if num_replicas == 1:
         return local_work_queue(timeout)
     connection = clone(store)
@@ -345,6 +322,5 @@ def connect_work_queue(store: Store, replica: int, num_replicas: int, timeout: f
 
 
 def _offers_in(value: bytes) -> list[int]:
-    """Returns the replicas that a value of `help` names."""
     replicas = b"" if value == ABSENT else value.partition(b"#")[0]
     return [int(replica) for replica in replicas.split(b",") if replica]

@@ -1,5 +1,4 @@
-"""The algorithms as pure functions of tensors: advantages, ratios, losses, estimators, means. Each computes
-one choice of base/config/algorithm.py.
+"""The algorithms as pure functions of tensors, one per choice of base/config/algorithm.py.
 
     rewards_R ─ group_advantages ──────┐
     returns   ─ whitened_advantages ───┴─▶ one per response token ─┐
@@ -21,22 +20,21 @@ from torch import Tensor
 from tlt.base.config.algorithm import Advantage, Aggregation, Algorithm, KLEstimator, RatioScope
 
 STD_FLOOR = 1e-6
-"""Added to a standard deviation: it bounds the advantage where rewards differ by rounding only."""
+"""Bounds the advantage where rewards differ by rounding only."""
 
 
 # ── advantages ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = "group-std") -> Tensor:
-    """Returns advantages_R, float64, over the responses to one prompt:
+    """advantages_R, float64, over the responses to one prompt:
 
     group-std      (r_i - mean(r)) / std(r), sample standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)
     group-mean     r_i - mean(r) (Dr. GRPO, arXiv 2503.20783, section 3.2)
     leave-one-out  r_i - mean of the others' r (RLOO, arXiv 2402.14740, section 2.3), n / (n - 1) × group-mean
 
-    They are exactly 0 where all rewards of a group are equal, and for a group of one.
+    Exactly 0 where all rewards of a group are equal, and for a group of one.
 
-    rewards_R: any float dtype; computed in float64.
     group_R: int64[R], numbers from 0; groups may differ in size.
     """
     num_groups = int(group_R.max()) + 1
@@ -61,8 +59,8 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = 
 
 
 def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
-    """Returns (return - mean) / std of every token, with mean and standard deviation over all tokens of the
-    step (REINFORCE++, arXiv 2501.03262, section 3); exactly 0 where all returns are equal.
+    """(return - mean) / std over all tokens of the step (REINFORCE++, arXiv 2501.03262, section 3); exactly 0
+    where all returns are equal.
 
     returns: float64, for each response one per token.
     """
@@ -74,14 +72,14 @@ def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
 
 
 def rewards_to_go(reward: float, penalties_T: Tensor) -> Tensor:
-    """Returns a response's return at each token, r - Σ_{s ≥ t} penalty_s: the reward comes after the last
-    token, a KL penalty with every one (REINFORCE++, arXiv 2501.03262, section 3)."""
+    """r - Σ_{s ≥ t} penalty_s for each token t: the reward comes after the last token, a KL penalty with
+    every token (REINFORCE++, arXiv 2501.03262, section 3)."""
     return reward - penalties_T.flip(0).cumsum(0).flip(0)
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
-    """Returns 0 for a response that ends before the buffer, the last `buffer_tokens` before `max_tokens`, and
-    up to 1 where it fills the buffer (DAPO, arXiv 2503.14476, equation 13, with the sign reversed)."""
+    """Rises from 0 to 1 over the last `buffer_tokens` before `max_tokens` (DAPO, arXiv 2503.14476, equation
+    13, with the sign reversed)."""
     excess = num_tokens - (max_tokens - buffer_tokens)
     return min(max(excess / buffer_tokens, 0.0), 1.0) if buffer_tokens else 0.0
 
@@ -90,8 +88,6 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> fl
 
 
 class PolicyLoss(NamedTuple):
-    """The policy loss of each token."""
-
     loss_T: Tensor
     """Carries the gradient."""
     is_clipped_T: Tensor
@@ -101,7 +97,6 @@ class PolicyLoss(NamedTuple):
 def policy_loss(
     ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, algorithm: Algorithm
 ) -> PolicyLoss:
-    """Returns the loss of every token, clipped as the algorithm says."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     if algorithm.loss == "cispo":
         return cispo_loss(ratio_T, logprobs_T, advantages_T, low, high)
@@ -111,13 +106,13 @@ def policy_loss(
 def importance_ratio(
     logprobs_T: Tensor, old_logprobs_T: Tensor, lengths: Sequence[int], level: RatioScope
 ) -> Tensor:
-    """Returns ρ = π / π_old for every token:
+    """ρ = π / π_old for every token:
 
     token       of that token (PPO, arXiv 1707.06347, section 3)
     sequence    (Π_t ρ_t)^(1/n) over the n tokens of its response (GSPO, arXiv 2507.18071, equation 7)
     trajectory  Π_t ρ_t: the response is one action (RLOO, arXiv 2402.14740, section 2.3)
 
-    lengths: tokens of each response; the responses are whole and lie one after the other.
+    lengths: tokens of each response; responses are whole and lie one after the other.
     """
     log_ratio_T = logprobs_T - old_logprobs_T
     if level == "token":
@@ -128,8 +123,8 @@ def importance_ratio(
 
 
 def clipped_loss(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> PolicyLoss:
-    """Returns -min(ρ A, clip(ρ, low, high) A) (PPO, arXiv 1707.06347, equation 7; DAPO, arXiv 2503.14476,
-    equation 8, with two bounds)."""
+    """-min(ρ A, clip(ρ, low, high) A) (PPO, arXiv 1707.06347, equation 7; DAPO, arXiv 2503.14476, equation 8,
+    with two bounds)."""
     unclipped_T = ratio_T * advantages_T
     clipped_T = ratio_T.clamp(low, high) * advantages_T
     return PolicyLoss(-torch.minimum(unclipped_T, clipped_T), clipped_T < unclipped_T)
@@ -138,16 +133,15 @@ def clipped_loss(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float)
 def cispo_loss(
     ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, low: float, high: float
 ) -> PolicyLoss:
-    """Returns -clip(ρ, low, high) A log π, with the clipped ratio as a constant: no token loses its
-    gradient (MiniMax-M1, arXiv 2506.13585, equations 4 and 5)."""
+    """-clip(ρ, low, high) A log π, with the clipped ratio as a constant: no token loses its gradient
+    (MiniMax-M1, arXiv 2506.13585, equations 4 and 5)."""
     weight_T = ratio_T.detach().clamp(low, high)
     return PolicyLoss(-weight_T * advantages_T * logprobs_T, (weight_T != ratio_T) & (advantages_T != 0))
 
 
 def importance_weights(old_logprobs_T: Tensor, engine_logprobs_T: Tensor, *, cap: float) -> Tensor:
-    """Returns min(π_trainer / π_engine, cap) per token, a constant of the loss. It corrects for an engine
-    whose arithmetic samples a slightly different policy (truncated importance sampling, Ionides 2008; for RL
-    engines Yao et al. 2025)."""
+    """min(π_trainer / π_engine, cap), a constant of the loss: corrects for the engine's different arithmetic
+    (truncated importance sampling, Ionides 2008; for RL engines Yao et al. 2025)."""
     return (old_logprobs_T - engine_logprobs_T).exp().clamp(max=cap).detach()
 
 
@@ -155,9 +149,9 @@ def importance_weights(old_logprobs_T: Tensor, engine_logprobs_T: Tensor, *, cap
 
 
 def kl_estimate(logprobs_T: Tensor, reference_logprobs_T: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """Returns, with r = π_reference / π, k1 = -log r, k2 = (log r)² / 2 or k3 = r - log r - 1 (Schulman
-    2020, "Approximating KL divergence"). Under tokens of π, k1 and k3 are unbiased for KL(π ‖
-    π_reference), and k2 has its gradient; k3 is never negative (GRPO, arXiv 2402.03300, equation 4)."""
+    """With r = π_reference / π: k1 = -log r, k2 = (log r)² / 2, k3 = r - log r - 1 (Schulman 2020,
+    "Approximating KL divergence"). Under tokens of π, k1 and k3 are unbiased for KL(π ‖ π_reference), and k2
+    has its gradient; k3 is never negative (GRPO, arXiv 2402.03300, equation 4)."""
     log_ratio_T = reference_logprobs_T - logprobs_T
     match estimator:
         case "k1":
@@ -168,8 +162,8 @@ def kl_estimate(logprobs_T: Tensor, reference_logprobs_T: Tensor, estimator: KLE
 
 
 def entropy(logprobs_TV: Tensor) -> Tensor:
-    """Returns H_T = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing. On a
-    CPU row by row, which stays in the cache and is six times as fast."""
+    """H_T = -Σ_v p log p in nats; a token of probability 0 adds nothing. Row by row on a CPU: it stays in the
+    cache and is six times as fast."""
     if logprobs_TV.device.type != "cpu" or not len(logprobs_TV):
         entropy_TV: Tensor = torch.special.entr(logprobs_TV.exp())
         return entropy_TV.sum(-1)
@@ -181,13 +175,11 @@ def entropy(logprobs_TV: Tensor) -> Tensor:
 
 
 def loss_weight(num_tokens: int, aggregation: Aggregation) -> float:
-    """Returns the weight of each token of a response of `num_tokens`."""
     return 1 / num_tokens if aggregation == "sequence" else 1.0
 
 
 def loss_divisor(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int) -> int:
-    """Returns the divisor of the weighted sum over an optimizer step, over *all* its micro-batches and ranks,
-    so that parts add up.
+    """The divisor of a loss over all micro-batches and ranks of an optimizer step, so that parts add up.
 
     token      the tokens: all weigh the same (DAPO, arXiv 2503.14476, equation 12)
     sequence   the responses (GRPO, arXiv 2402.03300, equation 3)

@@ -1,4 +1,4 @@
-"""What the update learns from: rollouts and rewards become responses with an advantage per token.
+"""From rollouts and rewards to responses with an advantage per token.
 
 rewards ─ minus overlong penalty ─ minus β KL, if it is in the reward ─▶ returns ─▶ advantages
 (of all ranks, in canonical order; responses without a score are left out)
@@ -57,12 +57,10 @@ def check_batch(
 
 
 def count_problems(rollouts: Sequence[Rollout]) -> int:
-    """Counts the problems that the rollouts answer."""
     return len({rollout.problem_id for rollout in rollouts})
 
 
 def scored_ones(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
-    """Returns the responses that have a score, and their rewards; an update leaves out the others."""
     scored = [pair for pair in zip(rollouts, rewards, strict=True) if pair[1].is_scored]
     return [rollout for rollout, _ in scored], [reward for _, reward in scored]
 
@@ -74,12 +72,10 @@ def make_experiences(
     algorithm: Algorithm,
     kl: Sequence[Tensor] | None,
 ) -> tuple[list[Experience], int]:
-    """Returns the responses with their advantages, in the same order, and the number of problems whose
-    advantages are all 0.
+    """(responses with their advantages, in the same order; number of problems whose advantages are all 0).
 
-    rollouts, rewards: in canonical order, all of them scored; there may be none.
-    kl: for each response its estimate at every token, float64, where the KL is in the reward; None: it is
-        not.
+    rollouts, rewards: in canonical order, all scored.
+    kl: by response and token, float64; None: the KL is not in the reward.
     """
     if not rollouts:
         return [], 0
@@ -110,7 +106,6 @@ def _grouped(
     algorithm: Algorithm,
     penalties: Sequence[Tensor] | None,
 ) -> list[tuple[float, ...]]:
-    """Returns advantages over the responses to one problem: the same for all tokens of a response."""
     if penalties is not None:
         values = [value - float(kl_T.sum()) for value, kl_T in zip(values, penalties, strict=True)]
     ids = [rollout.problem_id for rollout in rollouts]
@@ -126,7 +121,6 @@ def _whitened(
     algorithm: Algorithm,
     penalties: Sequence[Tensor] | None,
 ) -> list[tuple[float, ...]]:
-    """Returns advantages over all tokens of the step."""
     penalties = penalties or [torch.zeros(len(r.token_ids), dtype=torch.float64) for r in rollouts]
     returns = [rewards_to_go(value, kl_T) for value, kl_T in zip(values, penalties, strict=True)]
     return [tuple(advantages_T.tolist()) for advantages_T in whitened_advantages(returns)]

@@ -1,8 +1,4 @@
-"""Refuses updates that are not finite: too large rewards, a loss, a gradient, weights.
-
-Each refusal is one line with the step and the likeliest cause, on all ranks, before anything of the update is
-published or saved.
-"""
+"""Refuses non-finite updates on all ranks, before anything of them is published or saved."""
 
 from __future__ import annotations
 
@@ -21,15 +17,15 @@ from tlt.models.hf.weights import is_finite
 LARGEST_REWARD = 1e150
 """The squares of larger rewards are infinite, and so is the standard deviation of their group."""
 _LARGE_REWARD = 1e6
-"""From this reward on, rewards are the likeliest cause of an update that is not finite."""
+"""From here on, rewards are the likeliest cause of a non-finite update."""
 
 
 class NonFiniteUpdate(UserError):
-    """A value in an update was not finite. No restart follows: the update is pure, and would fail again."""
+    """No restart follows: the update is pure, and would fail again."""
 
 
 def check_rewards(rewards: Iterable[Reward], step: int) -> float:
-    """Returns the largest absolute reward. Raises NonFiniteUpdate where it is too large for an advantage."""
+    """Returns the largest absolute reward. Raises NonFiniteUpdate."""
     largest = max((abs(reward.value) for reward in rewards if reward.is_scored), default=0.0)
     if largest > LARGEST_REWARD:
         raise NonFiniteUpdate(
@@ -51,10 +47,8 @@ def check_loss(loss: float, grad_norm: float, step: int, largest_reward: float) 
 def check_weights(
     trained: Mapping[str, Tensor], step: int, chosen: OptimizerSection, sharded_over: dist.ProcessGroup | None
 ) -> None:
-    """Raises NonFiniteUpdate where the optimizer's step has left a weight that is not finite.
-
-    sharded_over: the ranks that hold slices; None: every rank holds all weights.
-    """
+    """Raises NonFiniteUpdate. sharded_over: the ranks that hold slices; None: every rank holds all
+    weights."""
     parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained.values())
     is_finite_P = torch.stack([is_finite(part.detach()) for part in parts]).int()
     if sharded_over is not None:

@@ -19,35 +19,32 @@ from torch.distributed.tensor import DTensor
 
 
 class Gradients(Protocol):
-    """Sums of gradients. Use on every rank: with collect(): backward, backward, …, reduce, norm, scale,
-    step."""
+    """On every rank: with collect(): backward, backward, …, reduce, norm, scale, step."""
 
     @property
     def needs_equal_shares(self) -> bool:
-        """Whether a forward or backward is a collective, so that all ranks must run equally many."""
+        """A forward or backward is a collective: all ranks must run equally many."""
         ...
 
     def collect(self) -> AbstractContextManager[None]:
-        """Starts without gradients, and frees them at the end."""
+        """Frees the gradients at the end."""
         ...
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradients of a micro-batch's loss. is_last: none follows before `reduce`."""
+        """is_last: no other micro-batch follows before `reduce`."""
         ...
 
     def reduce(self) -> None:
         """Completes the sums over the ranks."""
         ...
 
-    def norm(self) -> float:
-        """Returns the norm of all gradients, the same on every rank."""
-        ...
+    def norm(self) -> float: ...
 
     def scale(self, factor: float) -> None: ...
 
 
 def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each: bool) -> Gradients:
-    """Returns the sums for a sharded or a replicated model. reduces_each: see Sharded; for that alone."""
+    """reduces_each: see Sharded."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(model, FSDPModule):
         assert group is not None
@@ -56,7 +53,7 @@ def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each
 
 
 class Replicated:
-    """Gradients where every rank holds all parameters: views of one bucket, in the parameters' order."""
+    """Gradients are views of one bucket, in the parameters' order."""
 
     needs_equal_shares = False
 
@@ -93,11 +90,10 @@ class Replicated:
 
 
 class Sharded:
-    """Gradients where every rank holds slices (ranks/sharding.py) and FSDP reduces within the backward pass.
+    """Every rank holds slices (ranks/sharding.py), and FSDP reduces within the backward pass.
 
-    reduces_each: reduces after every micro-batch, so that no rank holds the gradients of more than a layer.
-        Else they are added up whole on every rank and reduced with the last micro-batch: less traffic, and
-        sums in the order of the replicated update.
+    reduces_each: reduces after every micro-batch: a rank holds whole gradients of one layer at most. Else
+    with the last only: less traffic, and sums in the order of the replicated update.
     """
 
     needs_equal_shares = True
@@ -124,7 +120,7 @@ class Sharded:
         loss.backward()
 
     def reduce(self) -> None:
-        """Sets missing gradients to 0; the optimizer would leave out their parameters."""
+        """Sets missing gradients to 0: the optimizer would skip their parameters."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

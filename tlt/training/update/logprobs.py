@@ -20,15 +20,14 @@ from tlt.training.update.algorithms import entropy
 from tlt.training.update.plan import Experience, families_of
 
 LOGITS_PER_CHUNK = 2**24
-"""Elements of logits in memory at a time: with a large vocabulary the head runs in chunks, and again in the
-backward pass."""
+"""In memory at a time: a larger head runs in chunks, and again in the backward pass."""
 
 
 def response_logprobs(
     model: Transformer | BaseOf, batch: Sequence[Experience], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow
-    through the logprobs; the entropy is a metric. bf16 logits are widened to float32 first."""
+    """(logprobs_T, entropy_T) of the response tokens; the entropy carries no gradient. bf16 logits are
+    widened to float32."""
     device = model.head_weight.device
     families = families_of(batch)
     sizes = [(batch[f[0]].num_prompt, [batch[i].num_own for i in f]) for f in families]
@@ -71,9 +70,9 @@ def response_logprobs(
 
 
 class ChosenLogprobs(torch.autograd.Function):
-    """Maps (logits_TV, chosen_T, temperature) to log-softmax(logits / temperature) at the chosen tokens, and
-    to its entropy, which has no gradient. It keeps one matrix for the backward pass and allocates one there;
-    autograd would need five."""
+    """(logits_TV, chosen_T, temperature) ─▶ (log-softmax(logits / temperature) at the chosen tokens, entropy
+    without gradient). Keeps one matrix for the backward pass and allocates one there; autograd would need
+    five."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, chosen_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

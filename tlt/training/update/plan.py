@@ -3,10 +3,8 @@
     responses ─ sample_zero_advantage ─▶ fewer ─ plan_ranks ─▶ rank 0 ─ pack_families ─▶ [micro-batch] …
                                                                rank 1                    [micro-batch] …
 
-Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank, or
-is divided where that balances the ranks better. The plan is a pure function of lengths and prompts, so that
-every rank computes the same plan for all. Where a forward of one rank waits for the others' (a sharded
-model), ranks with fewer micro-batches get dummies.
+Responses to one prompt are a family: a micro-batch computes their prompt once. Every rank computes the same
+plan, a pure function of lengths and prompts.
 """
 
 from __future__ import annotations
@@ -23,31 +21,24 @@ from tlt.models.decoder import ModelConfig
 
 @dataclass(frozen=True)
 class Experience:
-    """A response with its advantages: what the update learns from."""
-
     rollout: Rollout
     advantages: tuple[float, ...]
-    """One per token."""
     needs_grad: bool
-    """Whether it needs a backward pass."""
     metric_weight: float = 1.0
-    """Responses that it stands for in the means of the metrics; 0: another one stands for it."""
+    """Responses that it stands for in the metrics; 0: another one stands for it."""
     is_masked: bool = False
-    """Whether it is left out of the loss."""
 
     @property
     def num_tokens(self) -> int:
-        """Counts the tokens of the response."""
         return len(self.rollout.token_ids)
 
     @property
     def num_in_loss(self) -> int:
-        """Counts its tokens in the loss."""
         return 0 if self.is_masked else self.num_tokens
 
     @property
     def length(self) -> int:
-        """Counts the tokens that the model reads; the last one is only predicted."""
+        """Tokens that the model reads."""
         return self.num_prompt + self.num_own
 
     @property
@@ -56,17 +47,17 @@ class Experience:
 
     @property
     def num_own(self) -> int:
-        """Counts the tokens of the response that the model reads."""
+        """Response tokens that the model reads: all but the last, which is only predicted."""
         return self.num_tokens - 1
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """The responses of one forward, all with or all without a backward pass; a key, compared by identity."""
+    """All responses with or all without a backward pass. A key, compared by identity."""
 
     responses: tuple[Experience, ...]
     is_dummy: bool = False
-    """Whether it is computed only to keep step with other ranks: its loss is 0 and it counts nowhere."""
+    """Computed only to keep step with other ranks: loss 0, counted nowhere."""
 
     @property
     def needs_grad(self) -> bool:
@@ -74,8 +65,8 @@ class MicroBatch:
 
 
 def sample_zero_advantage(responses: Sequence[Experience], num_tokens: int) -> list[Experience]:
-    """Returns the responses with metric weights: a sample of about `num_tokens` tokens stands for all
-    responses without a gradient, so that sums stay unbiased."""
+    """A sample of about `num_tokens` tokens stands for all responses without a gradient; metric weights keep
+    the sums unbiased."""
     without = [i for i, r in enumerate(responses) if not r.needs_grad]
     num_without = sum(responses[i].num_tokens for i in without)
     if num_without <= num_tokens:
@@ -88,13 +79,12 @@ def sample_zero_advantage(responses: Sequence[Experience], num_tokens: int) -> l
 
 
 MIN_PROMPT = 1 / 16
-"""The least ratio of prompt tokens to response tokens at which sharing a prompt saves time
-(benchmarks/log.md)."""
+"""Least ratio of prompt to response tokens at which sharing a prompt saves time (benchmarks/log.md)."""
 
 
 def families_of(responses: Sequence[Experience]) -> list[list[int]]:
-    """Returns the indices of the responses that share a prompt, in the order of each family's first. A
-    response whose prompt is too short to share is a family of its own."""
+    """Indices of the responses by prompt. A response whose prompt is too short to share is a family of its
+    own."""
     families: dict[object, list[int]] = {}
     for i, r in enumerate(responses):
         shares = r.num_prompt >= MIN_PROMPT * r.num_own
@@ -103,9 +93,9 @@ def families_of(responses: Sequence[Experience]) -> list[list[int]]:
 
 
 def sequence_cost(length: int, config: ModelConfig) -> float:
-    """Estimates the work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one
-    token / that of one token's projections). Attention counts its full square: measured on a CPU, SDPA's
-    causal half runs at half the speed of a matrix product."""
+    """In tokens of matrix products: T + T² · (cost of attending to one token / cost of one token's
+    projections). Attention counts its full square: on a CPU, SDPA's causal half runs at half the speed of a
+    matrix product."""
     c = config
     projections = c.hidden_size * (c.head_dim * (c.num_qkv + c.num_heads) + 3 * c.intermediate_size)
     return length + length**2 * (7 / 3 * c.num_heads * c.head_dim) / projections
@@ -114,11 +104,10 @@ def sequence_cost(length: int, config: ModelConfig) -> float:
 def plan_ranks(
     families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float]
 ) -> Shares:
-    """Returns each rank's items, by family: whole families, or halves, quarters and so on of all families,
-    whichever has the smallest largest load.
+    """Chooses whole families, or halves, quarters and so on of all families, by the smallest largest load.
 
     own: the cost of each item without its prompt.
-    prompts: the cost of each family's prompt, which every rank with some of the family pays.
+    prompts: the cost of each family's prompt, paid by every rank with some of the family.
     """
     plans = []
     num_parts = 1
@@ -139,12 +128,8 @@ def _deal(
     prompts: Sequence[float],
     num_parts: int,
 ) -> tuple[float, Shares]:
-    """Returns the largest load of a rank, and each rank's items, with every family cut into at most
-    `num_parts`.
-
-    The costliest parts go first, each to the rank that has the least load with it. Ties go to the earlier
-    item and the lower rank.
-    """
+    """Greedy: the costliest parts first, each to the rank whose load with it is least; ties go to the earlier
+    item and the lower rank. Returns (largest load, items by rank)."""
     parts = []
     for number, family in enumerate(families):
         falling = sorted(family, key=lambda i: (-own[i], i))
@@ -165,8 +150,7 @@ def _deal(
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Packs sequences by first-fit decreasing: a micro-batch holds at most `budget` tokens, or one longer
-    sequence."""
+    """First-fit decreasing: a micro-batch holds at most `budget` tokens, or one longer sequence."""
     room: list[int] = []
     batches: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -182,8 +166,7 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def plan_shares(
     responses: Sequence[Experience], config: ModelConfig, budget: int, num_ranks: int
 ) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of every rank, those that need a gradient first. Responses that another
-    one stands for are left out."""
+    """Every rank's micro-batches, those with a gradient first."""
     responses = [r for r in responses if r.metric_weight]
     families = families_of(responses)
     prompts = [responses[family[0]].num_prompt * _passes(responses[family[0]]) for family in families]
@@ -199,13 +182,10 @@ def plan_shares(
 
 
 def _passes(response: Experience) -> float:
-    """Returns the cost relative to a forward and a backward pass: a forward pass alone is a third."""
     return 1 if response.needs_grad else 1 / 3
 
 
 def pack_families(families: Sequence[Sequence[Experience]], budget: int) -> list[MicroBatch]:
-    """Returns micro-batches of at most `budget` tokens, each prompt counted once. A family longer than the
-    budget is divided."""
     parts = []
     for family in families:
         room = budget - family[0].num_prompt
@@ -224,11 +204,8 @@ def plan_share(
     rank: int,
     fills_up: bool = False,
 ) -> list[MicroBatch]:
-    """Returns the micro-batches of one rank.
-
-    fills_up: adds dummies, so that all ranks have equally many with a backward pass, then equally many
-        without.
-    """
+    """fills_up: adds dummies, so that all ranks have equally many with a backward pass, then equally many
+    without."""
     shares = plan_shares(responses, config, budget, num_ranks)
     if not fills_up:
         return shares[rank]
@@ -241,6 +218,5 @@ def plan_share(
 
 
 def dummy_batch(needs_grad: bool) -> MicroBatch:
-    """Returns a micro-batch of two tokens that changes nothing."""
     rollout = Rollout("", 0, (0,), (0, 0), (0.0, 0.0), "stop", 0)
     return MicroBatch((Experience(rollout, (0.0, 0.0), needs_grad, is_masked=True),), is_dummy=True)

@@ -5,14 +5,11 @@
                                                                                         │ forward, backward
                                 AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
 
-Log-probabilities are recomputed here, log-softmax(logits / temperature). The engine's serve only the reported
-gap and an optional importance correction. The plan follows from the lengths and from which responses need a
-gradient: neither the order in which rollouts arrive nor the rank that generated them can change a weight.
+Log-probabilities are recomputed here; the engine's serve only the reported gap and an optional importance
+correction. Neither the order of the rollouts nor the rank that generated them can change a weight.
 
-The loss is divided by the tokens or responses of all ranks, known before the first forward: partial gradients
-only have to be added up. A response lies whole in one micro-batch, so a mean over its tokens is computed
-there. A KL in the reward is measured beforehand. A minibatch without a token in the loss takes no optimizer
-step: the moments of earlier steps would move the weights.
+The loss divisor is known before the first forward, so partial gradients only have to be added up. A minibatch
+without a token in the loss takes no optimizer step: the moments of earlier steps would move the weights.
 
 Axes: T response tokens, of one response after the other
 """
@@ -54,14 +51,12 @@ from tlt.training.update.plan import Experience, MicroBatch, plan_share, sample_
 from tlt.training.update.schedule import learning_rate
 
 SAMPLED_TOKENS = 4096
-"""Most responses with zero advantage skip the forward, for their gradient is exactly 0. A random sample of
-about so many tokens, in whole responses, stands for them in the means of entropy and gap."""
+"""Most responses with zero advantage skip the forward: their gradient is exactly 0. A sample of about so many
+tokens stands for them in the means of entropy and gap."""
 
 
 @dataclass
 class Totals:
-    """Sums over response tokens, added up over micro-batches and then over ranks."""
-
     loss: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
@@ -82,21 +77,19 @@ Frozen = tuple[Tensor, Tensor]
 """(logprobs_T, entropy_T) of a micro-batch under a policy that does not move."""
 
 COLDEST = 1e-6
-"""The least sampling temperature that is trained at: logits are divided by it in float32."""
+"""Logits are divided by the temperature in float32."""
 
 
 class PolicyTrainer:
-    """Owns the optimizer of `model`. Every rank of `process_group` holds one and calls `update` with the same
-    rollouts.
+    """Owns the optimizer of `model`. Every rank of `process_group` calls `update` with the same rollouts.
 
-    sampling: the policy trained is softmax(logits / temperature); max_tokens is a constant of some losses.
     num_steps: policy steps of the whole run, for the schedule.
     process_group: None when this process is alone.
     reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
-        is. It is `BaseOf(model)` where adapters alone are trained.
-    reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
+        is. `BaseOf(model)` where adapters alone are trained.
+    reduces_each: see gradients.Sharded.
 
-    base: a digest of the weights that the policy began with, which are the reference's, too.
+    base: a digest of the initial weights.
     """
 
     def __init__(
@@ -145,11 +138,8 @@ class PolicyTrainer:
         )
 
     def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
-        """Takes one policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`. Then all ranks hold
-        the same weights.
-
-        Raises NonFiniteUpdate, before the optimizer's step where possible, and ValueError for an empty batch.
-        """
+        """All ranks hold the same weights afterwards. Raises NonFiniteUpdate, before the optimizer's step
+        where possible, and ValueError for an empty batch."""
         start = time.perf_counter()
         section = self.algorithm_section
         check_batch(rollouts, rewards, section.minibatches, f"policy update of step {step + 1}")
@@ -209,23 +199,21 @@ class PolicyTrainer:
         )
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Returns the trained weights by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns what training changes, by name: weights and Adam's moments, the tensors themselves."""
+        """Weights and Adam's moments by name, not copies."""
         return trained_tensors("policy", self.optimizer, self.trained())
 
     def counters(self) -> dict[str, Any]:
-        """Returns what else a resumed run needs."""
         return {"next_step": self.next_step}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; the tensors must have been filled."""
+        """Call it after the tensors have been filled."""
         self.next_step = counters["next_step"]
 
     def _identify_weights(self) -> str:
-        """Returns a digest of the weights, the same for whole weights and for slices."""
+        """The digest is the same for whole weights and for slices."""
         sums = torch.stack([bit_sum(parameter) for parameter in self.model.parameters()])
         if self.gradients.needs_equal_shares:
             dist.all_reduce(sums, group=self.group)
@@ -238,14 +226,13 @@ class PolicyTrainer:
         return lr
 
     def _plan(self, responses: Sequence[Experience]) -> list[MicroBatch]:
-        """Returns this rank's micro-batches."""
         budget, fills_up = self.algorithm_section.tokens_per_micro_batch, self.gradients.needs_equal_shares
         return plan_share(responses, self.model.config, budget, self.num_ranks, self.rank, fills_up)
 
     @torch.no_grad()
     def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer | BaseOf) -> list[Tensor]:
-        """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each rollout.
-        Every rank computes a share; the sum over the ranks has all."""
+        """KL(π ‖ π_reference) at every token, float64, one tensor for each rollout. Every rank computes a
+        share."""
         responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
         all_kl_T = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
@@ -268,8 +255,8 @@ class PolicyTrainer:
     def _frozen(
         self, model: Transformer | BaseOf, shares: Sequence[Sequence[MicroBatch]]
     ) -> dict[MicroBatch, Frozen]:
-        """Returns a frozen policy's logprobs of every micro-batch. The micro-batches are those of the update:
-        with equal weights the logprobs are equal to the last bit (ratio 1)."""
+        """The micro-batches are the update's: with equal weights the logprobs are equal to the last bit
+        (ratio 1)."""
         return {
             batch: response_logprobs(model, batch.responses, self.temperature)
             for share in shares
@@ -279,12 +266,9 @@ class PolicyTrainer:
     def _accumulate(
         self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None, is_last: bool
     ) -> Totals:
-        """Runs forward and backward of one micro-batch.
-
-        divisor: the minibatch's, of all ranks.
+        """divisor: the minibatch's, of all ranks.
         old: None when the policy that sampled is the current one.
         reference: None where the loss has no KL.
-        is_last: no other backward pass of the minibatch follows.
         """
         section, responses = self.algorithm_section, batch.responses
         lengths = [r.num_tokens for r in responses]
@@ -317,7 +301,7 @@ class PolicyTrainer:
         return Totals(*sums.tolist())
 
     def _reduce(self, totals: Totals) -> Totals:
-        """Sums over the ranks, the same on all of them to the last bit."""
+        """The same on all ranks to the last bit."""
         self.gradients.reduce()
         if self.group is None:
             return totals
@@ -330,7 +314,7 @@ class PolicyTrainer:
         return reduced
 
     def _optimizer_step(self, loss: float, step: int, largest_reward: float) -> float:
-        """Clips the gradient and takes the optimizer's step; returns the norm before clipping."""
+        """Returns the gradient's norm before clipping."""
         grad_norm = self.gradients.norm()
         check_loss(loss, grad_norm, step, largest_reward)
         if grad_norm > self.optimizer_section.clip_grad_norm:
