@@ -1,8 +1,7 @@
 """Drafts from references: responses drawn before with the same noise (references.py).
 
-    reference   t0 t1 t2 t3 t4 t5 …     agrees so far: the next tokens are the draft, as many as are likely
-    accepted response    t0 t1 t2                differs: the place is found again, by position or by the last
-    tokens
+    reference   t0 t1 t2 t3 t4 t5 …     agrees so far: its next tokens are the draft, while likely accepted
+    response    t0 t1 t2                differs: the place is found again, by position or by the last tokens
                          └ draft t3 t4 t5 …     without a reference, another drafter drafts (`ahead+…`)
 
 Acceptance is learned for three cases: the reference has always agreed; it has differed and is read at the

@@ -12,7 +12,7 @@
 The target has not read drafted tokens, so output t stands in for feature t+1. (eagle3 is trained this way, so
 its outputs need not resemble features.)
 
-    last output ─▶ logits, ranked (learned.py) ─▶ the drafted token
+    last output ─▶ logits, ranked (drafter.py) ─▶ the drafted token
         ▲                                             │
         └──── (drafted token, last output) is read ◀──┘
 """
